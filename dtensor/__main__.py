@@ -1,13 +1,12 @@
-"""The command line: `dtensor COMMAND`, or `python -m dtensor COMMAND`; each is a file in
-`commands/`.
+"""The command line: `dtensor COMMAND`, or `python -m dtensor COMMAND`.
 
     dtensor plan gpt2 --mesh tp=2       # the messages and the memory of a training step
     dtensor status                      # the state of the ranks of your launches on this machine
     dtensor --help
 
-A command adds its parser, and a function from the parsed options to the exit status: 0, done; 1, it
-found something wrong; 2, an invalid request, which a sentence on stderr explains; 130, interrupted.
-A reader that closes our output early (`| head`) is no error.
+Each command is a file in `commands/`. It adds a parser, and a function from the parsed options to
+the exit status: 0, done; 1, something wrong was found; 2, an invalid request, explained on stderr;
+130, interrupted. It is no error if a reader closes our output early (`| head`).
 """
 
 from __future__ import annotations
@@ -37,23 +36,24 @@ INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status; SystemExit with 2 for an unknown command or option."""
+    """Return the exit status. Raises SystemExit(2) for an unknown command or option."""
     try:
         try:
-            return _run(_parsed(argv))
+            return _run(_parse(argv))
         finally:
             sys.stdout.flush()
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # Python would flush once more at its end, and report the failure.
+        # Otherwise Python flushes stdout again when it exits, and reports the failure.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
 
-def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    is_script = os.path.basename(sys.argv[0]) == "dtensor"
     parser = CommandParser(
-        prog=_prog(),
+        prog="dtensor" if is_script else "python -m dtensor",
         description="dtensor: write a model once, for one device, and place it anywhere.",
         epilog="exit status: 0, done; 1, found something wrong; 2, an invalid request; "
         "130, interrupted. `COMMAND --help` says more.",
@@ -81,11 +81,6 @@ def _run(options: argparse.Namespace) -> int:
     except RunFailed as error:
         print(f"{options.parser.prog}: {error}", file=sys.stderr)
         return 1
-
-
-def _prog() -> str:
-    own = os.path.basename(sys.argv[0]) == "dtensor"
-    return "dtensor" if own else "python -m dtensor"
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
-"""Facts about collectives that every layer shares: their members' inputs and outputs, and their
-messages. The planner's prices and daft's verifier and transports use them.
+"""The kinds of collectives: inputs, outputs and messages of their members.
 
-    COLLECTIVES["all_reduce"].bytes_sent(2**20, 4)      # of four values of 1 MiB: 1.5 MiB
-    COLLECTIVES["all_to_all"].given(("a", "b"), 1)      # ("b",): member 1's part of these inputs
+    COLLECTIVES["all_reduce"].bytes_sent(2**20, 4)      # 1.5 MiB by each of 4 members, of 1 MiB
+    COLLECTIVES["all_to_all"].given(("a", "b"), 1)      # ("b",): the input that member 1 receives
 
-Invariants: a kind is an entry here; a group's order is that of its members, of inputs and outputs
-for each of them, and of the fold. It imports nothing. Not here: moves between placements
-(sharding/redistribute/moves.py), and a rank's work before and after (runtime/lower/moves.py).
+The planner's prices and daft's verifier and transports use these facts. The order of a group is the
+order of its members, of the inputs and outputs for each member, and of the fold. This file imports
+nothing of dtensor.
 """
 
 from __future__ import annotations
@@ -20,13 +19,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveKind:
-    """``exchanges``: how many successive exchanges `num` members need, in each of which a member
-    sends to all others at once and receives from them; ``bytes_sent``: by each of `num` members,
-    for inputs of `nbytes`.
+    """A kind of collective.
 
-    ``reduces``: a member gets the fold of all inputs; else all of them, unchanged. ``divided``: a
-    member gives a different input to each; else all its inputs to all members, so that all get the
-    same. ``bucket``: any number of inputs. ``rooted``: only the first member has inputs.
+    Args:
+        exchanges: the number of successive exchanges among `num` members. In an exchange, each
+            member sends to all others at once and receives from them.
+        bytes_sent: the bytes that each of `num` members sends for inputs of `nbytes`.
+        reduces: a member receives the fold of all inputs, instead of the inputs unchanged.
+        divided: a member has a different input for each member, instead of the same inputs for all.
+        bucket: a member may have any number of inputs.
+        rooted: only the first member has inputs.
     """
 
     exchanges: Callable[[int], int]
@@ -37,23 +39,23 @@ class CollectiveKind:
     rooted: bool = False
 
     def launches(self, num: int) -> int:
-        """Return how many ops the host of one of `num` members launches: one for each peer in an
-        exchange (its send, receive and addition), and one for the start and the wait."""
+        """Return the number of ops that the host of one of `num` members launches: one for each
+        peer of an exchange (send, receive and addition), and one for the start and the wait."""
         return 1 + self.exchanges(num) * (num - 1)
 
     def takes(self, num_inputs: int, at: int, size: int) -> bool:
-        """Whether member ``at`` of ``size`` may give so many inputs."""
+        """Return whether member ``at`` of ``size`` members may have this number of inputs."""
         if self.bucket:
             return num_inputs > 0
         return num_inputs == (size if self.divided else at == 0 if self.rooted else 1)
 
     def given(self, inputs: Sequence[T], to: int) -> Sequence[T]:
-        """The inputs of a member that are for member ``to``."""
+        """Return those of a member's inputs that member ``to`` receives."""
         return inputs[to : to + 1] if self.divided else inputs
 
     def got(self, inputs: Sequence[T], outputs: Sequence[T], at: int, of: int) -> Sequence[T]:
-        """The pieces that member ``at`` gets from member ``of``, each as the buffer that ``at`` has
-        declared for it: its own input, if that is folded with the piece."""
+        """Return the buffers of member ``at`` for the pieces that it receives from member ``of``.
+        In a reduction these are its own inputs, with which the pieces are folded."""
         if self.reduces:
             return self.given(inputs, at)
         if self.rooted:
@@ -62,8 +64,9 @@ class CollectiveKind:
 
 
 SMALL_ALL_REDUCE = 1 << 16
-"""Bytes up to which an all_reduce is one exchange: each member sends its whole input to each other.
-A larger one among more than two members is two: pieces to their owners, then the sums of pieces."""
+"""Bytes up to which an all_reduce is one exchange: each member sends its whole input to all others.
+A larger one among more than two members takes two exchanges: first each piece is sent to its owner,
+then the sum of each piece to all."""
 
 COLLECTIVES: dict[str, CollectiveKind] = {
     "all_reduce": CollectiveKind(

@@ -1,11 +1,8 @@
-"""Errors that are the user's to mend, raised while planning, before any actor starts; and checks of
-what users pass, made where it enters.
+"""PlanningError, and checks of the type, range and spelling of arguments.
 
-    check_kind("the mesh", 3, Mesh, "a Mesh", "dt.Mesh(tp=2)")
-    # the mesh is 3 (int), not a Mesh.
-    # fix: dt.Mesh(tp=2)
-
-Not here: what a value is checked for besides its kind, its range and its spelling.
+check_kind("the mesh", 3, Mesh, "a Mesh", "dt.Mesh(tp=2)")
+# PlanningError: the mesh is 3 (int), not a Mesh.
+# fix: dt.Mesh(tp=2)
 """
 
 from __future__ import annotations
@@ -24,9 +21,11 @@ from dtensor.numerics import dtype_name
 
 
 class PlanningError(ValueError):
-    """The program, its placements or its arguments cannot be planned as stated: a fault to mend in
-    the program that called, found before anything ran. It is a ValueError. Its text has one
-    sentence of fact, the operands, the line of the program, and a fix that was checked."""
+    """The program, its placements or its arguments cannot be planned as stated.
+
+    It is raised before anything runs, and the caller can fix it. Its text has one sentence of fact,
+    the operands, the user's line, and a fix that was checked.
+    """
 
 
 P = ParamSpec("P")
@@ -34,29 +33,30 @@ T = TypeVar("T")
 
 
 def checked_call(function: Callable[P, T]) -> Callable[P, T]:
-    """The function, whose TypeError for arguments that do not fit its parameters says what fits; a
-    TypeError that it raises itself is as it was."""
+    """Return the function with a better TypeError for arguments that do not match its parameters:
+    the error says what matches. A TypeError that the function itself raises is unchanged."""
 
     @wraps(function)
-    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return function(*args, **kwargs)
         except TypeError as error:
             if error.__traceback__ is None or error.__traceback__.tb_next is not None:
                 raise
-            from dtensor.misspelled import misfit  # seldom needed
+            from dtensor.misspelled import mismatch_text  # seldom needed
 
-            raise TypeError(misfit(function, args, kwargs) or str(error)) from None
+            raise TypeError(mismatch_text(function, args, kwargs) or str(error)) from None
 
-    return called
+    return checked
 
 
 def check_order(name: str, kinds: Mapping[str, type[object]], *args: object) -> None:
-    """PlanningError for arguments of these kinds, by parameter, in another order."""
-    given = [next((word for word in kinds if isinstance(arg, kinds[word])), "") for arg in args]
-    if sorted(given) == sorted(kinds):
+    """Raise PlanningError if the arguments are in the wrong order. ``kinds``: the class of each
+    argument, by parameter, in the right order."""
+    order = [next((word for word in kinds if isinstance(arg, kinds[word])), "") for arg in args]
+    if sorted(order) == sorted(kinds):
         raise PlanningError(
-            f"the arguments of {name} are in another order: {', '.join(given)}.\n"
+            f"the arguments of {name} are in another order: {', '.join(order)}.\n"
             f"fix: dt.{name}({', '.join(kinds)})"
         )
 
@@ -64,14 +64,14 @@ def check_order(name: str, kinds: Mapping[str, type[object]], *args: object) -> 
 def check_kind(
     what: str, value: object, kind: type[Any] | UnionType, wanted: str, fix: str
 ) -> None:
-    """PlanningError unless ``value`` is of the kind, and not a class that has what instances of the
-    kind have; ``wanted`` is its name with an article."""
+    """Raise PlanningError unless ``value`` is an instance of ``kind`` (``wanted``: "a Mesh")."""
+    # A class may match a protocol whose methods it defines, although it is not an instance.
     if isinstance(value, type) or not isinstance(value, kind):
         raise PlanningError(f"{what} is {shown(value)}, not {wanted}.\nfix: {fix}")
 
 
 def check_callable(what: str, value: object, fix: str) -> None:
-    """PlanningError unless ``value`` is a function, or can be called as one."""
+    """Raise PlanningError unless ``value`` is a function or another callable."""
     if not callable(value):
         raise PlanningError(f"{what} is {shown(value)}, not a function.\nfix: {fix}")
 
@@ -85,25 +85,25 @@ def check_number(
     least: float | None = None,
     whole: bool = False,
 ) -> None:
-    """PlanningError unless ``value`` is a number, and above or at least what is stated."""
-    known = isinstance(value, Integral if whole else Real) and not isinstance(value, bool)
+    """Raise PlanningError unless ``value`` is a number (``whole``: an integer) that is greater than
+    ``above`` and not less than ``least``, if they are stated."""
+    is_number = isinstance(value, Integral if whole else Real) and not isinstance(value, bool)
     number = cast(float, value)
-    in_range = known and (above is None or number > above) and (least is None or number >= least)
-    if not in_range:
+    if not (is_number and (above is None or number > above) and (least is None or number >= least)):
         bound = f"above {above}" if above is not None else f"of at least {least}"
         kind = "whole number" if whole else "number"
         raise PlanningError(f"{name}={value!r} is not a {kind} {bound}.\nfix: {fix}")
 
 
 def check_word(name: str, value: object, words: Sequence[str]) -> None:
-    """PlanningError unless ``value`` is one of the words."""
+    """Raise PlanningError unless ``value`` is one of ``words``."""
     if value not in words:
         *others, last = (f'"{word}"' for word in words)
         raise PlanningError(f"{name}={value!r}: it is {', '.join(others)} or {last}")
 
 
 def not_pickled(fact: str, fix: str) -> TypeError:
-    """The error for pickling a handle on values of ranks."""
+    """Return the error for an attempt to pickle an object whose values are on ranks."""
     return TypeError(f"{fact}: it is a handle on values of ranks.\nfix: {fix}")
 
 
@@ -125,16 +125,16 @@ def is_dense(x: torch.Tensor) -> bool:
 
 
 def check_module(path: str, module: nn.Module) -> None:
-    """Raise PlanningError for a module of torch.jit, and for a parameter or buffer of the module
-    itself that has no shape yet."""
+    """Raise PlanningError for a module of torch.jit, and for a lazy parameter or buffer of the
+    module itself (not of its submodules), which has no shape yet."""
     if isinstance(module, torch.jit.ScriptModule):
         raise PlanningError(
             f"{path or 'the module'} is a module of torch.jit ({module.original_name}), whose "
             f"program cannot be captured.\n"
             f"fix: use the module that was scripted or traced"
         )
-    for own, x in (*module._parameters.items(), *module._buffers.items()):
-        name = f"{path}.{own}" if path else own
+    for key, x in (*module._parameters.items(), *module._buffers.items()):
+        name = f"{path}.{key}" if path else key
         if x is not None and is_lazy(x):
             raise PlanningError(
                 f"{name} has no shape yet: it belongs to a lazy module.\n"
@@ -143,7 +143,7 @@ def check_module(path: str, module: nn.Module) -> None:
 
 
 def shown(value: object) -> str:
-    """A value with its type, as a message has it; the type alone of what takes more than a line."""
+    """Return a value as text for a message: "3 (int)"; "of type T" if it is long."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     text, kind = repr(value), type(value).__name__

@@ -1,16 +1,14 @@
-"""What torch's kernels obey besides their arguments: deterministic algorithms, precisions.
+"""The settings of a process that torch's kernels follow: determinism, precisions, backends.
 
     flags = kernel_flags()                 # (("deterministic algorithms", (False, False)), ...)
-    obey(flags)                            # in another process: its kernels obey the same
+    obey(flags)                            # in another process: set them there
 
-They are settings of a process. The controller's count: ranks in other processes are sent them with
-a run (`daft/ray`), and a program that reads one is captured again where it has changed
-(`frontend/guards`).
+The controller's settings count: they are sent with a run to the ranks in other processes
+(`daft/ray`), and a program that reads a setting is captured again after it has changed
+(`frontend/guards`). Flags are plain data, always in the same order.
 
-Invariants: plain data, in one order; of precisions what holds where none was set of its own. Not
-here: the library of products of matrices, whose default is each GPU's own; the number of threads,
-which each process has its own of; flushing denormal numbers, which torch sets for a thread and
-cannot be asked for.
+Three settings are left out: the BLAS library, whose default depends on the GPU; the number of
+threads, which each process chooses; and flushing of denormals, which torch cannot report.
 """
 
 from __future__ import annotations
@@ -29,10 +27,10 @@ _OPS = ("all", "matmul", "conv", "rnn")
 _PRECISIONS = (("generic", "all"), *((b, op) for b in ("mkldnn", "cuda") for op in _OPS))
 
 
-def _of_matmul() -> str:
+def _matmul_precision() -> str:
     try:
         return str(torch.get_float32_matmul_precision())
-    except RuntimeError:  # set for some backends alone: those are asked below
+    except RuntimeError:  # it differs between backends, which have flags of their own below
         return ""
 
 
@@ -41,11 +39,10 @@ def _set_matmul(precision: str) -> None:
         torch.set_float32_matmul_precision(precision)
 
 
-def _of_cudnn() -> bool | None:
-    """None where it was set for a kind of kernels alone: those are asked below."""
+def _cudnn_tf32() -> bool | None:
     try:
         return bool(_C._get_cudnn_allow_tf32())
-    except RuntimeError:
+    except RuntimeError:  # it differs between kinds of kernels, which have flags of their own below
         return None
 
 
@@ -81,9 +78,9 @@ _FLAGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
         _C._get_deterministic_fill_uninitialized_memory,
         _C._set_deterministic_fill_uninitialized_memory,
     ),
-    "float32 matmul precision": (_of_matmul, _set_matmul),
-    "tf32 of cudnn": (_of_cudnn, _set_cudnn),
-    **{  # after those of matmul and cudnn, which set some of them
+    "float32 matmul precision": (_matmul_precision, _set_matmul),
+    "tf32 of cudnn": (_cudnn_tf32, _set_cudnn),
+    **{  # after the two flags above, which set some of these
         f"float32 precision of {op}, {backend}": (
             partial(_C._get_fp32_precision_getter, backend, op),
             partial(_C._set_fp32_precision_setter, backend, op),
@@ -131,12 +128,12 @@ if hasattr(_C, "_get_cudnn_depthwise_kernel"):  # from torch 2.13 on
 
 def kernel_flags() -> Flags:
     """Return the present settings of this process."""
-    # a list, since each run asks: a generator would cost a call for each setting
-    return tuple([(name, ask()) for name, (ask, _) in _FLAGS.items()])
+    # A list, because this runs for each run: a generator is slower.
+    return tuple([(name, get()) for name, (get, _) in _FLAGS.items()])
 
 
 def obey(flags: Flags) -> None:
-    """From now on this process has these."""
+    """Set the settings of this process."""
     for (name, value), (_, before) in zip(flags, kernel_flags(), strict=True):
-        if value != before or name.startswith("float32"):  # one of a precision changes others
+        if value != before or name.startswith("float32"):  # setting a precision changes others
             _FLAGS[name][1](value)

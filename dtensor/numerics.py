@@ -1,14 +1,13 @@
-"""Facts about numbers that every layer shares: the names of dtypes, contiguous strides, and the
-one order of reduction.
+"""Names of dtypes, strides of contiguous tensors, and reductions, for all levels.
 
     dtype_name(torch.bfloat16)                   # "bf16"
     fold([a0, a1, a2], "sum")                    # ((a0 + a1) + a2), in rank order
-    fold([a0, a1], "softmax")                    # [n, 3]: the divisor of a softmax over both parts
     register_reduction(Reduction(name="xor", fold=torch.bitwise_xor, identity=torch.zeros_like))
 
-Invariants: a reduction is a left fold in the order given, whole or in pieces (cut at multiples of
-`Reduction.unit`), so every backend gives the same bits; floats narrower than 32 bits are summed in
-float32. A name means one reduction as long as the process lives. It imports torch alone.
+A reduction is a left fold in the given order, so all backends return the same bits. Tensors may be
+folded whole or in pieces, which are cut at multiples of `Reduction.unit`. Floats narrower than 32
+bits are summed in float32. The meaning of a reduction's name never changes within a process. This
+file imports only torch.
 """
 
 from __future__ import annotations
@@ -50,38 +49,38 @@ DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.ite
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``f32`` for torch.float32; torch's own name for rare dtypes."""
+    """Return "f32" for torch.float32; torch's own name for a dtype that is not in `DTYPES`."""
     return DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
 def is_narrow(dtype: torch.dtype) -> bool:
-    """Whether sums of it are kept in float32."""
+    """Return whether sums of this dtype are accumulated in float32."""
     return dtype.is_floating_point and dtype.itemsize < 4
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which a kernel keeps statistics of such values: float32, for float64 and
-    complex128 float64."""
+    """Return the dtype in which kernels accumulate statistics of values of ``dtype``: float64 for
+    float64 and complex128, else float32."""
     return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduction:
-    """A way in which parts combine.
+    """A function that combines the parts of a pending value.
 
     Args:
-        name: a word, its name in placements, rules and programs.
-        fold: one step, from the fold so far and the next part: tensors of one shape and dtype,
-            which it does not change. It acts on each element alone, and takes any shape.
-        identity: for a tensor, one like it that changes no fold. None if a value folded with itself
-            is that value (a maximum), so that all ranks may hold it.
-        unit: so many elements of the last dim, which has this size, are folded together, and no
-            placement splits them; ``fold`` then takes rows, ``[n, unit]``.
-        dtypes: the dtypes that it takes; () for all.
+        name: an identifier: its name in placements, rules and programs.
+        fold: combines the fold so far with the next part, without changing them. Both have the same
+            shape (any shape) and dtype. It combines each pair of elements on its own.
+        identity: returns the identity element, a tensor like its argument. None if the fold of a
+            value with itself is that value (a maximum): then all ranks may hold the value.
+        unit: the size of the last dim if its elements are folded together. No placement splits this
+            dim, and ``fold`` takes rows, ``[n, unit]``.
+        dtypes: the allowed dtypes; () for all.
         widens: floats narrower than 32 bits are folded in float32, and rounded once.
-        numbers: one step of two Python numbers; None: it folds tensors alone.
-        parts: so many random parts whose fold is a tensor, for `dt.testing`; None: the tensor and
-            identities.
+        numbers: folds two Python numbers. None if only tensors can be folded.
+        parts: (x, num, generator) -> num random tensors whose fold is x, for `dt.testing`. None: x
+            and identities.
     """
 
     name: str
@@ -101,7 +100,7 @@ class Reduction:
             )
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
-        """One of dtensor's reductions is pickled by its name."""
+        """Pickle a built-in reduction by its name, any other with its functions."""
         if self.name in BUILT_IN:
             return _named, (self.name,)
         return object.__reduce_ex__(self, protocol)
@@ -112,34 +111,33 @@ class Reduction:
 
     @property
     def wants(self) -> str:
-        """The tensors that it takes, for messages: ``f32[...,3] or f64[...,3]``."""
+        """The allowed shapes and dtypes, for messages: "f32[...,3] or f64[...,3]"."""
         sizes = "[...]" if self.unit == 1 else f"[...,{self.unit}]"
         return " or ".join(f"{dtype_name(d)}{sizes}" for d in self.dtypes) or f"any dtype {sizes}"
 
     def of(self, parts: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
-        """The left fold ((a0 + a1) + a2) + ...: the same bits at any place, whole or in pieces,
-        flat ones too.
+        """Return the left fold ((a0 + a1) + a2) + ... as ``dtype`` (default: the parts' dtype).
 
-        One that widens accumulates floats narrower than 32 bits in float32 and rounds once, at the
-        end; or never, if the result has ``dtype`` float32. A fold of float32 with a narrower result
-        is rounded once.
+        If the reduction widens, narrow floats are converted to float32 before the fold, and the
+        result is rounded once at the end. The bits do not depend on the rank, nor on whether the
+        parts are folded whole, in pieces, or flattened.
         """
         first = parts[0]
         result_dtype = first.dtype if dtype is None else dtype
         if len(parts) == 1:
             return first.to(result_dtype, copy=True, memory_format=torch.contiguous_format)
-        taken: Iterable[Tensor] = parts
+        wide: Iterable[Tensor] = parts
         if self.widens and is_narrow(first.dtype):
-            taken = (p.float() for p in taken)
+            wide = (p.float() for p in parts)
         if self.unit > 1:
-            rows = (p.reshape(-1, self.unit) for p in taken)
+            rows = (p.reshape(-1, self.unit) for p in wide)
             return (
                 functools.reduce(self.fold, rows).to(result_dtype).reshape(first.shape).contiguous()
             )
-        return functools.reduce(self.fold, taken).to(result_dtype).contiguous()
+        return functools.reduce(self.fold, wide).to(result_dtype).contiguous()
 
     def parts_of(self, x: Tensor, num: int, generator: torch.Generator) -> Sequence[Tensor]:
-        """Random tensors whose fold is ``x``."""
+        """Return ``num`` random tensors whose fold is ``x``."""
         if self.parts is None:
             return [x, *(rest_of(x, self.name) for _ in range(num - 1))]
         return self.parts(x, num, generator)
@@ -150,8 +148,11 @@ REDUCTIONS: dict[str, Reduction] = {}
 
 
 def register_reduction(reduction: Reduction) -> Reduction:
-    """Register it, so that placements, rules and programs may name it; ValueError if another has
-    its name. It is sent to the actors with the programs that name it."""
+    """Register a reduction, so that placements, rules and programs can use its name.
+
+    It is sent to the actors with the programs that use it. Raises ValueError if another reduction
+    has this name.
+    """
     if REDUCTIONS.setdefault(reduction.name, reduction) != reduction:
         raise ValueError(
             f"There is a reduction {reduction.name!r} already, which programs may have planned "
@@ -165,19 +166,18 @@ def _named(name: str) -> Reduction:
 
 
 def fold(parts: Sequence[Tensor], op: ReduceOp, dtype: torch.dtype | None = None) -> Tensor:
-    """The fold of a reduction: see `Reduction.of`."""
     return REDUCTIONS[op].of(parts, dtype)
 
 
 def rest_of(x: Tensor, op: ReduceOp) -> Tensor:
-    """The local value on ranks after the first, for a pending value that the first holds whole: the
-    reduction's identity."""
+    """Return the part of all ranks but the first, if the part of the first rank is the whole value:
+    the reduction's identity, shaped like ``x``."""
     identity = REDUCTIONS[op].identity
     return x if identity is None else identity(x)
 
 
 def reductions_listed() -> str:
-    """``"sum", "max", "min" or "softmax"``, and the names that users registered."""
+    """Return the names of all reductions for a message: '"sum", "max", "min" or "softmax"'."""
     *others, last = (f'"{name}"' for name in REDUCTIONS)
     return f"{', '.join(others)} or {last}"
 
@@ -192,34 +192,36 @@ def _noise(x: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _parts_of_sum(x: Tensor, num: int, generator: torch.Generator) -> list[Tensor]:
-    rest = [_noise(x, generator) for _ in range(num - 1)]
-    return [functools.reduce(operator.sub, rest, x), *rest]
+    terms = [_noise(x, generator) for _ in range(num - 1)]
+    return [functools.reduce(operator.sub, terms, x), *terms]
 
 
 def _parts_of_extreme(sign: int, x: Tensor, num: int, generator: torch.Generator) -> list[Tensor]:
-    """One rank has each element, the others smaller values, or larger ones."""
+    """Return parts whose maximum (``sign`` -1) or minimum (1) is ``x``: for each element, a random
+    rank holds its value."""
     owner = torch.randint(0, num, x.shape, generator=generator)
-    further = (x + sign * _noise(x, generator).abs() for _ in range(num))
-    return [torch.where(owner == i, x, other) for i, other in enumerate(further)]
+    others = (x + sign * _noise(x, generator).abs() for _ in range(num))
+    return [torch.where(owner == i, x, other) for i, other in enumerate(others)]
 
 
 def _fold_softmax(total: Tensor, part: Tensor) -> Tensor:
-    """Rows (maximum, sum of exp(x - maximum), sum of picked x) over parts of the x."""
+    """Combine softmax statistics of two parts of x. Each row is (the maximum, the sum of
+    exp(x - maximum), the sum of the picked x)."""
     m0, s0, t0 = total.unbind(1)
     m1, s1, t1 = part.unbind(1)
     top = torch.maximum(m0, m1)
-    # The sum of the part with the maximum is unchanged: exact, and no inf - inf.
+    # The sum of the part with the larger maximum stays exact, and inf - inf is never computed.
     s0 = torch.where(m0 == top, s0, s0 * (m0 - top).exp())
     s1 = torch.where(m1 == top, s1, s1 * (m1 - top).exp())
     return torch.stack((top, s0 + s1, t0 + t1), 1)
 
 
-def _no_row(x: Tensor) -> Tensor:
+def _softmax_identity(x: Tensor) -> Tensor:
     return x.new_tensor([-math.inf, 0, 0]).expand(x.shape).contiguous()
 
 
 def _parts_of_softmax(x: Tensor, num: int, generator: torch.Generator) -> list[Tensor]:
-    """Each part has its own maximum, one of them that of x, and a share of the sums."""
+    """Return parts with random shares of the sums. One has the maximum of x, others less."""
     top, total, picked = x.unbind(-1)
     owner = torch.randint(0, num, top.shape, generator=generator)
     shares = torch.rand((num, *top.shape), dtype=x.dtype, generator=generator) + 0.1
@@ -231,7 +233,7 @@ def _parts_of_softmax(x: Tensor, num: int, generator: torch.Generator) -> list[T
     return parts
 
 
-for _own in (
+for _reduction in (
     Reduction(
         name="sum",
         fold=torch.add,
@@ -249,15 +251,15 @@ for _own in (
     Reduction(
         name="softmax",
         fold=_fold_softmax,
-        identity=_no_row,
+        identity=_softmax_identity,
         unit=3,
         dtypes=(torch.float32, torch.float64),
         parts=_parts_of_softmax,
     ),
 ):
-    register_reduction(_own)
+    register_reduction(_reduction)
 BUILT_IN = frozenset(REDUCTIONS)
-"""The reductions that every process has."""
+"""The names of dtensor's own reductions, which every process has."""
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

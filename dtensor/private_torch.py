@@ -1,14 +1,13 @@
-"""All that dtensor uses of torch and that is private to torch, under names without underscores.
+"""All private names of torch that dtensor uses, without their underscores.
 
     from dtensor.private_torch import FakeTensorMode, OpOverload, pytree
 
-A new torch may move or change any of it: this is the file to look at then. `make versions` runs
-what stands on it with each torch that is supported. What loads torch's compiler is a function.
+A new version of torch may move or change any of these names; `make versions` tests each supported
+version. A name whose import would load torch's compiler is returned by a function.
 
-Elsewhere nothing private of torch is named but its ops (``torch.ops.aten._softmax``), which have
-rules and certificates, and an op's ``_schema``. Not here: what a capture changes in torch
-(frontend/capture/patches.py), the settings that kernels obey (kernel_flags.py), what is private to
-Ray (daft/ray/bootstrap/private_ray.py).
+Other files use no private names of torch, except ops (``torch.ops.aten._softmax``), an op's
+``_schema``, the functions that a capture patches (frontend/capture/patches.py) and the settings of
+kernels (kernel_flags.py). Ray's private names are in daft/ray/bootstrap/private_ray.py.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ pop_function_mode = _C._pop_torch_function_stack
 functorch_depth = _C._functorch.get_dynamic_layer_stack_depth
 pop_functorch_levels = _C._functorch.pop_dynamic_layer_stack_and_undo_to_depth
 
-_torch: Any = torch  # whose types do not know all that it has
+_torch: Any = torch  # its type stubs lack some names
 
 # -- C++'s side of torch ---------------------------------------------------------------------------
 
@@ -96,8 +95,8 @@ make_wrapper_subclass: Any = _torch.Tensor._make_wrapper_subclass
 
 
 def keys_of(device_type: str) -> Any:
-    """The dispatch keys by which `OpOverload.redispatch` calls the kernel for a type of device,
-    wherever the arguments are."""
+    """Return the dispatch keys with which `OpOverload.redispatch` calls the kernel for this type of
+    device, wherever the arguments are."""
     return _C.DispatchKeySet(getattr(_C.DispatchKey, _C._dispatch_key_for_device(device_type)))
 
 
@@ -113,22 +112,25 @@ gelu: Any = _C._nn.gelu
 silu: Any = _C._nn.silu
 flash_attention_for_cpu: Any = _torch._scaled_dot_product_flash_attention_for_cpu
 
-# -- what is loaded where it is needed -------------------------------------------------------------
+# -- loaded at the first use -----------------------------------------------------------------------
 
 _COMPILER = "torch._dynamo"
 
 
 @contextmanager
 def without_compiler() -> Generator[None]:
-    """Within, torch's own optimizers do not load torch's compiler, 1 s of a core: all that they do
-    with it is to tell it what it shall not compile. Where it is loaded nothing changes."""
+    """Keep torch's optimizers from loading torch's compiler, which takes 1 s, within the block.
+
+    The optimizers use the compiler only to mark functions that it must not compile. If the compiler
+    is already loaded, nothing changes.
+    """
     if _COMPILER in sys.modules:
         yield
         return
-    told: list[Any] = []
+    disabled: list[Any] = []
 
     def disable(function: Any, *_: object, **__: object) -> Any:
-        told.append(function)
+        disabled.append(function)
         return function
 
     stand_in: Any = ModuleType(_COMPILER)
@@ -138,7 +140,7 @@ def without_compiler() -> Generator[None]:
         yield
     finally:
         del sys.modules[_COMPILER], torch._dynamo
-        for function in told:  # so that it is told when it is there
+        for function in disabled:  # so that it is marked again once the compiler is loaded
             vars(function).pop("__dynamo_disable", None)
 
 
@@ -150,8 +152,8 @@ def without_trace() -> Generator[None]:
     failing test would show the empty lines of the trace.
     """
     log = logging.getLogger("torch.__trace")
-    asked = any(getattr(handler, "root_dir", None) for handler in log.handlers)
-    before, log.disabled = log.disabled, log.disabled or not asked
+    is_wanted = any(getattr(handler, "root_dir", None) for handler in log.handlers)
+    before, log.disabled = log.disabled, log.disabled or not is_wanted
     try:
         yield
     finally:
@@ -159,15 +161,15 @@ def without_trace() -> Generator[None]:
 
 
 def decomposition_table() -> Any:
-    """How torch writes an op with others, below autograd: {overload: function}."""
+    """Return torch's decompositions of ops below autograd: {overload: function}."""
     from torch._decomp import global_decomposition_table
 
     return global_decomposition_table["post_autograd"]
 
 
 def node_of_tensor(x: torch.Tensor) -> tuple[Any, Any]:
-    """The node of a traced tensor in the graph that is being traced, and the module with the
-    graph's constants; (None, None) if there is none."""
+    """Return the node of a tensor in the graph that is being traced, and the module that holds the
+    graph's constants; (None, None) if the tensor is not traced."""
     from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
     mode = get_proxy_mode()
@@ -177,42 +179,42 @@ def node_of_tensor(x: torch.Tensor) -> tuple[Any, Any]:
 
 
 def aot_descriptors() -> Any:
-    """The classes of ``meta["desc"]`` in a joint graph of forward and backward."""
+    """Return the module with the classes of ``meta["desc"]`` in a joint graph."""
     from torch._functorch._aot_autograd import descriptors
 
     return descriptors
 
 
 def export_trace() -> Any:
-    """The module of torch's export that makes fake inputs, and guards of what it traced."""
+    """Return torch.export's module that creates fake inputs, and guards for what it traced."""
     from torch.export import _trace
 
     return _trace
 
 
 def symbol_source(name: str) -> Any:
-    """Where a symbol of a shape comes from, in words alone."""
+    """Return torch's record of where a symbol of a shape comes from; this one is only a name."""
     from torch._dynamo.source import ConstantSource
 
     return ConstantSource(name)
 
 
 def compile_lock() -> Any:
-    """What torch.compile holds while it compiles."""
+    """Return the lock that torch.compile holds while it compiles."""
     from torch._dynamo.convert_frame import compile_lock
 
     return compile_lock
 
 
 def flatten_state_dict() -> Any:
-    """How torch.distributed.checkpoint names what is nested."""
+    """Return torch.distributed.checkpoint's function that names the entries of nested dicts."""
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
     return flatten_state_dict
 
 
 def cpp_compiler() -> Any:
-    """`get_cpp_compiler` of torch's compiler, and what it raises where there is none."""
+    """Return `get_cpp_compiler`, and the exception that it raises if there is no C++ compiler."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
@@ -220,14 +222,14 @@ def cpp_compiler() -> Any:
 
 
 def standalone_compile() -> Any:
-    """Torch's compiler for one graph, and its settings."""
+    """Return torch's function that compiles one graph, and the compiler's settings."""
     from torch._inductor import config, standalone_compile
 
     return standalone_compile, config
 
 
 def compiled_artifact() -> Any:
-    """The class of what `standalone_compile` made, which loads it."""
+    """Return the class that loads what `standalone_compile` has compiled."""
     from torch._inductor.standalone_compile import CompiledArtifact
 
     return CompiledArtifact

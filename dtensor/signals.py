@@ -1,29 +1,15 @@
-"""While state changes, signal handlers are deferred to a place where no state is lost.
+"""Defer signal handlers, while state changes, to a place where no state can be lost.
 
-    with defer_signals():          # in the main thread: no handler of the program runs in here
+    with defer_signals():          # in the main thread: no handler of the program runs in the block
         for instruction in program:
-            act()                  # but here: pending signals are handled, and may raise
+            act()                  # except here: pending signals are handled, which may raise
             instruction()
-    # signals that came since are handled here
+    # signals that came in the meantime are handled here
 
-Within, our handler replaces every Python handler, and notes the signal. `act` calls the program's
-handlers for noted signals; so does the end of the outermost block. Code that must not let an
-exception pass keeps it (`keep`): the end of that block raises it. Under `held_back` no handler runs
-before its end. In `as_set`, where no state of ours can be lost, handlers run when signals come, but
-for those that come in torch's own Python: torch may be between two changes of its modes there.
-
-A handler that `act` calls, within a block, is cut off where it calls a function of ours: it runs
-again, from its beginning, at the end of the block, where all calls work.
-
-After `SAY_AFTER_S` of waiting, a message says that a signal is held back. A second signal after
-that is handled when it comes: if its handler raises, the current change is half done, and
-`when_forced` are called as the exception leaves the outermost block.
-
-Invariants: a signal is handled by the handler that is installed then; if it comes twice before
-that, it is handled once. If an exception leaves our handler installed after a block, it calls the
-program's. One that came in a block within a finalizer, where Python drops exceptions, is sent again
-(`_send`). Threads other than the main one are not affected: Python runs handlers only in the main
-thread. Within a block only a `Lock` may be waited for, for in a plain one no signal would act.
+Within a block our handler replaces every Python handler and records the signal (`noted`). A signal
+that comes twice is handled once, by the handler that is installed then. Only the main thread is
+affected, because Python runs handlers only there. Within a block, wait only for a `Lock`: while a
+thread waits for any other lock, no signal is handled. See docs/design/0035-signals.md.
 """
 
 from __future__ import annotations
@@ -42,57 +28,58 @@ from types import FrameType
 from typing import Any
 
 SAY_AFTER_S = 1.0
+"""Seconds until a message says that a signal is held back."""
 LOOK_S = 0.05
-"""How often a thread that waits for a lock polls."""
+"""Seconds between two polls of a thread that waits for a lock."""
 RESEND_S = 0.02
-"""When a signal that came in a finalizer comes again."""
-_HERE = os.path.dirname(__file__) + os.sep
-_PASSED = (_HERE, os.path.dirname(os.__file__) + os.sep, "<")
-"""Where files begin that are neither torch's nor the user's."""
+"""Seconds until a signal that came in a finalizer is sent again."""
+_DTENSOR = os.path.dirname(__file__) + os.sep
+_SKIPPED = (_DTENSOR, os.path.dirname(os.__file__) + os.sep, "<")
+"""Prefixes of files that belong neither to torch nor to the user."""
 
-# Without the conversions of `signal` to enums, which take ten times as long.
+# The functions of `signal` convert to enums, which takes ten times as long.
 _c: Any = importlib.import_module("_signal")
 _NUMBERS = [int(s) for s in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}]
 
 noted: list[int] = []
 """Pending signals. Usually empty: check it before `act`."""
 when_forced: list[Callable[[], None]] = []
-"""Called when a second signal has interrupted a change of state half-way."""
+"""Called if a second signal has interrupted a change of state half-way."""
 
 _main = threading.main_thread().ident
 _depth = 0  # number of open blocks
-_holding = 0  # number of open `held_back`
-_waiting = 0  # number of open `waits_may_act`
-_handlers: dict[int, Any] = {}  # that our handler replaces, or has replaced
-_seen: tuple[tuple[Any, ...], list[tuple[int, Any]]] = (), []  # all, and the Python ones
-_after: list[int] = []  # whose handlers call a function of ours
+_num_held_back = 0  # number of open `held_back`
+_num_waits_may_act = 0  # number of open `waits_may_act`
+_handlers: dict[int, Any] = {}  # the program's, which our handler replaces or has replaced
+_installed: tuple[tuple[Any, ...], list[tuple[int, Any]]] = (), []  # all; the Python ones
+_after_block: list[int] = []  # signals whose handlers were cut off (`CutOff`)
 _kept: list[BaseException] = []
-_plain = False  # in `as_set`
-_raised = False  # a handler raised there
-_acting = False
-_cut = False
-_waits: dict[int, list[bool]] = {}  # signals in `noted` and `_after`; whether a message said so
-_forced = False
+_in_as_set = False
+_raised = False  # a handler raised in `as_set`
+_acting = False  # `act` runs a handler
+_was_cut_off = False
+_waits: dict[int, list[bool]] = {}  # pending signal -> [whether a message has announced it]
+_forced = False  # the handler of a second signal raised
 
 
 class CutOff(BaseException):
-    """Ends a handler that calls a function of ours within a block; it runs again at the block's
-    end."""
+    """Ends a handler, called by `act`, that calls a function of dtensor. The handler runs again
+    from its beginning at the end of the block, where all functions can be called."""
 
 
-def _forked() -> None:
+def _update_main_thread() -> None:
     global _main
     _main = threading.get_ident()
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_update_main_thread)
 
 
 # -- blocks ----------------------------------------------------------------------------------------
 
 
 class DeferredSignals:
-    """A block in which signals wait. It may be entered within itself."""
+    """A block in which signals wait. Blocks may be nested."""
 
     __slots__ = ()
 
@@ -100,7 +87,7 @@ class DeferredSignals:
         global _depth
         if threading.get_ident() == _main:
             if not _depth:
-                _stand_in()
+                _install_handler()
             _depth += 1
 
     def __exit__(self, *_: object) -> None:
@@ -108,9 +95,9 @@ class DeferredSignals:
         if threading.get_ident() == _main:
             _depth = max(0, _depth - 1)
             if not _depth and not _raised:
-                if not _plain:
-                    _put_back()
-                if noted or _after or _kept or _forced:
+                if not _in_as_set:
+                    _restore_handlers()
+                if noted or _after_block or _kept or _forced:
                     _end()
 
 
@@ -118,109 +105,116 @@ _BLOCK = DeferredSignals()
 
 
 def defer_signals() -> DeferredSignals:
-    """A block in which signals wait, in the main thread; elsewhere nothing."""
+    """Return a block in which signals wait. It has no effect outside of the main thread."""
     return _BLOCK
 
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """A block in which no handler runs."""
-    global _holding
+    """Defer all handlers to the end of the outermost block: `act` does nothing."""
+    global _num_held_back
     if threading.get_ident() != _main:
         yield
         return
     with _BLOCK:
-        _holding += 1
+        _num_held_back += 1
         try:
             yield
         finally:
-            _holding -= 1
+            _num_held_back -= 1
 
 
 @contextmanager
 def waits_may_act() -> Iterator[None]:
-    """A block in which `wait` acts: its result may be abandoned."""
-    global _waiting
+    """Let `wait` handle signals within the block, because the awaited result can be abandoned."""
+    global _num_waits_may_act
     if threading.get_ident() != _main:
         yield
         return
     with _BLOCK:
-        _waiting += 1
+        _num_waits_may_act += 1
         try:
             yield
         finally:
-            _waiting -= 1
+            _num_waits_may_act -= 1
 
 
 @contextmanager
 def as_set() -> Iterator[None]:
-    """A part of a block in which no state of ours can be lost: handlers run when signals come, as
-    without this module, until one raises; signals during that exception wait. Those that come in
-    torch's Python wait for `act` or the end of the block."""
-    global _depth, _plain, _raised
-    if threading.get_ident() != _main or not _depth or _holding or _acting:
+    """Let the program's handlers run as soon as signals come: no state can be lost in this part of
+    a block.
+
+    A signal that comes within torch's Python code waits for `act` or the end of the block, because
+    torch may be changing its modes. So does a signal that comes after a handler has raised.
+    """
+    global _depth, _in_as_set, _raised
+    if threading.get_ident() != _main or not _depth or _num_held_back or _acting:
         yield
         return
-    before = _depth, _plain, _raised
+    before = _depth, _in_as_set, _raised
     try:
-        _depth, _plain, _raised = 0, True, False
+        _depth, _in_as_set, _raised = 0, True, False
         _handle()
         yield
     finally:
-        _depth, _plain, _raised = before
-        _stand_in()
+        _depth, _in_as_set, _raised = before
+        _install_handler()
 
 
 # -- safe places -----------------------------------------------------------------------------------
 
 
 def act() -> None:
-    """Handle pending signals here, which may raise; does nothing under `held_back`."""
-    global _acting, _cut, _raised
-    if not noted or _holding or _acting or threading.get_ident() != _main:
+    """Handle pending signals here, which may raise. Do nothing under `held_back`."""
+    global _acting, _was_cut_off, _raised
+    if not noted or _num_held_back or _acting or threading.get_ident() != _main:
         return
     _acting = True
     try:
         while noted:
-            number, _cut = noted.pop(0), False
+            number, _was_cut_off = noted.pop(0), False
             waits = _waits[number]
             try:
-                _call(number)
+                _call_handler(number)
             except BaseException:
-                if not _cut:
-                    _raised = _raised or (_plain and not _depth)
+                if not _was_cut_off:
+                    _raised = _raised or (_in_as_set and not _depth)
                     raise
-            if _cut:
-                _after.append(number)
+            if _was_cut_off:
+                _after_block.append(number)
                 _waits[number] = waits
     finally:
         _acting = False
 
 
 def wait() -> None:
-    """As `act`, in a wait for results that may be abandoned."""
-    if noted and _waiting:
+    """Do what `act` does, if `waits_may_act`. To be called while waiting for a result."""
+    if noted and _num_waits_may_act:
         act()
 
 
-def is_said() -> bool:
-    """Whether a message said that a signal is held back: the next one acts when it comes."""
+def was_announced() -> bool:
+    """Return whether a message said that a signal is held back. Then the next signal is handled as
+    soon as it comes."""
     return any(waits[0] for waits in _waits.values())
 
 
 def keep(error: BaseException) -> None:
-    """Let the end of the outermost block raise it: `act` raised it where the current work must
-    finish."""
+    """Let the end of the outermost block raise an exception of `act`, because the current work must
+    finish first."""
     _kept.append(error)
 
 
 class Lock:
-    """A lock that a thread may take again, and a block. While a thread waits for it, signals act
-    unless other work has begun. ``turn`` tells whether another thread has had it since."""
+    """A reentrant lock, and a block in which signals wait.
+
+    A thread that waits for the lock handles signals, unless it is inside another block. ``turn``
+    counts how often the lock has passed from one thread to another.
+    """
 
     def __init__(self) -> None:
         self.turn: int = 0
-        self._last = 0  # the thread that has it, or had it last
+        self._last = 0  # the thread that holds the lock, or held it last
         self._lock = threading.RLock()
 
     def acquire(self, blocking: bool = True) -> bool:
@@ -229,15 +223,16 @@ class Lock:
     def release(self) -> None:
         self._lock.release()
 
-    def waited_for(self) -> None:
-        """Called by a thread that waits, every now and then; may raise."""
+    def check_deadlock(self) -> None:
+        """Raise if the thread that holds the lock waits for this one. A thread that waits for the
+        lock calls this at each poll."""
 
     def __enter__(self) -> None:
         global _depth
         me = threading.get_ident()
-        if me == _main:  # as a block: without a call, for a step takes many locks
+        if me == _main:  # `_BLOCK.__enter__`, inlined because a step takes many locks
             if not _depth:
-                _stand_in()
+                _install_handler()
             _depth += 1
         if _acting or not self._lock.acquire(False):
             self._wait(me)
@@ -246,15 +241,15 @@ class Lock:
             self.turn += 1
 
     def _wait(self, me: int) -> None:
-        global _cut
+        global _was_cut_off
         try:
             if _acting and me == _main:
-                _cut = True
+                _was_cut_off = True
                 raise CutOff
             while not self._lock.acquire(timeout=LOOK_S):
                 if noted and _depth == 1 and me == _main:
                     _handle()
-                self.waited_for()
+                self.check_deadlock()
         except BaseException:
             _BLOCK.__exit__()
             raise
@@ -271,39 +266,45 @@ class Lock:
 # -- replacing handlers ----------------------------------------------------------------------------
 
 
-def _stand_in() -> None:
-    global _seen
-    standing = tuple(map(_c.getsignal, _NUMBERS))
-    if standing != _seen[0]:
-        own = [(n, h) for n, h in zip(_NUMBERS, standing, strict=True) if callable(h)]
-        _seen = standing, own
-    for number, handler in _seen[1]:
-        if handler is not _note:  # still installed
+def _install_handler() -> None:
+    """Replace every Python handler by ours."""
+    global _installed
+    handlers = tuple(map(_c.getsignal, _NUMBERS))
+    if handlers != _installed[0]:
+        in_python = [(n, h) for n, h in zip(_NUMBERS, handlers, strict=True) if callable(h)]
+        _installed = handlers, in_python
+    for number, handler in _installed[1]:
+        if handler is not _note:  # an exception may have left our handler installed
             _handlers[number] = handler
             _c.signal(number, _note)
 
 
-def _put_back() -> None:
+def _restore_handlers() -> None:
     for number, handler in list(_handlers.items()):
-        if _c.getsignal(number) is _note:  # else the program has set another
+        if _c.getsignal(number) is _note:  # else the program has set another handler
             _c.signal(number, handler)
 
 
 def _note(number: int, frame: FrameType | None) -> None:
-    """Our handler, in place of the program's."""
+    """Call the program's handler now if that is allowed, else record the signal as pending. This is
+    our handler, which replaces the program's."""
     global _forced, _raised
-    if not _depth and not _raised and not (_plain and _is_torchs(frame) and not is_said()):
-        if not _plain:
-            _put_back()
+    if (
+        not _depth
+        and not _raised
+        and not (_in_as_set and _is_torchs(frame) and not was_announced())
+    ):
+        if not _in_as_set:  # an exception left our handler installed after a block
+            _restore_handlers()
         elif number in noted:
             noted.remove(number)
             del _waits[number]
         try:
             _handlers[number](number, frame)
         except BaseException:
-            _raised = _plain
+            _raised = _in_as_set
             raise
-    elif is_said():
+    elif was_announced():
         try:
             _handlers[number](number, frame)
         except BaseException:
@@ -312,27 +313,31 @@ def _note(number: int, frame: FrameType | None) -> None:
     elif number not in _waits:
         noted.append(number)
         _waits[number] = waits = [False]
-        _thread.start_new_thread(_say_late, (number, waits))  # takes no lock: we may hold it
+        # Not `threading.Thread`, whose start takes a lock that this thread may hold.
+        _thread.start_new_thread(_announce_later, (number, waits))
 
 
 def _is_torchs(frame: FrameType | None) -> bool:
-    """Whether torch's Python runs in it, or something of ours or the standard library's on behalf
-    of torch. An exception between two of its statements can leave a mode on torch's stack, and one
-    in what its C++ asks ends the process; from functions of the user's torch expects them."""
+    """Return whether a frame runs torch's Python code, or code of dtensor or the standard library
+    that torch calls.
+
+    An exception between two statements of torch can leave a mode on torch's stack, and one in code
+    that torch's C++ calls can end the process. Torch expects exceptions only in the user's code.
+    """
     torch = sys.modules.get("torch")
-    home = os.path.dirname(torch.__file__ or "") + os.sep if torch is not None else None
-    while frame is not None and home is not None:
+    torch_folder = os.path.dirname(torch.__file__ or "") + os.sep if torch is not None else None
+    while frame is not None and torch_folder is not None:
         file = frame.f_code.co_filename
-        if file.startswith(home):
+        if file.startswith(torch_folder):
             return True
-        if not file.startswith(_PASSED) or "site-packages" in file.removeprefix(_HERE):
+        if not file.startswith(_SKIPPED) or "site-packages" in file.removeprefix(_DTENSOR):
             return False
         frame = frame.f_back
     return False
 
 
-def _call(number: int) -> None:
-    """Call the program's handler, if it still has one."""
+def _call_handler(number: int) -> None:
+    """Call the program's handler of a signal, if it still has one."""
     _waits.pop(number, None)
     handler = _c.getsignal(number)
     handler = _handlers[number] if handler is _note else handler
@@ -341,17 +346,18 @@ def _call(number: int) -> None:
 
 
 def _handle() -> None:
-    """Handle noted signals, and handlers that were cut off; the next ones too if one raises."""
-    if (noted or _after) and _is_in_finalizer():
-        again = [*_after, *noted]
-        _after.clear()
+    """Handle all pending signals, those whose handlers were cut off first. If a handler raises, the
+    others still run."""
+    if (noted or _after_block) and _is_in_finalizer():
+        pending = [*_after_block, *noted]
+        _after_block.clear()
         noted.clear()
         _waits.clear()
-        _thread.start_new_thread(_send, (again,))
-    waiting = _after or noted
-    if waiting:
+        _thread.start_new_thread(_resend, (pending,))
+    numbers = _after_block or noted
+    if numbers:
         try:
-            _call(waiting.pop(0))
+            _call_handler(numbers.pop(0))
         finally:
             _handle()
 
@@ -368,32 +374,33 @@ def _is_in_finalizer() -> bool:
     return False
 
 
-def _send(numbers: list[int]) -> None:
+def _resend(numbers: list[int]) -> None:
     """Send signals to the main thread again, from another thread, after `RESEND_S`."""
     time.sleep(RESEND_S)
-    for number in numbers:
-        signal.pthread_kill(threading.main_thread().ident or 0, number)  # wakes one that sleeps
+    for number in numbers:  # pthread_kill also wakes the thread if it sleeps
+        signal.pthread_kill(threading.main_thread().ident or 0, number)
 
 
 def _end() -> None:
-    """The end of the outermost block."""
+    """Handle all pending signals at the end of the outermost block, and raise a kept exception."""
     global _forced
     try:
         _handle()
     finally:
         kept, forced, _forced = _kept[:1], _forced, False
         _kept.clear()
-        for lose in when_forced if forced else ():
-            lose()
+        for function in when_forced if forced else ():
+            function()
         for error in kept:
             context = error.__context__
             try:
                 raise error
             finally:
-                error.__context__ = context  # not the exception that it has ended
+                error.__context__ = context  # not the exception that this one replaces
 
 
-def _say_late(number: int, waits: list[bool]) -> None:
+def _announce_later(number: int, waits: list[bool]) -> None:
+    """Print a message, after `SAY_AFTER_S`, if the signal is still held back."""
     time.sleep(SAY_AFTER_S)
     if _waits.get(number) is waits:
         print(

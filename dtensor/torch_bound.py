@@ -1,11 +1,10 @@
-"""A warning where dtensor does not support the torch that is installed.
+"""Warn if dtensor does not support the installed version of torch.
 
     import dtensor      # UserWarning: torch 2.14.1 is not supported ...
                         # fix: pip install 'torch>=2.11,<2.14'
 
-Pip replaces torch without a word where another package asks for a newer one.
-
-Torch is not imported for it: where it is not yet, its file `version.py` is read.
+Pip replaces torch silently if another package requires a newer one. The check does not import
+torch: it reads torch's file `version.py`.
 """
 
 from __future__ import annotations
@@ -17,14 +16,15 @@ from importlib.util import find_spec
 from pathlib import Path
 
 LOWEST, BELOW = (2, 11), (2, 14)
-"""As in pyproject.toml, whose metadata take longer to read than all else of `import dtensor`."""
+"""A copy of pyproject.toml's bounds. Reading them from the package's metadata takes longer than the
+rest of `import dtensor`."""
 
 
 def warn_of_torch() -> None:
-    """UserWarning, at the line that imports dtensor, with the command that mends it."""
+    """Warn at the line that imports dtensor, with the command that installs a supported version."""
     version = torch_version()
-    found = re.match(r"(\d+)\.(\d+)", version)
-    if found is None or LOWEST <= (int(found[1]), int(found[2])) < BELOW:
+    match = re.match(r"(\d+)\.(\d+)", version)
+    if match is None or LOWEST <= (int(match[1]), int(match[2])) < BELOW:
         return
     wanted = "torch>={}.{},<{}.{}".format(*LOWEST, *BELOW)
     warnings.warn(
@@ -36,7 +36,7 @@ def warn_of_torch() -> None:
 
 
 def torch_version() -> str:
-    """ "2.13.0+cpu"; "" where there is no torch."""
+    """Return the installed version of torch, such as "2.13.0+cpu"; "" if it is not installed."""
     torch = sys.modules.get("torch")
     if torch is not None:
         return str(torch.__version__)
@@ -45,5 +45,5 @@ def torch_version() -> str:
         return ""
     file = Path(spec.origin).with_name("version.py")
     text = file.read_text() if file.exists() else ""
-    found = re.search(r"^__version__ = ['\"](.+)['\"]", text, re.MULTILINE)
-    return "" if found is None else found[1]
+    match = re.search(r"^__version__ = ['\"](.+)['\"]", text, re.MULTILINE)
+    return "" if match is None else match[1]

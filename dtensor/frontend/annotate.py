@@ -1,13 +1,11 @@
-"""Marks: what the user says inside `forward` about a value's placement.
+"""`annotate`: state the placement of a value inside `forward`.
 
     x = annotate(x, "b@dp t d@tp")        # or annotate(x, tp=Shard(-1))
 
-Outside a capture `annotate` returns x itself, at the cost of one question. While `capture`
-runs it inserts one identity op, `dt::annotate(x, text)`, whose backward applies
-`dt::annotate_backward(grad, text)`, so both values carry the mark; the result must be used, as in
-`x = annotate(x, ...)`. The planner erases both ops.
-
-Not here: the meaning of the text. It is stored as given and parsed where axes are known.
+In a capture it inserts an identity op, `dt::annotate(x, text)`, whose backward is
+`dt::annotate_backward(grad, text)`: the text applies to the value and to its gradient. The planner
+parses the text, because the axes are known only there, and erases both ops. Outside a capture
+`annotate` returns x itself.
 """
 
 from __future__ import annotations
@@ -21,15 +19,15 @@ from dtensor.sharding.spec.placements import Placement
 
 
 def annotate(x: torch.Tensor, text: str | None = None, /, **placements: object) -> torch.Tensor:
-    """Pins an activation's placement while planning; the identity on a plain tensor otherwise.
+    """State the placement of an activation. Return ``x``, which is unchanged.
 
     Args:
-        x: a value in forward; what is returned is to be used in its place.
+        x: a value in forward. Use the returned value in its place: ``x = dt.annotate(x, ...)``.
         text: a name for each dim, with the axes that split it: "b@dp t d@tp".
-        placements: instead of a text, by axis: ``tp=dt.Replicate()``.
+        placements: by axis, instead of a text: ``tp=dt.Replicate()``.
 
-    An axis that is named is stated for every dim; others are left to the planner. Raises TypeError
-    for both or neither; PlanningError, at planning, for what does not fit the value.
+    The planner chooses the placement on axes that are not named. Raises TypeError unless either a
+    text or placements are passed. Planning raises PlanningError if they do not match the value.
     """
     if not is_capturing():
         return x

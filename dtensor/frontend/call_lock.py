@@ -1,20 +1,15 @@
-"""One call of ours at a time, and which threads capture: what they see is for them alone.
+"""`CALL_LOCK` serializes dtensor's entry points; `capturing` marks the threads that capture.
 
-    with CALL_LOCK:                      # a step, a plan, a load, a touch of what is away
+    with CALL_LOCK:              # a step, a plan, a load, an access to a remote parameter
         with capturing():
-            is_capturing()               # True in this thread and in those that the program starts
+            is_capturing()       # True in this thread and in threads that the program starts
 
-`CALL_LOCK` orders calls of ours. It is taken before a cluster's lock, may be taken again by the
-thread that has it, and is held neither over a `yield` nor while somebody waits for results, saves
-or a starting launch. ``turn`` tells whether another thread has had it since.
+`CALL_LOCK` is reentrant, and is taken before a cluster's lock. It is not held over a `yield`, nor
+while a thread waits for results, saves or a starting launch. A captured program may start threads
+and join them: a call of dtensor in such a thread raises, because it would deadlock.
 
-While it captures, a thread sees fake parameters and a changed torch. Each such replacement asks
-`is_capturing` and else does what the plain one does, so that no other thread notices. `PerThread`
-is that for the dict of a module's parameters.
-
-Invariants: no thread waits for one that waits for it. A program that is captured may start threads
-and join them: a call of ours in one of those raises. Not here: what is replaced
-(capture/patches.py).
+Threads that capture see fake parameters and a patched torch. Each patch (capture/patches.py) checks
+`is_capturing`, so other threads see plain torch. `PerThread` does this for `Module._parameters`.
 """
 
 from __future__ import annotations
@@ -32,12 +27,12 @@ from weakref import WeakSet
 from dtensor.errors import PlanningError
 from dtensor.signals import LOOK_S, Lock, act
 
-_captures: list[int] = []  # the thread that captures, once for each capture within another
-_started: WeakSet[threading.Thread] = WeakSet()  # by the program that is captured
+_captures: list[int] = []  # the id of the capturing thread, once for each nested capture
+_started: WeakSet[threading.Thread] = WeakSet()  # threads that the captured program has started
 
 
 def is_capturing() -> bool:
-    """Whether this thread captures, or was started by the program that is captured."""
+    """Return whether this thread captures, or was started by the program that is captured."""
     return bool(_captures) and (
         threading.get_ident() == _captures[0] or threading.current_thread() in _started
     )
@@ -45,7 +40,7 @@ def is_capturing() -> bool:
 
 @contextmanager
 def capturing() -> Iterator[None]:
-    """Within, this thread captures. Entered by `capture` alone, with CALL_LOCK."""
+    """Mark this thread as capturing within the block. Only `capture` calls it, with CALL_LOCK."""
     _captures.append(threading.get_ident())
     try:
         yield
@@ -56,40 +51,41 @@ def capturing() -> Iterator[None]:
 
 
 def started(thread: threading.Thread) -> None:
-    """The program that is captured starts this thread."""
+    """Record that the captured program starts a thread."""
     _started.add(thread)
 
 
 def has_started() -> bool:
-    """Whether the program that is captured has started threads."""
+    """Return whether the program that is captured has started threads."""
     return bool(_started)
 
 
 class CallLock(Lock):
-    """A lock that a thread may take again."""
+    """The lock of dtensor's entry points, which detects deadlocks with captured programs."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._wanted: Any = None  # the lock that the thread which has this one waits for
+        self._awaited_lock: Any = None  # the lock for which the holder of this lock waits
 
     @contextmanager
     def and_then(self, lock: Any) -> Iterator[None]:
-        """With another lock, whose holder may want this one: that raises there then."""
+        """Hold another lock within the block. To be called with this lock held. If the holder of
+        ``lock`` waits for this lock meanwhile, RuntimeError is raised in its thread."""
         if not lock.acquire(blocking=False):
-            self._wanted = lock
+            self._awaited_lock = lock
             try:
                 while not lock.acquire(timeout=LOOK_S):
                     act()
             finally:
-                self._wanted = None
+                self._awaited_lock = None
         try:
             yield
         finally:
             lock.release()
 
-    def waited_for(self) -> None:
-        """Raises where the thread that has it waits for this one."""
-        if is_capturing() or _is_waited_for(sys._current_frames().get(self._last)):
+    def check_deadlock(self) -> None:
+        """Raise if the thread that holds the lock waits for this thread."""
+        if is_capturing() or _waits_for_this_thread(sys._current_frames().get(self._last)):
             raise PlanningError(
                 "A call of dtensor in a thread that the program being captured waits for: the call "
                 "would wait for the capture, and the capture for it.\n"
@@ -97,8 +93,8 @@ class CallLock(Lock):
                 "fix: make the call before or after, not within the functions that dt.compile and "
                 "dt.train_step take"
             )
-        wanted = self._wanted
-        if wanted is not None and wanted._is_owned():
+        lock = self._awaited_lock
+        if lock is not None and lock._is_owned():
             raise RuntimeError(
                 "A function that torch.compile compiles reads a value that is on the ranks, while "
                 "another thread captures a program and waits for torch.compile to end.\n"
@@ -107,11 +103,12 @@ class CallLock(Lock):
 
 
 CALL_LOCK = CallLock()
-"""Held by a call of ours while it captures, plans, loads or runs: others wait meanwhile."""
+"""Held by an entry point of dtensor while it captures, plans, loads or starts a run."""
 
 
-def _is_waited_for(frame: FrameType | None) -> bool:
-    """Whether what runs there joins this thread, or waits for the task that a pool has it do."""
+def _waits_for_this_thread(frame: FrameType | None) -> bool:
+    """Return whether the thread of ``frame`` joins this thread, or waits for the result of a task
+    that this thread runs for a thread pool."""
     tasks = {id(f.f_locals["self"].future) for f in _frames(sys._getframe()) if f.f_code is _RUN}
     for outer in _frames(frame):
         match outer.f_code:
@@ -135,60 +132,55 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-# -- a dict that is another one for threads that capture -------------------------------------------
+# -- a dict with other contents in threads that capture --------------------------------------------
 
 
 class PerThread(dict[str, Any]):
-    """``plain`` for all threads but those that capture, which read and write a copy of their own.
+    """A dict that threads which capture read and write as a private copy of ``plain``; all other
+    threads use ``plain`` itself.
 
-    What C reads of it, past its methods, is ``plain`` as well.
+    Code in C that bypasses the methods reads the contents of ``plain``.
     """
 
     def __init__(self, plain: dict[str, Any]) -> None:
         super().__init__(plain)
         self.plain = plain
-        self._own = dict(plain)
+        self._capture_copy = dict(plain)
 
     @property
-    def here(self) -> dict[str, Any]:
-        return self._own if is_capturing() else self.plain
+    def current(self) -> dict[str, Any]:
+        return self._capture_copy if is_capturing() else self.plain
 
     def __reduce_ex__(self, _protocol: Any) -> Any:
-        return type(self.plain), (dict(self.here),)
+        return type(self.plain), (dict(self.current),)
 
 
-def _read(name: str) -> Callable[..., Any]:
+def _reading_method(name: str) -> Callable[..., Any]:
     def read(self: PerThread, *args: Any) -> Any:
-        return getattr(self.here, name)(*args)
+        return getattr(self.current, name)(*args)
 
     return read
 
 
-def _write(name: str) -> Callable[..., Any]:
+def _writing_method(name: str) -> Callable[..., Any]:
     def write(self: PerThread, *args: Any, **kwargs: Any) -> Any:
-        here = self.here
+        current = self.current
         try:
-            result = getattr(here, name)(*args, **kwargs)
+            result = getattr(current, name)(*args, **kwargs)
         finally:
-            if here is self.plain:
+            if current is self.plain:
                 dict.clear(self)
-                dict.update(self, here)
-        return self if result is here else result  # of |=
+                dict.update(self, current)
+        return self if result is current else result  # __ior__ returns the dict itself
 
     return write
 
 
 _READS = "contains eq ge gt iter le len lt ne getitem or repr reversed ror"
 for _name in (*(f"__{n}__" for n in _READS.split()), "copy", "get", "items", "keys", "values"):
-    setattr(PerThread, _name, _read(_name))
+    setattr(PerThread, _name, _reading_method(_name))
 for _name in [
-    "__delitem__",
-    "__ior__",
-    "__setitem__",
-    "clear",
-    "pop",
-    "popitem",
-    "setdefault",
-    "update",
+    *("__delitem__", "__ior__", "__setitem__"),
+    *("clear", "pop", "popitem", "setdefault", "update"),
 ]:
-    setattr(PerThread, _name, _write(_name))
+    setattr(PerThread, _name, _writing_method(_name))

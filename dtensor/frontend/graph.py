@@ -1,4 +1,4 @@
-"""The captured program: one `torch.fx` graph of global ops, and what its inputs and outputs are.
+"""A captured program: one `torch.fx` graph of global ops, with a record of each input and output.
 
     def forward(self, x):             x                          f32[8,16]
         h = self.up(x)                up_weight                  f32[32,16]
@@ -6,15 +6,10 @@
                                       h = mm(x, permute)         f32[8,32]              mlp.py:14
 
 Every node has meta "val" (FakeTensor, or a tuple of them), "phase" ("forward" | "backward"),
-"source" (`Source` of the user's line, or None), "module" (path of the user's innermost module),
-"calls" (all calls of modules around it, outermost first, "norm@1" for a second call), "checkpoint"
-(the number of the torch.utils.checkpoint that runs it, or None), "seq" (autograd's sequence number,
-which links a backward node to its forward, or None).
-
-Invariants (`Graph.verify`): one `Input` per placeholder and one `Output` per element of the output
-tuple, in order; all forward nodes come before all backward nodes; names are unique and stable.
-Shapes are global. `op_call` says of one node what sharding wants to know. Not here: placements,
-ranks, devices.
+"source" (`Source` of the user's line), "module" (path of the innermost module), "calls" (the module
+calls around it, outermost first, "norm@1" for a second call), "checkpoint" (number of the
+torch.utils.checkpoint call around it) and "seq" (autograd's number, which links a backward node to
+its forward); source, checkpoint and seq may be None. Forward nodes come before backward nodes.
 """
 
 from __future__ import annotations
@@ -35,7 +30,7 @@ from dtensor.sharding.plan.recognised import Recognised
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """A parameter, under the first of its qualified names in the user's module."""
+    """A parameter. ``name``: the first of its qualified names in the user's module."""
 
     name: str
 
@@ -47,7 +42,7 @@ class ModuleBuffer:
 
 @dataclass(frozen=True, slots=True)
 class Arg:
-    """A tensor argument: leaf `index` of `tree_leaves((args, kwargs))`, all leaves counted."""
+    """A tensor argument: leaf `index` of `tree_leaves((args, kwargs))`, counting all leaves."""
 
     index: int
     name: str
@@ -55,7 +50,7 @@ class Arg:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Const:
-    """A tensor that the program creates from numbers or closes over; `value` is on the CPU."""
+    """A constant that the program creates or captures; `value` is on the CPU."""
 
     name: str
     value: torch.Tensor
@@ -70,7 +65,7 @@ class Tangent:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Tensor leaf `index` of the user's outputs (only the tensors are counted)."""
+    """Tensor number `index` of the user's outputs (leaves that are no tensors are not counted)."""
 
     index: int
 
@@ -94,7 +89,7 @@ Output = Result | Grad | Mutation
 
 @dataclass(frozen=True, slots=True)
 class OutTree:
-    """The user's outputs: a pytree spec over `leaves`, where None stands for the next tensor."""
+    """The structure of the user's outputs. `leaves`: the leaves of `spec`; None for a tensor."""
 
     spec: pytree.TreeSpec
     leaves: tuple[Any, ...]
@@ -105,20 +100,25 @@ class OutTree:
             raise ValueError(
                 f"the program returns {sum(self.is_tensor)} tensors, but {len(tensors)} were given"
             )
-        rest = iter(tensors)
+        remaining = iter(tensors)
         leaves = [
-            next(rest) if tensor else leaf
-            for leaf, tensor in zip(self.leaves, self.is_tensor, strict=True)
+            next(remaining) if is_tensor else leaf
+            for leaf, is_tensor in zip(self.leaves, self.is_tensor, strict=True)
         ]
         return pytree.tree_unflatten(leaves, self.spec)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class Graph:
-    """A captured program. ``reads``: what it read besides its arguments; None for one that was not
-    captured from Python. ``recognised``: which of its patterns became one op. ``exported``: a hash
-    of the forward graph that it was made from, before any rewrite. ``autocast``: the lists that it
-    follows, each with the dtype: "cuda, bf16"."""
+    """A captured program.
+
+    Args:
+        reads: guards of the state that it read besides its arguments; None if it was not captured
+            from Python.
+        recognised: the patterns that were replaced by one op each.
+        exported: a hash of the exported forward graph, before any rewrite.
+        autocast: the autocast modes that it used, each with the dtype: "cuda, bf16".
+    """
 
     fx: fx.Graph
     inputs: tuple[Input, ...]
@@ -138,20 +138,21 @@ class Graph:
 
     @property
     def output_nodes(self) -> tuple[fx.Node, ...]:
-        """The value of each of `outputs`, in order."""
+        """The nodes whose values are `outputs`, in the same order."""
         return tuple(self.fx.output_node().args[0])  # type: ignore[arg-type]
 
     @property
     def nodes(self) -> tuple[fx.Node, ...]:
-        """The ops, in order: neither placeholders nor the output."""
+        """The nodes that call ops, in order."""
         return tuple(n for n in self.fx.nodes if n.op == "call_function")
 
     def unflatten(self, tensors: Sequence[Any]) -> Any:
-        """The user's structure, from one value per `Result` in order of index."""
+        """Return the user's outputs, given a value for each `Result` in order of its index."""
         return self.out_tree.unflatten(tensors)
 
     def verify(self) -> None:
-        """Raises AssertionError where an invariant of this module's docstring does not hold."""
+        """Raise AssertionError unless there is one input for each placeholder, one output for each
+        returned value, unique names, all meta entries, and no forward node after a backward one."""
         self.fx.lint()
         assert len(self.placeholders) == len(self.inputs), "one input per placeholder"
         assert len(self.output_nodes) == len(self.outputs), "one output per returned value"
@@ -175,8 +176,8 @@ class Graph:
 
     def __str__(self) -> str:
         rows: list[tuple[str, str, str]] = []
-        for node, what in zip(self.placeholders, self.inputs, strict=True):
-            rows.append((f"{node.name}: {type(what).__name__}", type_text(node.meta["val"]), ""))
+        for node, item in zip(self.placeholders, self.inputs, strict=True):
+            rows.append((f"{node.name}: {type(item).__name__}", type_text(node.meta["val"]), ""))
         phase = ""
         for node in self.nodes:
             if node.meta["phase"] != phase:
@@ -193,8 +194,8 @@ class Graph:
         widths = [min(60, max((len(row[i]) for row in rows), default=0)) for i in (0, 1)]
         lines = [f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}".rstrip() for a, b, c in rows]
         returns = [
-            f"  {_output_text(what)} = {node.name}"
-            for what, node in zip(self.outputs, self.output_nodes, strict=True)
+            f"  {_output_text(output)} = {node.name}"
+            for output, node in zip(self.outputs, self.output_nodes, strict=True)
         ]
         return "\n".join([*lines, "", "return", *returns])
 
@@ -213,7 +214,7 @@ def _output_text(output: Output) -> str:
 
 
 def named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Every parameter and buffer, tied ones under each of their names."""
+    """Return all parameters and buffers by name; a tied one under each of its names."""
     return {
         **dict(module.named_parameters(remove_duplicate=False)),
         **dict(module.named_buffers(remove_duplicate=False)),
@@ -221,7 +222,7 @@ def named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def first_names(module: torch.nn.Module) -> dict[str, str]:
-    """Every name of a parameter or buffer to the first name of the same tensor."""
+    """Return the first name of the same tensor for each name of a parameter or buffer."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(t), name) for name, t in named_tensors(module).items()}
 
@@ -230,7 +231,7 @@ def first_names(module: torch.nn.Module) -> dict[str, str]:
 
 
 def type_text(value: Any) -> str:
-    """`f32[8,16]`; a tuple of values is joined by commas; what is no tensor prints as itself."""
+    """Return "f32[8,16]" for a tensor, such texts joined by commas for a tuple, else the repr."""
     if isinstance(value, torch.Tensor):
         return f"{dtype_name(value.dtype)}[{','.join(str(int(s)) for s in value.shape)}]"
     if isinstance(value, (tuple, list)):
@@ -239,7 +240,7 @@ def type_text(value: Any) -> str:
 
 
 def value_text(value: Any) -> str:
-    """An argument of a node as it prints: nodes by name, dtypes short."""
+    """Return an argument of a node as text: a node's name, a dtype's short name, else the repr."""
     match value:
         case fx.Node():
             return value.name
@@ -254,7 +255,7 @@ def value_text(value: Any) -> str:
 
 
 def op_text(node: fx.Node) -> str:
-    """`mm` for aten.mm.default, `dt.attention` for the project's own, `getitem`."""
+    """Return the op's name: "mm" for aten.mm.default, "dt.attention", "getitem"."""
     target = node.target
     if isinstance(target, OpOverload):
         namespace, name = target._schema.name.split("::")
@@ -263,7 +264,7 @@ def op_text(node: fx.Node) -> str:
 
 
 def call_text(node: fx.Node) -> str:
-    """`mm(x, permute)`."""
+    """Return a call as text: "mm(x, permute)"."""
     parts = [value_text(a) for a in node.args]
     parts += [f"{k}={value_text(v)}" for k, v in node.kwargs.items()]
     return f"{op_text(node)}({', '.join(parts)})"
@@ -273,7 +274,7 @@ def call_text(node: fx.Node) -> str:
 
 
 def bound(node: fx.Node) -> dict[str, Any]:
-    """A call's arguments by the schema's names, defaults filled in."""
+    """Return a call's arguments by the names in the op's schema, with defaults."""
     assert isinstance(node.target, OpOverload)
     names = [a.name for a in node.target._schema.arguments]
     values = {a.name: a.default_value for a in node.target._schema.arguments}
@@ -281,7 +282,7 @@ def bound(node: fx.Node) -> dict[str, Any]:
 
 
 def op_call(node: fx.Node) -> tuple[OpCall, tuple[fx.Node, ...]]:
-    """The call, and the nodes of its operands, one per occurrence; all have meta "val"."""
+    """Return a node as an `OpCall`, and the nodes of its operands, one for each occurrence."""
     operands: list[fx.Node] = []
 
     def encode(value: object) -> object:
@@ -314,11 +315,11 @@ def meta_of(value: torch.Tensor) -> Meta:
 
 
 USERS_META = ("stack_trace", "nn_module_stack", "custom")
-"""What torch keeps of a node's place in the user's program."""
+"""Meta entries in which torch records a node's place in the user's program."""
 
 
 class Writer:
-    """Inserts calls before a node, each with the node's line and module, then replaces it."""
+    """Replaces a node by new calls, which get the node's line and module."""
 
     def __init__(self, graph: fx.Graph, node: fx.Node) -> None:
         self.graph: fx.Graph = graph

@@ -1,20 +1,14 @@
-"""Whose line it is: where a node, a warning or an error comes from in the user's program.
+"""Find the line of the user's program from which a node, a warning or an error comes.
 
-    q = rearrange(q, "b t (h d) -> b h t d", h=4)       mlp.py:14, and not einops/_backends.py:96
+    q = rearrange(q, "b t (h d) -> b h t d", h=4)       mlp.py:14, not einops/_backends.py:96
     h = self.act(self.c_fc(h))                          modeling_gpt2.py:230, of an installed model
 
-A frame is the user's own when its file belongs neither to torch, nor to this package, nor to
-Python, nor to an installed library. What is typed at a prompt, in a cell or after ``-c`` is the
-user's; other code without a file is generated: nobody's, as are torch's, ours and Python's.
-
-A library's function is an op like torch's: its caller's line is wanted. A library's *model* is
-looked at like one's own: from where the `forward` of a module with parameters or parts runs, the
-frames of its library count too, until that calls the user's own code again. (A module with neither,
-as einops' Rearrange, is an op.) So the line of a call is that of the innermost frame that is the
-user's own or that of the model which is running. Where there is none at all, as where a library's
-function is itself what is captured, it is that of the outermost frame of a library.
-
-Not here: rendering of errors (refusals.py).
+This is the line of the innermost frame of the user's code, or of a library's model that is running.
+A frame is the user's if its file belongs neither to Python, torch or this package nor to an
+installed library, or if it was typed at a prompt, in a cell or after ``-c``. A library's function
+counts as an op, so the line is its caller's. But within the `forward` of a library's module with
+parameters or submodules (a model), the frames of that library count like the user's. If there is no
+such frame, because a library's function is captured, the outermost frame of a library counts.
 """
 
 from __future__ import annotations
@@ -50,28 +44,28 @@ class Source:
 
 @lru_cache(maxsize=4096)
 def line_of(file: str, line: int, function: str) -> Source:
-    """A line of a file, with its text."""
+    """Return the record of a line, with its text."""
     text = linecache.getline(file, line).strip()
     return Source(file=file, line=line, text=text, function=function)
 
 
-# -- whose a frame is ------------------------------------------------------------------------------
+# -- the owner of a frame --------------------------------------------------------------------------
 
 OWN = ""
-"""The owner of the user's own files; that of a library's is its name."""
+"""The owner of the user's files. The owner of a library's files is the library's name."""
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_NOBODYS = (_TORCH, OURS)
+
 _INSTALLED = re.compile(r".*[/\\](?:site|dist)-packages[/\\]([^/\\]+)")
 _PYTHON = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
 
 
 @lru_cache(maxsize=4096)
 def owner_of_file(file: str) -> str | None:
-    """OWN, the name of a library, or None for torch, this package and Python's own."""
+    """Return `OWN`, the name of a library, or None for a file of torch, this package or Python."""
     path = os.path.abspath(file)
-    if path.startswith(_NOBODYS):
+    if path.startswith((_TORCH, OURS)):
         return None
     library = _INSTALLED.match(path)
     if library is not None:
@@ -81,7 +75,7 @@ def owner_of_file(file: str) -> str | None:
 
 @lru_cache(maxsize=4096)
 def module_of_file(file: str) -> str:
-    """The name of the module, of torch's, of Python's or of a library's, that a file has."""
+    """Return the name of the module in a file of Python, of a library or of this package."""
     if file.startswith("<"):  # <frozen posixpath>
         return file.strip("<>").partition(" ")[2] or file
     path = os.path.abspath(file)
@@ -96,13 +90,13 @@ def module_of_file(file: str) -> str:
 
 def owner_of_frame(frame: FrameType) -> str | None:
     file = frame.f_code.co_filename
-    if file.startswith("<"):  # typed, or generated
+    if file.startswith("<"):  # typed by the user, or generated
         return OWN if frame.f_globals.get("__name__") == "__main__" else None
     return owner_of_file(file)
 
 
 def _runs_a_model(frame: FrameType) -> bool:
-    """Whether it is the forward of a module that has parameters or parts."""
+    """Return whether a frame runs the forward of a module with parameters or submodules."""
     code = frame.f_code
     if code.co_name != "forward" or not code.co_argcount:
         return False
@@ -110,44 +104,46 @@ def _runs_a_model(frame: FrameType) -> bool:
     return isinstance(module, torch.nn.Module) and bool(module._parameters or module._modules)
 
 
-def _users(frames: Iterable[tuple[FrameType, int]]) -> list[Place]:
-    """Of frames with their lines, outermost first, those that are the user's or a model's."""
+def _user_places(frames: Iterable[tuple[FrameType, int]]) -> list[Place]:
+    """Select the user's frames and those of running models from frames with their lines, outermost
+    first. If there are none, return the outermost frame of a library."""
     places: list[Place] = []
-    library: Place | None = None
-    model: str | None = None  # the library whose model is running
+    library_place: Place | None = None
+    model_library: str | None = None  # the library whose model is running
     for frame, line in frames:
         owner = owner_of_frame(frame)
         if owner is None:
             continue
         place = (frame.f_code.co_filename, line, frame.f_code.co_name)
         if owner == OWN or _runs_a_model(frame):
-            model = owner
-        if owner in (OWN, model):
+            model_library = owner
+        if owner in (OWN, model_library):
             places.append(place)
-        library = library or place
-    return places or ([] if library is None else [library])
+        library_place = library_place or place
+    return places or ([] if library_place is None else [library_place])
 
 
 # -- from stacks, traces, errors and functions -----------------------------------------------------
 
 
 def user_place() -> Place | None:
-    """The place in the calling stack; without its text, for what runs often."""
-    inner: list[tuple[FrameType, int]] = []
+    """Return the user's place in the calling stack; None if there is none. Faster than
+    `source_here`, which also reads the text of the line."""
+    frames: list[tuple[FrameType, int]] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         owner = owner_of_frame(frame)
         if owner is not None:
-            inner.append((frame, frame.f_lineno))
-        if owner == OWN:  # what is outside makes no difference
+            frames.append((frame, frame.f_lineno))
+        if owner == OWN:  # frames outside of it make no difference
             break
         frame = frame.f_back
-    places = _users(reversed(inner))
+    places = _user_places(reversed(frames))
     return places[-1] if places else None
 
 
 def caller_level() -> int:
-    """How many frames up the first caller is that is not of this package: what a warning names."""
+    """Return the ``stacklevel`` for a warning at the first caller outside of this package."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_globals["__name__"].startswith("dtensor."):
         frame, level = frame.f_back, level + 1
@@ -155,20 +151,24 @@ def caller_level() -> int:
 
 
 def source_here() -> Source | None:
-    """The line in the calling stack."""
+    """Return the user's line in the calling stack; None if there is none."""
     place = user_place()
     return None if place is None else line_of(*place)
 
 
 def lines_text(**lines: Source | None) -> str:
-    """Lines of the program by what they are, as a message has them: one below the other."""
+    """Return lines of the program as a part of a message, each after its keyword: "  launch
+    train.py:14: with dt.launch(mesh):"."""
     width = max(map(len, lines))
-    known = {what: source for what, source in lines.items() if source is not None}
-    return "".join(f"  {w:<{width}}  {_place(line)}: {line.text}\n" for w, line in known.items())
+    rows = {title: source for title, source in lines.items() if source is not None}
+    return "".join(
+        f"  {title:<{width}}  {_place_text(source)}: {source.text}\n"
+        for title, source in rows.items()
+    )
 
 
-def _place(source: Source) -> str:
-    """``mlp.py:14``, and ``Cell In[3]:2`` in a notebook, whose cells are files with a number."""
+def _place_text(source: Source) -> str:
+    """Return "mlp.py:14"; in a notebook, whose cells are temporary files, "Cell In[3]:2"."""
     ipython = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
     cell = None if shell is None else shell.compile.format_code_name(source.file)
@@ -176,14 +176,16 @@ def _place(source: Source) -> str:
 
 
 def places_below(entry: CodeType) -> list[Place]:
-    """Those that count below ``entry`` in the calling stack, outermost first; none outside it."""
-    below: list[tuple[FrameType, int]] = []
+    """Return the user's frames that ``entry`` called, outermost first; [] if ``entry`` is not in
+    the calling stack."""
+    frames: list[tuple[FrameType, int]] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not entry:
-        if owner_of_frame(frame) is not None:  # first: most are torch's, and each op asks
-            below.append((frame, frame.f_lineno))
+        # A capture does this for each op, and most frames are torch's: they are skipped here.
+        if owner_of_frame(frame) is not None:
+            frames.append((frame, frame.f_lineno))
         frame = frame.f_back
-    return _users(reversed(below)) if frame is not None else []
+    return _user_places(reversed(frames)) if frame is not None else []
 
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
@@ -191,25 +193,25 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<functio
 
 @lru_cache(maxsize=4096)
 def frames_of_trace(trace: str) -> tuple[Place, ...]:
-    """The frames of a node's stack trace, innermost last."""
+    """Return the frames of a node's stack trace, innermost last."""
     return tuple((m["file"], int(m["line"]), m["function"]) for m in _FRAME.finditer(trace))
 
 
 def source_of_trace(trace: str) -> Source | None:
-    """The innermost frame of a node's stack trace."""
+    """Return the line of the innermost frame of a node's stack trace; None if it is empty."""
     frames = frames_of_trace(trace)
     return line_of(*frames[-1]) if frames else None
 
 
 def source_of_exception(error: BaseException) -> Source | None:
-    """The innermost frame that counts of those that the exception passed, but for the ones that
-    called `capture`: the traceback starts at the frame that caught the error, which is below."""
-    places = _users(traceback.walk_tb(error.__traceback__))
+    """Return the user's innermost line in an exception's traceback; None if there is none."""
+    places = _user_places(traceback.walk_tb(error.__traceback__))
     return line_of(*places[-1]) if places else None
 
 
 def source_of_callable(fn: Callable[..., object]) -> Source | None:
-    """The line that defines fn (a module's forward), where it was written in Python."""
+    """Return the line that defines a function, or a module's forward; None if it is in C, torch,
+    this package or Python."""
     target = fn.forward if isinstance(fn, torch.nn.Module) else fn
     target = getattr(target, "__func__", target)
     code = getattr(target, "__code__", None)

@@ -310,7 +310,7 @@ def test_the_second_ends_the_launch(
 
     def hangs() -> None:
         signal.raise_signal(signal.SIGINT)
-        while not signals.is_said():
+        while not signals.was_announced():
             time.sleep(0.001)
         signal.raise_signal(signal.SIGINT)
         while True:

@@ -192,7 +192,7 @@ def test_a_second_ctrl_c_ends_an_instruction(
 
     def act() -> None:
         signal.raise_signal(signal.SIGINT)
-        while not signals.is_said():
+        while not signals.was_announced():
             time.sleep(0.001)
         sigint()
 
