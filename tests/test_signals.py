@@ -270,7 +270,7 @@ def test_a_lock_that_another_thread_has_is_waited_for_with_signals(handlers: Han
     has, go = threading.Event(), threading.Event()
 
     class Waited(Lock):
-        def waited_for(self) -> None:
+        def check_deadlock(self) -> None:
             signal.raise_signal(USR1)
 
     lock = Waited()

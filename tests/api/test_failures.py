@@ -153,7 +153,7 @@ def test_a_host_raises_anything_anywhere(backend: str, tmp_path: Path) -> None:
             daft.spawn(raisers.Actor).score([1, 2, 3], []).get()
         assert caught.value.failure.issued[0].startswith("tests/api/test_failures.py:")
 
-        recipe = "dtensor.frontend.initial.recipe:_Maker.carry_out"
+        recipe = "dtensor.frontend.initial.recipe:_Maker.run"
         with raising.replaced(run.cluster, recipe), exits(r"initialise up\.\w+(.|\n)*: SystemExit"):
             dt.compile(lambda m: m.up.weight * 1, mesh)(unmade).full_tensor()
         path = str(tmp_path / "saved")

@@ -1,20 +1,14 @@
-"""Composite ops as simpler ones: what the planner takes instead where that is cheaper.
+"""Expansions of composite ops into simpler ops, which the planner uses where they are cheaper.
 
     _softmax(x, -1)   ->   m = amax(x, -1); e = exp(x - m); e / sum(e, -1)
 
-A fused op needs the dim that it normalises whole on each rank. Written out, that dim may be split:
-what is communicated is then one number per row instead of the row. The fused op stays where its dim
-is whole, with its one kernel; the planner prices both
-(dtensor/sharding/plan/choose/choose_composites.py).
+A fused op needs the dim that it normalises whole on each rank. In the expansion this dim may be
+split, and ranks communicate one number per row instead of the row. The planner prices both
+(sharding/plan/choose/choose_composites.py). An expansion has the op's results, up to rounding.
 
-Batch norm in training is written out wherever the batch is split; what is computed over the batch
-are sums over it, divided by the global count:
-
-    _native_batch_norm_legit_functional(x, w, b, ..)  ->  sum, bn_squares, bn_apply, a few of [c]
-    native_batch_norm_backward(g, x, w, ..)           ->  bn_sums, bn_backward, a few of [c]
-
-Invariants: an expansion gives the op's results, up to rounding. Expansions are made once per call
-(op, arguments, shapes). Not here: ops that have no rule at all (capture/decompose.py).
+Batch norm in training is always expanded if the batch is split: sums over the batch are divided by
+the global count. The forward becomes sum, bn_squares, bn_apply and ops on [c]; the backward becomes
+bn_sums, bn_backward and ops on [c]. capture/decompose.py expands ops that have no rule.
 """
 
 from __future__ import annotations
@@ -41,47 +35,47 @@ from dtensor.sharding.plan.dataflow import Expansion
 aten: Any = torch.ops.aten
 
 
-class _NoForm(Exception):
+class _NoExpansion(Exception):
     pass
 
 
 @lru_cache(maxsize=4096)
 def expansion(call: OpCall) -> Expansion | None:
-    """A composite op's call as simpler ops, all of which have rules; None where there is no such
-    form for these arguments."""
-    # Not at the top: it loads torch's compiler, and with it triton where that is installed.
+    """Return the expansion of a call into ops that all have rules; None if there is none."""
+    # Imported here because it loads torch's compiler, and triton if that is installed.
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    known: Any = _OWN.get(call.target) or table().get(call.target)
-    if known is None:
+    decomposition: Any = _DECOMPOSITIONS.get(call.target) or table().get(call.target)
+    if decomposition is None:
         return None
     mode = FakeTensorMode()
     with mode:
         fakes = [torch.empty(m.shape, dtype=m.dtype) for m in call.operands]
 
     def run(*tensors: Tensor) -> Any:
-        def given(operand: Operand) -> Tensor:
+        def tensor_of(operand: Operand) -> Tensor:
             return tensors[operand.index]
 
-        args, kwargs = pytree.tree_map_only(Operand, given, (call.args, dict(call.kwargs)))
-        out = known(*args, **kwargs)
-        if out is None:  # no such form for these arguments
-            raise _NoForm
+        args, kwargs = pytree.tree_map_only(Operand, tensor_of, (call.args, dict(call.kwargs)))
+        out = decomposition(*args, **kwargs)
+        if out is None:  # these arguments have no expansion
+            raise _NoExpansion
         return tuple(out) if isinstance(out, (tuple, list)) else out
 
     try:
         with mode, torch.no_grad():
-            module = make_fx(run, decomposition_table=_OWN)(*fakes)
-    except _NoForm:
+            module = make_fx(run, decomposition_table=_DECOMPOSITIONS)(*fakes)
+    except _NoExpansion:
         return None
     if module.graph.find_nodes(op="get_attr"):
         return None
     simplify(module.graph)
-    return _read(module.graph, call)
+    return _expansion_of(module.graph, call)
 
 
-def _read(graph: fx.Graph, call: OpCall) -> Expansion | None:
-    """Values are numbered: the operands, then the results of each call in order."""
+def _expansion_of(graph: fx.Graph, call: OpCall) -> Expansion | None:
+    """Return a traced graph as an `Expansion`, in which values are numbered: first the operands,
+    then the results of each call. Return None if an op has no rule, or results do not match."""
     numbers: dict[fx.Node, int] = {}
     calls: list[OpCall] = []
     operands: list[tuple[int, ...]] = []
@@ -91,10 +85,10 @@ def _read(graph: fx.Graph, call: OpCall) -> Expansion | None:
             numbers[node] = count
             count += 1
         elif node.op == "call_function":
-            read, nodes = op_call(node)
-            if read.multiple or not has_rule(read):
+            inner_call, nodes = op_call(node)
+            if inner_call.multiple or not has_rule(inner_call):
                 return None
-            calls.append(read)
+            calls.append(inner_call)
             operands.append(tuple(numbers[n] for n in nodes))
             numbers[node] = count
             count += 1
@@ -109,9 +103,9 @@ def _read(graph: fx.Graph, call: OpCall) -> Expansion | None:
     return Expansion(calls=tuple(calls), operands=tuple(operands), results=results)
 
 
-# -- forms of our own ------------------------------------------------------------------------------
-# Torch's decompositions of these call each other or sum twice; each reduction here is one
-# collective of a number per row.
+# -- decompositions --------------------------------------------------------------------------------
+# Torch's decompositions of these ops call each other or sum twice. Here each reduction becomes one
+# collective of one number per row.
 
 
 def _softmax(x: Tensor, dim: int, half_to_float: bool = False) -> Tensor:
@@ -147,9 +141,9 @@ def _var_mean(
     dims = [d % max(x.dim(), 1) for d in dim] if dim else list(range(x.dim()))
     count = math.prod(x.shape[d] for d in dims)
     mean = x.mean(dims, keepdim=True)
-    rest = max(0.0, count - (1 if correction is None else correction))
+    divisor = max(0.0, count - (1 if correction is None else correction))
     squares = (x - mean).square().sum(dims, keepdim=keepdim)
-    var = squares / rest if rest else squares / 0.0
+    var = squares / divisor if divisor else squares / 0.0
     return var, mean if keepdim else mean.squeeze(dims)
 
 
@@ -166,15 +160,16 @@ def _std_mean(x: Tensor, dim: Sequence[int] | None = None, **options: Any) -> tu
     return var.sqrt(), mean
 
 
-# Torch's decompositions of batch norm sum three times and make five copies of x.
+# Torch's decompositions of batch norm have three sums and five copies of x.
 
 
 def _statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Mean, biased variance, 1 / standard deviation, and the number of elements per channel."""
+    """Return mean, biased variance, 1 / standard deviation, and the number of elements, of each
+    channel."""
     count = math.prod(x.shape) // x.shape[1]
-    over = [d for d in range(x.dim()) if d != 1]
+    dims = [d for d in range(x.dim()) if d != 1]
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    mean = aten.sum.dim_IntList(x, over, dtype=dtype) / count
+    mean = aten.sum.dim_IntList(x, dims, dtype=dtype) / count
     var = torch.ops.dt.bn_squares(x, mean) / count
     return mean, var, (var + eps).rsqrt(), count
 
@@ -236,25 +231,27 @@ def _batch_norm_backward(
     invstd: Tensor,
     train: bool,
     eps: float,
-    wanted: Sequence[bool],
+    output_mask: Sequence[bool],
 ) -> tuple[Tensor | None, ...] | None:
     if not train:
         return None
     count = math.prod(x.shape) // x.shape[1]
     sums = torch.ops.dt.bn_sums(grad, x, mean)
-    plain, against = sums.select(0, 0), sums.select(0, 1)
+    grad_sum, grad_x_sum = sums.select(0, 0), sums.select(0, 1)
     a = invstd if weight is None else invstd * weight
-    b = a * invstd * invstd * against / count
-    dx = torch.ops.dt.bn_backward(grad, x, mean, a, b, a * plain / count) if wanted[0] else None
-    narrow = x.dtype if weight is None else weight.dtype
+    b = a * invstd * invstd * grad_x_sum / count
+    dx = None
+    if output_mask[0]:
+        dx = torch.ops.dt.bn_backward(grad, x, mean, a, b, a * grad_sum / count)
+    dtype = x.dtype if weight is None else weight.dtype
     return (
         dx,
-        (against * invstd).to(narrow) if wanted[1] else None,
-        plain.to(narrow) if wanted[2] else None,
+        (grad_x_sum * invstd).to(dtype) if output_mask[1] else None,
+        grad_sum.to(dtype) if output_mask[2] else None,
     )
 
 
-_OVER_BATCH: dict[Any, Callable[..., Any]] = {
+_BATCH_NORMS: dict[Any, Callable[..., Any]] = {
     aten._native_batch_norm_legit_functional.default: _batch_norm,
     aten._native_batch_norm_legit.no_stats: _batch_norm_without_stats,
     aten.native_batch_norm_backward.default: _batch_norm_backward,
@@ -265,11 +262,11 @@ def _add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
 ) -> tuple[Tensor, ...]:
     total = x + residual
-    written = table()[aten.native_layer_norm.default]
-    return (total, *written(total, [x.shape[-1]], weight, bias, eps))
+    layer_norm = table()[aten.native_layer_norm.default]
+    return (total, *layer_norm(total, [x.shape[-1]], weight, bias, eps))
 
 
-_OWN: dict[Any, Callable[..., Any]] = {
+_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten._softmax.default: _softmax,
     aten._log_softmax.default: _log_softmax,
     aten._softmax_backward_data.default: _softmax_backward,
@@ -286,16 +283,18 @@ _OWN: dict[Any, Callable[..., Any]] = {
     torch.ops.dt.attention_masked_backward.default: attention_masked.written_out_backward,
     torch.ops.dt.rope.default: rope.rope,
     torch.ops.dt.rope_backward.default: rope.rope_backward,
-    **_OVER_BATCH,
+    **_BATCH_NORMS,
 }
-# Torch's own decompositions serve for these.
-_TORCHS = """
+# For these, torch's decompositions are used.
+_TORCH_DECOMPOSITIONS = """
     _safe_softmax.default logsumexp.default linalg_vector_norm.default
     norm.Scalar norm.ScalarOpt_dim native_layer_norm.default
     native_layer_norm_backward.default _fused_rms_norm.default
     _fused_rms_norm_backward.default native_group_norm.default native_group_norm_backward.default
     batch_norm_backward.default _batch_norm_with_update_functional.default"""
-COMPOSITES = frozenset(map(str, _OWN)) | {f"aten.{name}" for name in _TORCHS.split()}
-"""The names of ops that `expansion` may write out."""
-OVER_BATCH = frozenset(map(str, _OVER_BATCH))
-"""Of those that take statistics over the batch: written out wherever the batch is split."""
+COMPOSITES = frozenset(map(str, _DECOMPOSITIONS)) | {
+    f"aten.{name}" for name in _TORCH_DECOMPOSITIONS.split()
+}
+"""The names of ops that may have an `expansion`."""
+OVER_BATCH = frozenset(map(str, _BATCH_NORMS))
+"""The names of ops with statistics over the batch, which are expanded if the batch is split."""

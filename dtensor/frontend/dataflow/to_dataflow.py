@@ -1,8 +1,6 @@
-"""From a captured graph to the planner's Dataflow: operands named, stages assigned.
+"""Convert a captured graph to the planner's Dataflow, with a stage for each op.
 
-    dataflow(graph, {"embed.weight": (0,), "head.weight": (1,)}, num_stages=2)
-
-Not here: on which stage an op runs (assign_stages.py).
+dataflow(graph, {"embed.weight": (0,), "head.weight": (1,)}, num_stages=2)
 """
 
 from __future__ import annotations
@@ -41,34 +39,30 @@ def dataflow(
     homes: Stages | None = None,
     at: Mapping[str, int] | None = None,
 ) -> Dataflow:
-    """The Dataflow of ``graph``. ``stages``: parameter or buffer name to the stages that hold it;
-    ``homes``: by each of their names; ``at``: name of an argument to the stage on which it lies;
-    see assign_stages.py.
+    """Return the Dataflow of ``graph``. `assign_stages.staged` documents the other arguments.
 
-    Raises PlanningError where an op would need a parameter of a stage before its inputs'.
+    Raises PlanningError if an op needs a parameter of an earlier stage than the op's inputs.
     """
     flow = _ops(graph)
     return flow if num_stages == 1 else staged(flow, stages or {}, num_stages, homes, at)
 
 
-# -- ops -----------------------------------------------------------------------------------------
-
-
 def _ops(graph: Graph) -> Dataflow:
+    """Return the Dataflow without stages."""
     inputs: list[Input] = []
     names: dict[torch.fx.Node, str | tuple[str | None, ...]] = {}
     ops: list[Op] = []
     outputs: list[Output] = []
-    entries = iter(graph.inputs)
-    held = {e.name for e in graph.inputs if isinstance(e, (Param, ModuleBuffer))}
+    graph_inputs = iter(graph.inputs)
+    module_names = {x.name for x in graph.inputs if isinstance(x, (Param, ModuleBuffer))}
     for node in graph.fx.nodes:
         if node.op == "placeholder":
-            inputs.append(_input(node, next(entries), held))
+            inputs.append(_input(node, next(graph_inputs), module_names))
             names[node] = node.name
         elif node.op == "output":
             values = cast(Iterable[Any], node.args[0])
-            for value, of in zip(values, graph.outputs, strict=True):
-                outputs.append(_output(names[value], of, held))
+            for value, graph_output in zip(values, graph.outputs, strict=True):
+                outputs.append(_output(names[value], graph_output, module_names))
         elif node.target is operator.getitem:
             parts = names[cast(torch.fx.Node, node.args[0])]
             name = parts[cast(int, node.args[1])]
@@ -82,62 +76,64 @@ def _ops(graph: Graph) -> Dataflow:
     return replace(flow, recognised=graph.recognised, autocast=graph.autocast)
 
 
-def _label(entry: Arg, held: Collection[str]) -> str:
-    """What an argument is called: apart from a parameter or buffer of its name."""
-    return f"{entry.name} (argument)" if entry.name in held else entry.name
+def _label(argument: Arg, module_names: Collection[str]) -> str:
+    """Return an argument's label, which differs from all names of parameters and buffers."""
+    name = argument.name
+    return f"{name} (argument)" if name in module_names else name
 
 
-def _input(node: torch.fx.Node, entry: object, held: Collection[str]) -> Input:
-    meta = meta_of(node.meta["val"])
-    match entry:
-        case Param(name):
-            return Input(name=node.name, meta=meta, kind="parameter", label=name)
-        case ModuleBuffer(name):
-            return Input(name=node.name, meta=meta, kind="buffer", label=name)
+def _input(node: torch.fx.Node, graph_input: object, module_names: Collection[str]) -> Input:
+    name, meta = node.name, meta_of(node.meta["val"])
+    match graph_input:
+        case Param(label):
+            return Input(name=name, meta=meta, kind="parameter", label=label)
+        case ModuleBuffer(label):
+            return Input(name=name, meta=meta, kind="buffer", label=label)
         case Arg():
-            return Input(name=node.name, meta=meta, kind="argument", label=_label(entry, held))
-        case Const(name, value):
-            return Input(name=node.name, meta=meta, kind="constant", label=name, constant=value)
+            label = _label(graph_input, module_names)
+            return Input(name=name, meta=meta, kind="argument", label=label)
+        case Const(label, value):
+            return Input(name=name, meta=meta, kind="constant", label=label, constant=value)
         case Tangent(output):
-            return Input(name=node.name, meta=meta, kind="tangent", label=f"tangent {output}")
+            return Input(name=name, meta=meta, kind="tangent", label=f"tangent {output}")
         case _:
-            raise AssertionError(f"unknown graph input {entry!r}")
+            raise AssertionError(f"unknown graph input {graph_input!r}")
 
 
-def _output(name: object, of: object, held: Collection[str]) -> Output:
-    assert isinstance(name, str)
-    match of:
+def _output(value: object, graph_output: object, module_names: Collection[str]) -> Output:
+    assert isinstance(value, str)
+    match graph_output:
         case Result(index):
-            return Output(name, "result", index)
+            return Output(value, "result", index)
         case Grad(Param(label) | ModuleBuffer(label)):
-            return Output(name, "gradient", label)
-        case Grad(Arg() as entry):
-            return Output(name, "gradient", _label(entry, held))
+            return Output(value, "gradient", label)
+        case Grad(Arg() as argument):
+            return Output(value, "gradient", _label(argument, module_names))
         case Mutation(label, None):
-            return Output(name, "mutation", label)
+            return Output(value, "mutation", label)
         case Mutation(label, int(index)):
-            return Output(name, "mutation", _label(Arg(index, label), held))
+            return Output(value, "mutation", _label(Arg(index, label), module_names))
         case _:
-            raise AssertionError(f"unknown graph output {of!r}")
+            raise AssertionError(f"unknown graph output {graph_output!r}")
 
 
 def _op(node: torch.fx.Node, names: Mapping[torch.fx.Node, Any]) -> Op:
-    call, operands = op_call(node)
+    call, operand_nodes = op_call(node)
     call = with_run_numbers(call)
-    taken: list[str] = []
-    for operand in operands:
+    operands: list[str] = []
+    for operand in operand_nodes:
         name = names[operand]
         assert isinstance(name, str), f"{node.name} takes a tuple"
-        taken.append(name)
-    parts: list[str | None] = [node.name]
+        operands.append(name)
+    results: list[str | None] = [node.name]
     if call.multiple:
-        parts = _part_names(node, call.results)
+        results = _result_names(node, call.results)
     source = node.meta.get("source")
     return Op(
         name=node.name,
         call=call,
-        operands=tuple(taken),
-        results=tuple(parts),
+        operands=tuple(operands),
+        results=tuple(results),
         phase=node.meta["phase"],
         source=str(source) if source else "",
         source_text=source.text.strip() if source else "",
@@ -150,14 +146,14 @@ def _op(node: torch.fx.Node, names: Mapping[torch.fx.Node, Any]) -> Op:
     )
 
 
-def _part_names(node: torch.fx.Node, results: Sequence[Meta | None]) -> list[str | None]:
-    """Names for the tensors of a tuple: the user's where there are any, else the op's own."""
-    users = {
+def _result_names(node: torch.fx.Node, results: Sequence[Meta | None]) -> list[str | None]:
+    """Return names for the results of an op: the user's variables, else "split", "split_out1"."""
+    variables = {
         u.args[1]: u.name
         for u in node.users
         if u.target is operator.getitem and not u.name.startswith("getitem")
     }
     return [
-        None if meta is None else users.get(i, f"{node.name}_out{i}" if i else node.name)
+        None if meta is None else variables.get(i, f"{node.name}_out{i}" if i else node.name)
         for i, meta in enumerate(results)
     ]

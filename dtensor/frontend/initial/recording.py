@@ -1,18 +1,15 @@
-"""Records how a model on the meta device initialises its parameters and buffers.
+"""Record how a model on the meta device initializes its parameters and buffers.
 
-    recorded = record(model, "reset", key)        # each module's own reset_parameters
-    recorded = record(model, init_weights, key)   # those, then init_weights(model)
-    recorded = record(model, lambda: GPT(config), key)     # the constructor, once more
-    recorded["embed.weight"]                      # Recipe: normal_(0, 1)
+    recipes = record(model, "reset", key)         # call reset_parameters of each module
+    recipes = record(model, init_weights, key)    # the same, then init_weights(model)
+    recipes = record(model, lambda: GPT(config), key)     # run the constructor again
+    recipes["embed.weight"]                       # Recipe: normal_(0, 1)
 
-Nothing is computed: ops run on meta tensors and are recorded. A tensor's recipe has the ops on
-which its last value depends: an op that writes all of a storage without reading it makes earlier
-ops irrelevant. Random ops are numbered within their parameter, so adding or removing a layer
-changes no other layer.
-
-Invariants: torch.nn.init works as on real tensors (`is_meta` is False meanwhile). An op that cannot
-be recorded, or would need too large a tensor whole, is an error that names the parameter; so is a
-read of unfilled memory.
+Ops run on meta tensors, so nothing is computed. A tensor's recipe has the ops on which its final
+value depends; an op that overwrites a whole storage makes earlier ops irrelevant. Random ops are
+numbered within their parameter: adding or removing a layer changes no other layer. An op that
+cannot be recorded or needs too large a whole tensor raises an error, as does a read of unfilled
+memory. In a recording `is_meta` is False, because torch.nn.init skips meta tensors.
 """
 
 from __future__ import annotations
@@ -37,9 +34,11 @@ from dtensor.private_torch import OpOverload, TorchDispatchMode, pytree
 from dtensor.sharding.ops.philox import Key
 
 Init = Literal["reset"] | Callable[..., Any]
-MAX_CONSTANT = 1 << 20  # elements
-MAX_WHOLE = 1 << 24  # elements that one rank may make whole, to keep a part of them
-_EMPTY = {"empty", "empty_like", "new_empty"} | {
+MAX_CONSTANT = 1 << 20
+"""Elements of the largest tensor that a recipe may copy from."""
+MAX_WHOLE = 1 << 24
+"""Elements that a rank may make in order to keep a part of them, if the recipe is not split."""
+_EMPTY_OPS = {"empty", "empty_like", "new_empty"} | {
     f"{new}empty_{how}" for new in ("", "new_") for how in ("strided", "permuted")
 }
 _TRUNCATED = nn.init._no_grad_trunc_normal_
@@ -52,10 +51,11 @@ class _Resets(Protocol):
 
 
 def record(module: nn.Module, init: Init, key: Callable[[str], int]) -> dict[str, Recipe]:
-    """A recipe for each parameter and buffer on the meta device, by name; aliases share one.
+    """Return a recipe for each parameter and buffer on the meta device, by name. All names of a
+    tied tensor have the same recipe.
 
     Args:
-        key: from a parameter's name to the 63-bit key of its random numbers.
+        key: returns the 63-bit key of the random numbers of a parameter, given its name.
     """
     recorder = InitRecorder()
     with ExitStack() as stack:
@@ -63,46 +63,46 @@ def record(module: nn.Module, init: Init, key: Callable[[str], int]) -> dict[str
         truncated = mock.patch.object(nn.init, "_no_grad_trunc_normal_", recorder.truncated)
         for mode in (truncated, recorder, _AsIfReal()):
             stack.enter_context(mode)
-        built = _run(module, init, stack)
-    names, tensors = first_names(module), named_tensors(built)
+        initialized = _initialize(module, init, stack)
+    names, tensors = first_names(module), named_tensors(initialized)
     recipes: dict[str, Recipe] = {}
     for name, tensor in named_tensors(module).items():
         if not tensor.is_meta:
             continue
         first = names[name]
         if first not in recipes:
-            made = tensors.get(first)
-            if made is None or made.shape != tensor.shape or made.dtype != tensor.dtype:
+            result = tensors.get(first)
+            if result is None or result.shape != tensor.shape or result.dtype != tensor.dtype:
                 raise planning_error(
                     f"init= builds a model without {first} as this model has it.",
                     f"here: {list(tensor.shape)} {tensor.dtype}",
-                    f"there: {'none' if made is None else (list(made.shape), made.dtype)}",
+                    f"there: {'none' if result is None else (list(result.shape), result.dtype)}",
                     source=None,
                     fix="pass a callable that builds the same model, or init='reset'",
                 )
-            recipes[first] = recorder.recipe(first, made, key)
+            recipes[first] = recorder.recipe(first, result, key)
         recipes[name] = recipes[first]
     return recipes
 
 
-def _run(module: nn.Module, init: Init, stack: ExitStack) -> nn.Module:
-    """Run the initialisation; returns the module whose tensors were initialised."""
+def _initialize(module: nn.Module, init: Init, stack: ExitStack) -> nn.Module:
+    """Run the initialization. Return the initialized module: ``module``, or the one that ``init``
+    constructed."""
     if callable(init) and not _takes_arguments(init):
         stack.enter_context(torch.device("meta"))
-        built = init()
-        if not isinstance(built, nn.Module):
+        new_module = init()
+        if not isinstance(new_module, nn.Module):
             raise PlanningError(
-                f"init= without arguments gave {type(built).__name__}, not a module; "
+                f"init= without arguments gave {type(new_module).__name__}, not a module; "
                 f"fix: init=lambda: GPT(config), or a function of the model"
             )
-        return built
-    # Parts before the whole, as constructors do; a tied weight keeps the values of its first
-    # module.
-    for part in reversed(list(module.modules())):
-        if isinstance(part, nn.MultiheadAttention):
-            part._reset_parameters()
-        elif isinstance(part, _Resets):
-            part.reset_parameters()
+        return new_module
+    # Submodules first, as in constructors. A tied weight keeps the values of its first module.
+    for submodule in reversed(list(module.modules())):
+        if isinstance(submodule, nn.MultiheadAttention):
+            submodule._reset_parameters()
+        elif isinstance(submodule, _Resets):
+            submodule.reset_parameters()
     if callable(init):
         init(module)
     elif init != "reset":
@@ -118,10 +118,8 @@ def _takes_arguments(fn: Callable[..., Any]) -> bool:
 
 
 class _AsIfReal(TorchFunctionMode):
-    """Tensors say that they are not on the meta device, and those made from data keep it.
-
-    torch.nn.init skips meta tensors, and torch.tensor writes its data without any dispatch.
-    """
+    """Lets meta tensors say that `is_meta` is False, because torch.nn.init skips meta tensors, and
+    records the data of torch.tensor(...), which torch writes without a dispatch."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -135,12 +133,12 @@ class _AsIfReal(TorchFunctionMode):
 
 @dataclass(slots=True)
 class _Memory:
-    """A storage while recording: the last step that wrote it, the bytes that have values."""
+    """The state of a storage during a recording."""
 
-    storage: torch.UntypedStorage  # alive, as its address is its name
+    storage: torch.UntypedStorage  # kept alive, because its address identifies it
     number: int
-    last: tuple[int, ...] = ()
-    filled: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    last_steps: tuple[int, ...] = ()  # the step that wrote to it last, if any
+    filled: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])  # byte ranges
 
     def is_filled(self, extent: tuple[int, int]) -> bool:
         start, stop = extent
@@ -151,15 +149,15 @@ class _Memory:
 
 
 class InitRecorder(TorchDispatchMode):
-    """Writes down every op on meta tensors that makes or changes one."""
+    """Records every op that creates or changes a meta tensor."""
 
     def __init__(self) -> None:
         super().__init__()
         self.steps: list[InitStep] = []
-        self.after: list[set[int]] = []  # by step, the steps on which it builds
+        self.dependencies: list[set[int]] = []  # the numbers of the steps on which a step depends
         self.memories: dict[int, _Memory] = {}  # by address
-        self.keys: dict[int, Key] = {}  # of random steps: of the first parameter that needs one
-        self.hollow: set[int] = set()  # steps that read unfilled memory
+        self.keys: dict[int, Key] = {}  # of a random step; from the first parameter that needs it
+        self.reads_unfilled: set[int] = set()  # steps that read unfilled memory
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -177,46 +175,48 @@ class InitRecorder(TorchDispatchMode):
             ) from error
         op = func._schema.name.removeprefix("aten::")
         schema = func._schema.arguments
-        given = {a.name: a.default_value for a in schema}
-        given |= dict(zip(given, args, strict=False)) | kwargs
-        tensors = _meta_tensors((args, kwargs))
-        known = {self.memory(t).number for t in tensors}
+        arguments = {a.name: a.default_value for a in schema}
+        arguments |= dict(zip(arguments, args, strict=False)) | kwargs
+        inputs = _meta_tensors((args, kwargs))
+        input_memories = {self.memory(t).number for t in inputs}
         written = [a.name for a in schema if a.alias_info is not None and a.alias_info.is_write]
-        changed = _meta_tensors([given[name] for name in written])
-        made = _meta_tensors(out)
-        anew = not changed and any(self.memory(t).number not in known for t in made)
-        if changed or (anew and op not in _EMPTY):
+        changed = _meta_tensors([arguments[name] for name in written])
+        results = _meta_tensors(out)
+        creates = not changed and any(self.memory(t).number not in input_memories for t in results)
+        if changed or (creates and op not in _EMPTY_OPS):
             target, operands = func, (args, kwargs)
-            fill = _fill_of(op, given)
+            fill = _fill_of(op, arguments)
             if fill is not None:
                 target, *numbers = fill
-                operands = (*(changed or made), *numbers), {}
-            self.note(op, target, operands, tensors, changed or made, anew=anew)
+                operands = (*(changed or results), *numbers), {}
+            self.record(op, target, operands, inputs, changed or results, creates=creates)
         return out
 
     def truncated(
         self, tensor: Tensor, mean: float, std: float, a: float, b: float, generator: Any = None
     ) -> Tensor:
-        """Replaces torch's trunc_normal_, whose rejections depend on values."""
+        """Record trunc_normal_ as one step. Torch's version rejects values outside of the bounds,
+        which meta tensors do not have."""
         if tensor.device.type != "meta":
             return _TRUNCATED(tensor, mean, std, a, b, generator)
         operands = (tensor, mean, std, a, b), {}
-        self.note("truncated_normal", "truncated", operands, [tensor], [tensor], anew=False)
+        self.record("truncated_normal", "truncated", operands, [tensor], [tensor], creates=False)
         return tensor
 
-    def note(
+    def record(
         self,
         op: str,
         target: OpOverload | Fill,
         operands: tuple[tuple[Any, ...], dict[str, Any]],
-        tensors: list[Tensor],
+        inputs: list[Tensor],
         writes: list[Tensor],
         *,
-        anew: bool,
+        creates: bool,
     ) -> None:
-        """Record a step that takes ``tensors``, and changes ``writes`` or makes them anew."""
+        """Record a step with input tensors ``inputs``. It changes or ``creates`` the tensors
+        ``writes``."""
         number, source = len(self.steps), source_here()
-        args, kwargs = pytree.tree_map(self.encoded, operands)
+        args, kwargs = pytree.tree_map(self.encode, operands)
         fills = isinstance(target, str)
         self.steps.append(
             InitStep(
@@ -224,32 +224,33 @@ class InitRecorder(TorchDispatchMode):
                 target=target,
                 args=args,
                 kwargs=kwargs,
-                made=tuple(map(self.view, writes)) if anew and not fills else (),
+                made=tuple(map(self.view, writes)) if creates and not fills else (),
                 source=f"{source}: {source.text.strip()}" if source else "",
             )
         )
-        reads = [(self.memory(t), self.view(t)) for t in tensors if all(t is not w for w in writes)]
+        reads = [(self.memory(t), self.view(t)) for t in inputs if all(t is not w for w in writes)]
         if not fills and not all(memory.is_filled(view.extent) for memory, view in reads):
-            self.hollow.add(number)
+            self.reads_unfilled.add(number)
         only_writes = fills or _is_random(target) or op in ("copy_", "fill_") or "out" in kwargs
-        self.after.append({i for memory, _ in reads for i in memory.last})
+        self.dependencies.append({i for memory, _ in reads for i in memory.last_steps})
         for memory, view in [(self.memory(t), self.view(t)) for t in writes]:
-            part = only_writes and view.in_order and len(writes) == 1
-            alone = all(memory is not read for read, _ in reads)
-            whole = anew or (part and alone and view.extent == (0, view.storage_bytes))
-            if not whole:
-                self.after[number].update(memory.last)
-            memory.last = (number,)
-            extent = (0, view.storage_bytes) if whole else view.extent
-            if (whole or part) and not memory.is_filled(extent):
+            fills_view = only_writes and view.in_order and len(writes) == 1
+            is_read = any(memory is read_memory for read_memory, _ in reads)
+            is_whole = view.extent == (0, view.storage_bytes)
+            fills_storage = creates or (fills_view and not is_read and is_whole)
+            if not fills_storage:
+                self.dependencies[number].update(memory.last_steps)
+            memory.last_steps = (number,)
+            extent = (0, view.storage_bytes) if fills_storage else view.extent
+            if (fills_storage or fills_view) and not memory.is_filled(extent):
                 memory.filled.append(extent)
 
-    def encoded(self, value: Any) -> Any:
+    def encode(self, value: Any) -> Any:
         match value:
             case Tensor() if value.device.type == "meta":
                 return self.view(value)
             case Tensor():
-                return _small(value)
+                return _constant(value)
             case _:
                 return value
 
@@ -272,27 +273,28 @@ class InitRecorder(TorchDispatchMode):
 
     # -- the recipes -------------------------------------------------------------------------
 
-    def kept(self, memory: _Memory) -> list[int]:
-        """The steps on which its last value depends, in order."""
-        needed, ahead = set[int](), list(memory.last)
-        while ahead:
-            i = ahead.pop()
+    def needed_steps(self, memory: _Memory) -> list[int]:
+        """Return the numbers of the steps on which the contents of a storage depend, in order."""
+        needed, pending = set[int](), list(memory.last_steps)
+        while pending:
+            i = pending.pop()
             if i not in needed:
                 needed.add(i)
-                ahead += self.after[i]
+                pending += self.dependencies[i]
         return sorted(needed)
 
     def recipe(self, name: str, tensor: Tensor, key: Callable[[str], int]) -> Recipe:
-        """The recipe of the tensor's present value."""
+        """Return the recipe of the present value of a tensor. Raises PlanningError if memory is
+        unfilled, or if the steps do not split and the tensor is too large."""
         memory, view = self.memory(tensor), self.view(tensor)
 
-        def refused(fact: str, step: InitStep | None, fix: str) -> PlanningError:
+        def error(fact: str, step: InitStep | None, fix: str) -> PlanningError:
             lines = [step.source] if step is not None and step.source else []
             operand = f"{name}: {list(view.size)} {view.dtype}"
             return planning_error(fact, operand, *lines, source=None, fix=fix)
 
-        def cannot(step: InitStep | None, why: str) -> PlanningError:
-            return refused(
+        def not_by_shard(step: InitStep | None, why: str) -> PlanningError:
+            return error(
                 f"The initialisation of {name} cannot be done shard by shard: "
                 f"{'a view' if step is None else step.op} {why}.",
                 step,
@@ -302,25 +304,25 @@ class InitRecorder(TorchDispatchMode):
 
         steps: list[InitStep] = []
         num_random = 0
-        for i in self.kept(memory):
+        for i in self.needed_steps(memory):
             step = self.steps[i]
-            if i in self.hollow:
-                raise refused(
+            if i in self.reads_unfilled:
+                raise error(
                     f"The initialisation of {name} reads memory that nothing has filled.",
                     step,
                     "fill it first; an index that is data is torch.tensor([0, 2]), not [0, 2]",
                 )
             if _is_random(step.target):
                 if step.kwargs.get("generator") is not None:
-                    raise cannot(step, "draws from its own generator")
-                raise cannot(step, "draws random numbers that have no counter")
+                    raise not_by_shard(step, "draws from its own generator")
+                raise not_by_shard(step, "draws random numbers that have no counter")
             if isinstance(step.target, str) and step.target != "constant":
                 random_key = self.keys.setdefault(i, Key(key(name), 0, num_random))
                 num_random += 1
                 step = replace(step, key=random_key)
             steps.append(step)
         if not memory.is_filled((0, view.storage_bytes)):
-            raise refused(
+            raise error(
                 f"Nothing initialises all of {name}, which is on the meta device.",
                 next(iter(steps), None),
                 "give its module a reset_parameters, or pass init=lambda: Model(config), which "
@@ -329,14 +331,14 @@ class InitRecorder(TorchDispatchMode):
         recipe = Recipe(name=name, view=view, steps=tuple(steps))
         storages = {v.storage: v.storage_bytes // v.dtype.itemsize for s in steps for v in s.views}
         if sum(storages.values()) > MAX_WHOLE and not recipe.split:
-            needs = next((step for step in steps if not step.splits(view.size)), None)
-            raise cannot(needs, "needs the whole tensor")
+            first = next((step for step in steps if not step.splits(view.size)), None)
+            raise not_by_shard(first, "needs the whole tensor")
         return recipe
 
 
-def _fill_of(op: str, given: dict[str, Any]) -> tuple[Any, ...] | None:
-    """The fill of an op, and its numbers; None for an op that is no fill."""
-    if given.get("generator") is not None:
+def _fill_of(op: str, arguments: dict[str, Any]) -> tuple[Any, ...] | None:
+    """Return the `Fill` that an op does, and its numbers; None for an op that is no fill."""
+    if arguments.get("generator") is not None:
         return None
     match op:
         case "zero_" | "zeros" | "zeros_like" | "new_zeros":
@@ -344,15 +346,15 @@ def _fill_of(op: str, given: dict[str, Any]) -> tuple[Any, ...] | None:
         case "ones" | "ones_like" | "new_ones":
             return "constant", 1
         case "full" | "full_like" | "new_full":
-            return "constant", given["fill_value"]
-        case "fill_" if not isinstance(given["value"], Tensor):
-            return "constant", given["value"]
+            return "constant", arguments["fill_value"]
+        case "fill_" if not isinstance(arguments["value"], Tensor):
+            return "constant", arguments["value"]
         case "normal_":
-            return "normal", given["mean"], given["std"]
+            return "normal", arguments["mean"], arguments["std"]
         case "randn" | "randn_like":
             return "normal", 0.0, 1.0
         case "uniform_":
-            return "uniform", given["from"], given["to"]
+            return "uniform", arguments["from"], arguments["to"]
         case "rand" | "rand_like":
             return "uniform", 0.0, 1.0
         case _:
@@ -372,7 +374,8 @@ def _meta_tensors(value: Any) -> list[Tensor]:
     return [t for t in leaves if isinstance(t, Tensor) and t.device.type == "meta"]
 
 
-def _small(value: Tensor) -> Tensor:
+def _constant(value: Tensor) -> Tensor:
+    """Return a copy for the recipe. Raises PlanningError for more than `MAX_CONSTANT` elements."""
     if value.numel() > MAX_CONSTANT:
         raise planning_error(
             "The initialisation copies from a tensor too large to be sent to every rank.",
