@@ -344,7 +344,7 @@ def test_who_waits_for_another_threads_call_is_interrupted(
 
     waits = threading.Event()
 
-    def waited_for(lock: object) -> None:  # what a thread does that waits, every now and then
+    def check_deadlock(lock: object) -> None:  # what a thread does that waits, every now and then
         if not waits.is_set():
             waits.set()
             signal.raise_signal(signal.SIGINT)
@@ -355,7 +355,7 @@ def test_who_waits_for_another_threads_call_is_interrupted(
     assert has.wait(WAIT_S)
     try:
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(type(CALL_LOCK), "waited_for", waited_for)
+            patch.setattr(type(CALL_LOCK), "check_deadlock", check_deadlock)
             training.step(0)
         assert waits.is_set() and not go.is_set()
     finally:

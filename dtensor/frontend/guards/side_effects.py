@@ -85,8 +85,8 @@ class Change:
                 self.holder[:] = value
             case deque() | set():
                 self.holder.clear()
-                is_deque = isinstance(self.holder, deque)
-                (self.holder.extend if is_deque else self.holder.update)(value)
+                holder = self.holder
+                (holder.extend if isinstance(holder, deque) else holder.update)(value)
             case type() if value is _ABSENT:
                 delattr(self.holder, self.key)
             case type():
