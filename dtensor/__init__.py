@@ -7,7 +7,7 @@
     with dt.launch(mesh, backend="ray"):
         loss = step(x, y)
 
-Public names are those of __init__.pyi, each imported at its first use; all others are private.
+__init__.pyi lists the public names, each of which is imported at its first use.
 """
 
 import sys

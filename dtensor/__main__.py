@@ -6,7 +6,7 @@
 
 Each command is a file in `commands/`. It adds a parser, and a function from the parsed options to
 the exit status: 0, done; 1, something wrong was found; 2, an invalid request, explained on stderr;
-130, interrupted. It is no error if a reader closes our output early (`| head`).
+130, interrupted. A reader may close our output early (`| head`).
 """
 
 from __future__ import annotations

@@ -50,12 +50,12 @@ class CollectiveKind:
         return num_inputs == (size if self.divided else at == 0 if self.rooted else 1)
 
     def given(self, inputs: Sequence[T], to: int) -> Sequence[T]:
-        """Return those of a member's inputs that member ``to`` receives."""
+        """Return the part of a member's inputs that member ``to`` receives."""
         return inputs[to : to + 1] if self.divided else inputs
 
     def got(self, inputs: Sequence[T], outputs: Sequence[T], at: int, of: int) -> Sequence[T]:
         """Return the buffers of member ``at`` for the pieces that it receives from member ``of``.
-        In a reduction these are its own inputs, with which the pieces are folded."""
+        In a reduction the buffers are its own inputs, with which the pieces are folded."""
         if self.reduces:
             return self.given(inputs, at)
         if self.rooted:
@@ -65,8 +65,8 @@ class CollectiveKind:
 
 SMALL_ALL_REDUCE = 1 << 16
 """Bytes up to which an all_reduce is one exchange: each member sends its whole input to all others.
-A larger one among more than two members takes two exchanges: first each piece is sent to its owner,
-then the sum of each piece to all."""
+A larger all_reduce among more than two members takes two exchanges: first each piece is sent to its
+owner, then the sum of each piece to all."""
 
 COLLECTIVES: dict[str, CollectiveKind] = {
     "all_reduce": CollectiveKind(

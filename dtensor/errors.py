@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 def checked_call(function: Callable[P, T]) -> Callable[P, T]:
     """Return the function with a better TypeError for arguments that do not match its parameters:
-    the error says what matches. A TypeError that the function itself raises is unchanged."""
+    the message has a fix. A TypeError that the function itself raises is unchanged."""
 
     @wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:

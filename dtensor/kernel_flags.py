@@ -30,7 +30,7 @@ _PRECISIONS = (("generic", "all"), *((b, op) for b in ("mkldnn", "cuda") for op 
 def _matmul_precision() -> str:
     try:
         return str(torch.get_float32_matmul_precision())
-    except RuntimeError:  # it differs between backends, which have flags of their own below
+    except RuntimeError:  # it differs between backends, whose flags are read below
         return ""
 
 
@@ -42,7 +42,7 @@ def _set_matmul(precision: str) -> None:
 def _cudnn_tf32() -> bool | None:
     try:
         return bool(_C._get_cudnn_allow_tf32())
-    except RuntimeError:  # it differs between kinds of kernels, which have flags of their own below
+    except RuntimeError:  # it differs between kinds of kernels, whose flags are read below
         return None
 
 

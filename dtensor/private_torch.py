@@ -186,14 +186,14 @@ def aot_descriptors() -> Any:
 
 
 def export_trace() -> Any:
-    """Return torch.export's module that creates fake inputs, and guards for what it traced."""
+    """Return torch.export's module that creates fake inputs and guards."""
     from torch.export import _trace
 
     return _trace
 
 
 def symbol_source(name: str) -> Any:
-    """Return torch's record of where a symbol of a shape comes from; this one is only a name."""
+    """Return torch's record of the origin of a symbol in a shape. Here it is only a name."""
     from torch._dynamo.source import ConstantSource
 
     return ConstantSource(name)

@@ -4,7 +4,6 @@
     html_text("a < b")                # "<pre>a &lt; b</pre>"
     html_table([("sent", [("tp", "2.0 MiB"), ("dp", "1.0 MiB")])])
     html_grid("mesh(dp=2, tp=2)", {"dp": 2, "tp": 2})     # a row for each dp, numbered cells
-    html_folded("a\n  b\n\nc\n  d")                       # titles a and c, which open at a click
 
 A screen has 25 lines of 100 columns. All text is escaped. There is no script, style sheet or id,
 because it would affect the whole notebook.

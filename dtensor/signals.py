@@ -51,7 +51,7 @@ _depth = 0  # number of open blocks
 _num_held_back = 0  # number of open `held_back`
 _num_waits_may_act = 0  # number of open `waits_may_act`
 _handlers: dict[int, Any] = {}  # the program's, which our handler replaces or has replaced
-_installed: tuple[tuple[Any, ...], list[tuple[int, Any]]] = (), []  # all; the Python ones
+_installed: tuple[tuple[Any, ...], list[tuple[int, Any]]] = (), []  # all; those in Python
 _after_block: list[int] = []  # signals whose handlers were cut off (`CutOff`)
 _kept: list[BaseException] = []
 _in_as_set = False
@@ -281,7 +281,7 @@ def _install_handler() -> None:
 
 def _restore_handlers() -> None:
     for number, handler in list(_handlers.items()):
-        if _c.getsignal(number) is _note:  # else the program has set another handler
+        if _c.getsignal(number) is _note:  # if not, the program has set another handler
             _c.signal(number, handler)
 
 
@@ -396,7 +396,7 @@ def _end() -> None:
             try:
                 raise error
             finally:
-                error.__context__ = context  # not the exception that this one replaces
+                error.__context__ = context  # not the exception of a handler that it replaces
 
 
 def _announce_later(number: int, waits: list[bool]) -> None:

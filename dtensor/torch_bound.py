@@ -3,7 +3,7 @@
     import dtensor      # UserWarning: torch 2.14.1 is not supported ...
                         # fix: pip install 'torch>=2.11,<2.14'
 
-Pip replaces torch silently if another package requires a newer one. The check does not import
+Pip replaces torch silently if another package requires a newer version. The check does not import
 torch: it reads torch's file `version.py`.
 """
 

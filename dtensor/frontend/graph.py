@@ -65,7 +65,7 @@ class Tangent:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Tensor number `index` of the user's outputs (leaves that are no tensors are not counted)."""
+    """Tensor number `index` of the user's outputs, counting only tensors."""
 
     index: int
 
@@ -214,7 +214,7 @@ def _output_text(output: Output) -> str:
 
 
 def named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return all parameters and buffers by name; a tied one under each of its names."""
+    """Return all parameters and buffers by name. A tied parameter is under each of its names."""
     return {
         **dict(module.named_parameters(remove_duplicate=False)),
         **dict(module.named_buffers(remove_duplicate=False)),
@@ -231,7 +231,7 @@ def first_names(module: torch.nn.Module) -> dict[str, str]:
 
 
 def type_text(value: Any) -> str:
-    """Return "f32[8,16]" for a tensor, such texts joined by commas for a tuple, else the repr."""
+    """Return "f32[8,16]" for a tensor, "f32[8], i64[]" for a tuple, the repr of other values."""
     if isinstance(value, torch.Tensor):
         return f"{dtype_name(value.dtype)}[{','.join(str(int(s)) for s in value.shape)}]"
     if isinstance(value, (tuple, list)):
@@ -240,7 +240,7 @@ def type_text(value: Any) -> str:
 
 
 def value_text(value: Any) -> str:
-    """Return an argument of a node as text: a node's name, a dtype's short name, else the repr."""
+    """Return an argument of a node as text: a node by its name, a dtype as "f32", or a repr."""
     match value:
         case fx.Node():
             return value.name

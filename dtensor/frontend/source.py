@@ -105,8 +105,8 @@ def _runs_a_model(frame: FrameType) -> bool:
 
 
 def _user_places(frames: Iterable[tuple[FrameType, int]]) -> list[Place]:
-    """Select the user's frames and those of running models from frames with their lines, outermost
-    first. If there are none, return the outermost frame of a library."""
+    """Return the places of the user's frames and of running models. If there are none, return the
+    outermost place in a library. ``frames``: frames with their lines, outermost first."""
     places: list[Place] = []
     library_place: Place | None = None
     model_library: str | None = None  # the library whose model is running

@@ -27,10 +27,10 @@ Stages = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a value is: fixed on ``stage``, or (None) floating among the ``allowed`` stages.
+    """The place of a value: it is fixed on ``stage``, or (None) floats among ``allowed`` stages.
 
-    ``allowed`` None: all stages. ``home``: the latest stage among those arguments of a floating op
-    that are fed to one stage only.
+    ``allowed`` None means all stages. ``home`` is the latest stage of the arguments of a floating
+    op that are fed to one stage only.
     """
 
     stage: int | None
@@ -102,7 +102,7 @@ class _Stager:
         if not fixed and (allowed is None or (allowed and not uses_batch)):
             homes = [p.home for p in operands if p.home is not None]
             return _Place(None, allowed, max(homes, default=None))
-        # Parameters of several stages (a penalty on all) are combined on the latest of these.
+        # Parameters of several stages (a penalty on all) are combined on the latest stage.
         latest = max((*fixed, *map(min, of_parameters)), default=0)
         if op.phase == "backward":
             return _Place(self._backward_stage(op, fixed or [latest], allowed))

@@ -285,7 +285,7 @@ _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     torch.ops.dt.rope_backward.default: rope.rope_backward,
     **_BATCH_NORMS,
 }
-# For these, torch's decompositions are used.
+# Ops that torch's decompositions expand.
 _TORCH_DECOMPOSITIONS = """
     _safe_softmax.default logsumexp.default linalg_vector_norm.default
     norm.Scalar norm.ScalarOpt_dim native_layer_norm.default

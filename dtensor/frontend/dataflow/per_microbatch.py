@@ -166,7 +166,7 @@ class _Writer:
             return _Value(name, torch.empty(meta.shape, dtype=meta.dtype))
 
     def call(self, target: Any, *args: Any, name: str | None = None, **kwargs: Any) -> _Value:
-        """Add a call with one result and return the result. ``name``: its name; default: unused."""
+        """Add a call and return its only result, whose name is ``name`` or a new name."""
         (result,) = self.call_multiple(target, (name,), *args, **kwargs)
         assert result is not None
         return result

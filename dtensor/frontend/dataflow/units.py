@@ -98,8 +98,7 @@ def _divide(
     containers: frozenset[str],
     excluded: frozenset[str],
 ) -> tuple[tuple[Unit, ...], dict[str, int]]:
-    """Return the units, and the number of the unit of each anchor. ``excluded`` ops are no
-    anchors."""
+    """Return the units, and the number of the unit of each anchor, except ``excluded`` ones."""
     units: list[Unit] = []
     unit_of_anchor: dict[str, int] = {}
     for op, labels in _anchors(flow):

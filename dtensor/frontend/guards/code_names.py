@@ -21,7 +21,8 @@ from dtensor.frontend.source import OWN, owner_of_file
 
 _NOT_FOLLOWED = (None, "numpy", "ray", "torch", "typing_extensions.py", "_pytest", "pluggy")
 """Owners of code that is not followed (`owner_of_file`); None stands for Python, torch and this
-package. known_functions.py has an entry for what it reads. The last two run at any import."""
+package. known_functions.py has entries for the state that it reads. The last two are import hooks,
+whose code runs at any import."""
 _COMPUTES_NAMES = {"getattr", "hasattr", "vars", "__dict__", "attrgetter", "globals", "locals"}
 _COMPUTES_NAMES |= {"eval", "exec", "__getattribute__", "methodcaller", "setattr"}
 

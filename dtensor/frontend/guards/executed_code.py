@@ -121,8 +121,8 @@ class CodeRecorder:
         )
 
     def calls(self) -> dict[CodeType, list[CodeType | str]] | None:
-        """Return all code that ran outside of ops, with what it called: code, or the profiler's
-        text for a function in C. Return None if another profiler was active."""
+        """Return all code that ran outside of ops, with its calls: code objects, or the profiler's
+        texts for functions in C. Return None if another profiler was active."""
         if self._profile is None:
             return None
         return {

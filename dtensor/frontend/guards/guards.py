@@ -1,11 +1,11 @@
-"""Guards: what a captured program read besides its arguments, and whether it is still the same.
+"""Guards compare the state that a captured program read with the present state.
 
     guards = Guards(roots, executed, constants)
     guards.same()          # before each call: True; takes tens of microseconds
     guards.difference()    # "temperature: 1.0 -> 0.5"; None if all is the same by value
 
-`same` compares the identities of all objects that the walk found, so it may return False although
-an object was only replaced by an equal one. `difference` then walks again and compares by value.
+`same` compares the identities of all objects that the walk found. It also returns False if an
+object was replaced by an equal object; so `difference` walks again and compares by value.
 
 Tensors that the program captured as constants are not compared: the next call computes with their
 current elements. `refresh` notices changes of them; above 1 MB it misses writes through numpy and
@@ -48,11 +48,13 @@ _MIN_GROUP = 4
 
 @dataclass(slots=True)
 class CapturedTensor:
-    """A tensor that a program uses although it is no argument. It is the program's input ``name``.
+    """A tensor that a program reads but does not take as an argument.
 
-    ``place``: its index among the tensors that the walk found; None if the walk did not find it.
-    ``copy`` and ``stamp``: its elements, and its version and address, at the last `refresh`.
-    ``number``: how many refreshes found that the elements had changed.
+    Args:
+        name: the name of the input by which the program takes it.
+        place: an index into the tensors that the walk found; None if the walk did not find it.
+        copy, stamp: the elements, and the version and address, at the last `refresh`.
+        number: counts the refreshes at which the elements had changed.
     """
 
     name: str
@@ -275,7 +277,7 @@ class Guards:
         return None
 
     def hold(self, constants: Sequence[Any]) -> None:
-        """Replace the captured tensors by those of another capture, given in the same order."""
+        """Replace the captured tensors by the constants of another capture, in the same order."""
         for caught, (_, value) in zip(self.caught, constants, strict=True):
             caught.tensor = value
 
@@ -304,7 +306,7 @@ def _torch_state(reached: ReachedState) -> tuple[Any, ...]:
 
 
 def _tensors(reached: ReachedState) -> list[torch.Tensor]:
-    """Return all tensors: parameters of modules that are no arguments may be captured, too."""
+    """Return all tensors and parameters; a program may capture both."""
     return [x for _, x in (*reached.parameters, *reached.tensors)]
 
 

@@ -5,8 +5,8 @@
     guard_for("time.time")                 # Unguarded("the clock"): a warning names the line, once
     guard_for("somelib._speedups.parse")   # Unguarded(): likewise, as it is not in the table
 
-Names are those of functions ("pathlib.Path.read_text"), methods in C ("_random.Random.random"),
-attributes of Python's and torch's modules ("torch.backends.cudnn.benchmark"), and classes
+The table has names of functions ("pathlib.Path.read_text"), methods in C ("_random.Random.random"),
+attributes of modules of Python and torch ("torch.backends.cudnn.benchmark"), and classes
 ("logging.Logger"). An entry holds for all names that it is a prefix of; the longest prefix counts.
 A getter runs before each call of a step, so it must be cheap and change nothing.
 """
@@ -47,7 +47,7 @@ def is_foreign(module_name: str | None) -> bool:
 
 
 def module_of(kind: type) -> str:
-    """Return the name of a class's module; "builtins" if `__module__` is no string (Cython)."""
+    """Return the name of a class's module; "builtins" if it is not a string (Cython)."""
     name: object = kind.__module__
     return name if isinstance(name, str) else "builtins"
 
@@ -216,7 +216,7 @@ _PURE = (
     *("sys", "random", "_random", "codecs", "_codecs", "encodings", "pathlib", "uuid", "html"),
     *("ctypes", "_ctypes", "urllib.parse", "shlex", "configparser", "_strptime", "__future__"),
     *("errno", "fnmatch", "torch", "numpy", "dtensor", "triton", "builtins", "ipaddress"),
-    # Such functions of other modules.
+    # Functions of other modules that also compute with their arguments alone.
     "secrets.compare_digest",
     *("os.path", "os.fspath", "os.getpid", "os.cpu_count", "os.name", "os.sep", "os.linesep"),
     *("os.environ", "os.getenv", "os._Environ", "os.PathLike", "os.strerror", "posix.getpid"),

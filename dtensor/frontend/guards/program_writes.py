@@ -1,4 +1,4 @@
-"""Tell the writes and draws of a captured program from those of other threads.
+"""Decide whether a captured program or another thread made a change.
 
     writes = ProgramWrites(recorder, alone=False)    # the code that ran in this thread
     writes.may(change)                               # False: no code that ran can make this change
@@ -80,17 +80,15 @@ class _Stores:
 
 
 class ProgramWrites:
-    """The stores of all code that a program ran.
-
-    ``recorder``: has recorded that code. ``alone``: whether the process had no other thread.
-    """
+    """The stores of all code that a program ran, as a ``recorder`` has recorded it. ``alone``: the
+    process had no other thread."""
 
     def __init__(self, recorder: CodeRecorder, *, alone: bool) -> None:
         self._recorder = recorder
         calls = None if alone or has_started() else recorder.calls()
         # None: every change is the program's, as there is no other thread, or no record.
         self._codes = None if calls is None else [c for c in calls if not _is_dtensors(c)]
-        self._storing_codes: list[CodeType] = []  # those that may store to the user's objects
+        self._storing_codes: list[CodeType] = []  # code that may store to the user's objects
         self._called: set[str] = set()  # the functions in C that these call, as profiler's texts
         if calls is not None:
             followed = [c for c in calls if is_followed(c) and not _is_torchs(c)]

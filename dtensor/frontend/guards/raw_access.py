@@ -28,7 +28,7 @@ PLAIN = (
 )
 """Immutable classes that are compared by value."""
 NO_ATTRIBUTES: dict[str, Any] = {}
-"""What `raw_attributes` returns for an object without a `__dict__`."""
+"""The result of `raw_attributes` for an object without a `__dict__`."""
 _ITERATOR_MODULES = {"builtins", "itertools", "_collections", "collections", "array", "_struct"}
 _ITERATOR_MODULES |= {"re"}
 DICT_VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
@@ -51,8 +51,8 @@ def raw_items(value: Any) -> list[Any] | None:
 
 
 def raw_attributes(value: Any) -> dict[str, Any]:
-    """Return the object's `__dict__` itself; `NO_ATTRIBUTES` if it has none. A `threading.local`
-    returns that of the current thread."""
+    """Return the object's `__dict__` itself, of a `threading.local` the `__dict__` of this thread.
+    Return `NO_ATTRIBUTES` if there is none."""
     try:
         return raw_attribute(value, "__dict__")
     except Exception:  # no __dict__, or a property of this name that raises

@@ -106,7 +106,7 @@ class ReachedState:
     cells: WithPaths[CellType] = field(default_factory=list)
     context_variables: WithPaths[contextvars.ContextVar[Any]] = field(default_factory=list)
 
-    # Objects to ask: guards compare what the comment says.
+    # Objects to inspect. The comment is the property that guards compare.
     objects: list[Any] = field(default_factory=list)  # class, which may be assigned
     modules: list[nn.Module] = field(default_factory=list)  # number of hooks
     functions: WithPaths[FunctionType] = field(default_factory=list)  # code, defaults

@@ -1,4 +1,4 @@
-"""Find and undo what a call changes besides tensors: attributes, items, globals, random generators.
+"""Find and undo the side effects of a call: changed attributes, items, globals, random generators.
 
     before = StateBefore(walk(roots))
     model(x)                               # self.calls += 1; random.random()
@@ -137,7 +137,8 @@ class StateBefore:
         self._cache_sizes = [(cache, cache.cache_info().currsize) for _, cache in reached.caches]
 
     def changes(self) -> list[Change]:
-        """Return what has changed since, by this or another thread (`ProgramWrites.may`)."""
+        """Return the changes since then. `ProgramWrites.may` tells whether the program or another
+        thread has made a change."""
         changes: list[Change] = []
         for path, holder, copy in self._copies:
             changes += _changes_of(path, holder, copy)
@@ -259,8 +260,8 @@ def _copy(holder: Any) -> Any:
 
 
 def _changes_of(path: str, holder: Any, copy: Any) -> list[Change]:
-    """Return the changes of a holder since ``copy``: one for each key of a dict, at most one for
-    any other holder."""
+    """Return the changes of a holder since ``copy`` was made: for a dict, a change for each key;
+    otherwise at most one."""
     if isinstance(copy, dict):
         prefix = path.removesuffix("*").partition(": ")[0].removeprefix(".")  # "" for the root
         owner = holder if isinstance(holder, dict) else _class_of_view(holder)
@@ -399,7 +400,7 @@ def _state(generator: Any) -> object:
 
 
 def _variable_state(value: Any) -> object:
-    """Return a state that changes when a generator takes an item from this variable of its own."""
+    """Return a state that changes when a generator takes an item from its local variable."""
     if isinstance(value, GeneratorType) or not is_iterator(value):
         return len(value) if isinstance(value, (list, dict, set, deque)) else None
     return _iterator_state(value)
@@ -456,7 +457,7 @@ def _bytes(state: Any) -> bytes:
 
 
 def _restore(generator: Any, state: Any) -> None:
-    """Set the state of a random generator to one that `_state` returned."""
+    """Set the state of a random generator to a result of `_state`."""
     state = state.state if isinstance(state, _Bits) else state
     match generator:
         case np.random.Generator():

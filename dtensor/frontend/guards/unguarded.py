@@ -1,13 +1,13 @@
-"""Find what a captured program read that guards cannot compare, with the line that read it.
+"""Find the reads of a captured program that guards cannot compare, each with its line.
 
     for read in outside(reached, executed):
         print(read.line, read.what)        # net.py:12 the clock; net.py:30 what lib.parse gives
 
 There are three kinds: a call of a function that is `Unguarded` in known_functions.py; such a
 function or class that the code mentions without calling it (`map(time.time, xs)`); and an object
-that the walk reached and cannot compare. The profiler records no lines, so the line is where the
-code that ran mentions the name, or else the first line of the function. An object whose name no
-code that ran mentions does not count as read: it may be one of many in a container.
+that the walk reached and cannot compare. The profiler records no lines. The line is the place where
+the code that ran mentions the name; if there is none, the first line of the function. An object
+whose name no code that ran mentions does not count: it may be one of many in a container.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ def _lines_of_call(code: CodeType, space: Mapping[str, Any], name: str) -> list[
 
 
 def _is_called(instruction: dis.Instruction) -> bool:
-    """Return whether a loaded value is called at once. A local variable's instruction does not say
-    so; then return True."""
+    """Return whether a loaded value is called at once. For a local variable the instruction does
+    not tell this, and the result is True."""
     is_variable = instruction.opname in ("LOAD_FAST", "LOAD_DEREF", "LOAD_SUPER_ATTR")
     return is_variable or "NULL" in instruction.argrepr or instruction.opname == "LOAD_METHOD"
 

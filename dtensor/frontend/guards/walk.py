@@ -179,7 +179,7 @@ class _Walker:
 
     A visit adds the object to the fingerprint and pushes its parts (`_push`), which `run` visits in
     the order in which they were pushed. `_entry` pushes a part that guards can read again by a key.
-    ``before_run`` tells the two kinds of walk apart.
+    ``before_run``: the program has not run yet, so it is not known which code runs.
     """
 
     def __init__(self, names: CodeNames, executed: ExecutedCode | None) -> None:

@@ -86,8 +86,8 @@ def record(module: nn.Module, init: Init, key: Callable[[str], int]) -> dict[str
 
 
 def _initialize(module: nn.Module, init: Init, stack: ExitStack) -> nn.Module:
-    """Run the initialization. Return the initialized module: ``module``, or the one that ``init``
-    constructed."""
+    """Run the initialization. Return the initialized module: ``module``, or a new module that
+    ``init`` constructed."""
     if callable(init) and not _takes_arguments(init):
         stack.enter_context(torch.device("meta"))
         new_module = init()
@@ -337,7 +337,7 @@ class InitRecorder(TorchDispatchMode):
 
 
 def _fill_of(op: str, arguments: dict[str, Any]) -> tuple[Any, ...] | None:
-    """Return the `Fill` that an op does, and its numbers; None for an op that is no fill."""
+    """Return the `Fill` that an op does, and its numbers; None for any other op."""
     if arguments.get("generator") is not None:
         return None
     match op:
