@@ -1,8 +1,10 @@
-"""A Ray actor with a host: all calls of Ray's API that concern hosts. This process has joined Ray.
+"""A Ray actor with a host: all calls of Ray's API that concern hosts.
 
-actor = RayActor({}, "/tmp/.../host0", packed(Objects, ()))
-actor.serve(packed(credentials))                # until the connection ends
-actor.ended(patience_s=1.0)                     # None, or Ray's reason for the end
+    actor = RayActor({}, "/tmp/.../host0", packed(Objects, ()))
+    actor.serve(packed(credentials))                # until the connection ends
+    actor.ended(patience_s=1.0)                     # None, or Ray's reason for the end
+
+The process that imports this module has joined Ray.
 """
 
 from __future__ import annotations

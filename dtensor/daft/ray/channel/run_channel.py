@@ -5,12 +5,11 @@
     reply = channel.send(0, REQUEST, (Ranks.run, Worker.run), (8, 3, inputs))  # does not wait
     channel.get([reply], 0.25)                         # NotYet, CallLost, or the call's exception
 
-A call is one message to a host, and one message back if it is a `REQUEST` (not `ONE_WAY`). A call
-never waits: if a socket is full, a thread writes the rest, copied unless the caller lends its
-buffers. Invariants: the controller reads whenever it waits or has unwritten bytes, so it cannot
-deadlock with a host that writes. One thread reads at a time, without a lock. An exception within a
-read or a write, such as Ctrl-C, breaks the connection, so that an answer is never taken for another
-call's answer.
+A call never waits: if a socket is full, a thread writes the rest of the message, which is copied
+unless the caller lends its buffers. Invariants: the controller reads whenever it waits or has
+unwritten bytes, so it cannot deadlock with a host that writes. One thread reads at a time, without
+a lock. An exception in a read or a write, such as Ctrl-C, breaks the connection, so that an answer
+is never taken for another call's answer.
 """
 
 from __future__ import annotations

@@ -7,10 +7,9 @@
     store.states(6, 7)                                    # returns when the server has it
 
 The server repeats each operation in order, so the copy equals an earlier version of this file. A
-new copy is built in a separate file, which is renamed when it is complete. Invariants: a state is
-kept on both machines before its run counts as ended. A server that fails does not fail an
-operation: `check` raises from then on. One process at a time writes a file: it holds a lock on a
-second file.
+new copy is a separate file, which is renamed when it is complete. Invariants: a state is on both
+machines before its run counts as ended. If the server fails, operations continue, and `check`
+raises. One process at a time writes a file: it holds a lock on a second file.
 """
 
 from __future__ import annotations

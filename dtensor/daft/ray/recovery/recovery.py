@@ -8,10 +8,9 @@ Example: rank 1 is killed in step 7 when step 8 is already submitted. `Recovery.
     roll back   both return to the state after step 6, the last step that ended on both
     repeat      steps 7 and 8 are sent again; the user's futures resolve with their results
 
-Invariants: calls keep their numbers. If a further host is lost meanwhile, the next epoch starts,
-which uses nothing of earlier epochs. The launch's lock is held. If recovery is impossible, it
-raises the original error. A run that raised after the vote is not repeated, but undone on all
-ranks."""
+Invariants: calls keep their numbers. A further loss starts a new epoch, which uses nothing of
+earlier ones. If recovery is impossible, the original error is raised.
+"""
 
 from __future__ import annotations
 

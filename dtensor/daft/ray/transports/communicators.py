@@ -1,7 +1,7 @@
 """Assigns messages to NCCL communicators: as few as the orders of messages in programs allow.
 
-    communicators = Communicators() communicators.number(program, keys, host_of)      # {((0, 1),
-    "fwd", "transfer"): 0, ...}: new ones
+    communicators = Communicators()
+    communicators.number(program, keys, host_of)   # new: {((0, 1), "fwd", "transfer"): 0, ...}
 
 Keys with the same members share a communicator if all members start their messages in the same
 order. If a later program has another order, its keys move to new communicators, for all programs;

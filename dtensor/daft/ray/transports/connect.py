@@ -1,15 +1,15 @@
 """How the hosts of a cluster find each other, connect, and share a failure.
 
-    joined = HostConnections.join(join, 0, (0,), torch.device("cpu"))  # waits until all hosts have
-    come engine = Engine(host_program, table, joined.transport) with joined.running():
+    joined = HostConnections.join(join, 0, (0,), torch.device("cpu"))  # waits for all hosts
+    engine = Engine(host_program, table, joined.transport)
+    with joined.running():
         engine.run({0: {"x": x}})
-    check_routes(program, (0, 0, 1, 1))        # keys that cross hosts: [((1, 2), "fwd",
-    "transfer")]
+    check_routes(program, (0, 0, 1, 1))      # keys that cross hosts: [((1, 2), "fwd", "transfer")]
 
-The controller numbers the keys that cross hosts; the numbers are gloo's tags and NCCL's
-communicators. Invariants: a failure during a run closes the connections, so that hosts that wait
-for this one fail, too; every later call raises it. There are no time-outs: a host that dies breaks
-its connections, and the controller ends a host that has stopped (`failure_detector.py`).
+The controller numbers these keys: the numbers are gloo's tags and NCCL's communicators. Invariants:
+a failure during a run closes the connections, so that hosts that wait for this one fail, too. There
+are no time-outs: a host that dies breaks its connections, and the controller ends a host that has
+stopped (`failure_detector.py`).
 """
 
 from __future__ import annotations

@@ -1,16 +1,14 @@
 """The transport between actors over a `Wire`: each collective is an exchange of bytes, then a fold.
 
-The members exchange messages at the start and fold them in rank order at the wait, so the bits do
-not depend on the wire (`gloo.py` or `nccl.py`), shards may be uneven or empty, and a start never
-blocks.
+Members send at the start and fold in rank order at the wait. So the bits do not depend on the wire
+(`gloo.py` or `nccl.py`), shards may be uneven or empty, and a start never blocks.
 
-    all_reduce of at most 64 KiB, or of 2 members    all members send everything to all, and fold
-    larger all_reduce       a piece to each member, which folds it; then the folded pieces to all.
-    The
-                            second half is `Wire.later`: no member needs another to reach its `wait`
-    other collectives       one exchange
+    large all_reduce     each member gets a piece and folds it; then all get the folded pieces. The
+                         second half is `Wire.later`: no member needs another to reach its `wait`
+    other collectives    one exchange
 
-Invariants: messages are flat, contiguous, uint8 and not empty; those of a key keep their order.
+An all_reduce is large if it has more than 64 KiB and more than two members. Invariants: messages
+are flat, contiguous, uint8 and not empty; those of a key keep their order.
 """
 
 from __future__ import annotations

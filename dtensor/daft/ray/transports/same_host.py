@@ -7,10 +7,9 @@ An all_reduce of f32[1024] over ranks 0 and 1 (layout and counts: `slots.py`):
     start   copy the 4 KB into a slot of the actor's own segment; post the other rank's semaphore
     wait    take the other rank's post; fold both values in rank order: f32[1024]
 
-A large all_reduce of three or more members is folded piece by piece; members claim pieces as they
-wait. Invariants: a start never waits, and a wait only for its partners' starts, so no verified
-program hangs (docs/design/0016-same-host.md). Every transport gives the same bits. One thread uses
-it at a time.
+A large all_reduce of three or more members is folded piece by piece; waiting members claim pieces.
+Invariants: a start never waits, and a wait only for its partners' starts, so no verified program
+hangs (docs/design/0016-same-host.md). All transports give the same bits. One thread uses it.
 """
 
 from __future__ import annotations

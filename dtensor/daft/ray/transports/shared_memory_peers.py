@@ -1,14 +1,13 @@
 """The actors that share memory with an actor, and how they open each other's segments.
 
     own = SharedMemoryPeers.create(own_place(node), 0, (0, 1))  # actor 0 has rank 0, actor 1 rank 1
-    seen = own.look(cards)                                      # the `own.card` of all actors: "0
-    1" own.settle(all_seen)                                        # the results of all actors'
-    `look` own.shares(((0, 1), "tp", "collective"))                    # True
+    seen = own.look(cards)                        # `cards`: the `own.card` of all actors; "0 1"
+    own.settle(all_seen)                          # `all_seen`: the results of all actors' `look`
+    own.shares(((0, 1), "tp", "collective"))      # True
 
-The segment of an actor has a nonce, a flag that the actor has closed, and for each pair of a rank
-of the actor and another rank a semaphore, which counts starts. Then follow the windows of programs
-(`same_host.py`), and a directory of the windows. Invariant: actors of one place share memory if
-each could open the segments of all, else none does.
+A segment has a nonce, a flag that its actor has closed, a semaphore for each pair of a rank of the
+actor and another rank, the windows of programs (`same_host.py`), and a directory of the windows.
+Invariant: actors of one place share memory if each could open the segments of all, else none does.
 """
 
 from __future__ import annotations
