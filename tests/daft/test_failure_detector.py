@@ -116,7 +116,7 @@ class Cluster:
     def due(self, asked: Sequence[AwaitedCall]) -> Mapping[int, int]:
         return {each.host.index: RUN for each in asked}
 
-    def came(self, refs: Sequence[Any]) -> bool:
+    def all_over(self, refs: Sequence[Any]) -> bool:
         return False
 
     def broken(self) -> Sequence[int]:
