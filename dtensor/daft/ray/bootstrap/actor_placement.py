@@ -1,18 +1,14 @@
-"""Which actor comes up on which machine, where Ray spans several.
+"""Places actors on the machines of a Ray cluster.
 
     rooms = [MachineCapacity("10.0.0.1", 8), MachineCapacity("10.0.0.2", 8)]
     place(((0,), (1,), (2,), (3,)), [(0, 1), (2, 3)], rooms)        # [0, 0, 1, 1]
 
-Actors are laid out in the order of their ranks, in blocks, a block on each machine. A *group* is of
-ranks that exchange more with each other than with others, as those along a mesh's last axis do: it
-stays together, a block ends between groups. So the mesh's order says what is inside a machine: of
-`Mesh(pp=2, tp=2)` on two machines tp is, and the wire between them has the messages of pp alone.
-
-On CPUs all machines are used, and blocks are as equal as groups permit; on GPUs (`fewest`) as few
-machines as hold all. A group is cut where no machine has room for it, and where it is the only one.
-
-Invariants: pure. No machine gets more actors than it has room for, unless all rooms together are
-too few: then CPUs are shared on all machines, as they are on one. It does not know Ray.
+Each machine gets a block of consecutive actors. A group of ranks, such as those along a mesh's last
+axis, stays on one machine: of `Mesh(pp=2, tp=2)` on two machines, only pp's messages cross
+machines. A group is split if no machine has room for it, or if it is the only group. On CPUs all
+machines are used, with blocks as equal as possible; on GPUs (`fewest`) as few machines as possible.
+Invariants: pure. No machine gets more actors than it has room for, unless the total is too small;
+then actors share CPUs.
 """
 
 from __future__ import annotations
@@ -26,7 +22,7 @@ from dtensor.daft.verification.pairing import Hosts
 
 @dataclass(frozen=True, slots=True)
 class MachineCapacity:
-    """Of a machine, for so many actors."""
+    """How many actors a machine has room for."""
 
     machine: str
     actors: int
@@ -40,8 +36,9 @@ def place(
     kind: str = "CPU",
     fewest: bool = False,
 ) -> list[int]:
-    """By actor, the number of its machine; `ValueError` where rooms are unequal, and do not hold
-    the blocks. `kind`: what a room is of, in that error."""
+    """Return the number of each actor's machine. `hosts`: the ranks of each actor; `groups`: ranks
+    that should be on one machine; `rooms`: the machines; `kind`: the resource, for the error.
+    Raises ValueError if the machines cannot hold the blocks."""
     usable = [number for number, room in enumerate(rooms) if room.actors] or [0]
     units = _units(hosts, groups)
     if len(units) == 1 or max(units) > max(rooms[number].actors for number in usable):
@@ -60,13 +57,13 @@ def place(
 
 
 def _units(hosts: Hosts, groups: Sequence[Sequence[int]]) -> list[int]:
-    """The actors between which a block may end: so many, and so many, ..."""
+    """Return the sizes of the runs of consecutive actors that stay together."""
     host_of = {rank: host for host, ranks in enumerate(hosts) for rank in ranks}
-    inside: set[int] = set()
+    inside: set[int] = set()  # actors before which no block may begin
     for group in groups:
-        there = sorted({host_of[rank] for rank in group})
-        if there == list(range(there[0], there[-1] + 1)):  # else no block could have it alone
-            inside.update(there[1:])
+        actors = sorted({host_of[rank] for rank in group})
+        if actors == list(range(actors[0], actors[-1] + 1)):  # consecutive actors fit in a block
+            inside.update(actors[1:])
     begins = [host for host in range(len(hosts)) if host not in inside]
     return [end - begin for begin, end in pairwise([*begins, len(hosts)])]
 

@@ -1,21 +1,14 @@
-"""Connections to other machines that fall silent, as when a cable is pulled: they are broken.
+"""Breaks connections to machines that have fallen silent, for example because a cable was pulled.
 
-    listen_to(sock)            # from now on; a TCP connection that is not over loopback
+    listen_to(sock)                                      # watch a connection from now on
     before = connections()
-    group = dist.ProcessGroupGloo(...)                   # which keeps its sockets to itself
+    group = dist.ProcessGroupGloo(...)                   # does not expose its sockets
     listen_to_those(connections() - before)
 
-A machine that is cut off closes nothing. The kernel asks an idle connection's other end every
-second whether it is there (TCP's keepalive), and a thread looks each second whether what was sent
-is acknowledged. After `SILENT_S` without a word a connection is broken, so that whoever reads or
-writes there fails as if its peer had died.
-
-The other end's kernel answers, not its process: one that computes for hours, is stopped or does not
-read is not silent. That is why this is no TCP_USER_TIMEOUT, which also ends a connection whose
-reader is slow.
-
-Invariants: a socket belongs to who has made it, and is known here by its inode: descriptors are
-used again. Nothing is held open. Linux; elsewhere nothing is noticed.
+The kernel sends TCP keepalive probes every second, and a thread checks whether sent data is
+acknowledged. After `SILENT_S` without an answer it shuts the connection down, so that reads and
+writes fail. The peer's kernel answers even if its process computes or is stopped; TCP_USER_TIMEOUT
+would also break a connection whose reader is slow. Sockets are identified by inode. On Linux only.
 """
 
 from __future__ import annotations
@@ -30,11 +23,13 @@ import time
 from contextlib import suppress
 
 SILENT_S = 5.0
-"""Above what a congested network may swallow, and far below any deadline."""
+"""After this time without an answer a connection is broken. A congested network may lose packets
+for some seconds."""
 QUIET_S = 2.5
-"""One that answers is heard from every second."""
+"""After this time without an answer a connection is suspicious: a live peer answers every
+second."""
 LOOK_S = 0.5
-_INFO = struct.Struct("<8B24I")  # of `struct tcp_info`, its beginning
+_INFO = struct.Struct("<8B24I")  # the beginning of `struct tcp_info`
 _RETRANSMITS, _PROBES, _UNACKED, _LAST_ACK = 2, 3, 8 + 4, 8 + 12
 
 _listened_to: dict[int, int] = {}  # inode: descriptor
@@ -43,12 +38,13 @@ _thread: threading.Thread | None = None
 
 
 def listen_to(sock: socket.socket) -> None:
-    """Break it when it falls silent."""
+    """Break a connection when its peer falls silent."""
     listen_to_those({(os.fstat(sock.fileno()).st_ino, sock.fileno())})
 
 
 def listen_to_those(sockets: set[tuple[int, int]]) -> None:
-    """The same, of those of `connections` that lead to other machines."""
+    """Break these sockets (inode, descriptor) when their peers fall silent, if they are connections
+    to other machines."""
     global _thread
     new: dict[int, int] = {}
     for inode, descriptor in sockets:
@@ -61,17 +57,17 @@ def listen_to_those(sockets: set[tuple[int, int]]) -> None:
                 new[inode] = descriptor
     with _lock:
         _listened_to.update(new)
-        if _listened_to and (_thread is None or not _thread.is_alive()):  # none after a fork
+        if _listened_to and (_thread is None or not _thread.is_alive()):  # a fork has no thread
             _thread = threading.Thread(target=_look, name="silence", daemon=True)
             _thread.start()
 
 
 def connections() -> set[tuple[int, int]]:
-    """This process's sockets: inode and descriptor."""
+    """Return the sockets of this process: inode and descriptor."""
     sockets: set[tuple[int, int]] = set()
     if sys.platform == "linux":
         for name in os.listdir("/proc/self/fd"):
-            with suppress(OSError):  # the listing's own
+            with suppress(OSError):  # the descriptor of the listing itself is closed
                 facts = os.fstat(int(name))
                 if stat.S_ISSOCK(facts.st_mode):
                     sockets.add((facts.st_ino, int(name)))
@@ -79,7 +75,7 @@ def connections() -> set[tuple[int, int]]:
 
 
 def is_quiet(sock: socket.socket) -> bool:
-    """Whether a connection that is listened to will be found silent, as far as that shows yet."""
+    """Return whether the peer of a connection to another machine has not answered for `QUIET_S`."""
     with suppress(OSError):
         return _is_to_another(sock) and _unheard_s(sock) > QUIET_S
     return False
@@ -101,7 +97,8 @@ def _look() -> None:
 
 
 def _borrowed(inode: int, descriptor: int) -> socket.socket:
-    """For a moment; `OSError` if it is another by now."""
+    """Return a duplicate of a socket, to be closed soon. Raises OSError if the descriptor belongs
+    to another socket now."""
     sock = socket.socket(fileno=os.dup(descriptor))
     if os.fstat(sock.fileno()).st_ino != inode:
         sock.close()
@@ -119,13 +116,13 @@ def _is_to_another(sock: socket.socket) -> bool:
 
 
 def _awaits_answer(sock: socket.socket) -> bool:
-    """Whether something was sent again, or asked, to which nothing has come back."""
+    """Return whether data was sent again, or a probe was sent, without an answer."""
     info = _info(sock)
     return bool(info[_RETRANSMITS] or info[_PROBES]) and bool(info[_UNACKED] or info[_PROBES] > 1)
 
 
 def _unheard_s(sock: socket.socket) -> float:
-    """For how long the other end has acknowledged nothing."""
+    """Return for how many seconds the peer has acknowledged nothing."""
     return _info(sock)[_LAST_ACK] / 1000
 
 

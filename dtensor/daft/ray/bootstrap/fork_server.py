@@ -1,17 +1,13 @@
-"""Ray's workers, forked from one process that has imported torch and dtensor.
+"""Starts Ray's workers as forks of one process that has imported torch and dtensor.
 
-    with forked_workers():           # a process that imports, once, and waits
-        ray.init()                   # each worker of this Ray is a fork of it: 0.4 s of a core
-    ...                              # and not 2.5 s, which it takes to import all that again
+    with forked_workers():           # starts the fork server, which imports once
+        ray.init()                   # each worker is a fork: 0.4 s of a core instead of 2.5 s
 
-Ray's raylet starts a worker by a command: here it is this file, which asks the fork server for a
-fork that does what the command says, and ends as that ends. The fork has the environment, folder,
-streams and arguments that Ray gave, random states of its own, and no thread, file or number of
-another one; it is killed with the command, and with the server. A worker with a runtime
-environment starts as Ray would start it, and so does every worker elsewhere than on Linux.
-
-Invariants: the server has one thread, so that a fork of it is whole; what it has imported is what
-every host imports before its first call. It has run nothing of the user's.
+Ray's raylet starts a worker by a command, which is this file: it asks the fork server for a fork
+that executes the worker, and ends when the fork ends. The fork has the environment, folder, streams
+and arguments that Ray gave, and its own random states; it is killed if the command or the server
+ends. A worker with a runtime environment, or on another system than Linux, starts as Ray starts it.
+Invariant: the server has one thread and has run no code of the user.
 """
 
 from __future__ import annotations
@@ -24,31 +20,31 @@ import sys
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
 
-ADDRESS = "DTENSOR_FORK_SERVER"
-MESSAGE = 1 << 20  # bytes, at most
+ADDRESS = "DTENSOR_FORK_SERVER"  # the environment variable with the server's address
+MESSAGE = 1 << 20  # the most bytes of a request
 NO_CONTEXT: Mapping[str, object] = {
     "command_prefix": [],
     "env_vars": {},
     "override_worker_entrypoint": None,
     "java_jars": [],
 }
-"""What Ray writes for a worker without a runtime environment, but for its Python."""
+"""What Ray writes for a worker without a runtime environment, except for the path of Python."""
 IMPORTED = (
     "torch",
     "torch.distributed",
     "dtensor.daft.ray.channel.host",
     "dtensor.daft.ray.ranks.ranks",
     "dtensor.daft.ray.actors.objects",
-    "dtensor.runtime.lower.step_end",  # a step of training, and whatever it has of dtensor
+    "dtensor.runtime.lower.step_end",  # imports what a training step needs of dtensor
 )
-"""Not Ray, which reads its environment when it is imported, and has threads soon after."""
+"""What the server imports. Not Ray, which reads its environment at import, and then has threads."""
 
 
 # -- in the process that starts Ray ---------------------------------------------------------------
 @contextmanager
 def forked_workers() -> Generator[None]:
-    """Within, workers of a Ray that this process starts are forks, where that is possible. The
-    server starts at once, and is not waited for."""
+    """Within the block, the workers of a Ray that this process starts are forks, if that is
+    possible. Does not wait for the fork server."""
     import subprocess
 
     from dtensor.daft.ray.bootstrap.user_folder import OwnFolder, directory_of_sockets, sweep
@@ -62,10 +58,10 @@ def forked_workers() -> Generator[None]:
     with OwnFolder(directory, "forks-") as folder, ExitStack() as ending:
         address = str(folder.path / "fork_server")
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-            listener.bind(address)  # here: a worker may ask before that process has started
+            listener.bind(address)  # not in the server: a worker may ask before that has started
             listener.listen(128)
             module = "dtensor.daft.ray.bootstrap.fork_server"
-            # It ends when nobody holds the other end of its input.
+            # the server ends when no process holds the other end of its standard input
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", module, str(listener.fileno())],
                 stdin=subprocess.PIPE,
@@ -75,7 +71,7 @@ def forked_workers() -> Generator[None]:
         assert process.stdin is not None
         ending.callback(process.wait)
         ending.callback(process.stdin.close)
-        from dtensor.daft.ray.bootstrap import private_ray  # imports Ray, while the server starts
+        from dtensor.daft.ray.bootstrap import private_ray  # imports Ray while the server starts
 
         os.environ[ADDRESS] = address
         ending.callback(os.environ.pop, ADDRESS)
@@ -85,12 +81,12 @@ def forked_workers() -> Generator[None]:
 
 # -- the command that Ray starts ------------------------------------------------------------------
 def ask(address: str, argv: list[str]) -> None:
-    """Be, for who waits for this process, the fork that does what `argv` says. `OSError` if there
-    is no server."""
+    """Ask the server for a fork that executes `argv`, and end this process as the fork ends. Raises
+    OSError if there is no server."""
     request = json.dumps([argv, dict(os.environ), os.getcwd()])
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MESSAGE)
-        connection.connect(address)  # it listens before it imports
+        connection.connect(address)  # possible even while the server imports
         socket.send_fds(connection, [request.encode()], [0, 1, 2])
         answer = connection.recv(MESSAGE)
     status = int(answer) if answer else -signal.SIGKILL
@@ -101,7 +97,7 @@ def ask(address: str, argv: list[str]) -> None:
 
 
 def start_cold(argv: list[str]) -> None:
-    """As Ray starts a worker."""
+    """Start a worker as Ray does."""
     import ray
 
     del os.environ[ADDRESS]
@@ -110,8 +106,8 @@ def start_cold(argv: list[str]) -> None:
 
 
 def worker_of(argv: list[str]) -> list[str] | None:
-    """Script and arguments of a worker, of the command that would set it up; None if that is more
-    than to start it."""
+    """Return the script and arguments of a worker, given those of Ray's command that sets it up.
+    None if the worker needs a runtime environment, or is not in Python."""
     kept: list[str] = []
     for word in argv:
         name, _, value = word.partition("=")
@@ -131,19 +127,19 @@ def worker_of(argv: list[str]) -> list[str] | None:
 
 # -- the server ------------------------------------------------------------------------------------
 def serve(number: int) -> list[str]:
-    """Fork for who asks, until the input ends. In a fork, it returns script and arguments.
-    ``number``: of a socket that listens."""
+    """Fork on request until the standard input ends. Return, in a fork, the script and arguments.
+    ``number``: the descriptor of a listening socket."""
     import gc
     import selectors
 
     listener = socket.socket(fileno=number)
     _import()
-    assert len(os.listdir("/proc/self/task")) == 1, "a fork would have but one of its threads"
+    assert len(os.listdir("/proc/self/task")) == 1, "a fork has only the thread that forks"
     gc.collect()
     gc.freeze()
-    mine = os.getpid()
-    asking: dict[int, socket.socket] = {}  # by process
-    ends: dict[int, int] = {}  # what tells of the end of a process, by process
+    own_pid = os.getpid()
+    asking: dict[int, socket.socket] = {}  # process to the connection that asked for it
+    ends: dict[int, int] = {}  # process to its pidfd
     with selectors.DefaultSelector() as selector:
         selector.register(0, selectors.EVENT_READ)
         selector.register(listener, selectors.EVENT_READ)
@@ -156,21 +152,21 @@ def serve(number: int) -> list[str]:
                 elif key.fileobj is listener:
                     connection, _ = listener.accept()
                     text, streams, _, _ = socket.recv_fds(connection, MESSAGE, 3)
-                    if not text:  # who asked has gone
+                    if not text:  # the asking process has ended
                         connection.close()
                         continue
                     process = os.fork()
                     if process == 0:
                         argv, environment, work = json.loads(text)
-                        return _become(argv, environment, work, streams, mine)
+                        return _become(argv, environment, work, streams, own_pid)
                     for stream in streams:
                         os.close(stream)
                     asking[process], ends[process] = connection, os.pidfd_open(process)
                     selector.register(connection, selectors.EVENT_READ, process)
                     selector.register(ends[process], selectors.EVENT_READ, process)
                 elif key.data not in asking:
-                    continue  # both came at once
-                elif key.fileobj is asking[key.data]:  # who asked has been killed
+                    continue  # the fork's end was handled in this round
+                elif key.fileobj is asking[key.data]:  # the asking process was killed
                     selector.unregister(key.fileobj)
                     os.kill(key.data, signal.SIGKILL)
                 else:
@@ -198,7 +194,8 @@ def _become(
     streams: list[int],
     parent: int,
 ) -> list[str]:
-    """What a process that Ray starts has, and nothing else."""
+    """Make this fork like a process that Ray has started: environment, folder, streams, `sys.path`,
+    random states. `parent`: the server's pid."""
     import ctypes
 
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
@@ -216,11 +213,11 @@ def _become(
     script = os.path.dirname(os.path.realpath(argv[0]))
     path = [script, *environment.get("PYTHONPATH", "").split(os.pathsep)]
     sys.path[: len(own_path)] = path
-    # What PYTHONPATH repeats of Python's own folders stands in it alone, and has gone with it.
+    # Python's own folders were in the replaced part of the path if PYTHONPATH repeated them.
     standard = (sys.prefix, sys.base_prefix)
     sys.path += [p for p in former if p.startswith(standard) and p not in sys.path]
     sys.argv[:] = argv
-    sys.modules["torch"].default_generator.seed()  # Python's own is seeded by the fork
+    sys.modules["torch"].default_generator.seed()  # Python seeds its own generator after a fork
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed(None)
     return argv
@@ -233,13 +230,13 @@ def main(argv: list[str]) -> None:
         script = serve(int(argv[0]))[0]
         runpy.run_path(script, run_name="__main__")
         return
-    wanted = worker_of(argv)
-    if wanted is not None:
+    worker = worker_of(argv)
+    if worker is not None:
         try:
-            ask(os.environ[ADDRESS], wanted)
-        except FileNotFoundError:  # Ray has ended, and the server after it
+            ask(os.environ[ADDRESS], worker)
+        except FileNotFoundError:  # Ray has ended, and so has the server
             os._exit(1)
-        except OSError:  # the server has ended by itself
+        except OSError:  # only the server has ended
             pass
     start_cold(argv)
 

@@ -1,20 +1,15 @@
-"""The folder of a launch, in a directory of the user's own, where other processes look at it.
+"""The folder of a launch, which other processes of the user read for `dt.status`.
 
     folder = LaunchFolder.make()                     # /tmp/dtensor-1000/4242-x7k2q9ab
     folder.say("ranks", {"host0": (0,), "host1": (1,)})
-    folder.write_lines(3, lines)                     # of program 3, when it is loaded
-    folder.close()                                   # all of it is gone
+    folder.write_lines(3, lines)                     # when program 3 is loaded
+    folder.close()                                   # removes the folder
+    for launch in launches(): launch.status(0.3)     # in any process of the user
 
-    for launch in launches(): launch.status(0.3)     # any process of the user's, at any time
-
-It has the hosts' counters (`progress.py`), what the launch is (`launch.json`), and for each loaded
-program what stands at each position of its lists (`program3.json`, `diagnosis/program_lines.py`).
-
-Invariants: the directory is the user's and nobody else may enter it (0700), or it is not used: a
-launch then has a folder of its own that others do not find, with a warning, and who looks gets a
-`PermissionError`. All that is read there is data. A file appears whole. What a launch has left
-whose process was killed is removed by whoever looks or launches next (user_folder.py). The
-directory itself stays. It does not import Ray.
+It has the hosts' program counters (`progress.py`), the facts about the launch (`launch.json`), and
+the instructions of each loaded program (`program3.json`). Invariants: nobody but the user may enter
+the directory (0700); else it is not used, with a warning. Files appear complete, and are only read
+as data. The folder of a killed launch is removed by the next process that looks (`user_folder.py`).
 """
 
 from __future__ import annotations
@@ -41,12 +36,12 @@ from dtensor.daft.ray.bootstrap.user_folder import (
 )
 from dtensor.daft.status import Status
 
-ALSO = "/tmp"  # is looked at: who looks may have another TMPDIR
+ALSO = "/tmp"  # searched, too, since the launch may have another TMPDIR
 _LAUNCH = "launch.json"
 
 
 class LaunchFolder:
-    """A launch's own, until it is closed. `path`: files in it that end with the launch go there."""
+    """The folder of a launch, until it is closed. Files in `path` are removed with it."""
 
     def __init__(self, folder: OwnFolder) -> None:
         self.path = folder.path
@@ -61,9 +56,9 @@ class LaunchFolder:
     def say(
         self, kind: str, hosts: Mapping[str, Sequence[int]], machines: Sequence[str] = ()
     ) -> None:
-        """What the launch is: "ranks" or "actors"; and the file of each host's counter, with the
-        ranks that it has, in the order of the lists of programs. Again, when that changes.
-        `machines`: what those of the hosts are called, where they are on several."""
+        """Write the facts about the launch, again whenever they change. `kind`: "ranks" or
+        "actors"; `hosts`: the file of each host's program counter to the host's ranks; `machines`:
+        the name of each host's machine, if there are several."""
         facts = {
             "kind": kind,
             "hosts": [[file, list(ranks)] for file, ranks in hosts.items()],
@@ -74,7 +69,7 @@ class LaunchFolder:
         self._write(_LAUNCH, facts)
 
     def write_lines(self, program: int, lines: ProgramLines) -> None:
-        """With a warning where there is no room for them: the program runs all the same."""
+        """Write the instructions of a program. If that fails, warn: the program can still run."""
         try:
             self._write(f"program{program}.json", lines.data())
         except OSError as error:
@@ -89,7 +84,7 @@ class LaunchFolder:
         (self.path / f"program{program}.json").unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Twice is fine."""
+        """Remove the folder. Twice is fine."""
         self._own.close()
 
     def _write(self, name: str, data: object) -> None:
@@ -99,7 +94,7 @@ class LaunchFolder:
 
 
 class LaunchSeen:
-    """A launch that runs, as any process of its user's on its machine sees it."""
+    """A running launch, as another process of the user on its machine sees it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -116,24 +111,25 @@ class LaunchSeen:
     @property
     def title(self) -> str:
         count = sum(len(ranks) for _, ranks in self.hosts)
-        what = "rank" if self.kind == "ranks" else "process"
-        plural = "" if count == 1 else "es" if what == "process" else "s"
+        noun = "rank" if self.kind == "ranks" else "process"
+        plural = "" if count == 1 else "es" if noun == "process" else "s"
         spawned = "" if self.kind == "ranks" else " of spawned actors"
-        return f"Launch of process {self.pid}: {count} {what}{plural}{spawned} on ray"
+        return f"Launch of process {self.pid}: {count} {noun}{plural}{spawned} on ray"
 
     def progress(self) -> list[Progress]:
-        """What each host says of itself."""
+        """Return the progress of each host, from its program counter."""
         return [self._progress(file) for file, _ in self.hosts]
 
     def look(self) -> tuple[Observation, ...]:
+        """Return a sample of each host."""
         return tuple(look(h, each) for h, each in enumerate(self.progress()))
 
     def controller(self) -> ThreadSeen:
-        """The main thread of the process that has launched it."""
+        """Return a sample of the controller's main thread."""
         return thread(self.pid, self.pid)
 
     def status(self, seconds: float) -> Status:
-        """As it is found in so many seconds."""
+        """Return the status, from two samples that are `seconds` apart."""
         first = self.controller()
         before = self.look()
         time.sleep(seconds)
@@ -145,6 +141,7 @@ class LaunchSeen:
         after: Sequence[Observation],
         controller: tuple[ThreadSeen, ThreadSeen] | None = None,
     ) -> Status:
+        """Return the status, from two samples of the hosts and of the controller."""
         launched = ObservedLaunch(
             title=self.title,
             pid=self.pid,
@@ -157,7 +154,7 @@ class LaunchSeen:
         return diagnose(launched, before, after)
 
     def lines(self, program: int) -> ProgramLines | None:
-        """None if it is not loaded."""
+        """Return the instructions of a program, None if it is not loaded."""
         if program not in self._lines:
             try:
                 data = json.loads((self.path / f"program{program}.json").read_text())
@@ -174,8 +171,8 @@ class LaunchSeen:
 
 
 def launches() -> list[LaunchSeen]:
-    """Those of this user that run on this machine, the oldest first. What others have left behind
-    is removed. `PermissionError` where the directory is not the user's own."""
+    """Return the user's launches that run on this machine, the oldest first. Remove the folders of
+    killed launches. Raises PermissionError if the directory does not belong to the user alone."""
     running: list[LaunchSeen] = []
     refused: list[PermissionError] = []
     for directory in dict.fromkeys((own_directory(), own_directory(ALSO))):
@@ -187,19 +184,20 @@ def launches() -> list[LaunchSeen]:
             refused.append(error)
             continue
         _sweep(directory)
-        for path in sorted(directory.iterdir(), key=_born):
+        for path in sorted(directory.iterdir(), key=_creation_time):
             try:
                 launch = LaunchSeen(path)
             except (FileNotFoundError, NotADirectoryError):
-                continue  # it is just starting, or ending
-            if launch.controller().state not in ("", "Z", "X"):  # a child may hold its lock still
+                continue  # the launch is starting or ending
+            # the folder may exist although the controller has ended, if a child holds its lock
+            if launch.controller().state not in ("", "Z", "X"):
                 running.append(launch)
     if refused and not running:
         raise refused[0]
     return running
 
 
-def _born(path: Path) -> float:
+def _creation_time(path: Path) -> float:
     try:
         return path.stat().st_ctime
     except FileNotFoundError:
@@ -221,6 +219,6 @@ def _new_folder() -> OwnFolder:
 
 
 def _sweep(directory: Path) -> None:
-    """Remove the folders whose launches have ended without doing so."""
-    if directory.name == own_directory().name:  # else a launch was refused it: it is not ours alone
+    """Remove the folders of launches that were killed."""
+    if directory.name == own_directory().name:  # else the directory is shared with others
         sweep(directory, "*-*")

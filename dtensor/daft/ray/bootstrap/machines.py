@@ -1,14 +1,11 @@
-"""Where processes are: addresses, the machines that Ray spans, and what these have.
+"""The machines of a Ray cluster: their addresses, and their CPUs and GPUs.
 
-    own_address()                                      # "127.0.0.1", unless Ray spans several
+    own_address()                                      # "127.0.0.1", if Ray has one machine
     machines("GPU")                                    # [Machine(node, address, hostname, room=8)]
-    ranks_per_gpu(4, asked=None)                       # 1, or a ValueError on fewer than 4 GPUs
+    ranks_per_gpu(4, asked=None)                       # 1; ValueError if fewer than 4 GPUs are free
 
-`ranks_per_gpu` says how ranks share GPUs, and that there are enough: Ray would wait for ever for
-one that it does not have.
-
-Invariants: it imports Ray where it asks Ray alone. So a process whose Ray belongs to another one
-(local_ray.py) does not import it, nor does the one that hosts are forks of (fork_server.py).
+Ray is imported only where it is asked: a controller whose Ray is in a separate process
+(`local_ray.py`) and the fork server (`fork_server.py`) do not import it.
 """
 
 from __future__ import annotations
@@ -20,9 +17,9 @@ from typing import Any
 
 LOOPBACK = "127.0.0.1"
 RELEASE_S = 10.0
-"""How long Ray may take to hand out the GPUs of actors that have just ended."""
+"""How long Ray may take to free the GPUs of actors that have just ended."""
 START_S = 180.0
-"""How long processes may take to start and to connect: each imports torch, and they share cores."""
+"""How long processes may take to start and connect: each imports torch, and they share cores."""
 
 
 def _ray() -> Any:  # Ray's stubs leave most of its types unknown
@@ -32,10 +29,8 @@ def _ray() -> Any:  # Ray's stubs leave most of its types unknown
 
 
 def ranks_per_gpu(size: int, asked: int | None) -> int:
-    """As asked, else 1: ranks share a GPU only where that is said.
-
-    `ValueError` unless Ray has a free GPU for each actor.
-    """
+    """Return how many ranks share a GPU: `asked`, 1 if that is None. Raises ValueError unless Ray
+    has a free GPU for each actor, since Ray would wait for ever."""
     num_gpus = int(_ray().cluster_resources().get("GPU", 0))
     chosen = 1 if asked is None else asked
     num_actors = -(-size // chosen)
@@ -63,12 +58,13 @@ def ranks_per_gpu(size: int, asked: int | None) -> int:
 
 
 def cluster_resources() -> dict[str, float]:
-    """All that there are of those, free or not, in Ray's names."""
+    """Return the total of each resource in Ray, by Ray's name."""
     return _ray().cluster_resources()
 
 
 def own_address() -> str:
-    """Where actors reach this machine: loopback, unless Ray spans several machines."""
+    """Return the address at which actors reach this machine: loopback if Ray has only one
+    machine."""
     nodes: list[dict[str, Any]] = _ray().nodes()
     if sum(bool(node["Alive"]) for node in nodes) == 1:
         return LOOPBACK
@@ -76,20 +72,20 @@ def own_address() -> str:
 
 
 def reached_at(controller: str) -> str:
-    """The same, in a process whose controller has this address, whatever has become of other
-    machines since."""
+    """Return the address of this machine, in a process whose controller has address `controller`.
+    Unlike `own_address`, the result does not depend on which machines are alive."""
     return LOOPBACK if controller == LOOPBACK else str(_ray().util.get_node_ip_address())
 
 
 def node_at(controller: str) -> str:
-    """Ray's name of this machine, in a process whose controller has this address; "" where all
-    processes are on one, for the controller need not have joined Ray."""
+    """Return Ray's name of this machine, in a process whose controller has address `controller`; ""
+    if all processes are on one machine, where the controller may not have joined Ray."""
     return "" if controller == LOOPBACK else own_node()
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """One that Ray spans. `node`: Ray's name of it; `room`: its CPUs or GPUs."""
+    """A machine of Ray. `node`: Ray's name of it; `room`: the number of its CPUs or GPUs."""
 
     node: str
     address: str
@@ -97,40 +93,40 @@ class Machine:
     room: int
 
     def __str__(self) -> str:
-        """10.77.0.2 (two)"""
-        own = "" if self.hostname in ("", self.address) else f" ({self.hostname})"
-        return f"{self.address}{own}"
+        """For example "10.77.0.2 (two)"."""
+        hostname = "" if self.hostname in ("", self.address) else f" ({self.hostname})"
+        return f"{self.address}{hostname}"
 
 
 def machines(kind: str = "CPU") -> list[Machine]:
-    """Those that Ray knows to be there, this one first, then by their addresses. `kind` is of
-    their rooms, in Ray's names."""
-    found: list[Machine] = []
+    """Return the live machines of Ray: this one first, the others by address. `kind`: the resource
+    that `room` counts, "CPU" or "GPU"."""
+    alive: list[Machine] = []
     nodes: list[dict[str, Any]] = _ray().nodes()
     for node in nodes:
         if node["Alive"]:
             room = int(node["Resources"].get(kind, 0))
-            where = str(node["NodeManagerAddress"]), str(node["NodeManagerHostname"])
-            found.append(Machine(str(node["NodeID"]), *where, room))
+            address, hostname = str(node["NodeManagerAddress"]), str(node["NodeManagerHostname"])
+            alive.append(Machine(str(node["NodeID"]), address, hostname, room))
     own = own_node()
-    return sorted(found, key=lambda m: (m.node != own, _in_order(m.address), m.node))
+    return sorted(alive, key=lambda m: (m.node != own, _sort_key(m.address), m.node))
 
 
-def _in_order(address: str) -> tuple[int, bytes]:
+def _sort_key(address: str) -> tuple[int, bytes]:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         return family, socket.inet_pton(family, address)
-    except OSError:  # a name
+    except OSError:  # the address is a hostname
         return 0, address.encode()
 
 
 def on_machine(machine: str) -> dict[str, object]:
-    """Ray's options for an actor there and nowhere else."""
+    """Return Ray's options for an actor that must be on this machine."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as affinity
 
     return {"scheduling_strategy": affinity(machine, soft=False)}
 
 
 def own_node() -> str:
-    """What Ray calls the machine that this process is on."""
+    """Return Ray's name of the machine that this process is on."""
     return str(_ray().get_runtime_context().get_node_id())

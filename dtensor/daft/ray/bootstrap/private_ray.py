@@ -1,8 +1,8 @@
-"""All that dtensor uses of Ray and that is private to Ray.
+"""Everything private to Ray that dtensor uses; a new version of Ray may change any of it.
 
-Its tokens, which let in who knows them; the switch by which a cluster listens on this machine
-alone; how long it takes to start, which processes it starts, and by which command its workers. A
-new Ray may move any of it. Not here: what is done with it (start_ray.py, fork_server.py).
+Tokens, the switch by which Ray listens only on this machine, how long Ray may take to start, which
+processes it starts, and the command that starts its workers. `start_ray.py` and `fork_server.py`
+use it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ constants: Any = ray_constants
 tokens: Any = None
 config: Any = None
 gcs_client: Any = None
-with suppress(ImportError):  # Ray 2.50 and 2.51 know no tokens
+with suppress(ImportError):  # Ray 2.50 and 2.51 have no tokens
     from ray._raylet import AuthenticationTokenLoader, Config, GcsClient  # pyright: ignore
 
     tokens, config = AuthenticationTokenLoader.instance(), Config  # pyright: ignore
@@ -31,14 +31,14 @@ _services: Any = services
 _worker: Any = worker
 _node: Any = node.Node
 _raylet: Any = import_module("ray._raylet")
-LOOK_S = 0.1  # how often it is looked whether Ray has started
+LOOK_S = 0.1  # how often to check whether Ray has started
 END_S = 30.0
 """How long one of Ray's processes that was killed may take to end."""
 
 
 @contextmanager
 def replaced(where: Any, **new: Any) -> Generator[None]:
-    """Within, a module or class of Ray's has these attributes in place of its own."""
+    """Within the block, a module or class of Ray has these attributes in place of its own."""
     before = {name: getattr(where, name) for name in new}
     for name, value in new.items():
         setattr(where, name, value)
@@ -50,14 +50,15 @@ def replaced(where: Any, **new: Any) -> Generator[None]:
 
 
 class RayletEnded(Exception):
-    """A raylet ends itself, for one, where its agents, which Python starts, take more than 15 s to
-    come up, as where processes share cores."""
+    """The raylet has ended by itself while Ray started, for example because its agents took more
+    than 15 s to start on a busy machine."""
 
 
 @contextmanager
 def starting(seconds: float) -> Generator[None]:
-    """Within, a Ray that starts waits so long for its raylet, and `RayletEnded` if that ends: by
-    itself it waits for 30 s in either case. Of one that has not started nothing is left."""
+    """Within the block, a Ray that starts waits for its raylet for this many seconds instead of 30,
+    and raises `RayletEnded` as soon as that has ended. If Ray does not start, its processes are
+    killed."""
     start, get = _services.start_ray_process, _services.get_node
     started: list[subprocess.Popen[bytes]] = []
     raylets: list[subprocess.Popen[bytes]] = []
@@ -74,7 +75,7 @@ def starting(seconds: float) -> Generator[None]:
         while True:
             try:
                 return get(*given, **named)
-            except RuntimeError:  # it is not known yet
+            except RuntimeError:  # the node is not registered yet
                 for raylet in raylets:
                     if raylet.poll() is not None:
                         raise RayletEnded(
@@ -88,7 +89,7 @@ def starting(seconds: float) -> Generator[None]:
     with replaced(_services, start_ray_process=start_ray_process, get_node=get_node):
         try:
             yield
-        except BaseException:  # Ray forgets what it has started
+        except BaseException:  # Ray does not end the processes that it has started
             for process in started:
                 process.kill()
             await_end(started)
@@ -97,12 +98,12 @@ def starting(seconds: float) -> Generator[None]:
 
 @contextmanager
 def few_processes() -> Generator[None]:
-    """A Ray that is started within is GCS and raylet, and the raylet does not wait for its agents:
-    it has no dashboard, no autoscaler, no metrics, and nobody who forwards logs. Each is a process
-    of Python's, 1 s of a core, and Ray would wait for the first."""
+    """Within the block, a Ray that starts has only the GCS and the raylet, which does not wait for
+    its agents: no dashboard, autoscaler, metrics or log monitor. Each would be a Python process
+    that takes 1 s of a core to start."""
     unused = ("start_api_server", "start_monitor", "start_log_monitor")
     new: dict[str, Any] = {name: _start_nothing for name in unused if hasattr(_node, name)}
-    if hasattr(_raylet, "persist_port"):  # an older Ray has chosen its ports before
+    if hasattr(_raylet, "persist_port"):  # an older Ray chooses its ports before
         start = _node.start_raylet
 
         def start_raylet(node: Any, *given: Any, **named: Any) -> Any:
@@ -116,8 +117,8 @@ def few_processes() -> Generator[None]:
 
 @contextmanager
 def workers_by(command: str) -> Generator[None]:
-    """A Ray that is started within has its workers set up by this script: it is called as Ray's own
-    `setup_worker.py` is."""
+    """Within the block, a Ray that starts uses this script in place of its own
+    `setup_worker.py`."""
     start = _node.start_raylet
 
     def start_raylet(node: Any, *given: Any, **named: Any) -> Any:
@@ -133,12 +134,12 @@ def _start_nothing(node: Any, *_: object, **__: object) -> None:
 
 
 def _say_ports(node: Any) -> None:
-    """What the agents would say when they have imported all that they need."""
+    """Write the ports that the raylet's agents would report when they have started."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         node._ray_params.runtime_env_agent_port = free.getsockname()[1]
     said = {
-        _raylet.METRICS_AGENT_PORT_NAME: -1,  # as if what it needs were not installed
+        _raylet.METRICS_AGENT_PORT_NAME: -1,  # as if the agent's requirements were not installed
         _raylet.METRICS_EXPORT_PORT_NAME: -1,
         _raylet.DASHBOARD_AGENT_LISTEN_PORT_NAME: -1,
         _raylet.RUNTIME_ENV_AGENT_PORT_NAME: node._ray_params.runtime_env_agent_port,
@@ -148,14 +149,14 @@ def _say_ports(node: Any) -> None:
 
 
 def own_processes() -> list[subprocess.Popen[bytes]]:
-    """Of the Ray that this process has started; none of one that it has joined."""
+    """Return the processes of the Ray that this process has started, [] if it has joined one."""
     node = _worker._global_node
     started: dict[str, list[Any]] = {} if node is None else node.all_processes
     return [each.process for infos in started.values() for each in infos]
 
 
 def await_end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Of processes that were killed: Ray itself waits a second for each."""
+    """Wait until processes that were killed have ended. Ray itself waits only a second for each."""
     for process in processes:
         with suppress(subprocess.TimeoutExpired):
             process.wait(END_S)

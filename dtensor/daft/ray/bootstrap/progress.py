@@ -1,15 +1,15 @@
-"""A host's program counter, in a small file that outlives it: who died, and doing what.
+"""The program counter of a host, in a small file that outlives the host.
 
-The controller makes one file per host in the launch's folder; the host maps it and writes the
-position in its list before each instruction, and every quarter of a second, from a thread, a
-heartbeat. A dead or stopped host is then named by its last instruction, and anybody who may read
-the file sees where the host stands, and since when.
+    counter = ProgramCounter.make(path)        # in the controller
+    counter = ProgramCounter(path)             # in the host, which maps the file
+    counter.start(); counter.begin(7, 42)      # run 42 of program 7
+    counter.view[0] = 3                        # instruction 3 of its list
+    progress_of(path.read_bytes()).position    # 3, in any process that may read the file
 
-Invariants: writing costs one store into shared memory, no system call. `_FIELDS` int64, times in
-monotonic ns, the same clock in all processes of a machine; each is written by one side alone, and a
-reader sees each whole, if not all of one moment. Since when a host stands where it is, the
-heartbeat notes, and no instruction. A host on another machine, where the file is not, counts in
-vain: it can be named, but not its instruction.
+A thread of the host writes a heartbeat every quarter of a second, and since when the host is at its
+instruction. Invariants: recording an instruction is one store into shared memory. Fields are int64,
+times in monotonic ns; each field has one writer. The file of a host on another machine is not
+shared.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ import time
 from collections import deque
 from pathlib import Path
 
-from dtensor.daft.diagnosis.observation import Progress as Progress  # what is read of it
+from dtensor.daft.diagnosis.observation import Progress as Progress  # read from a counter
 
 _FIELDS = (
-    "position",  # in the host's list; -1: between calls
-    "program",  # of the run or task, between calls of the last; -1: none yet, or a task
-    "run",  # its number
-    "beat",
+    "position",  # of the present instruction in the host's list; -1 between calls
+    "program",  # of the present or last run; -1 before the first, and for a task
+    "run",  # the number of the present or last run
+    "beat",  # the time of the last heartbeat
     "pid",
-    "thread",  # that runs instructions
-    "began",  # the run
-    "usual",  # ns, the median of what runs of the program took; 0: none yet
-    "since",  # when the heartbeat first saw the next two
+    "thread",  # the thread that runs instructions
+    "began",  # when the run began
+    "usual",  # the median duration of the program's runs; 0 before the first
+    "since",  # when the heartbeat first saw `seen_position` and `seen_run`
     "seen_position",
     "seen_run",
-    "peer",  # the rank whose message was awaited, when the next two were
+    "peer",  # the rank that the host waited for, at `peer_position` in `peer_run`
     "peer_position",
     "peer_run",
-    "asked",  # the controller's: the last run that it has called this host for
-    "answered",  # the controller's: 1 if the host has ever answered
-    "device_program",  # where the host's GPU waits for a message; -1: nowhere
+    "asked",  # written by the controller: the last run that it has called this host for
+    "answered",  # written by the controller: 1 if the host has ever answered
+    "device_program",  # where the host's GPU waits for a message; -1 if it does not
     "device_run",
     "device_position",
 )
@@ -56,12 +56,13 @@ _NONE_YET = (
 )
 _BYTES = 8 * len(_FIELDS)
 _BEAT_S = 0.25
-MEASURED = 9  # the last runs of a program, of which the median is taken
-MOST_PROGRAMS = 256  # of which runs are measured
+MEASURED = 9  # how many of a program's last runs the median is of
+MAX_PROGRAMS = 256  # how many programs' runs are measured
 
 
 class ProgramCounter:
-    """Either side's. `view[0]` is the position."""
+    """The program counter of a host, in the host or in the controller. `view[0]` is the
+    position."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -73,9 +74,9 @@ class ProgramCounter:
         self._beats = False
         self._took: dict[int, deque[int]] = {}  # by program, ns
 
-    # -- the host's -----------------------------------------------------------------------------
+    # -- in the host ----------------------------------------------------------------------------
     def start(self) -> None:
-        """By the thread that will run instructions."""
+        """Start the heartbeat. Called by the thread that will run instructions."""
         self.view[_THREAD] = threading.get_native_id()
         self.view[_SINCE] = time.monotonic_ns()
         self.view[_PID] = os.getpid()
@@ -86,7 +87,7 @@ class ProgramCounter:
         self._beats = False
 
     def begin(self, program: int, run: int) -> None:
-        """`program` -1: a task of a spawned actor."""
+        """Record that a run begins. `program`: -1 for a task of a spawned actor."""
         view = self.view
         took = self._took.get(program)
         view[_USUAL] = sorted(took)[len(took) // 2] if took else 0
@@ -95,31 +96,32 @@ class ProgramCounter:
         view[0] = 0
 
     def end(self, *, measured: bool = False) -> None:
-        """`measured`: what the run took counts for later ones of its program."""
+        """Record that a run has ended. `measured`: its duration counts for the program's median."""
         view = self.view
         view[0] = -1
         if measured:
             took = self._took.get(view[1])
             if took is None:
                 took = self._took[view[1]] = deque(maxlen=MEASURED)
-                if len(self._took) > MOST_PROGRAMS:
+                if len(self._took) > MAX_PROGRAMS:
                     del self._took[next(iter(self._took))]
             took.append(time.monotonic_ns() - view[_BEGAN])
 
     def start_over(self) -> None:
-        """Runs come again that have been here before."""
+        """Reset the counter, before runs are repeated."""
         self.view[0] = self.view[1] = self.view[2] = -1
 
     def awaits(self, rank: int) -> None:
-        """Where the host stands it has waited for a message of this rank's for a while."""
+        """Record that the host waits for a message of this rank at its present instruction."""
         view = self.view
         view[_PEER], view[_PEER + 1], view[_PEER + 2] = rank, view[0], view[2]
 
     def device_waits(self, place: tuple[int, int, int] | None) -> None:
-        """Where the host's GPU waits for a message of a peer's: program, run and position."""
+        """Record where the host's GPU waits for a message (program, run, position), None if
+        nowhere."""
         program, run, position = place or (-1, -1, -1)
         view = self.view
-        view[_DEVICE + 2] = -1  # no reader takes a half of it
+        view[_DEVICE + 2] = -1  # so that no reader mixes the old and new place
         view[_DEVICE], view[_DEVICE + 1], view[_DEVICE + 2] = program, run, position
 
     def _beat(self) -> None:
@@ -132,9 +134,10 @@ class ProgramCounter:
             view[_BEAT] = now
             time.sleep(_BEAT_S)
 
-    # -- the controller's -----------------------------------------------------------------------
+    # -- in the controller ----------------------------------------------------------------------
     @staticmethod
     def make(path: Path) -> ProgramCounter:
+        """Create the file of a host's counter."""
         fields = [-1 if name in _NONE_YET else 0 for name in _FIELDS]
         path.write_bytes(struct.pack(f"{len(_FIELDS)}q", *fields))
         return ProgramCounter(path)
@@ -144,7 +147,7 @@ class ProgramCounter:
 
     @property
     def pid(self) -> int:
-        """The host's process, 0 if it has not started or is on another machine."""
+        """The pid of the host, 0 if it has not started or is on another machine."""
         return self.view[_PID]
 
     @property
@@ -156,7 +159,7 @@ class ProgramCounter:
         self.view[_ANSWERED] = answered
 
     def asks(self, run: int) -> None:
-        """The host was called for a run."""
+        """Record that the host was called for a run."""
         self.view[_ASKED] = run
 
     def close(self) -> None:
@@ -167,16 +170,16 @@ class ProgramCounter:
 
 
 def progress_of(data: bytes | bytearray | mmap.mmap) -> Progress:
-    """What the bytes of a counter's file say."""
+    """Return the progress of a host, given the bytes of its counter's file."""
     values = struct.unpack_from(f"{len(_FIELDS)}q", data)
     field = dict(zip(_FIELDS, values, strict=True))
     now = time.monotonic_ns()
     position, run, beat = field["position"], field["run"], field["beat"]
     here = (position, run)
     beat_s = max(0.0, (now - beat) / 1e9) if beat else None
-    # what it has come to after its last heartbeat, it has come to since then
-    noticed = here == (field["seen_position"], field["seen_run"])
-    standing_s = max(0.0, (now - field["since"]) / 1e9) if noticed and beat else beat_s
+    # a position that the heartbeat has not seen was reached after the last heartbeat
+    was_seen = here == (field["seen_position"], field["seen_run"])
+    standing_s = max(0.0, (now - field["since"]) / 1e9) if was_seen and beat else beat_s
     device = field["device_program"], field["device_run"], field["device_position"]
     running = position >= 0 and field["began"]
     return Progress(
@@ -197,8 +200,8 @@ def progress_of(data: bytes | bytearray | mmap.mmap) -> Progress:
 
 
 def process_stat(pid: int) -> list[str]:
-    """State, parent, ... of a process, as `man 5 proc` has them from the third on; "X" and zeros
-    where it has ended."""
+    """Return the fields of /proc/<pid>/stat from the third on (state, parent, ..., see `man 5
+    proc`); "X" and zeros if the process has ended."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):

@@ -1,20 +1,15 @@
-"""What hosts tell each other before they are connected: a store at the controller, whose content is
-signed.
+"""A key-value store at the controller with signed values, by which hosts find each other.
 
-    store = SignedStore.open("127.0.0.1", key)           # the controller's; listens there alone
-    there = SignedStore.join("127.0.0.1", store.port, key, patience)      # a host's
-    there.set("ranks/here0", card)                       # 32 bytes of proof, then the card
+    store = SignedStore.open("127.0.0.1", secret)        # in the controller
+    client = SignedStore.join("127.0.0.1", store.port, secret, patience)      # in a host
+    client.set("ranks/here0", card)                      # stores 32 bytes of proof, and the card
     store.get("ranks/here0")                             # the card; ConnectionError if it is forged
 
-torch's TCPStore asks nobody who he is, and gloo connects to whatever address it reads there. So
-each value begins with an HMAC of its key and itself, and what does not is an error that names the
-key. The launch's secret comes with the call that tells a host to join (`connect.py`).
-
-Invariants: what was read was written by who knows the secret, under that key; keys are written
-once in a launch, so that an old value is no other's. It listens on the address that it was given
-and on no other. It hides nothing, and keeps nobody from deleting keys or from filling it: then a
-launch fails, or waits until the controller's deadline ends it. There are no counters (`add`): they
-cannot be signed. Of one thread: while one waits for a key, none can write.
+torch's TCPStore does not authenticate clients, and gloo connects to any address that it reads
+there, so each value begins with an HMAC of the key and the value. Invariants: a value that `get`
+returns was written by a process that knows the secret. A key is written once in a launch. The store
+listens on one address. It does not encrypt values, or prevent their deletion. One thread uses it at
+a time.
 """
 
 from __future__ import annotations
@@ -29,8 +24,8 @@ PROOF_BYTES = 32
 
 
 class SignedStore(Store):
-    """torch's C++ calls these methods. It holds no reference to this object: hold one as long as
-    a `PrefixStore` or a process group uses it."""
+    """See the module. torch's C++ calls these methods without a reference to this object: keep the
+    object alive as long as a `PrefixStore` or a process group uses it."""
 
     def __init__(self, tcp: TCPStore, secret: bytes) -> None:
         super().__init__()
@@ -39,11 +34,11 @@ class SignedStore(Store):
 
     @staticmethod
     def open(address: str, secret: bytes) -> SignedStore:
-        """A new one, on a port of its own of one address of this machine."""
+        """Create a store that listens on an unused port of this address."""
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listening = socket.create_server((address, 0), family=family)
         port = listening.getsockname()[1]
-        # torch closes it; a socket that it opens itself would listen on all interfaces
+        # a socket that torch opens would listen on all interfaces; torch closes this one
         descriptor = listening.detach()
         tcp = TCPStore(
             address, port, None, True, wait_for_workers=False, master_listen_fd=descriptor
@@ -52,7 +47,7 @@ class SignedStore(Store):
 
     @staticmethod
     def join(address: str, port: int, secret: bytes, patience: timedelta) -> SignedStore:
-        """Of another process."""
+        """Connect to the store of another process."""
         tcp = TCPStore(address, port, None, False, patience, wait_for_workers=False)
         return SignedStore(tcp, secret)
 
@@ -65,7 +60,7 @@ class SignedStore(Store):
         self._tcp.set(key, self._proof(key, data) + data)  # pyright: ignore[reportArgumentType]
 
     def get(self, key: str) -> bytes:
-        """Waits until it is there."""
+        """Wait until a key exists; return its value. Raises ConnectionError if it is not signed."""
         signed = self._tcp.get(key)
         proof, data = signed[:PROOF_BYTES], signed[PROOF_BYTES:]
         if not hmac.compare_digest(proof, self._proof(key, data)):
@@ -76,7 +71,7 @@ class SignedStore(Store):
         return data
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all are there, whoever wrote them."""
+        """Return whether all keys exist. Their values may be forged."""
         return self._tcp.check(keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
@@ -86,5 +81,5 @@ class SignedStore(Store):
             self._tcp.wait(keys, timeout)
 
     def _proof(self, key: str, data: bytes) -> bytes:
-        # a length before the key, so that no other key and value make the same text
+        # the key's length comes first, so that no other key and value give the same bytes
         return hmac.digest(self._secret, b"%d %s" % (len(key), key.encode()) + data, "sha256")

@@ -1,14 +1,13 @@
-"""Starting Ray in this process, or joining one.
+"""Starts Ray on this machine, or joins a Ray cluster.
 
-    if start_ray(address=None):                        # joins a Ray, or starts one on this machine
-        ...                                            # and then it is ours to end: `end_ray()`
+    if start_ray(address=None):                        # starts Ray, unless this process has one
+        ...
+        end_ray()
 
-Hosts are started by `processes.py`.
-
-Invariants: a Ray that is started here listens on loopback alone, asks for a token that was drawn
-for it, and has its sockets and logs where no other user may enter; what makes it so is undone when
-it has started or ended, so that a Ray that the user starts is as Ray has it (docs/security.md). A
-Ray that is joined is left as it is. It does not judge whether that asks for a token.
+Invariants: a Ray that is started here listens only on loopback, requires a random token, and has
+its sockets and logs in a folder that no other user may enter (docs/security.md). The settings for
+it are undone afterwards, so that a Ray that the user starts is unaffected. A Ray that is joined is
+not changed.
 """
 
 from __future__ import annotations
@@ -33,31 +32,31 @@ from dtensor.daft.ray.bootstrap.worker_environment import environment, worker_en
 from dtensor.signals import held_back
 
 STARTS = 3
-"""How often Ray is started, where its raylet ends itself."""
+"""How often Ray is started if its raylet ends by itself."""
 
 ANSWER_S = 10.0
-"""How long an address may take to answer: Ray is perhaps just starting there."""
+"""How long an address may take to answer, since Ray may be starting there."""
 RETRY_S = 0.2
 ATTEMPT_S = 41.0
-"""What each of Ray's attempts takes to join one that answers, but not as Ray does (Ray 2.60)."""
+"""How long Ray takes for one attempt to join a server that is not Ray (Ray 2.60)."""
 
-_PATIENT = {
-    # 15 by default, with which a rank stands still beside two busy processes
+_SETTINGS = {
+    # 15 by default, with which a rank makes no progress beside two busy processes
     "RAY_worker_niceness": "0",
-    # 60 by default; a driver whose Ray's first workers come later waits for ever (Ray 2.60)
+    # 60 by default; if the first workers take longer, the driver waits for ever (Ray 2.60)
     "RAY_worker_register_timeout_seconds": "600",
 }
-"""Settings of a Ray that starts here, unless the user has others: the machine may be busy."""
+"""The environment of a Ray that is started here, for busy machines, unless the user sets it."""
 
 _ray: Any = ray  # Ray's stubs leave most of its types unknown
-_own_sessions: set[str] = set()  # Rays started here, whose workers inherit the environment
+_own_sessions: set[str] = set()  # sessions of Rays started here, whose workers inherit variables
 
 
 def start_ray(address: str | None, deadline_s: float = 60.0) -> bool:
-    """Make Ray usable; whether it was started here, and is to be shut down here.
+    """Make Ray usable. Return whether it was started here, so that `end_ray` must end it.
 
-    `ConnectionError` if there is none at `address`, or none that lets this process in, and if this
-    process has joined another one.
+    Raises ConnectionError if no Ray at `address` admits this process, or if this process has joined
+    another Ray.
     """
     if ray.is_initialized():
         if address is not None:
@@ -66,12 +65,11 @@ def start_ray(address: str | None, deadline_s: float = 60.0) -> bool:
     if address is not None:
         _join_ray(address, deadline_s)
         return False
-    # A failure is raised as the root cause, once: Ray would also log each future nobody read.
+    # otherwise Ray would log the error of each future that nobody reads
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     try:
-        inherited = {**_PATIENT, **os.environ, **worker_environment(), **_own_token()}
-        # Ray that is interrupted while it starts believes that it has not, and the next start of it
-        # aborts the process.
+        inherited = {**_SETTINGS, **os.environ, **worker_environment(), **_own_token()}
+        # held_back: if a signal interrupts Ray's start, its next start aborts the process
         with environment(inherited), _on_loopback(), held_back():
             _read_token()
             _start()
@@ -83,8 +81,8 @@ def start_ray(address: str | None, deadline_s: float = 60.0) -> bool:
 
 
 def _start() -> None:
-    """Of a raylet that ends itself the next one may not: its agents are in the disk's cache then,
-    and the machine is perhaps less busy."""
+    """Start Ray, again if the raylet ends by itself: the next raylet may succeed, when its agents
+    are in the disk's cache."""
     for left in reversed(range(STARTS)):
         try:
             with private_ray.starting(START_S), private_ray.few_processes():
@@ -103,7 +101,7 @@ def _start() -> None:
 
 
 def end_ray() -> None:
-    """End what `start_ray` has started. The next Ray of this process has a token of its own."""
+    """End the Ray that `start_ray` has started. The next Ray of this process has another token."""
     processes = private_ray.own_processes()
     _ray.shutdown()
     _read_token()
@@ -111,40 +109,38 @@ def end_ray() -> None:
 
 
 def _own_token() -> dict[str, str]:
-    """The environment of a Ray that takes calls from who knows this launch's token alone: by
-    default Ray's is in a file of the user's home that all others may read. Not if the user has said
-    which token it is, or that there is none."""
+    """Return environment variables with a new token for Ray, {} if the user has set a token, or no
+    token. By default Ray's token is in a file that all users may read."""
     mode = os.environ.get("RAY_AUTH_MODE")
     if private_ray.tokens is None or {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
         return {}
     if mode is not None and (mode.lower() != "token" or not private_ray.tokens.has_token(True)):
-        return {}  # Ray aborts the process if later it finds none
+        return {}  # Ray would abort the process if it found no token later
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
 
 def _read_token() -> None:
-    """Ray reads the environment when it is imported, and a token when it first needs one."""
+    """Let Ray read the environment and its token again. Ray reads them only once by itself."""
     if private_ray.tokens is not None:
-        private_ray.config.initialize(
-            ""
-        )  # first, or a thread that still sends would look for a token
+        # first the environment, else a thread that still sends would look for a token
+        private_ray.config.initialize("")
         private_ray.tokens.reset_cache()
 
 
 def _on_loopback() -> AbstractContextManager[None]:
-    """Ray that starts on one machine takes loopback for its address, as it does by default on
-    macOS; the processes that it starts are told, and inherit nothing."""
+    """Within the block, a Ray that starts on one machine uses loopback as its address, as it does
+    by default on macOS."""
     return private_ray.replaced(private_ray.constants, ENABLE_RAY_CLUSTER=False)
 
 
 def _check_joined(address: str) -> None:
-    """`ConnectionError` if this process is in another Ray than that."""
+    """Raise ConnectionError if this process has joined a different Ray cluster."""
     joined = str(_ray.get_runtime_context().gcs_address)
-    wanted, there = _where(address), _where(joined)
-    if wanted is None or wanted == there:
+    wanted, present = _host_and_port(address), _host_and_port(joined)
+    if wanted is None or wanted == present:
         return
-    here = (str(_ray.util.get_node_ip_address()), wanted[1])
-    if wanted[0].startswith("127.") and here == there:
+    own_address = (str(_ray.util.get_node_ip_address()), wanted[1])
+    if wanted[0].startswith("127.") and own_address == present:
         return
     raise ConnectionError(
         f"address={address!r}, and this process has joined the Ray at {joined!r} already; it can "
@@ -153,19 +149,20 @@ def _check_joined(address: str) -> None:
     )
 
 
-def _where(address: str) -> tuple[str, int] | None:
-    """Host, as a number where it has one, and port; None of "auto" and its like."""
-    where = urlsplit(address if "//" in address else f"//{address}")
-    if where.hostname is None or where.port is None:
+def _host_and_port(address: str) -> tuple[str, int] | None:
+    """Return the host, as a numeric address if possible, and the port; None for words like
+    "auto"."""
+    parts = urlsplit(address if "//" in address else f"//{address}")
+    if parts.hostname is None or parts.port is None:
         return None
     try:
-        return socket.gethostbyname(where.hostname), where.port
+        return socket.gethostbyname(parts.hostname), parts.port
     except OSError:
-        return where.hostname, where.port
+        return parts.hostname, parts.port
 
 
 def _join_ray(address: str, deadline_s: float) -> None:
-    """Ray itself would look for seven minutes, and leave a thread behind."""
+    """Join the Ray at `address`. Raises ConnectionError; Ray itself would try for seven minutes."""
     attempts = max(1, int(deadline_s / ATTEMPT_S))
     patience = {"RAY_gcs_server_port_wait_time_s": str(attempts), **os.environ}
     try:
@@ -201,24 +198,25 @@ def _token_mode() -> bool:
 def _has_token() -> bool:
     try:
         return bool(private_ray.tokens.has_token(True))
-    except ray.exceptions.AuthenticationError:  # the file that was stated is not there
+    except ray.exceptions.AuthenticationError:  # the stated file does not exist
         return False
 
 
 def _asks_for_a_token(address: str) -> bool:
-    """Whether what answers there is a Ray that knows no token of this process's."""
+    """Return whether a Ray at `address` rejects this process's token."""
     if private_ray.tokens is None:
         return False
     try:
         private_ray.gcs_client(address=address)
     except ray.exceptions.AuthenticationError:
         return True
-    except Exception:  # whatever it is that answers, it is no such Ray
+    except Exception:  # it is not a Ray that checks tokens
         return False
     return False
 
 
 def _no_token(address: str) -> str:
+    """Return the text of the error for a missing or wrong token."""
     path = os.environ.get("RAY_AUTH_TOKEN_PATH") or str(Path.home() / ".ray" / "auth_token")
     if not _token_mode():
         fact = "this process sends none: RAY_AUTH_MODE is not set to token"
@@ -238,13 +236,13 @@ def _no_token(address: str) -> str:
 
 
 def _await_answer(address: str, patience_s: float) -> None:
-    """`OSError` unless something listens there; of "auto" Ray alone knows what it stands for."""
-    where = _where(address)
+    """Wait until something listens at an address with a port. Raises OSError after `patience_s`."""
+    host_and_port = _host_and_port(address)
     end = time.monotonic() + patience_s
-    while where is not None:
+    while host_and_port is not None:
         try:
             left = max(0.1, end - time.monotonic())
-            socket.create_connection(where, timeout=left).close()
+            socket.create_connection(host_and_port, timeout=left).close()
             return
         except OSError:
             if time.monotonic() + RETRY_S > end:
@@ -257,5 +255,5 @@ def _session() -> str:
 
 
 def missing_environment() -> dict[str, str] | None:
-    """What Ray's workers have to be given, where they do not inherit it."""
+    """Return the variables that Ray's workers must be given, None if they inherit them."""
     return None if _session() in _own_sessions else worker_environment()

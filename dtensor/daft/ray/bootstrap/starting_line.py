@@ -1,10 +1,10 @@
-"""Says on the standard error that ranks are starting: "starting 4 ranks: 2 ready".
+"""Prints to standard error that ranks are starting: "starting 4 ranks: 2 ready".
 
     with said_while_it_starts(4, lambda: 2):
-        ...                                  # waits
+        ...                                  # waits for the ranks
 
-On a terminal it is one line that comes after `AFTER_S`, counts, and is gone when they have started.
-Elsewhere (a log, a notebook) it is a line after `LOG_AFTER_S` and then each `LOG_EACH_S`.
+On a terminal it is one line, which appears after `AFTER_S`, is updated, and disappears at the end.
+In a log or notebook it is a line after `LOG_AFTER_S`, and then another every `LOG_EACH_S`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ _CLEAR = "\r\x1b[K"
 
 @contextmanager
 def said_while_it_starts(size: int, num_ready: Callable[[], int]) -> Generator[None]:
+    """Within the block, print that `size` ranks are starting, and how many are ready."""
     stream = sys.stderr
     if stream is None:  # pyright: ignore[reportUnnecessaryComparison]
         yield

@@ -1,18 +1,14 @@
-"""Folders of this user's alone (0700); some are of one process, and gone when it is.
+"""Folders that only this user may enter (0700), some of which are removed when their process ends.
 
     make_own(own_directory())                      # /tmp/dtensor-1000, or PermissionError
     with OwnFolder(own_directory(), "4242-") as folder:
         folder.path                                # /tmp/dtensor-1000/4242-k3j9x2ab
-    with OwnFolder.in_memory() as folder:          # for what outlives a process of the launch's
+    with OwnFolder.in_memory() as folder:          # for values that outlive a process of the launch
         SnapshotFile.create(folder.path, (0,))
 
-Who makes one holds a lock on it, which the kernel takes away with the process, however that ends,
-and which keeps systemd from removing it for its age. So whoever makes or looks next knows which are
-nobody's any more, and removes them (`sweep`).
-
-Invariants: no folder is removed that is another user's, or whose lock is held; one that is swept
-before its maker has the lock is made anew. Where a file system has no locks, nothing is removed:
-nobody is taken for dead there. Linux only.
+The owner of a folder holds a lock on it, which the kernel releases when the process ends. `sweep`
+removes folders whose lock is free. Invariants: no folder of another user is removed, and nothing on
+a file system without locks. Linux only.
 """
 
 from __future__ import annotations
@@ -30,55 +26,57 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def own_directory(parent: str | None = None) -> Path:
-    """Where this user's launches have their folders, in `parent` or where temporary files go."""
+    """Return the directory for this user's launches, in `parent` or the folder of temporary
+    files."""
     return Path(parent or tempfile.gettempdir()) / f"dtensor-{os.geteuid()}"
 
 
 def make_own(directory: Path) -> None:
-    """A directory that nobody else may enter. `PermissionError` if there is another."""
+    """Create a directory that nobody else may enter. Raises PermissionError if it exists and is not
+    such a directory."""
     with suppress(FileExistsError):
         directory.mkdir(mode=0o700)
     check_own(directory)
 
 
 def directory_of_sockets() -> Path:
-    """Of Ray and the fork server, and Ray's logs. Ray lets everybody write to the folder that it is
-    given, and so replace the sockets: hence inside one of the user's own. Not in `tempfile`'s: a
-    socket's path has 107 bytes at most, and Ray needs 64 of them."""
+    """Return the directory for the sockets of Ray and the fork server, and Ray's logs. Ray lets
+    everybody write to its folder, so that must be inside a folder of the user. It is in /tmp by
+    default, since a socket's path has at most 107 bytes, of which Ray needs 64."""
     base = os.environ.get("RAY_TMPDIR", "/tmp")
     own = own_directory(base)
     try:
         make_own(own)
-    except PermissionError:  # it is somebody else's
+    except PermissionError:  # it belongs to another user
         own = Path(tempfile.mkdtemp(prefix="dtensor-", dir=base))
     return own
 
 
 def check_own(directory: Path) -> None:
-    """`PermissionError` unless it is the user's, and nobody else may enter it."""
+    """Raise PermissionError unless this is a directory of the user that nobody else may enter."""
     facts = directory.lstat()
     if not stat.S_ISDIR(facts.st_mode):
-        what, fix = "is no directory", f"look who has made it, and remove {directory}"
+        fault, fix = "is no directory", f"look who has made it, and remove {directory}"
     elif facts.st_uid != os.geteuid():
-        what = f"belongs to user {facts.st_uid}, and this is user {os.geteuid()}"
+        fault = f"belongs to user {facts.st_uid}, and this is user {os.geteuid()}"
         fix = "set TMPDIR to a directory of your own, for launches and for who looks at them"
     elif facts.st_mode & 0o077:
-        what = f"is open to others (mode {stat.S_IMODE(facts.st_mode):04o})"
+        fault = f"is open to others (mode {stat.S_IMODE(facts.st_mode):04o})"
         fix = f"chmod 700 {directory}"
     else:
         return
-    raise PermissionError(f"{directory} {what}: it is not used.\n  Fix: {fix}.")
+    raise PermissionError(f"{directory} {fault}: it is not used.\n  Fix: {fix}.")
 
 
 class OwnFolder:
-    """A new folder in `parent`, until it is closed or the process ends."""
+    """A new folder in `parent`, which exists until it is closed or the process ends."""
 
     def __init__(self, parent: Path, prefix: str) -> None:
         while True:
             self.path: Path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))  # 0700
             try:
                 self._lock = os.open(self.path, _FOLDER)
-            except FileNotFoundError:
+            except FileNotFoundError:  # it was swept before it was locked
                 continue
             with suppress(OSError):  # a file system without locks
                 fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -99,7 +97,7 @@ class OwnFolder:
         self.close()
 
     def close(self) -> None:
-        """Twice is fine."""
+        """Remove the folder. Twice is fine."""
         if self._lock >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
@@ -107,18 +105,19 @@ class OwnFolder:
 
 
 def elsewhere(folder: Path, machine: str) -> Path:
-    """What a launch's folder in memory is called on another machine, by Ray's name of that."""
+    """Return the path of a launch's folder in memory on another machine, given Ray's name of
+    that."""
     return folder.with_name(f"{folder.name}-{machine[:12]}")
 
 
 def shared(path: Path) -> int:
-    """A folder in memory for a launch whose controller is on another machine, made if there is
-    none; nobody removes it while the descriptor that this gives is open in any process.
-    `PermissionError` if it is not this user's alone."""
+    """Create, if needed, the folder in memory of a launch whose controller is on another machine.
+    Return a descriptor; the folder is not removed while a process has it open. Raises
+    PermissionError if the folder does not belong to this user alone."""
     sweep(path.parent, f"dtensor-memory-{os.geteuid()}-*")
     while True:
         make_own(path)
-        with suppress(FileNotFoundError):  # somebody removes it just now
+        with suppress(FileNotFoundError):  # another process is removing it
             lock = os.open(path, _FOLDER)
             fcntl.flock(lock, fcntl.LOCK_SH)
             if _is_at(lock, path):
@@ -134,17 +133,17 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def sweep(parent: Path, pattern: str) -> None:
-    """Remove the folders there that are this user's and nobody's any more."""
+    """Remove the folders of this user that match the pattern and whose lock is free."""
     for path in parent.glob(pattern):
         try:
             lock = os.open(path, _FOLDER)
-        except OSError:  # it is another's, or gone, or no folder
+        except OSError:  # it belongs to another user, was removed, or is not a folder
             continue
         try:
             if os.fstat(lock).st_uid == os.geteuid():
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(path, ignore_errors=True)
-        except OSError:  # somebody holds it, or that cannot be told
+        except OSError:  # the lock is held, or the file system has no locks
             pass
         finally:
             os.close(lock)
