@@ -16,7 +16,7 @@ from dataclasses import asdict, astuple
 from typing import Any
 
 from dtensor.explorer.reasons import Reasons
-from dtensor.explorer.times import timeline
+from dtensor.explorer.times import Numbered, timeline
 from dtensor.explorer.tree import Tree
 from dtensor.sharding.plan.cost.seconds import (
     PlannedCollective,
@@ -36,12 +36,8 @@ from dtensor.sharding.plan.steps import (
     updates_of,
 )
 from dtensor.sharding.plan.storage import layer_of
-from dtensor.sharding.plan.text.folding import Run, runs_of
-from dtensor.sharding.plan.text.render import (
-    SECTIONS,
-    line_of,
-    steps_by_section,
-)
+from dtensor.sharding.plan.text.render import line_of
+from dtensor.sharding.plan.text.view import SECTIONS, Section, axis_splits, sections_of
 from dtensor.sharding.plan.text.words import collapse
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
 from dtensor.sharding.spec.placements import Partial, Placement, Shard, index_sets, length
@@ -61,16 +57,6 @@ def title_of(plan: Plan) -> str:
     return plan.name if plan.model in ("", plan.name) else f"{plan.model} ({plan.name})"
 
 
-class _Numbered:
-    """Numbers items in the order of first use; calling it returns the number of an item."""
-
-    def __init__(self) -> None:
-        self.numbers: dict[Any, int] = {}
-
-    def __call__(self, item: Any) -> int:
-        return self.numbers.setdefault(item, len(self.numbers))
-
-
 class _Contents:
     """Collects the data of a page. ``rows``: (kind of a collective, its label) -> the index of its
     step, to which the timeline refers."""
@@ -78,22 +64,12 @@ class _Contents:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.reasons = Reasons(plan)
-        self.sources, self.specs = _Numbered(), _Numbered()
+        self.sources, self.specs = Numbered(), Numbered()
         self.producers = plan.index.producers
         self.labels = {item.name: item.label for item in plan.inputs}
         self.readers = {name: steps[0] for name, steps in plan.index.readers.items()}
-        self.sections: dict[tuple[int, str], list[Step]] = {
-            (stage, name): steps
-            for stage in range(plan.num_stages)
-            for name, steps in steps_by_section(plan, stage).items()
-        }
-        runs_by_section = runs_of(plan, self.sections.values())
-        self.runs_in = dict(zip(self.sections, runs_by_section, strict=True))
-        by_stage: dict[int, list[tuple[Sequence[Step], Run]]] = {}
-        for (stage, name), runs in self.runs_in.items():
-            for run in runs:
-                by_stage.setdefault(stage, []).append((self.sections[stage, name], run))
-        self.tree = Tree(plan, by_stage)
+        self.sections = sections_of(plan)
+        self.tree = Tree(plan, self.sections)
         self.runs: list[dict[str, Any]] = []
         self.steps: list[dict[str, Any]] = []
         self.rows: dict[tuple[str, str], int] = {}
@@ -101,15 +77,15 @@ class _Contents:
     def data(self) -> dict[str, Any]:
         plan = self.plan
         sections: list[dict[str, Any]] = []
-        for (stage, name), steps in self.sections.items():
+        for section in self.sections:
             first = len(self.steps)
-            self._add_section(len(sections), stage, name, steps)
-            if name == "optimizer":
-                self._add_updates(len(sections), stage)
+            self._add_section(len(sections), section)
+            if section.name == "optimizer":
+                self._add_updates(len(sections), section.stage)
             if len(self.steps) > first:
-                in_microbatch = name in (SECTIONS[1], SECTIONS[2])
+                in_microbatch = section.name in (SECTIONS[1], SECTIONS[2])
                 times = plan.num_microbatches if in_microbatch else 1
-                sections.append({"stage": stage, "name": name, "times": times})
+                sections.append({"stage": section.stage, "name": section.name, "times": times})
         inputs = list(self._inputs())
         return {
             "title": title_of(plan),
@@ -147,22 +123,15 @@ class _Contents:
 
     # -- steps ---------------------------------------------------------------------------------
 
-    def _add_section(self, number: int, stage: int, name: str, steps: Sequence[Step]) -> None:
-        done = 0
-        for run in self.runs_in[stage, name]:
-            self._add_single_steps(number, stage, steps[done : run.start])
-            self.runs.append(
-                {"l": ", ".join(run.layers), "x": run.count, "n": run.period, "o": run.first}
-            )
-            for offset, step in enumerate(run.steps(steps)):
-                alike = run.alike(steps, offset)
-                self._add_step(number, stage, step, alike, len(self.runs) - 1)
-            done = run.stop
-        self._add_single_steps(number, stage, steps[done:])
-
-    def _add_single_steps(self, number: int, stage: int, steps: Sequence[Step]) -> None:
-        for step in steps:
-            self._add_step(number, stage, step, [step], None)
+    def _add_section(self, number: int, section: Section) -> None:
+        for run, steps in section.shown():
+            if run is not None:
+                layers = ", ".join(run.layers)
+                self.runs.append({"l": layers, "x": run.count, "n": run.period, "o": run.first})
+            for offset, step in enumerate(steps):
+                alike = [step] if run is None else run.alike(section.steps, offset)
+                run_index = None if run is None else len(self.runs) - 1
+                self._add_step(number, section.stage, step, alike, run_index)
 
     def _add_step(
         self, section: int, stage: int, step: Step, alike: Sequence[Step], run: int | None
@@ -354,24 +323,18 @@ class _Contents:
     def _axis(self, axis: str) -> dict[str, Any]:
         """Return the data of an axis: its splits, and the pins that cause them."""
         plan = self.plan
-        groups: dict[tuple[str, int, int, tuple[str, ...]], tuple[list[str], list[str]]] = {}
-        for item in dict(plan.opened).get(axis, ()):
-            key = (item.by, item.dim, item.size, collapse([item.label, *item.values], "*"))
-            labels, others = groups.setdefault(key, ([], []))
-            labels.append(item.label)
-            others.extend(item.values)
         return {
             "name": axis,
             "size": plan.mesh.axis_size(axis),
             "opened": [
                 {
-                    "by": by,
-                    "of": ", ".join(collapse(labels)),
-                    "dim": dim,
-                    "size": size,
-                    "with": ", ".join(collapse(others)),
+                    "by": split.by,
+                    "of": split.labels,
+                    "dim": split.dim,
+                    "size": split.size,
+                    "with": split.others,
                 }
-                for (by, dim, size, _), (labels, others) in groups.items()
+                for split in axis_splits(plan, axis)
             ],
             "stages": [list(p) for p in plan.auto] if axis == plan.stage_axis else [],
             "zero": plan.zero[1] if plan.zero and plan.zero[0] == axis else 0,

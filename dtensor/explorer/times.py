@@ -24,14 +24,14 @@ _NANOSECONDS = 1e9
 KINDS = get_args(Kind)
 
 
-class _Words:
-    """Numbers strings in the order of first use; calling it returns the number of a string."""
+class Numbered:
+    """Numbers items in the order of first use; calling it returns the number of an item."""
 
     def __init__(self) -> None:
-        self.numbers: dict[str, int] = {}
+        self.numbers: dict[Any, int] = {}
 
-    def __call__(self, text: str) -> int:
-        return self.numbers.setdefault(text, len(self.numbers))
+    def __call__(self, item: Any) -> int:
+        return self.numbers.setdefault(item, len(self.numbers))
 
 
 def simulated(plan: Plan) -> Trace:
@@ -44,7 +44,7 @@ def timeline(plan: Plan, rows: Mapping[tuple[str, str], int]) -> dict[str, Any]:
     """Return the timeline. ``rows``: (kind of a collective, its label) -> index of its step on the
     page."""
     trace = simulated(plan)
-    words = _Words()
+    words = Numbered()
     grain = _grain(trace)
     lanes: dict[int, list[list[list[Any]]]] = {rank: [] for rank in trace.ranks}
     for (rank, _), spans in sorted(trace.lanes().items()):
@@ -91,7 +91,7 @@ def _num_boxes(spans: Sequence[Span], grain: float) -> int:
 
 
 def _boxes(
-    spans: Sequence[Span], grain: float, words: _Words, rows: Mapping[tuple[str, str], int]
+    spans: Sequence[Span], grain: float, words: Numbered, rows: Mapping[tuple[str, str], int]
 ) -> list[list[Any]]:
     """Return the spans as data, after merging."""
     boxes: list[list[Any]] = []

@@ -1,6 +1,6 @@
 """The tree of a plan's modules, in which equal layers are one part.
 
-    tree = Tree(plan, runs_by_stage)
+    tree = Tree(plan, sections_of(plan))
     tree.part_of("blocks.3.attn")          # the index of the part `attn` of `blocks.{0..11}` x12
     tree.parts                             # parents before their children
 
@@ -10,12 +10,13 @@ outside modules belong to it. contents.py adds the costs of steps to the parts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.steps import Step
 from dtensor.sharding.plan.text.folding import Run
+from dtensor.sharding.plan.text.view import Section
 from dtensor.sharding.plan.text.words import collapse
 
 ROOT = 0
@@ -42,21 +43,18 @@ class ModulePart:
 
 
 class Tree:
-    """The parts of a plan's module tree. ``runs``: stage -> (the steps of a section, a run of equal
-    layers among them)."""
+    """The parts of a plan's module tree."""
 
-    def __init__(
-        self, plan: Plan, runs: Mapping[int, Sequence[tuple[Sequence[Step], Run]]]
-    ) -> None:
+    def __init__(self, plan: Plan, sections: Iterable[Section]) -> None:
         self._equal_to: dict[str, str] = {}  # module -> an equal module that comes before it
         self._members: dict[str, list[str]] = {}  # representative -> all equal modules
         self._indices: dict[str, int] = {"": ROOT}  # representative -> index of its part
         self.parts: list[ModulePart] = [ModulePart(label=plan.name, parent=None)]
         paths = [op.module for op in plan.flow.ops]
         paths += [item.label.rpartition(".")[0] for item in plan.inputs]
-        for stage_runs in runs.values():
-            for steps, run in stage_runs:
-                self._join_layers(steps, run)
+        for section in sections:
+            for run in section.runs:
+                self._join_layers(section.steps, run)
         for path in dict.fromkeys(_prefixes(paths)):
             self._members.setdefault(self._representative(path), []).append(path)
         for item in plan.inputs:  # so that parts have the order of the model

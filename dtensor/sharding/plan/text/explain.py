@@ -169,7 +169,8 @@ def _producer_lines(index: PlanIndex, step: Step, name: str) -> list[str]:
             source = f"    {op.source}: {op.source_text}" if op.source else ""
             once = "    once a step" if step.once else ""
             text = f"{', '.join(step.gives)} = {call_text(op.call, step.operands)}"
-            lines = [f"{text}    {_stage_text(plan, step.stage)}{step.phase}{once}{source}"]
+            stage = f"stage {step.stage} " if plan.num_stages > 1 else ""
+            lines = [f"{text}    {stage}{step.phase}{once}{source}"]
             return [*lines, *_axis_lines(index, step, name)]
         case Redistribute() if step.bucket:
             at = step.results.index(name)
@@ -297,10 +298,6 @@ def _conversion(plan: PlanRecord, step: Redistribute | Transfer) -> str:
 
 def _stages(step: Redistribute) -> str:
     return ", ".join(map(str, step.tied))
-
-
-def _stage_text(plan: PlanRecord, stage: int) -> str:
-    return f"stage {stage} " if plan.num_stages > 1 else ""
 
 
 def _source_text(source: str) -> str:

@@ -20,17 +20,11 @@ from dataclasses import replace
 from dtensor.sharding.plan.cost.totals import PlanTotals
 from dtensor.sharding.plan.record import PlanRecord
 from dtensor.sharding.plan.steps import Step
-from dtensor.sharding.plan.text.folding import Run, runs_of
-from dtensor.sharding.plan.text.render import (
-    WIDTH,
-    Line,
-    count_text,
-    line_of,
-    members,
-    render,
-    steps_by_section,
-)
+from dtensor.sharding.plan.text.folding import Run
+from dtensor.sharding.plan.text.render import Line, count_text, line_of, members, render
+from dtensor.sharding.plan.text.view import Section, sections_of
 from dtensor.sharding.plan.text.words import flop_text, op_text, wrapped
+from dtensor.showing import WIDTH
 
 MAX_STEP_LINES = 150
 
@@ -38,28 +32,18 @@ MAX_STEP_LINES = 150
 def render_folded(totals: PlanTotals) -> str:
     """Return the text of the plan with repeated layers printed once; without repeated layers, the
     text of `render`."""
-    plan = totals.plan
-    sections = {
-        (stage, name): steps
-        for stage in range(plan.num_stages)
-        for name, steps in steps_by_section(plan, stage).items()
-    }
-    runs = dict(zip(sections, runs_of(plan, sections.values()), strict=True))
-    folded = [run for section_runs in runs.values() for run in section_runs]
-    if not folded:
+    plan, sections = totals.plan, sections_of(totals.plan)
+    runs = [run for section in sections for run in section.runs]
+    if not runs:
         return render(totals)
-    num_shown = sum(map(len, sections.values())) - sum((r.count - 1) * r.period for r in folded)
-    share = num_shown > MAX_STEP_LINES
-
-    def lines(stage: int, name: str, steps: Sequence[Step]) -> list[Line | str]:
-        return list(_lines(plan, stage, steps, runs[stage, name], share))
-
-    return render(totals, lines, _note(plan, folded, share))
+    share = sum(len(steps) for s in sections for _, steps in s.shown()) > MAX_STEP_LINES
+    lines = {(s.stage, s.name): list(_lines(plan, s, share)) for s in sections}
+    return render(totals, lines, _note(plan, runs, share))
 
 
-def _note(plan: PlanRecord, folded: Sequence[Run], share: bool) -> list[str]:
-    """Return the lines of the head that say what the text leaves out."""
-    layers = {name: run.count for run in folded for name in run.layers}
+def _note(plan: PlanRecord, runs: Sequence[Run], share: bool) -> list[str]:
+    """Return the lines of the head about the layers and steps that the text leaves out."""
+    layers = {name: run.count for run in runs for name in run.layers}
     text = f"{', '.join(f'{name} x{count}' for name, count in layers.items())}: one layer is shown"
     if share:
         text += ", and neighbouring steps of one line of source share a line"
@@ -67,28 +51,20 @@ def _note(plan: PlanRecord, folded: Sequence[Run], share: bool) -> list[str]:
     return wrapped(text, "folded     ", WIDTH)
 
 
-def _lines(
-    plan: PlanRecord, stage: int, steps: Sequence[Step], runs: Sequence[Run], share: bool
-) -> Iterator[Line | str]:
+def _lines(plan: PlanRecord, section: Section, share: bool) -> Iterator[Line | str]:
     """Yield the lines of a section: for each run of layers, a title and the lines of one layer.
 
     ``share``: whether neighbouring local steps from one source line share a line.
     """
-
-    def numbered_lines(some_steps: Sequence[Step]) -> Iterator[tuple[int, Line]]:
-        at = 0
-        for group in _statements(some_steps) if share else ([step] for step in some_steps):
-            yield at, line_of(plan, group[0], stage) if len(group) == 1 else _statement_line(group)
-            at += len(group)
-
-    done = 0
-    for run in runs:
-        yield from (line for _, line in numbered_lines(steps[done : run.start]))
-        yield _title(run)
-        for at, line in numbered_lines(run.steps(steps)):
-            yield _layer_line(line, run, steps, at)
-        done = run.stop
-    yield from (line for _, line in numbered_lines(steps[done:]))
+    for run, steps in section.shown():
+        if run is not None:
+            yield _title(run)
+        offset = 0
+        for group in _statements(steps) if share else ([step] for step in steps):
+            single = len(group) == 1
+            line = line_of(plan, group[0], section.stage) if single else _statement_line(group)
+            yield line if run is None else _layer_line(line, run, section.steps, offset)
+            offset += len(group)
 
 
 def _title(run: Run) -> str:

@@ -20,8 +20,8 @@ from dtensor.sharding.plan.record import Misaligned, PlanRecord, SwappedPair
 from dtensor.sharding.plan.steps import Compute, Step, updates_of
 from dtensor.sharding.plan.text.words import collapse, op_text, size_text, wrapped
 from dtensor.sharding.spec.placements import REPLICATE, Shard
+from dtensor.showing import WIDTH
 
-WIDTH = 100
 _MIN_SPLIT_FRACTION = 0.1
 """An axis that splits a smaller fraction of the parameters' elements gets a warning."""
 _MAX_REPEATED_FRACTION = 0.05

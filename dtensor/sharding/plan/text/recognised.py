@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+from dtensor.sharding.plan.dataflow import without_numbers
 from dtensor.sharding.plan.recognised import Recognised
 from dtensor.sharding.plan.text.words import table
 
@@ -21,7 +22,13 @@ _NOTHING = "nothing of this program is a pattern that is looked for"
 def recognised_text(recognised: Iterable[Recognised]) -> str:
     """Return the two tables; a sentence if there are no patterns."""
     counts = Counter(
-        (each.op or each.what, _module_pattern(each), _note(each), each.op) for each in recognised
+        (
+            each.op or each.what,
+            without_numbers(each.module),
+            "  ".join(text for text in (each.reason, each.source) if text),
+            each.op,
+        )
+        for each in recognised
     )
     parts: list[str] = []
     for title, became_op in (("recognised", True), ("as written", False)):
@@ -33,13 +40,3 @@ def recognised_text(recognised: Iterable[Recognised]) -> str:
         if rows:
             parts += [title, *table(rows, left=4)]
     return "\n".join(parts) or _NOTHING
-
-
-def _module_pattern(each: Recognised) -> str:
-    """Return the path of the module with a star for each layer number."""
-    return ".".join("*" if part.isdigit() else part for part in each.module.split("."))
-
-
-def _note(each: Recognised) -> str:
-    """Return the reason, if any, and the source line."""
-    return "  ".join(text for text in (each.reason, each.source) if text)

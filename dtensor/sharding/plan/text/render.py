@@ -14,7 +14,7 @@ depends only on the plan.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -34,6 +34,7 @@ from dtensor.sharding.plan.steps import (
 )
 from dtensor.sharding.plan.storage import LEVELS
 from dtensor.sharding.plan.text.notices import notices_of, split_ends
+from dtensor.sharding.plan.text.view import UPDATED, axis_splits, steps_by_section
 from dtensor.sharding.plan.text.words import (
     call_text,
     collapse,
@@ -47,10 +48,8 @@ from dtensor.sharding.plan.text.words import (
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
 from dtensor.sharding.spec.placements import Shard, index_sets, length
 from dtensor.sharding.spec.spec import TensorSpec
+from dtensor.showing import WIDTH
 
-SECTIONS = ("once a step", "forward", "backward", "optimizer")
-UPDATED = "updated"  # in-place gathers, which end the optimizer section, after the updates
-WIDTH = 100
 # Maximum widths of columns. Longer text shifts the rest of its own line only.
 MAX_TEXT, MAX_TYPE = 48, 30
 _MAX_NAME, _MAX_COST = 20, 24
@@ -74,18 +73,18 @@ class Line:
 
 def render(
     totals: PlanTotals,
-    lines: Callable[[int, str, Sequence[Step]], list[Line | str]] | None = None,
+    lines: Mapping[tuple[int, str], Sequence[Line | str]] | None = None,
     note: Sequence[str] = (),
 ) -> str:
     """Return the text of the plan, without a trailing newline.
 
-    ``lines``: returns the lines for (stage, section name, its steps); by default each step has one
-    line. ``note``: lines of the head that describe ``lines``.
+    ``lines``: (stage, section name) -> its lines; by default each step has one line. ``note``:
+    lines of the head that describe ``lines``.
     """
     plan = totals.plan
     text = [
         _head(plan),
-        *_autocast(plan),
+        *(f"autocast    list of {name}" for name in plan.flow.autocast),
         *_axes(totals),
         *split_ends(plan),
         *_stored(plan),
@@ -97,7 +96,7 @@ def render(
             text += ["", f"stage {stage} of {plan.num_stages}    {_ranks(plan, stage)}"]
         text += ["", "inputs", *_inputs(plan, stage)]
         sections: dict[str, list[Line | str]] = {
-            name: lines(stage, name, steps) if lines else [line_of(plan, s, stage) for s in steps]
+            name: [*lines[stage, name]] if lines else [line_of(plan, s, stage) for s in steps]
             for name, steps in steps_by_section(plan, stage).items()
         }
         sections["optimizer"] += [*_updates(plan, stage), *sections.pop(UPDATED)]
@@ -109,7 +108,8 @@ def render(
             text += ["", _title(plan, "state that is written"), *written]
     if plan.schedule:
         text += ["", "schedule", *(f"  {row}" for row in plan.schedule.splitlines())]
-    text += [*_regions(plan), "", *_totals(totals), *hint_lines(plan)]
+    text += [*_regions(plan), "", *_memory(totals), "", *_communication(totals)]
+    text += ["", *_time(totals), *hint_lines(plan)]
     return "\n".join(line.rstrip() for line in text)
 
 
@@ -120,17 +120,6 @@ def hint_lines(plan: PlanRecord) -> list[str]:
 
 
 # -- steps ---------------------------------------------------------------------------------------
-
-
-def steps_by_section(plan: PlanRecord, stage: int) -> dict[str, list[Step]]:
-    """Return section name -> the steps of the stage in order. Updates are left out: they are
-    printed together (`_updates`)."""
-    sections = {name: list[Step]() for name in (*SECTIONS, UPDATED)}
-    for step in plan.steps:
-        if step.is_on(stage) and not isinstance(step, Update):
-            in_place = isinstance(step, Redistribute) and step.in_place
-            sections[UPDATED if in_place else SECTIONS[0] if step.once else step.phase].append(step)
-    return sections
 
 
 def _title(plan: PlanRecord, section: str) -> str:
@@ -331,10 +320,6 @@ def _head(plan: PlanRecord) -> str:
     return "    ".join(parts)
 
 
-def _autocast(plan: PlanRecord) -> list[str]:
-    return [f"autocast    list of {name}" for name in plan.flow.autocast]
-
-
 def _ranks(plan: PlanRecord, stage: int) -> str:
     """Return whether all ranks of the stage hold shards of the same sizes, as text with the first
     exception."""
@@ -376,7 +361,6 @@ def _axes(totals: PlanTotals) -> list[str]:
     """Return the lines of the axes: their splits and the pins that cause them. Repeated layers
     share a line."""
     plan = totals.plan
-    opened = dict(plan.opened)
     lines: list[str] = []
     for axis in plan.mesh.axes:
         start = f"axis {axis}    "
@@ -384,18 +368,12 @@ def _axes(totals: PlanTotals) -> list[str]:
             lines.append(f"{start}stages: {', '.join(map(str, range(plan.num_stages)))}")
             lines += _auto_stages(totals)
             continue
-        groups: dict[tuple[str, int, int, tuple[str, ...]], list[list[str]]] = {}
-        for item in opened.get(axis, ()):
-            key = (item.by, item.dim, item.size, collapse([item.label, *item.values], "*"))
-            group = groups.setdefault(key, [[], []])
-            group[0].append(item.label)
-            group[1].extend(item.values)
-        for (by, dim, size, _), (labels, others) in groups.items():
-            text = f"splits {', '.join(collapse(labels))} dim {dim} ({size})"
-            if others:
-                text += f", with {', '.join(collapse(others))}"
-            lines += wrapped(f"{text}; opened by {by}", start, WIDTH)
-        if not groups:
+        splits = axis_splits(plan, axis)
+        for split in splits:
+            text = f"splits {split.labels} dim {split.dim} ({split.size})"
+            text += f", with {split.others}" if split.others else ""
+            lines += wrapped(f"{text}; opened by {split.by}", start, WIDTH)
+        if not splits:
             single = plan.mesh.axis_size(axis) == 1
             text = "one rank" if single else "splits nothing: no pin opens a factor"
             lines.append(start + text)
@@ -518,10 +496,6 @@ def _region_entry(plan: PlanRecord, members: Sequence[Region], nbytes: int) -> l
         lines += wrapped(f"{communicated}{of_first}", " " * len(start), WIDTH)
     lines.append(f"    {'repeats':<{_REGION_NAME - 2}}{ops}, {flop_text(first.flops)}")
     return lines
-
-
-def _totals(totals: PlanTotals) -> list[str]:
-    return [*_memory(totals), "", *_communication(totals), "", *_time(totals)]
 
 
 def _memory(totals: PlanTotals) -> list[str]:

@@ -126,7 +126,10 @@ def _with_braces(pattern: str, names: Sequence[str]) -> list[str]:
     """Return the names as one text with braces if they are all combinations of the integers at each
     place; else the names unchanged."""
     columns = list(zip(*(_NUMBER.findall(name) for name in names), strict=True))
-    choices = [tuple(sorted(dict.fromkeys(column), key=_by_number)) for column in columns]
+    choices = [
+        tuple(sorted(dict.fromkeys(column), key=lambda text: (int(text), text)))
+        for column in columns
+    ]
     if len(names) == 1 or set(itertools.product(*choices)) != set(zip(*columns, strict=True)):
         return list(names)
     pieces = pattern.split("#")
@@ -134,10 +137,6 @@ def _with_braces(pattern: str, names: Sequence[str]) -> list[str]:
     for choice, piece in zip(choices, pieces[1:], strict=True):
         text += _braces(choice) + piece
     return [text]
-
-
-def _by_number(text: str) -> tuple[int, str]:
-    return int(text), text
 
 
 def _braces(numbers: Sequence[str]) -> str:
