@@ -1,5 +1,5 @@
-// What a saved page does. The plans are JSON in #data; see contents.py for what its letters mean.
-// Text gets into the document by textContent alone: no name of a parameter is ever markup.
+// The script of a saved page. The plans are JSON in #data; contents.py documents its keys.
+// Text is inserted with textContent only, so that names of parameters are never parsed as markup.
 "use strict";
 (() => {
 const DATA = JSON.parse(document.getElementById("data").textContent);
@@ -52,12 +52,12 @@ function flop(n) {
 const percent = (x) => (x && x < 0.001 ? "<0.1%" : `${(100 * x).toFixed(x && x < 0.1 ? 1 : 0)}%`);
 const plural = (n, noun) => `${n.toLocaleString("en")} ${noun}${n === 1 ? "" : "s"}`;
 
-// One colour for each axis, in all plans; those that most meshes have are the same on all pages.
+// Each axis has one colour in all plans of a page. The usual axes have the same colour on all pages.
 const AXES = ["dp", "tp", "pp"];
 for (const plan of PLANS) for (const [axis] of plan.mesh) if (!AXES.includes(axis)) AXES.push(axis);
 const axisColor = (plan, axis) =>
   AXES.includes(axis) ? `var(--axis-${AXES.indexOf(axis) % 6})` : "var(--ink-3)";
-// A type with its axes in their colours: f32[8@tp,16].
+// Return the text of a type, such as f32[8@tp,16], with each axis in its colour.
 function typed(plan, text) {
   const names = [...plan.mesh.map(([name]) => name), "mb"];
   const pattern = new RegExp(`(?<=[@(,&])(${names.join("|")})(?=[,)*&\\]}]|$)`, "g");
@@ -88,7 +88,7 @@ function coordinates(plan, rank) {
 const rankOf = (plan, at) => plan.mesh.reduce((n, [axis, size]) => n * size + (at[axis] || 0), 0);
 const numRanks = (plan) => plan.mesh.reduce((n, [, size]) => n * size, 1);
 
-function both(a, b) {
+function intersect(a, b) {
   const found = [];
   for (const [lo, hi] of a) for (const [from, to] of b) {
     const start = Math.max(lo, from), end = Math.min(hi, to);
@@ -96,8 +96,8 @@ function both(a, b) {
   }
   return found;
 }
-// What the rank at these coordinates holds: by dim its intervals; where it is pending. That is of
-// all microbatches, as these are split in time and not over ranks.
+// Return what the rank at these coordinates holds: the intervals of each dim, and the axes on which
+// the value is pending. Microbatches are not split over ranks, so those of all are included.
 function held(spec, at) {
   const dims = spec.s.map((size) => (size ? [[0, size]] : []));
   const split = {}, pending = [];
@@ -105,7 +105,7 @@ function held(spec, at) {
     if (placed[0] === "+") { pending.push([axis, placed[1]]); continue; }
     if (axis === "mb") continue;
     const own = placed[1][at[axis] || 0];
-    dims[placed[0]] = both(dims[placed[0]], own[0]);
+    dims[placed[0]] = intersect(dims[placed[0]], own[0]);
     (split[placed[0]] = split[placed[0]] || []).push(axis);
   }
   return { dims, split, pending };
@@ -117,7 +117,7 @@ function interval(list, size) {
   const shown = list.slice(0, 3).map(([lo, hi]) => `${lo}–${hi - 1}`).join(", ");
   return list.length > 3 ? `${shown} and ${list.length - 3} more` : shown;
 }
-// The two dims that are drawn: split ones first, then the last.
+// Return the two dims that are drawn: split dims first, then the last dims.
 function drawnDims(spec) {
   const split = Object.entries(spec.p || {}).filter(([a, p]) => p[0] !== "+" && a !== "mb")
     .map(([, p]) => p[0]);
@@ -132,7 +132,7 @@ function hatch(defs, color) {
     style: `stroke:${color};stroke-width:1.6` })));
   return `url(#${id})`;
 }
-// One rank's shard in a box: the whole tensor as an outline, what the rank holds of it filled.
+// Draw the shard of one rank: the full tensor as an outline, the rank's part filled.
 function shard(plan, spec, at, x, y, width, height, defs, absent) {
   const group = h("g", { class: absent ? "absent" : "" });
   group.append(h("rect", { x, y, width, height, rx: 1.5, class: "whole" }));
@@ -164,8 +164,8 @@ function rankText(plan, spec, rank) {
     + (parts > 1 ? ` in each of ${parts} microbatches` : "")].join("\n");
 }
 
-// The mesh: the last axis across, the one before it down, the others as panels, stages first. Of a
-// large one, only the stages that hold the value.
+// Draw the mesh: the last axis horizontally, the axis before it vertically, the others as panels,
+// stages first. For a large mesh, only the stages that hold the value are drawn.
 function meshPicture(plan, spec, stages) {
   const wide = plan.mesh.filter(([, size]) => size > 1), isStage = ([axis]) => axis === plan.stage_axis;
   const axes = [...wide.filter(isStage), ...wide.filter((one) => !isStage(one))];
@@ -228,8 +228,8 @@ function meshPicture(plan, spec, stages) {
   return box;
 }
 
-// A collective between the ranks of one group: what each holds before, and after.
-function exchange(plan, row, section) {
+// Draw a collective between the ranks of one group: what each rank holds before and after.
+function collectivePicture(plan, row, section) {
   const axis = row.a[0], size = (plan.mesh.find(([name]) => name === axis) || ["", 1])[1];
   const isTransfer = row.v === "transfer" && row.to;
   const base = {};
@@ -267,8 +267,8 @@ function exchange(plan, row, section) {
   if (all > ranks.length) svg.append(h("text", { x: total - 22, y: 11, class: "rank" }, `… ${all}`));
   return svg;
 }
-// The same, small enough for a row.
-function glyph(plan, row) {
+// Draw a collective as a small picture for a row of the table of steps.
+function collectiveIcon(plan, row) {
   const axis = row.a[0], color = axisColor(plan, axis);
   const size = (plan.mesh.find(([name]) => name === axis) || ["", 2])[1];
   const num = row.v === "transfer" ? 2 : clamp(size, 2, 4);
@@ -326,7 +326,7 @@ function prepare(plan) {
   return plan;
 }
 const stageOf = (plan, row) => row.to ? row.to[1] : plan.sections[row.g].stage;
-function within(plan, node) {
+function descendants(plan, node) {
   const found = new Set([node]);
   for (const one of found) for (const child of plan.children[one]) found.add(child);
   return found;
@@ -397,7 +397,7 @@ function header(plan, view) {
 
 // -- the page of a plan ---------------------------------------------------------------------------
 
-let state = null; // of the plan that is shown
+let state = null; // the state of the plan that is shown
 
 function open(view) {
   showTip("");
@@ -431,7 +431,7 @@ function open(view) {
   else select(first);
   showTab(state.tab);
 }
-// Drag, or focus and use the arrows.
+// Make a divider that resizes a panel: by dragging, or with the arrow keys when it has the focus.
 function divider(id, direction, property, sign) {
   const root = document.documentElement;
   const size = () => parseFloat(getComputedStyle(root).getPropertyValue(property));
@@ -557,7 +557,7 @@ function drawSteps() {
   const { plan, node, filter, views } = state;
   byId("where").replaceChildren(titleOf(plan, node),
     plan.modules[node].x > 1 ? h("em", {}, `×${plan.modules[node].x}`) : "");
-  const inside = within(plan, node), words = filter.trim().toLowerCase();
+  const inside = descendants(plan, node), words = filter.trim().toLowerCase();
   const matches = (...texts) => !words || texts.some((t) => t && t.toLowerCase().includes(words));
   const items = [];
   const inputs = plan.inputs.filter((item) => inside.has(item.m)
@@ -650,25 +650,25 @@ function stepRow(plan, row) {
   const types = (row.t || []).map((t) => plan.specs[t].t);
   const node = h("div", { class: `step ${row.k}`, role: "option", id: `step-${row.i}`,
     "aria-selected": "false", style: comm ? `--c:${axisColor(plan, row.a[0])}` : null },
-    h("span", { class: "mark" }, comm && glyph(plan, row)),
+    h("span", { class: "mark" }, comm && collectiveIcon(plan, row)),
     h("span", { class: "name" }, row.n), h("span", { class: "call" }, row.c),
     types.length ? typed(plan, types[0] + (types.length > 1 ? `  +${types.length - 1}` : ""))
       : h("span", { class: "type" }, row.w || ""),
     h("span", { class: "took" }, h("i", { style: `width:${Math.sqrt(row.total / plan.longest) * 100}%` }),
       costOf(row)),
     h("span", { class: "line" }, row.o === undefined ? "" : plan.sources[row.o][0]));
-  if (comm) hoverable(node, () => brief(plan, row));
+  if (comm) hoverable(node, () => tooltipText(plan, row));
   node.addEventListener("click", () => select(row.i));
   node.addEventListener("pick", () => select(row.i));
   return node;
 }
-// What stands under the pointer at a collective.
-function brief(plan, row) {
+// Return the text of the tooltip of a collective.
+function tooltipText(plan, row) {
   const times = row.times * row.layers;
   const found = [`${row.v} over ${row.a.join(", ")}: ${bytes(row.b)} sent, ${seconds(row.y)}`
     + (times > 1 ? ` each, ×${times}` : "")];
   if (row.d) found.push(`why: ${row.d}`);
-  else if (row.e) found.push(`why: ${needed(row)}`);
+  else if (row.e) found.push(`why: ${reasonOf(row)}`);
   if (row.p && row.p.length) found.push(`opened by: ${row.p.join(", ")}`);
   for (const [n, removes] of row.h || []) if (removes) {
     const hint = plan.hints[n];
@@ -689,12 +689,12 @@ function markOnly(row) {
   byId("steps").setAttribute("aria-activedescendant", row.id);
   row.scrollIntoView({ block: "nearest" });
 }
-// Show a step's details; where it is not among those listed, its module first.
+// Show the details of a step. If the step is not in the list, its module is opened first.
 function select(i, reveal) {
   const { plan } = state, row = plan.steps[i];
   state.row = i;
   if (reveal && !byId(`step-${i}`)) {
-    if (!within(plan, state.node).has(row.m)) { state.node = 0; drawTree(plan); }
+    if (!descendants(plan, state.node).has(row.m)) { state.node = 0; drawTree(plan); }
     state.filter = "";
     byId("filter").value = "";
     drawSteps();
@@ -712,19 +712,19 @@ function details(...nodes) {
   byId("details").replaceChildren(...nodes.flat().filter(Boolean));
   byId("details").scrollTop = 0;
 }
-// What plan.explain says; names of values that the page has can be gone to.
+// Return the lines of plan.explain as a list, with the source lines set as code.
 function why(lines) {
   return h("ul", { class: "why" }, lines.map((line) => {
     const [words, source] = line.split(/ {4,}(?=\S+:\d+)/);
     return h("li", {}, words, source && h("code", { class: "line" }, source));
   }));
 }
-function needed(row) {
+function reasonOf(row) {
   const line = (row.e || "").split("\n").find((text) => text.includes(" sent"));
   const found = line && line.split(/ {4,}/)[0].match(/sent[^:]*: (.*)$/);
   return found ? found[1] : (row.e || "").split("\n")[0];
 }
-function where(plan, row) {
+function sourcePart(plan, row) {
   if (row.o === undefined) return null;
   const [at, text] = plan.sources[row.o];
   return part("Your line", h("div", { class: "source" }, h("code", {}, text || at),
@@ -764,16 +764,16 @@ function showStep(plan, row) {
       types.map((spec) => h("div", {}, typed(plan, spec.t)))),
     facts.length && h("div", { class: "facts" }, facts.map(([big, small]) =>
       h("div", {}, h("strong", {}, big), h("small", {}, small)))),
-    comm && part("Between ranks", exchange(plan, row, section), h("small", { class: "note" },
+    comm && part("Between ranks", collectivePicture(plan, row, section), h("small", { class: "note" },
       row.q ? `above: what each rank of one group holds before; below: after${
         cutInTime(plan.specs[row.q[1]]) ? "; all microbatches" : ""}` : "")),
-    comm && part("Why it is here", why([row.d, row.q ? needed(row) : "", ...(row.q && !row.of ? []
+    comm && part("Why it is here", why([row.d, row.q ? reasonOf(row) : "", ...(row.q && !row.of ? []
       : lines)].filter(Boolean)), row.of && h("p", { class: "note" }, `of ${row.of.join(", ")}`)),
     comm && ((row.p && row.p.length) || row.j) && part("Opened by",
       h("div", { class: "pins" }, [...(row.p || []), row.j].filter(Boolean).map((by) => h("code", {}, by)))),
     row.l && part("Meets the pins", h("div", { class: "pins" }, row.l.map((by) => h("code", {}, by)))),
     comm && fixes(plan, row),
-    where(plan, row),
+    sourcePart(plan, row),
     tensors.length && shards(plan, tensors, [stageOf(plan, row)]),
     lines.length && part(comm ? "All that plan.explain says" : "Why it is so", why(lines)));
 }
@@ -790,7 +790,7 @@ function showInput(plan, item) {
     part("Why it is so", why(item.e.split("\n"))));
 }
 function showModule(plan, i) {
-  const own = plan.modules[i], inside = within(plan, i);
+  const own = plan.modules[i], inside = descendants(plan, i);
   const dear = plan.steps.filter((row) => inside.has(row.m) && row.total).sort((a, b) =>
     b.total - a.total).slice(0, 8);
   details(h("div", { class: "lead" }, h("h2", {}, titleOf(plan, i)), h("p", { class: "quiet" },
@@ -820,7 +820,7 @@ function showAxis(plan, axis) {
     sent.length && part("What is sent along it", h("ul", { class: "why" }, sent.map(
       ([, kind, times, size, took]) => h("li", {}, `${times} ${kind}: ${bytes(size)}, ${seconds(took)} a step`)))));
 }
-// The mesh as a picture, of one of these tensors or any other by its name.
+// Show the mesh with the shards of one of these tensors, or of another tensor chosen by name.
 function shards(plan, tensors, stages) {
   const box = h("div", {});
   const draw = (spec, where) => box.replaceChildren(h("div", {}, typed(plan, plan.specs[spec].t)),
@@ -868,7 +868,7 @@ function showTab(name) {
   state.redraw = state.marked = null;
   if (name === "collectives") collectives(state.plan);
   else if (name === "legend") legend(state.plan);
-  else drawn(state.plan, name === "timeline" ? timeRows(state.plan) : memoryRows(state.plan));
+  else drawChart(state.plan, name === "timeline" ? timeRows(state.plan) : memoryRows(state.plan));
 }
 
 const SPAN_COLORS = ["--f", "--b", "--bi", "--bw", "--once", "--idle", "--message"];
@@ -880,7 +880,7 @@ const colorOf = (name) => {
   return palette.get(name);
 };
 
-// What computes and waits in the upper lane, messages below; a row for each rank that is simulated.
+// Return a row for each simulated rank: computing and waiting in the upper lane, messages below.
 function timeRows(plan) {
   const time = plan.timeline, end = time.seconds * 1e9 || 1;
   const lanes = Math.max(1, ...time.ranks.map((own) => own.lanes.length));
@@ -997,8 +997,8 @@ function memoryRows(plan) {
       + `at most ${bytes(own.peak)}, at least ${bytes(least(own))}`,
     click: () => {} };
 }
-// Rows over time on a canvas. Wheel or + and - zoom, drag or arrows move, 0 shows all.
-function drawn(plan, rows) {
+// Draw rows over time on a canvas. Wheel, + and - zoom; drag and arrow keys move; 0 shows all.
+function drawChart(plan, rows) {
   const canvas = h("canvas", { tabindex: 0, role: "img", "aria-label": `${state.tab}: ${rows.head()}` });
   const scroll = h("div", { class: "canvas scroll" }, canvas);
   const legend = h("div", { class: "legend" }, h("span", {}, rows.head()), rows.legend().map(
@@ -1155,7 +1155,7 @@ function collectives(plan) {
         else return;
         event.preventDefault();
       } }, columns.map(([key, , get]) => cell(key, row, get(plan, row))));
-    hoverable(line, () => brief(plan, row));
+    hoverable(line, () => tooltipText(plan, row));
     return line;
   });
   byId("tab").replaceChildren(rows.length ? h("div", { class: "scroll" }, h("table", {},
@@ -1165,7 +1165,7 @@ function collectives(plan) {
   state.marked();
 }
 
-// What each colour and mark of the page means.
+// Show the meaning of the page's colours and marks.
 function legend(plan) {
   const key = (color, words) => h("span", { class: "key" }, h("i", { style: `background:${color}` }), words);
   const spans = (rows) => rows.legend().map(([color, words]) => key(`var(${color})`, words));
