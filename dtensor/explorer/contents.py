@@ -1,4 +1,4 @@
-"""The data of a page about one plan, for JSON. Steps, costs and reasons are those of plan.text.
+"""The data of a page about one plan, for JSON; it shows the steps, costs and reasons of the text.
 
 A step has ``g`` its section, ``k`` kind (op, view, move, comm, end), ``n`` names of results, ``c``
 call, ``t`` types (indices into "specs") or ``w`` their text, ``f`` FLOP, ``z`` and ``y`` seconds of
@@ -75,6 +75,7 @@ class _Contents:
         self.rows: dict[tuple[str, str], int] = {}
 
     def data(self) -> dict[str, Any]:
+        """Return the data of the page."""
         plan = self.plan
         sections: list[dict[str, Any]] = []
         for section in self.sections:
@@ -186,7 +187,7 @@ class _Contents:
     def _add_collective(
         self, row: dict[str, Any], step: Step, messages: Sequence[PlannedCollective]
     ) -> None:
-        """Add what only collectives have to the data of a step."""
+        """Add the keys that only collectives have to the data of a step."""
         first = messages[0]
         pins, nearby = self.reasons.pins(step), self.reasons.nearby_pins(step)
         row["v"] = first.kind
@@ -294,6 +295,7 @@ class _Contents:
     # -- the head --------------------------------------------------------------------------------
 
     def _head(self) -> dict[str, Any]:
+        """Return the totals of the plan."""
         plan = self.plan
         totals, topology = plan.totals, plan.topology
         cost, memory = totals.cost, totals.memory
@@ -345,6 +347,7 @@ class _Contents:
 
 
 def _kind(step: Step, sends: bool) -> str:
+    """Return the kind of a step on the page. A transfer is "comm" for its sender only."""
     match step:
         case _ if sends:
             return "comm"

@@ -122,8 +122,8 @@ class Tree:
             self._equal_to[max(a_key, b_key, key=_order)] = min(a_key, b_key, key=_order)
 
     def _representative(self, path: str) -> str:
-        """Return the first of the modules that are equal to this one. ``path`` must have
-        representatives in place of its parents."""
+        """Return the first module that is equal to ``path``. The parents in ``path`` must be
+        representatives."""
         while path in self._equal_to:
             path = self._equal_to[path]
         return path

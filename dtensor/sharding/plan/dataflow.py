@@ -120,8 +120,7 @@ class Dataflow:
 
     @cached_property
     def consumers(self) -> dict[str, tuple[tuple[Op, int], ...]]:
-        """For each value that is read, the (op, operand index) pairs that read it, in program
-        order."""
+        """Value -> the (op, operand index) pairs that read it, in program order."""
         readers: dict[str, list[tuple[Op, int]]] = {}
         for op in self.ops:
             for index, name in enumerate(op.operands):

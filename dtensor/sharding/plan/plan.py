@@ -60,8 +60,8 @@ class StageMemory(tuple[Memory, ...]):
         rows = [["memory per rank", *(f"stage {stage}" for stage in stages)]]
         for name in (*(f.name for f in fields(Memory)), "total"):
             sizes = [getattr(memory, name) for memory in self]
-            if any(sizes):  # the bytes that are not held at once are subtracted
-                sign = -1 if name == "not_at_once" else 1
+            if any(sizes):
+                sign = -1 if name == "not_at_once" else 1  # `total` subtracts it
                 rows.append([f"  {name}", *(size_text(sign * size) for size in sizes)])
         return "\n".join(table(rows))
 
@@ -110,7 +110,7 @@ class Plan(PlanRecord):
 
     @property
     def memory(self) -> StageMemory:
-        """For each stage, the memory of its fullest rank in bytes; a tuple that prints as a table.
+        """The memory of the fullest rank of each stage in bytes, as a tuple that prints as a table.
 
         ``parameters``, ``gradients``, ``optimizer``, ``masters``, ``activations`` and others do
         not all exist at the same time; ``total`` is the peak.

@@ -45,8 +45,8 @@ _RESHAPES = ("aten.reshape.default", "aten.view.default", "aten._unsafe_view.def
 def plan(request: Request) -> Plan:
     """Return the plan of the request, with every placement and collective decided.
 
-    With search="free", the plan of search="predictable" is a candidate too; the one with the least
-    predicted seconds is returned. Raises PlanningError if there is no plan.
+    With search="free", the program is also planned with search="predictable", and the plan with
+    fewer predicted seconds is returned. Raises PlanningError if there is no plan.
     """
     candidates = [_candidate(request)]
     if request.search == "free":
@@ -57,6 +57,7 @@ def plan(request: Request) -> Plan:
 
 
 def _candidate(request: Request) -> PlanRecord:
+    """Return the plan of the request with its ``search``, after all passes."""
     flow = training_flow(request)
     if any(op.expand is not None for op in flow.ops):
         split = request.search != "free"
@@ -145,8 +146,8 @@ def rules_of(flow: Dataflow) -> dict[str, Rule]:
 def _with_repeats(flow: Dataflow, op: Op, rule: Rule) -> Rule:
     """Return the view's rule, with the fallback of `of_repeat` if the view handles repeated heads.
 
-    Two views do: one that joins heads which an expand repeated (grouped-query attention), and, in
-    the backward, one that splits the gradient of such heads before the sum over the repeats.
+    In grouped-query attention, a view joins heads that an expand repeated; in the backward, a view
+    splits the gradient of these heads before the sum over the repeats.
     """
     producer = flow.producers.get(op.operands[0])
     if producer is not None and producer.call.name == "aten.expand.default":

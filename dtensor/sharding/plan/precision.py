@@ -25,7 +25,7 @@ from dtensor.sharding.spec.placements import PARTIAL, Partial
 from dtensor.sharding.spec.spec import TensorSpec
 
 Chosen = Sequence[Mapping[str, Strategy]]
-"""For each axis, the strategy of each op by name."""
+"""The strategies of ops by name, for each axis."""
 
 
 def accumulated(spec: TensorSpec) -> TensorSpec:
@@ -160,7 +160,8 @@ def _still_makes_parts(rules: Mapping[str, Rule], op: Op, candidates: Container[
 
 
 def _is_partial(chosen: Chosen, op: Op, at: int) -> bool:
-    """Whether a tensor of the op is partial on some axis. ``at``: its index, operands first."""
+    """Whether the tensor ``at`` of the op (operands first, then results) is partial on some
+    axis."""
     for strategies in chosen:
         strategy = strategies[op.name]
         if (*strategy.operands, *strategy.results)[at] == PARTIAL:

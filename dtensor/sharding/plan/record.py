@@ -70,8 +70,8 @@ class PlannedInput:
 
     ``misaligned``: pins that determine only how the input is stored: it is used with replicas on
     their axes, and ``pinned`` is its spec with them. ``zero``: the ZeRO level. ``stored``: the spec
-    split over the ZeRO axis, which holds for the optimizer state from level 1 on, for the gradient
-    from level 2 on, and for the parameter at level 3; None if nothing is split.
+    split over the ZeRO axis, or None; at level 1 the optimizer state has this spec, at level 2 the
+    gradient too, at level 3 the parameter too.
     """
 
     name: str
@@ -226,8 +226,8 @@ class Cost:
 
 
 class Timetable(Protocol):
-    """What a plan needs to know of its schedule: the times at which the ranks of a pipeline run
-    their actions. It is implemented in the runtime."""
+    """The schedule of a plan: the times at which the ranks of a pipeline run their actions. It is
+    implemented in the runtime."""
 
     @property
     def text(self) -> str:
@@ -236,11 +236,11 @@ class Timetable(Protocol):
 
     @property
     def in_flight(self) -> tuple[int, ...]:
-        """For each stage, the largest number of microbatches that it holds at a time."""
+        """The largest number of microbatches that each stage holds at a time."""
         ...
 
     def held(self, stages: Sequence[int]) -> Collection[tuple[int, tuple[int, ...]]]:
-        """Return what a rank of ``stages`` holds during its actions, as pairs (i, counts): while
+        """Return pairs (i, counts) for the actions of a rank that hosts ``stages``: while
         ``stages[i]`` runs one microbatch, the rank keeps ``counts[k]`` others of ``stages[k]``."""
         ...
 
@@ -303,7 +303,7 @@ class PlanRecord(PlanTerms):
 
     @property
     def hosted(self) -> tuple[tuple[int, ...], ...]:
-        """For each rank of the stage axis, the stages that it hosts, ascending."""
+        """The stages that each rank of the stage axis hosts, ascending."""
         num = self.mesh.axis_size(self.stage_axis) if self.stage_axis else 1
         return tuple(
             tuple(s for s in range(self.num_stages) if self.stage_ranks[s] == rank)

@@ -175,6 +175,7 @@ class Compute(_Step):
 
     @property
     def may_share(self) -> tuple[str, ...]:
+        # most of torch's computing ops return new storage; views and dtensor's ops may not
         call = self.op.call
         is_torch_op = call.name.startswith("aten.") and self.rule.kind == "compute"
         return (
@@ -247,7 +248,7 @@ class Redistribute(_Step):
 
     @property
     def noun(self) -> str:
-        """What the values of a bucket are: parameters or gradients."""
+        """The word for a value of the bucket: "parameter" or "gradient"."""
         return "parameter" if self.kind == "all_gather" else "gradient"
 
     @property
@@ -482,13 +483,14 @@ def over_stages(spec: TensorSpec, axis: str, num: int) -> Move:
 
 
 def _on_one_stage(move: Move) -> TensorSpec:
-    """Return the spec that `over_stages` extended: that of the value on each stage."""
+    """Return the spec of the value on each stage, without the stage axis that `over_stages`
+    added."""
     spec = move.dst
     return replace(spec, mesh=spec.mesh.without(move.axis), placements=spec.placements[:-1])
 
 
 def updates_of(steps: Iterable[Step], stages: Collection[int] | None = None) -> tuple[Update, ...]:
-    """Return the updates among the steps; only those on ``stages`` unless that is None."""
+    """Return the updates among the steps, on ``stages`` only unless that is None."""
     updates = (step for step in steps if isinstance(step, Update))
     return tuple(step for step in updates if stages is None or step.stage in stages)
 

@@ -145,6 +145,8 @@ def _can_sum_to(part: TensorSpec, total: TensorSpec) -> bool:
 
 
 def _move_faults(move: Move) -> Iterator[str]:
+    """Yield a sentence if the move does not change just the placement on its axis, as its kind
+    says."""
     src, dst, axis = move.src, move.dst, move.axis
     at = src.mesh.index(axis)
     before, after = src.placements[at], dst.placements[at]
@@ -166,6 +168,7 @@ def _move_faults(move: Move) -> Iterator[str]:
 
 
 def _compute_faults(defined: _DefinedValues, step: Compute) -> Iterator[str]:
+    """Yield a sentence for each difference between an op's specs, strategies, rule and program."""
     specs = (*step.operand_specs, *step.result_specs)
     takes_parts = step.rule.parts is not None or step.rule.kind == "view"
     for meta, spec in zip((*step.op.call.operands, *step.op.call.results), specs):

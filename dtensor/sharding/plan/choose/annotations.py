@@ -41,6 +41,7 @@ def annotation_placements(op: Op, mesh: Mesh) -> dict[str, Placement]:
 
 
 def _parse_dims(text: str, num_dims: int, where: str) -> dict[str, Placement]:
+    """Parse "b@dp t d@tp". ``where`` begins the messages of errors."""
     words = text.split()
     if len(words) != num_dims:
         raise PlanningError(f"{where}: {len(words)} dims are named, the value has {num_dims}")
@@ -58,6 +59,7 @@ def _parse_dims(text: str, num_dims: int, where: str) -> dict[str, Placement]:
 
 
 def _parse_keywords(text: str, where: str) -> dict[str, Placement]:
+    """Parse "tp=Shard(1), dp=Replicate()"."""
     stated: dict[str, Placement] = {}
     if unmatched := _KEYWORD.sub("", text).strip(" ,"):
         raise PlanningError(
@@ -75,6 +77,7 @@ def _parse_keywords(text: str, where: str) -> dict[str, Placement]:
 
 
 def _parse_shard(arguments: str) -> Shard:
+    """Parse the text between the parentheses of a Shard's repr."""
     dim = re.match(r"-?\d+", arguments)
     assert dim is not None, "dt.annotate writes a Shard as its repr"
     blocks = re.search(r"blocks=(\d+|\([\d, ]+\))", arguments)

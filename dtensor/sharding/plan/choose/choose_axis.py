@@ -51,7 +51,8 @@ from dtensor.sharding.spec.placements import (
 from dtensor.sharding.spec.spec import TensorSpec
 
 _PENDING_SECONDS = 20e-9
-"""Seconds added for each op that reads a pending sum, so that ties reduce it at once."""
+"""Seconds added for each op that reads a pending sum, so that a sum is reduced early if that costs
+the same."""
 
 
 def choose_axis(axis_problem: AxisProblem, axis: str, earlier: Sequence[AxisChoice]) -> AxisChoice:
@@ -260,8 +261,8 @@ def _input_choices(
     pins: Mapping[str, Pin],
     axis: str,
 ) -> tuple[Placement, ...]:
-    """Return the placements that an input may have: the pinned one, or, for state without a pin,
-    those that pins on other values reach."""
+    """Return the placements that an input may have: its pin, or, for state without a pin, the
+    splits that pins of other values cause."""
     if axis == MICROBATCH_AXIS or item.name in reached.misaligned:
         return (REPLICATE,)
     if item.name in pins:
@@ -358,7 +359,7 @@ class Prices:
         self.group_numbers: dict[object, int] = {}
 
     def earlier_placements(self, value: str) -> dict[str, Placement]:
-        """Return axis -> the placement with which the value is produced, for the earlier axes."""
+        """Return earlier axis -> the placement with which the value is produced."""
         producer = self.axis_problem.flow.producers.get(value)
         if producer is None:
             return {c.axis: c.inputs[value] for c in self.earlier}

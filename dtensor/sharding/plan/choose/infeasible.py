@@ -1,9 +1,9 @@
 """The error for a program that no choice of placements connects: it names the op at fault.
 
-The search walks the program in order and records the placements that each value can have. The op at
-fault is the first one that has no strategy whose operands can all be brought to the placements that
-it needs. On the microbatch axis, this is an op that mixes rows of the batch, or that needs a sum
-over all rows before the last microbatch has run.
+The search walks the program in order and records the placements that each value can have. The first
+op whose strategies all need a placement that some operand cannot have is at fault. On the
+microbatch axis, this is an op that mixes rows of the batch, or that needs a sum over all rows
+before the last microbatch has run.
 """
 
 from __future__ import annotations
@@ -113,6 +113,7 @@ def _value_text(flow: Dataflow, value: str, possible: Possible, axis: str) -> st
 
 
 def _microbatch_text(placement: Placement) -> str:
+    """Return the text of a placement on the microbatch axis."""
     match placement:
         case Shard(dim):
             return f"dim {dim} split into microbatches"

@@ -111,7 +111,7 @@ def _num_parts(rule: Rule, dim: Dim) -> int:
 
 
 def _smaller_axes(num: int, parts: int) -> list[int]:
-    """Return smaller axis sizes to try: first the divisors of ``num``, then those of ``parts``."""
+    """Return smaller axis sizes to try: first divisors of ``num``, then divisors of ``parts``."""
     dividing_num = [n for n in range(num - 1, 1, -1) if num % n == 0]
     dividing_parts = [n for n in range(num - 1, 1, -1) if parts % n == 0]
     return list(dict.fromkeys((*dividing_num, *dividing_parts)))[:_MAX_AXES_TRIED]

@@ -2,9 +2,9 @@
 
     up.weight row -> matmul's f -> gelu -> matmul's contraction -> down.weight column
 
-A pin splits one dim of a value over an axis. The rule of each op that touches the value tells which
-dims of its other tensors are then split too, and so on, until a contraction or an op that cannot be
-split there. Nothing outside the closure is split on the axis, so Megatron's pins give Megatron's
+A pin splits one dim of a value over an axis. Each op that touches the value then splits dims of its
+other tensors, according to its rule, and so on, until a contraction or an op that cannot be split
+there. Nothing outside the closure is split on the axis, so Megatron's pins give Megatron's
 collectives and no others. Pins of 1-D parameters are not propagated; an annotation is propagated up
 to the next contraction. A pin that does not line up with an op ends there (misaligned.py).
 """
@@ -186,6 +186,7 @@ def _lines_up(flow: Dataflow, rules: Rules, pin: Pin, shard: Shard, num: int) ->
 
 
 def _propagate_all_splits(closure: _Closure) -> None:
+    """Propagate every split that any strategy of any op has."""
     for op in closure.flow.ops:
         rule = closure.rules[op.name]
         for strategy in rule.strategies(closure.num):
@@ -202,7 +203,7 @@ def _with_pending(
     *,
     anywhere: bool,
 ) -> dict[str, tuple[Strategy, ...]]:
-    """Return the strategies of each op: replicated, split, and those that read pending sums.
+    """Return the strategies of each op: replicated, split, and with pending operands.
 
     An op may read a pending sum if the op is linear and a split op, or an input, makes the value
     pending. Unless ``anywhere``, all its other operands must also be pending, scalars or indices.

@@ -60,7 +60,9 @@ class Infeasible(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    chosen: Mapping[str, int]  # node name to the index of its option
+    """The cheapest choice. ``chosen``: name of a node -> index of its option."""
+
+    chosen: Mapping[str, int]
     num_variables: int
 
 

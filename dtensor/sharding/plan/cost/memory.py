@@ -35,8 +35,9 @@ class Memory:
     """Bytes of the fullest rank of one stage.
 
     ``snapshots``: the copies that the launch keeps of written values, to undo a step.
-    ``not_at_once``: what is subtracted in ``total``, because the peaks above do not coincide:
-    gradients made after the peak of activations, and stages of a rank that peak at different times.
+    ``not_at_once``: a correction, subtracted in ``total``, because the other figures do not peak at
+    the same time: some gradients are made after the peak of activations, and the stages of a rank
+    peak in turn.
     """
 
     parameters: int
@@ -180,9 +181,11 @@ class _StageValues:
 class _Activations:
     """Bytes of activations on one stage, in parts.
 
-    ``once``: values that exist once per step. Of one microbatch: ``saved``: kept from forward to
-    backward; ``peak``: its peak; ``above``: the peak minus the gradients that do not exist yet when
-    it is reached. ``end``: at the end of the step, when all these are gone.
+    once: values that exist once per step.
+    saved: values that a microbatch keeps from forward to backward.
+    peak: the peak of a microbatch.
+    above: the peak of a microbatch if gradients that do not exist yet are subtracted.
+    end: at the end of the step, when the values above no longer exist.
     """
 
     once: int

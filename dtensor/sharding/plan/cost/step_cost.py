@@ -90,6 +90,7 @@ class StepMessage:
         return self.seconds(topology) - self.bytes_sent / topology.bandwidth_of(self.axis)
 
     def resized(self, to: Resized) -> StepMessage:
+        """Return the message if axes had other sizes."""
         sent = tuple(amount.resized(to) for amount in self.sent)
         if self.axis not in to.sizes:
             return replace(self, sent=sent)

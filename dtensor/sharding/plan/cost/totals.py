@@ -171,7 +171,7 @@ class PlanTotals:
         return {key: self._by_rank(stages, SentTotals()) for key, stages in sent.items()}
 
     def _by_rank(self, stages: Sequence[A], zero: A) -> tuple[A, ...]:
-        """Return, for each rank of the stage axis, the sum over the stages that it hosts."""
+        """Return the sum over the stages that a rank hosts, for each rank of the stage axis."""
         return tuple(sum((stages[s] for s in hosted), zero) for hosted in self.plan.hosted)
 
     @cached_property

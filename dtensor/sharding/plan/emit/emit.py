@@ -106,8 +106,8 @@ def _planned_input(
 class _PendingOutput:
     """An output that is being converted to its final spec.
 
-    ``name`` and ``spec``: its present value; ``path``: the moves that remain; ``of``: the label of
-    an input, or "result 0".
+    ``name`` and ``spec`` are its present value, ``path`` the moves that remain, and ``of`` the
+    label of an input, or "result 0".
     """
 
     output: Output
@@ -140,7 +140,7 @@ class Outputs:
         return self._finish(pending)
 
     def _final_spec(self, output: Output, spec: TensorSpec) -> TensorSpec:
-        """Return the spec that the output must have; ``spec``: its present spec."""
+        """Return the spec that an output with the present spec ``spec`` must have."""
         placements: Mapping[str, Placement]
         request = self.emitter.request
         if output.kind == "result":
@@ -216,6 +216,7 @@ class Outputs:
         return self.emitter.request.training is not None
 
     def _move(self, item: _PendingOutput, move: Move) -> None:
+        """Emit the next move of one output."""
         after_microbatches = MICROBATCH_AXIS in self.emitter.mesh.axes or self._trains()
         producer = self.emitter.request.flow.producers.get(item.output.value)
         result = self.emitter.fresh(f"{item.name}_{move.suffix}")
@@ -233,6 +234,7 @@ class Outputs:
         item.name, item.spec, item.path = result, move.dst, item.path[1:]
 
     def _reduce_bucket(self, items: Sequence[_PendingOutput]) -> None:
+        """Emit the next move of several gradients as one bucket."""
         e = self.emitter
         first = items[0].path[0]
         results = tuple(e.fresh(f"{item.name}_{first.suffix}") for item in items)

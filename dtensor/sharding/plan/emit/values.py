@@ -27,7 +27,7 @@ from dtensor.sharding.spec.spec import TensorSpec, alike
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One copy of a value, with one spec on one stage. ``name``: its name in the plan."""
+    """One copy of a value, with its name in the plan, its spec and its stage."""
 
     name: str
     spec: TensorSpec

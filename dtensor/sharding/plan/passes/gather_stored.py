@@ -174,8 +174,8 @@ class _Gathering:
         return name
 
     def _gather(self, member: str, stage: int, when: When) -> None:
-        """At the first use of a group, start the gather of the next group; and of the group itself
-        if it has not been started."""
+        """When a group is used for the first time, start its gather, if it has not been started,
+        and the gather of the next group."""
         groups = list(self.groups[stage, when].values())
         at = next(i for i, group in enumerate(groups) if member in group.members)
         if groups[at].used:

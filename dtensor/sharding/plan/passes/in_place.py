@@ -78,6 +78,7 @@ def in_place(plan: PlanRecord) -> PlanRecord:
 
 
 def _copied(plan: PlanRecord, write: StateWrite, why: str) -> StateWrite:
+    """Return the write as a copy at the commit, for the reason ``why``."""
     item = next(i for i in plan.inputs if i.name == write.name)
     return StateWrite(
         of=write.of,
@@ -347,7 +348,7 @@ def _place(x: torch.Tensor) -> Place:
 
 @dataclass(slots=True)
 class _Dependencies:
-    """What the positions and values of writes depend on."""
+    """Finds the values that the positions and written values of writes depend on."""
 
     producers: dict[str, Step]
 

@@ -46,7 +46,7 @@ def recomputed(plan: PlanRecord, modules: frozenset[str]) -> PlanRecord:
 
 
 def region_names(ops: Sequence[Op], modules: frozenset[str]) -> dict[str, str]:
-    """Return op name -> name of its region, for the forward ops that are in a region."""
+    """Return op name -> region name of the forward ops that are in a region."""
     regions: dict[str, str] = {}
     checkpoints: dict[int, list[Op]] = {}
     for op in ops:
@@ -199,6 +199,7 @@ class _Recompute:
             self._emit_repetition(producers[at])
 
     def _emit_repetition(self, step: Repeatable) -> None:
+        """Emit the step again, with new names for the needed results."""
         needed = [name for name in step.gives if name in self.needed]
         region = self.regions[needed[0]]
         assert region is not None

@@ -24,7 +24,7 @@ _MODULE_PENALTY = 0.02  # for each module that a cut splits, in squared relative
 _FORBIDDEN = np.iinfo(np.int64).max // 4  # the cost of a forbidden part
 
 Table = NDArray[np.int64]
-"""A figure for each possible part: [i, j] is that of units i to j - 1."""
+"""A figure for each possible part: entry [i, j] is for the part with units i to j - 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ def _shared_costs(items: Sequence[SharedCost], num: int) -> Table:
 
 
 def _unit_costs(chain: Chain) -> Table:
-    """Return the cost of each part without what it sends."""
+    """Return the cost of each part, except for sending."""
     num = len(chain.own)
     sums = np.concatenate([[0], np.cumsum(np.array(chain.own, np.int64))])
     table = sums[None, :] - sums[:num, None] + _shared_costs((*chain.shared, *chain.tied), num)
@@ -177,7 +177,7 @@ def _allowed_parts(chain: Chain) -> NDArray[np.bool_]:
 
 
 def _memory(chain: Chain, num_parts: int, in_flight: Sequence[int]) -> list[Table]:
-    """Return the bytes of all possible parts, for each position in the pipeline."""
+    """Return a table of bytes of all possible parts for each position in the pipeline."""
     num = len(chain.own)
     held, kept = _shared_costs(chain.bytes_held, num), _shared_costs(chain.bytes_kept, num)
     passing = np.zeros((num, num + 1), np.int64)
@@ -218,8 +218,8 @@ def _least_maximum(cost: Sequence[Table], allowed: NDArray[np.bool_]) -> Table:
 def _best_of_ties(
     chain: Chain, cost: Table, sent: Table, allowed: NDArray[np.bool_], max_cost: int
 ) -> tuple[int, ...]:
-    """Return the bounds of the best cut whose parts cost at most ``max_cost``: the one that sends
-    least; of these, one with even parts that is cut between modules rather than within."""
+    """Return the bounds of the best cut whose parts cost at most ``max_cost``. The best cut sends
+    least; ties go to even parts and to cuts between modules rather than within modules."""
     num_parts, num = len(allowed), len(cost)
     depth = np.array((*chain.depth, *[0] * (num + 1 - len(chain.depth))), np.float64)
     modules_cut = np.concatenate([[0.0], depth])[:num]  # by first unit of a part

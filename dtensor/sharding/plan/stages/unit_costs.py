@@ -6,8 +6,8 @@
 ``parts`` is the same program with unit u as its stage u (frontend/dataflow/units.py). Each step of
 the plan ``whole`` is priced for a full training step and charged to the unit of its op; a
 conversion to the unit that needs it; the update of a parameter to the units that use it. A value
-that one unit makes and another reads is priced as a transfer. The prices are those of the final
-plan with stages within about 1%, because each stage has its own buckets. The norm is not counted.
+that one unit makes and another reads is priced as a transfer. The prices agree with the final plan
+within about 1%: in that plan, each stage has its own buckets. The norm is not counted.
 """
 
 from __future__ import annotations
@@ -172,8 +172,8 @@ class UnitPricing:
             yield index, list(self._shares(self.whole.steps[index], units))
 
     def _units(self, step: Step) -> Units:
-        """Return the units of a step that is no op: those that use its parameters, or that make
-        its operand."""
+        """Return the units of a step other than an op: the units that use its parameters, or that
+        make its operand."""
         match step:
             case Update(parameter=label) | Accumulate(of=label) if label in self.uses:
                 return self.uses[label]

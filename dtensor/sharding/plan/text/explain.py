@@ -127,6 +127,8 @@ class PlanIndex:
 
 
 def _input_lines(index: PlanIndex, item: PlannedInput) -> list[str]:
+    """Return the lines about an input: its kind, how it is stored, and its placement on each
+    axis."""
     plan = index.plan
     where = f"    held by stage {' and '.join(map(str, item.stages))}"
     where = where if plan.num_stages > 1 else ""
@@ -211,6 +213,7 @@ def _axis_lines(index: PlanIndex, step: Compute, name: str) -> list[str]:
 def _axis_reason(
     index: PlanIndex, step: Compute, axis: str, placement: Placement, strategy: Strategy | None
 ) -> str:
+    """Return why a result of an op has ``placement`` on the axis."""
     op = step.op
     kind = "replicate" if strategy is None else strategy.kind
     label = "+".join(strategy.factors) if strategy and strategy.factors else kind
@@ -241,6 +244,7 @@ def _axis_reason(
 
 
 def _followed_pins(index: PlanIndex, axis: str, op: Op) -> str:
+    """Return the text about the pins that reach the op."""
     if axis == MICROBATCH_AXIS:
         return "the batch is cut into microbatches"
     values = [*op.operands, *(name for name in op.results if name is not None)]

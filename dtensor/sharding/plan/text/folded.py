@@ -5,7 +5,7 @@
       blocks.{0..11}    x12, 32 steps each; of blocks.0, which passes on add_4
         mm            = mm(reshape, permute)             f32[32,48@tp]  6.14 kFLOP x12    gpt.py:51
 
-Names are those of the layer that is shown. ``x12``: the cost arises in each of 12 layers; ``x2
+The shown layer's names are used. ``x12``: the cost arises in each of 12 layers; ``x2
 x12``: also in each of two microbatches. ``passes on``: the values that later layers read. If more
 than MAX_STEP_LINES steps remain, neighbouring local steps from one source line share a line; a step
 that communicates always has its own line.

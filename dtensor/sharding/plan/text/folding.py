@@ -79,7 +79,7 @@ if later layers show that these values are passed from layer to layer."""
 
 @dataclass(slots=True)
 class _SharedState:
-    """What is known from earlier lists.
+    """The results of searching the earlier lists.
 
     labels: input -> its label. keys: key of a step -> its number. places: value -> its places, each
     (number of the run, layer, offset in the layer, index among the step's results).
@@ -114,6 +114,7 @@ class _RunFinder:
             self.indices.setdefault(key, []).append(index)
 
     def runs(self) -> list[Run]:
+        """Return the runs, in order."""
         runs: list[Run] = []
         start = 0
         while start < len(self.steps):
@@ -172,15 +173,14 @@ class _RunFinder:
     ) -> Run | Literal["not alike", "not numbered"]:
         """Return the run of the first layers, as many as have related names; or why there is none.
 
-        ``count``: the number of repetitions from ``start`` on. ``common`` has, for each step of a
-        layer and each of its names, the relations that hold between all layers so far.
+        ``count``: the number of repetitions from ``start`` on.
         """
         results: dict[str, tuple[int, int, int]] = {}  # value -> (layer, offset, index of result)
         for index in range(start, start + period * count):
             for number, name in enumerate(self.steps[index].gives):
                 layer, offset = divmod(index - start, period)
                 results[name] = (layer, offset, number)
-        common: list[list[set[_Relation]]] = []
+        common: list[list[set[_Relation]]] = []  # step -> name -> relations between all layers
         layers = 1
         for layer in range(1, count):
             extended: list[list[set[_Relation]]] = []

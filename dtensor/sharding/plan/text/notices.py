@@ -193,9 +193,9 @@ def _aligned_fix(plan: PlanRecord, axis: str) -> str:
 def _states_replicas(plan: PlanRecord, axis: str, splits_little: bool) -> bool:
     """Whether the user stated replicas on the axis, so that repeated work is intended.
 
-    A stated `Replicate()` of an argument counts. That of a weight matrix counts only if the axis
-    splits more than a little, or if some axis splits the batch: otherwise the user may have stated
-    replicas for data parallelism and forgotten to split the batch.
+    A stated `Replicate()` of an argument counts. A stated `Replicate()` of a weight matrix counts
+    only if the axis splits more than a little, or if some axis splits the batch: otherwise the user
+    may have stated replicas for data parallelism and forgotten to split the batch.
     """
     stated = {value for on, value, _ in plan.pinned if on == axis}
     batch_split = any(_splits_argument(plan, other) for other in plan.mesh.axes)

@@ -7,8 +7,8 @@
 
 ``*`` marks a step that communicates (a transfer on the stage that sends it). ``x8``: once for each
 of 8 microbatches. Bytes are binary (KiB), FLOP decimal (GFLOP). Each stage has its own sections.
-All ranks of a stage run the same steps; if their shards differ in size, the head says so. The text
-depends only on the plan.
+All ranks of a stage run the same steps; the head shows whether their shards differ in size. The
+text depends only on the plan.
 """
 
 from __future__ import annotations
@@ -308,6 +308,7 @@ def _columns(lines: Sequence[Line | str], widths: tuple[int, int, int, int]) -> 
 
 
 def _head(plan: PlanRecord) -> str:
+    """Return the first line: program, mesh, stages, microbatches."""
     parts = [f"plan {plan.name}", str(plan.mesh)]
     if plan.num_stages > 1:
         parts.append(f"{plan.num_stages} stages over {plan.stage_axis}")
@@ -476,7 +477,7 @@ def _regions(plan: PlanRecord) -> list[str]:
 
 
 def _region_entry(plan: PlanRecord, members: Sequence[Region], nbytes: int) -> list[str]:
-    """Return the lines of regions with equal amounts; ``nbytes``: what each of them saves."""
+    """Return the lines of regions with equal amounts. Each of them saves ``nbytes``."""
     first, several = members[0], len(members) > 1
     where = f"stage {first.stage}, " if plan.num_stages > 1 else ""
     each = ", each" if first.repeated else ""
@@ -499,6 +500,7 @@ def _region_entry(plan: PlanRecord, members: Sequence[Region], nbytes: int) -> l
 
 
 def _memory(totals: PlanTotals) -> list[str]:
+    """Return the table of memory by kind and stage."""
     plan, memory = totals.plan, totals.stage_memory
     rows = [
         ["memory per rank", *_stage_names(plan)],
@@ -555,6 +557,7 @@ def _communication(totals: PlanTotals) -> list[str]:
 
 
 def _time(totals: PlanTotals) -> list[str]:
+    """Return the lines of FLOP and of predicted seconds."""
     plan, cost = totals.plan, totals.cost
     flops = [work.flops for work in totals.stages]
     compute = _by_stage(plan, flops)

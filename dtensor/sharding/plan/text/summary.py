@@ -7,7 +7,7 @@
     predicted     1.40 ms a step (H100 SXM bf16, NVLink)
 
 Figures are for one rank and one step; if ranks differ, for the rank with the most memory, or the
-rank that sends most of a row. What has no row of its own is added up in the last row of its table.
+rank that sends most of a row. If a table has too many rows, its last row is the sum of the others.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ def summary_html(totals: PlanTotals) -> str:
 
 
 def _parts(totals: PlanTotals) -> list[Part]:
+    """Return the parts of the summary, in order."""
     plan = totals.plan
     facts = [(f"plan {plan.name}", _mesh_text(plan)), ("steps", _steps_text(plan)), *_axes(plan)]
     if plan.zero is not None:

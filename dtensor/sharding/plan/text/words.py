@@ -140,6 +140,7 @@ def _with_braces(pattern: str, names: Sequence[str]) -> list[str]:
 
 
 def _braces(numbers: Sequence[str]) -> str:
+    """Return ``{0..3}`` for consecutive numbers, ``{0,2}`` for others, ``0`` for one number."""
     if len(numbers) == 1:
         return numbers[0]
     first, last = int(numbers[0]), int(numbers[-1])
