@@ -58,8 +58,7 @@ def title_of(plan: Plan) -> str:
 
 
 class _Contents:
-    """Collects the data of a page. ``rows``: (kind of a collective, its label) -> the index of its
-    step, to which the timeline refers."""
+    """Collects the data. ``rows``: (kind, label) of a collective -> the index of its step."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -228,8 +227,7 @@ class _Contents:
             self.tree.add_cost(part, compute=compute, communication=0, flops=0, sent=0)
 
     def _module(self, step: Step, stage: int) -> str:
-        """Return the module under which a step is shown: the module of its op, or of the value that
-        it moves."""
+        """Return the module under which a step is shown: its op's module, or its value's."""
         match step:
             case Compute(op=op):
                 return op.module
@@ -246,8 +244,7 @@ class _Contents:
                 return ""
 
     def _module_of(self, name: str, step: Step) -> str:
-        """Return the module of the op that makes the value ``name``, else of the input, else of the
-        op that reads the result of ``step``."""
+        """Return the module of a value's producer, input, or the reader of ``step``'s result."""
         producer: Step | None = step
         for _ in range(8):
             producer = self.producers.get(name)
@@ -364,8 +361,7 @@ def _kind(step: Step, sends: bool) -> str:
 def _source(
     step: Step, source: str, producers: Mapping[str, Step], readers: Mapping[str, Step]
 ) -> tuple[str, str]:
-    """Return (the user's line, its text). The text is taken from an op on the same line: the step,
-    or a neighbouring step."""
+    """Return (the user's line, its text), with the text from an op on this line."""
     candidates: list[Step | None] = [step]
     candidates += [producers.get(name) for name in step.reads]
     candidates += [readers.get(name) for name in step.gives]
@@ -407,8 +403,7 @@ def _spec(spec: TensorSpec) -> dict[str, Any]:
 
 
 def _placement(placement: Placement, shape: Sequence[int], num: int) -> list[Any]:
-    """Return ["+", "sum"] for a pending sum; [dim, [[intervals, length] of each rank]] for a
-    split."""
+    """Return ["+", "sum"] if pending, [dim, [[intervals, length] of each rank]] if split."""
     match placement:
         case Partial(op):
             return ["+", op]

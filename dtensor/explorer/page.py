@@ -88,8 +88,7 @@ def page(plans: Mapping[str, Plan]) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Return JSON with escapes for the characters that open or close an HTML element, and for
-    Unicode line separators."""
+    """Return JSON with escapes for HTML's special characters and Unicode line separators."""
     codes = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
     return text.translate(codes)
 

@@ -39,8 +39,7 @@ class Reasons:
         return "\n".join(self.index.reasons(name))
 
     def operand_reason(self, step: Step) -> str:
-        """Return why the operand of a conversion has its placement on the conversion's axis; "" for
-        another step."""
+        """Return why a conversion's operand has its placement on the axis; "" for other steps."""
         if not isinstance(step, Redistribute) or not step.is_alone:
             return ""
         operand, start = step.operands[0], f"on {step.axis}: "
@@ -50,8 +49,7 @@ class Reasons:
         return f"{operand} {lines[0]}" if lines else ""
 
     def pins(self, step: Step) -> tuple[str, ...]:
-        """Return the pins that cause the split of the step's operands over its axis, by the names
-        for which the user wrote them."""
+        """Return the names of the pins that cause the split of the operands over the axis."""
         match step:
             case Redistribute() if not step.in_place and not step.tied:
                 openers = [
@@ -93,16 +91,14 @@ class Reasons:
     def hints(
         self, kind: str, axis: str, phase: str, source: str, pins: Iterable[str]
     ) -> list[int]:
-        """Return the indices in plan.hints of the hints that remove such a collective, followed by
-        hints about ``pins``."""
+        """Return the indices of the hints that remove the collective, then of hints about pins."""
         about = [n for n, h in enumerate(self.plan.hints) if h.axis == axis and h.by in set(pins)]
         key = (kind, axis, phase, source)
         removing = [n for n, h in enumerate(self.plan.hints) if key in h.removed]
         return list(dict.fromkeys((*removing, *about)))
 
     def step_reason(self, step: Step) -> str:
-        """Return the reason for a step that has no results for plan.explain to name: the norm, or
-        a gather of updated parameters."""
+        """Return the reason for a step without results: a norm, or a gather of updated slices."""
         match step:
             case Norm():
                 parts = ["the global norm of all gradients: each rank squares its own, ranks and "]
@@ -122,8 +118,7 @@ class Reasons:
                 return ""
 
     def _openers(self, axis: str, name: str) -> list[str]:
-        """Return the pins nearest to a value that split something over the axis, searching back
-        through the ops that produce the value."""
+        """Return the nearest pins that split something over the axis, searching producers."""
         level, visited = [name], {name}
         for _ in range(_MAX_DEPTH):
             openers = [by for n in level for by in self.index.opened.get((axis, n), {}).values()]

@@ -41,8 +41,7 @@ def simulated(plan: Plan) -> Trace:
 
 
 def timeline(plan: Plan, rows: Mapping[tuple[str, str], int]) -> dict[str, Any]:
-    """Return the timeline. ``rows``: (kind of a collective, its label) -> index of its step on the
-    page."""
+    """Return the data. ``rows``: (kind, label) of a collective -> the index of its step."""
     trace = simulated(plan)
     words = Numbered()
     grain = _grain(trace)

@@ -88,8 +88,7 @@ class Tree:
             at = part.parent
 
     def add_parameters(self, index: int, nbytes: int, stages: Iterable[int]) -> None:
-        """Add bytes of parameters and stages to the part with this index and to all its
-        ancestors."""
+        """Add bytes of parameters, and stages, to this part and all its ancestors."""
         at: int | None = index
         while at is not None:
             self.parts[at].parameters += nbytes
@@ -122,8 +121,7 @@ class Tree:
             self._equal_to[max(a_key, b_key, key=_order)] = min(a_key, b_key, key=_order)
 
     def _representative(self, path: str) -> str:
-        """Return the first module that is equal to ``path``. The parents in ``path`` must be
-        representatives."""
+        """Return the first module equal to ``path``, whose parents are representatives."""
         while path in self._equal_to:
             path = self._equal_to[path]
         return path

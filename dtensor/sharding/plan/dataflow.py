@@ -54,8 +54,7 @@ class Expansion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
-    """One op: its call, the names of its operands and results, and its place in the user's
-    code."""
+    """One op: its call, its operands and results by name, and its place in the user's code."""
 
     name: str
     call: OpCall
@@ -194,6 +193,5 @@ def _operand_modules(op: Op, flow: Dataflow) -> tuple[str, ...]:
 
 
 def without_numbers(path: str) -> str:
-    """Replace the layer numbers of a module path by ``*``: ``blocks.3.norm1`` becomes
-    ``blocks.*.norm1``."""
+    """Replace layer numbers by stars: ``blocks.3.norm1`` becomes ``blocks.*.norm1``."""
     return ".".join("*" if part.isdigit() else part for part in path.split("."))

@@ -131,8 +131,7 @@ class Plan(PlanRecord):
 
     @property
     def stages(self) -> dict[str, list[list[str]]]:
-        """The stages that ``stages="auto"`` chose, in the form that `parallelize` accepts; {} if
-        stages were not chosen automatically."""
+        """The stages that ``stages="auto"`` chose, as `parallelize` takes them; else {}."""
         if self.stage_axis is None or not self.auto:
             return {}
         return {self.stage_axis: [list(patterns) for patterns in self.auto]}
@@ -146,8 +145,7 @@ class Plan(PlanRecord):
         return self.index.explain(name)
 
     def rounding(self) -> str:
-        """Return a table of rounding bounds: how much the order of each reduction can change its
-        result."""
+        """Return a table of bounds on how much the order of each reduction changes its result."""
         return rounding_text(self)
 
     def recognised(self) -> str:
@@ -162,8 +160,7 @@ class Plan(PlanRecord):
         verify(self)
 
     def text(self, *, full: bool = False) -> str:
-        """Return the text that `print` shows, in which equal layers appear once. With ``full``,
-        every step of every layer appears."""
+        """Return the text that `print` shows, with equal layers once; with ``full``, all steps."""
         labels = (*(i.label for i in self.inputs), *(op.module for op in self.flow.ops))
         layered = any(without_numbers(label) != label for label in labels)
         return render_folded(self.totals) if layered and not full else render(self.totals)

@@ -142,8 +142,7 @@ def _all_accept(
     value: str,
     candidates: Container[str],
 ) -> bool:
-    """Whether each op that reads parts of the value accepts them in float32, and keeps a 16-bit
-    result in float32 too."""
+    """Whether each op that reads parts of the value accepts float32 and passes float32 on."""
     for op, at in flow.consumers.get(value, ()):
         if _is_partial(chosen, op, at):
             rule, meta = rules[op.name], op.call.results[0]
@@ -160,8 +159,7 @@ def _still_makes_parts(rules: Mapping[str, Rule], op: Op, candidates: Container[
 
 
 def _is_partial(chosen: Chosen, op: Op, at: int) -> bool:
-    """Whether the tensor ``at`` of the op (operands first, then results) is partial on some
-    axis."""
+    """Whether tensor ``at`` of the op (operands first, then results) is partial on some axis."""
     for strategies in chosen:
         strategy = strategies[op.name]
         if (*strategy.operands, *strategy.results)[at] == PARTIAL:

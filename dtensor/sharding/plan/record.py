@@ -226,8 +226,7 @@ class Cost:
 
 
 class Timetable(Protocol):
-    """The schedule of a plan: the times at which the ranks of a pipeline run their actions. It is
-    implemented in the runtime."""
+    """The schedule of a plan: when the ranks of a pipeline run their actions."""
 
     @property
     def text(self) -> str:
@@ -312,8 +311,7 @@ class PlanRecord(PlanTerms):
 
     @cached_property
     def standing(self) -> Mapping[str, str]:
-        """Value to the input whose storage it shares, for the ``standing`` values of all state
-        writes."""
+        """Value -> the input whose storage it shares because of a state write."""
         return {value: w.name for w in self.state_writes for value in w.standing}
 
     def value_specs(self) -> Mapping[str, TensorSpec]:

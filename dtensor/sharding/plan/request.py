@@ -102,8 +102,7 @@ class Request(PlanTerms):
 
     @property
     def stores_split(self) -> bool:
-        """Whether the spec with which a parameter is stored may differ from the spec with which it
-        is used."""
+        """Whether a parameter may be stored with another spec than the one it is used with."""
         return self.zero is not None or self.misaligned == "gather"
 
 

@@ -116,8 +116,7 @@ class _Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Compute(_Step):
-    """One local op on every rank of its stage. ``strategies``: (axis, the strategy chosen for the
-    op on this axis)."""
+    """One local op on every rank of its stage. ``strategies``: (axis, strategy of the op)."""
 
     op: Op
     rule: Rule = field(compare=False)  # follows from the op
@@ -483,8 +482,7 @@ def over_stages(spec: TensorSpec, axis: str, num: int) -> Move:
 
 
 def _on_one_stage(move: Move) -> TensorSpec:
-    """Return the spec of the value on each stage, without the stage axis that `over_stages`
-    added."""
+    """Return the spec of the value on each stage, without the axis that `over_stages` added."""
     spec = move.dst
     return replace(spec, mesh=spec.mesh.without(move.axis), placements=spec.placements[:-1])
 
@@ -501,8 +499,7 @@ def norm_of(steps: Iterable[Step]) -> Norm | None:
 
 
 def filled(items: Sequence[T], sizes: Sequence[int]) -> list[list[T]]:
-    """Distribute the items in order over buckets of at most BUCKET_BYTES. An item that is larger
-    gets its own bucket."""
+    """Put the items in order into buckets of at most BUCKET_BYTES, larger items alone."""
     buckets: list[list[T]] = []
     size = 0
     for item, nbytes in zip(items, sizes, strict=True):
@@ -515,8 +512,7 @@ def filled(items: Sequence[T], sizes: Sequence[int]) -> list[list[T]]:
 
 
 def unused(name: str, taken: set[str]) -> str:
-    """Return ``name``, or the first of `name_2`, `name_3`, ... that is free, and add it to
-    ``taken``."""
+    """Return ``name``, or the first free name of `name_2`, `name_3`, ..., and mark it taken."""
     candidate, number = name, 1
     while candidate in taken:
         number += 1

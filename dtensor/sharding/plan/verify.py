@@ -145,8 +145,7 @@ def _can_sum_to(part: TensorSpec, total: TensorSpec) -> bool:
 
 
 def _move_faults(move: Move) -> Iterator[str]:
-    """Yield a sentence if the move does not change just the placement on its axis, as its kind
-    says."""
+    """Yield a fault unless only the placement on the axis changes, as the kind of move says."""
     src, dst, axis = move.src, move.dst, move.axis
     at = src.mesh.index(axis)
     before, after = src.placements[at], dst.placements[at]

@@ -63,8 +63,7 @@ class AxisProblem:
 
 
 def inner_mesh(request: Request) -> Mesh:
-    """Return the mesh of specs: the user's mesh without the stage axis, and with the microbatch
-    axis if there are several microbatches."""
+    """Return the mesh of specs: without the stage axis, with the microbatch axis if needed."""
     inner = request.mesh.without(request.stage_axis) if request.stage_axis else request.mesh
     if request.num_microbatches == 1:
         return inner

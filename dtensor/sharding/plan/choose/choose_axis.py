@@ -261,8 +261,7 @@ def _input_choices(
     pins: Mapping[str, Pin],
     axis: str,
 ) -> tuple[Placement, ...]:
-    """Return the placements that an input may have: its pin, or, for state without a pin, the
-    splits that pins of other values cause."""
+    """Return the placements that an input may have: its pin, or splits that other pins cause."""
     if axis == MICROBATCH_AXIS or item.name in reached.misaligned:
         return (REPLICATE,)
     if item.name in pins:
@@ -319,8 +318,7 @@ def _written_placements(nodes: Sequence[Node], value: str) -> list[Placement]:
 
 
 def _chosen_placement(node: Node, solution: Solution, choices: Sequence[Placement]) -> Placement:
-    """Return the placement of an input that the solution chose, as stated in ``choices`` (options
-    have canonical placements)."""
+    """Return the placement of an input that the solution chose, as stated in ``choices``."""
     chosen_writes = node.options[solution.chosen[node.name]].writes
     writes = list(dict.fromkeys(option.writes for option in node.options))
     return choices[writes.index(chosen_writes)]
@@ -429,8 +427,7 @@ class Prices:
         return options
 
     def op(self, op: Op, strategy: Strategy) -> float:
-        """Return the roofline seconds of the op on the rank with the largest shards; 0 for views
-        and marks."""
+        """Return the roofline seconds of the op on the rank with the largest shards."""
         rule = self.axis_problem.rules[op.name]
         if rule.kind in ("view", "mark"):
             return 0.0

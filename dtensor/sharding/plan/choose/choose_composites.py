@@ -81,8 +81,7 @@ def _gathered_kinds(plan: PlanRecord) -> Iterator[Kind]:
 
 
 def _is_gathered(name: str, producers: dict[str, Step]) -> bool:
-    """Whether the value, or a value that it is a view or conversion of, was gathered or
-    exchanged."""
+    """Whether the value, or the source of its views and conversions, was gathered or exchanged."""
     step = producers.get(name)
     if step is None:
         return False
@@ -112,8 +111,7 @@ def _expanded(flow: Dataflow, kinds: dict[Kind, None]) -> Dataflow:
 
 
 def _expanded_ops(op: Op, expansion: Expansion, taken: set[str]) -> Iterator[Op]:
-    """Yield the ops of an expansion, named after the composite op ("softmax_amax"). The composite
-    op's results keep their names."""
+    """Yield the ops of an expansion, named after the composite op ("softmax_amax")."""
     names: list[str] = list(op.operands)
     result_names = {
         number: name

@@ -60,8 +60,7 @@ class MisalignedPin:
         )
 
     def error(self, label: str, lines_up: LinesUp) -> PlanningError:
-        """Return the error for misaligned="error". ``label``: the user's name of the pinned
-        value."""
+        """Return the error. ``label``: the user's name of the pinned value."""
         (op, value, shard), pin, axis, num = self.uses[0], self.pin, self.axis, self.num
         assert isinstance(pin.placement, Shard)
         meta, dim = self.flow.metas[pin.value], pin.placement.dim
@@ -172,8 +171,7 @@ def _is_even(shard: Shard, size: int, num: int) -> bool:
 
 
 def _units(rules: Mapping[str, Rule]) -> list[int]:
-    """Return the units to try, ascending: 1, and the sizes of the minor factors of all compound
-    dims in the program's rules."""
+    """Return the units to try, ascending: 1, and sizes of minor factors of compound dims."""
     units = {1}
     for rule in rules.values():
         for dims in (*rule.operands, *rule.results):

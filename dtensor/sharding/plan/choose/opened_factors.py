@@ -53,8 +53,7 @@ class Reach:
 
 @dataclass(slots=True)
 class _Closure:
-    """The splits and strategies that the pins reach so far. ``shardings``: value -> the key of a
-    split -> the split."""
+    """The splits that the pins reach so far (value -> key -> split), and the strategies."""
 
     flow: Dataflow
     rules: Rules

@@ -80,8 +80,7 @@ def stage_memory(plan: PlanRecord, stage: int) -> Memory:
 
 
 def rank_memory(plan: PlanRecord, stages: Sequence[int], each: Sequence[Memory]) -> Memory:
-    """Return the memory of the fullest rank that hosts ``stages``; ``each``: the memory of each
-    stage alone."""
+    """Return the memory of a rank that hosts ``stages``; ``each``: the memory of each alone."""
     total = Memory(*map(sum, zip(*map(astuple, each), strict=True)))
     if len(stages) < 2 or plan.timetable is None:
         return total
@@ -110,8 +109,7 @@ def _written_bytes(plan: PlanRecord, stage: int) -> int:
 
 
 def _cast_bytes(step: Update, gradient: torch.dtype) -> int:
-    """Return the bytes of the gradient cast to the dtype of the updated tensor; 0 if it has this
-    dtype."""
+    """Return the bytes of a cast of the gradient to the updated dtype; 0 without a cast."""
     dtype = torch.float32 if step.master_bytes else step.spec.dtype
     return 0 if gradient == dtype else replace(step.spec, dtype=dtype).max_local_nbytes
 
@@ -135,8 +133,7 @@ def waiting_gradients(plan: PlanRecord, stage: int) -> dict[str, int]:
 
 
 def _reduction_chain(value: str, producers: Mapping[str, Step]) -> list[str]:
-    """Return the values from a finished gradient back through its reductions to the accumulated
-    result of the backward."""
+    """Return the values from a finished gradient back to the accumulated result of the backward."""
     chain = [value]
     while True:
         value = chain[-1]
@@ -148,8 +145,7 @@ def _reduction_chain(value: str, producers: Mapping[str, Step]) -> list[str]:
 
 
 def _buffer_bytes(step: Redistribute) -> int:
-    """Return the bytes of a bucket's flat buffers: the message of a reduction, or the operands and
-    results of a gather."""
+    """Return the bytes of a bucket's flat buffers."""
     if step.kind == "all_gather":
         return sum(m.src.max_local_nbytes + m.dst.max_local_nbytes for m in step.moves)
     return sum(move.src.max_local_nbytes for move in step.moves)
@@ -257,8 +253,7 @@ def _end_bytes(plan: PlanRecord, stage: int, gradients: int) -> int:
 
 
 def base_of(plan: PlanRecord, name: str, step: Step) -> str | None:
-    """Return the value whose storage the step's result ``name`` uses; None if the result has its
-    own storage."""
+    """Return the value whose storage the result ``name`` uses; None if it has its own storage."""
     return plan.standing.get(name) or step.viewed
 
 
@@ -291,6 +286,5 @@ def _peaks(
 
 
 def _results_on(step: Step, stage: int) -> list[tuple[str, TensorSpec]]:
-    """Return (value, spec) of each result that the step defines on the stage; a transfer defines
-    its result at the receiver."""
+    """Return (value, spec) of each result that the step defines on the stage."""
     return [(name, spec) for at, name, spec in step.gives_as() if at == stage]

@@ -41,8 +41,7 @@ def step_seconds(plan: PlanRecord, step: Step, stage: int) -> StepSeconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedCollective:
-    """One line of `Plan.collectives`. ``bytes_sent``: per rank and execution; ``times``: executions
-    per training step."""
+    """One line of `Plan.collectives`. ``bytes_sent`` is for one of the ``times`` executions."""
 
     name: str
     kind: str
@@ -71,8 +70,7 @@ def all_collectives(plan: PlanRecord) -> tuple[PlannedCollective, ...]:
 
 
 def collectives_of(plan: PlanRecord, step: Step) -> tuple[PlannedCollective, ...]:
-    """Return the messages of the step. A Norm has one for each stage and axis, a sum over tied
-    stages one for each stage."""
+    """Return the messages of the step, one for each axis and stage that it involves."""
     match step:
         case Redistribute(tied=(_, *_)):
             names, source = dict(zip(step.tied, step.results, strict=True)), ""

@@ -67,8 +67,7 @@ class Amount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMessage:
-    """A collective over ``num`` ranks of ``axis``, or a transfer. ``sent``: what each rank
-    sends."""
+    """A collective over ``num`` ranks of ``axis``, or a transfer; each rank sends ``sent``."""
 
     kind: str
     axis: str
@@ -146,8 +145,7 @@ class StepCost:
 
 
 def step_cost(plan: PlanRecord, step: Step, stage: int) -> StepCost:
-    """Return the cost of one execution of the step on a rank of ``stage``. A transfer counts at its
-    sender."""
+    """Return the cost of one execution on a rank of ``stage``. A transfer counts at its sender."""
     match step:
         case Compute() if step.is_view:
             return StepCost(rate="op")
@@ -180,8 +178,7 @@ def step_cost(plan: PlanRecord, step: Step, stage: int) -> StepCost:
 def messages_of(
     plan: PlanRecord, step: Redistribute | Transfer | Norm, stage: int
 ) -> tuple[StepMessage, ...]:
-    """Return the messages that a rank of ``stage`` sends; () if the stage does not take part or
-    only receives."""
+    """Return the messages that a rank of ``stage`` sends; () if it only receives."""
     match step:
         case Redistribute():
             if step.is_free or not step.is_on(stage):

@@ -31,8 +31,7 @@ A = TypeVar("A", "RankWork", "SentTotals")
 
 @dataclass(frozen=True, slots=True)
 class RankWork:
-    """The work of a rank in a training step: seconds of computation and communication, FLOP, and
-    seconds of its host's launches."""
+    """The work of a rank in a training step: seconds, FLOP, and its host's launch seconds."""
 
     compute_seconds: float = 0.0
     communication_seconds: float = 0.0
@@ -97,8 +96,7 @@ class PlanTotals:
 
     @property
     def estimate(self) -> float:
-        """Seconds of the slowest device without overlap and waiting. The planner compares
-        candidates by this estimate."""
+        """Seconds of the slowest device without overlap and waiting, to compare candidates."""
         return max(work.device_seconds for work in self.ranks)
 
     @cached_property

@@ -43,8 +43,7 @@ from dtensor.sharding.spec.spec import TensorSpec, alike
 def emit(
     request: Request, mesh: Mesh, rules: Mapping[str, Rule], chosen: Sequence[AxisChoice]
 ) -> PlanRecord:
-    """Return the plan of a request. ``mesh``: the inner mesh; ``chosen``: the choice on each of its
-    axes that has several ranks."""
+    """Return the plan. ``mesh``: the inner mesh; ``chosen``: the choice on each axis of it."""
     flow = request.flow
     emitter = Emitter(request, mesh, rules, chosen)
     strategies = [choice.strategies for choice in chosen]

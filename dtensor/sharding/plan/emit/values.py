@@ -38,8 +38,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """The reader for which a step is emitted: its stage and phase, the user's line, and the reason
-    for the step."""
+    """The reader for which a step is emitted: stage, phase, user's line, reason for the step."""
 
     stage: int
     phase: StepPhase
@@ -125,8 +124,7 @@ class Emitter:
     # -- conversions and transfers ------------------------------------------------------------
 
     def need(self, value: str, wanted: TensorSpec, by: Reader) -> Copy:
-        """Return a copy of the value with the spec ``wanted`` on the reader's stage, after emitting
-        the steps that make it, if any."""
+        """Return a copy with the spec ``wanted`` on the reader's stage; emit it if needed."""
         producer = self.request.flow.producers.get(value)
         on_stage = self.on(value, by.stage)
         if (

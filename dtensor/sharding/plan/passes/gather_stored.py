@@ -47,8 +47,7 @@ def gather_stored(plan: PlanRecord) -> PlanRecord:
 
 @dataclass(slots=True)
 class _Group:
-    """The parameters that are gathered in one message. ``members``: parameters, or casts of
-    parameters."""
+    """Parameters that are gathered in one message, or casts of parameters."""
 
     members: list[str] = field(default_factory=list[str])
     started: bool = False
@@ -151,8 +150,7 @@ class _Gathering:
     # -- second walk: the steps -----------------------------------------------------------------
 
     def _read(self, value: str, stage: int, when: When) -> str:
-        """Return the name with which a step can read the value, after emitting the gather and the
-        local steps that make it, if any."""
+        """Return the name of the gathered copy that a step reads; emit the copy if needed."""
         if not self._depends(value):
             return value
         key: tuple[str, StageWhen] = (value, (stage, when))
@@ -174,8 +172,7 @@ class _Gathering:
         return name
 
     def _gather(self, member: str, stage: int, when: When) -> None:
-        """When a group is used for the first time, start its gather, if it has not been started,
-        and the gather of the next group."""
+        """At the first use of a group, start its gather and the gather of the next group."""
         groups = list(self.groups[stage, when].values())
         at = next(i for i, group in enumerate(groups) if member in group.members)
         if groups[at].used:
@@ -216,8 +213,7 @@ class _Gathering:
             self.copies[member, (stage, when)] = name
 
     def _shard(self, member: str, stage: int, when: When) -> tuple[str, TensorSpec]:
-        """Return the name and spec of the shard that is gathered for a member: the stored
-        parameter, or its cast, which is emitted."""
+        """Return (name, spec) of the shard to gather: the stored parameter, or an emitted cast."""
         parameter, _ = self._base(member)
         item = self.split[parameter]
         if member == parameter:
@@ -244,8 +240,7 @@ class _Gathering:
 
 
 def _uses(step: Step) -> list[tuple[int, str]]:
-    """Return (stage, value) of each operand that the step needs gathered. An in-place gather of
-    updated slices needs none."""
+    """Return (stage, value) of each operand; none for an in-place gather of updated slices."""
     if isinstance(step, Redistribute) and step.in_place:
         return []
     return [(stage, value) for stage, value, _ in step.reads_as()]

@@ -181,8 +181,7 @@ class _StorageWrites:
                     self._count_copy(value)
 
     def _find_chain(self, value: str) -> bool:
-        """Whether a chain of views and writes leads from the storage to the value. If so, record
-        it in ``chain``."""
+        """Whether views and writes lead from the storage to the value; record them in ``chain``."""
         step = self.producers.get(value)
         if value == self.item.name or value in self.chain:
             return True

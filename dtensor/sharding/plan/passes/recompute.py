@@ -168,8 +168,7 @@ class _Recompute:
         return value not in self.producers or self.kept.get(value, False)
 
     def _find_needed(self) -> None:
-        """Find the values to repeat: values that the backward reads, and values that these depend
-        on, unless they are kept."""
+        """Find the values to repeat: what the backward needs, directly or not, and is not kept."""
         pending = [
             name for step in self.plan.steps if step.phase == "backward" for name in step.reads
         ]
@@ -182,8 +181,7 @@ class _Recompute:
     # -- the repeated steps ----------------------------------------------------------------------
 
     def _repeat(self, values: Sequence[str]) -> None:
-        """Emit repetitions of the steps that make ``values``, in program order, unless they were
-        emitted already."""
+        """Emit the steps that make ``values`` again, in program order, unless already repeated."""
         producers: dict[int, Repeatable] = {}
         pending = [name for name in values if name not in self.repeated_names]
         while pending:

@@ -156,8 +156,7 @@ def _unit_costs(chain: Chain) -> Table:
 
 
 def _sent_costs(chain: Chain) -> Table:
-    """Return the cost of sending, for each part: each of its values that has a reader outside the
-    part counts once."""
+    """Return the cost of sending for each part. A value counts once for all outside readers."""
     num = len(chain.own)
     table = np.zeros((num, num + 1), np.int64)
     for item in chain.sent:

@@ -85,8 +85,7 @@ Units = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crossing:
-    """A value that ``unit`` makes in ``phase`` and other units read, ``times`` per training
-    step."""
+    """A value that ``unit`` makes in ``phase`` and others read, ``times`` per training step."""
 
     spec: TensorSpec
     unit: int
@@ -157,8 +156,7 @@ class UnitPricing:
                 self.passing[unit] = max(self.passing.get(unit, 0), size)
 
     def _shares(self, step: Step, units: Units) -> Iterator[tuple[Units, float]]:
-        """Yield (units that pay for the step, their share of its cost). The cost of a bucket is
-        shared by its values."""
+        """Yield (units that pay, their share of the cost). A bucket's values share its cost."""
         if isinstance(step, Redistribute) and step.bucket:
             sizes = [move.src.max_local_nbytes for move in step.moves]
             for label, size in zip(step.of, sizes, strict=True):
@@ -172,8 +170,7 @@ class UnitPricing:
             yield index, list(self._shares(self.whole.steps[index], units))
 
     def _units(self, step: Step) -> Units:
-        """Return the units of a step other than an op: the units that use its parameters, or that
-        make its operand."""
+        """Return the units of a step other than an op, from its parameters or its operand."""
         match step:
             case Update(parameter=label) | Accumulate(of=label) if label in self.uses:
                 return self.uses[label]
@@ -196,8 +193,7 @@ class UnitPricing:
             self.sent.append(Sent(cost, value.unit, value.readers))
 
     def crossing(self) -> Iterator[Crossing]:
-        """Yield the values that one unit makes and others read. A view counts as the value that it
-        is a view of."""
+        """Yield the values that one unit makes and others read; a view counts as its base."""
         specs, times = self._transfer_specs()
         readers_of: dict[str, set[int]] = {}
         producers = {name: op for op in self.parts.ops for name in op.results if name is not None}
@@ -227,8 +223,7 @@ class UnitPricing:
         return name
 
     def _transfer_specs(self) -> tuple[dict[str, TensorSpec], dict[str, int]]:
-        """Return value of the program -> the spec with which it is transferred, and value -> the
-        number of transfers per training step."""
+        """Return value -> the spec of its transfer, and value -> transfers per training step."""
         specs: dict[str, TensorSpec] = {}
         times: dict[str, int] = {}
         for step in self.whole.steps:
@@ -248,8 +243,7 @@ class UnitPricing:
         return specs, times
 
     def ties(self) -> Iterator[SharedCost]:
-        """Yield the costs of summing gradients over stages, for parameters that several units
-        use."""
+        """Yield the costs of summing gradients of shared parameters over stages."""
         gradients = self._gradient_bytes()
         for label, units in self.uses.items():
             if len(units) > 1 and label in gradients:
@@ -270,8 +264,7 @@ class UnitPricing:
         }
 
     def held(self) -> dict[Units, int]:
-        """Return the bytes of parameters, gradients and optimizer state, by the units that use
-        them."""
+        """Return the bytes of parameters, gradients and optimizer state, by their units."""
         bytes_by_units: defaultdict[Units, int] = defaultdict(int)
         gradients = self._gradient_bytes()
         for item in self.whole.inputs:
@@ -284,16 +277,14 @@ class UnitPricing:
         return bytes_by_units
 
     def kept(self) -> dict[Units, int]:
-        """Return the bytes of forward values that the backward of a microbatch reads, by the units
-        that read them."""
+        """Return the bytes of forward values that the backward reads, by the reading units."""
         bytes_by_units: defaultdict[Units, int] = defaultdict(int)
         for spec, units in self.kept_values():
             bytes_by_units[units] += spec.max_local_nbytes
         return bytes_by_units
 
     def kept_values(self) -> Iterator[tuple[TensorSpec, Units]]:
-        """Yield (spec, units that read it) of each forward value that the backward of a microbatch
-        reads. Views count as their base."""
+        """Yield (spec, readers) of forward values that a backward reads; a view is its base."""
         storage: dict[str, str] = {}
         specs: dict[str, TensorSpec] = {}
         read: defaultdict[str, set[int]] = defaultdict(set)

@@ -87,8 +87,7 @@ class PlanIndex:
         return "\n  ".join([f"{name}: {self.specs[name]}", *self.reasons(name)])
 
     def reasons(self, name: str) -> list[str]:
-        """Return the lines that say where a value comes from, why it has its placement, and where
-        it is used."""
+        """Return why the value has its placement: its origin, placement and uses, as lines."""
         item, producer = self.inputs.get(name), self.producers.get(name)
         return [
             *([] if item is None else _input_lines(self, item)),
@@ -99,8 +98,7 @@ class PlanIndex:
         ]
 
     def openers(self, axis: str, values: Sequence[str]) -> list[str]:
-        """Return the pins on the axis that split one of the values, by the names for which the user
-        wrote them."""
+        """Return the names of the pins on the axis that split one of the values."""
         pins: dict[int, str] = {}
         for value in values:
             pins |= self.opened.get((axis, value), {})
@@ -127,8 +125,7 @@ class PlanIndex:
 
 
 def _input_lines(index: PlanIndex, item: PlannedInput) -> list[str]:
-    """Return the lines about an input: its kind, how it is stored, and its placement on each
-    axis."""
+    """Return the lines about an input: its kind, storage, and placement on each axis."""
     plan = index.plan
     where = f"    held by stage {' and '.join(map(str, item.stages))}"
     where = where if plan.num_stages > 1 else ""

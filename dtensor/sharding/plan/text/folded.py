@@ -30,8 +30,7 @@ MAX_STEP_LINES = 150
 
 
 def render_folded(totals: PlanTotals) -> str:
-    """Return the text of the plan with repeated layers printed once; without repeated layers, the
-    text of `render`."""
+    """Return the text of the plan with repeated layers printed once."""
     plan, sections = totals.plan, sections_of(totals.plan)
     runs = [run for section in sections for run in section.runs]
     if not runs:
@@ -68,8 +67,7 @@ def _lines(plan: PlanRecord, section: Section, share: bool) -> Iterator[Line | s
 
 
 def _title(run: Run) -> str:
-    """Return the title of a run: the layers, their number, and the values that one layer passes to
-    the next."""
+    """Return the title of a run: layers, their number, and values passed to the next layer."""
     text = f"{', '.join(run.layers)}    x{run.count}, {count_text(run.period, 'step')} each"
     text += f"; of {run.first}"
     if run.passed:
@@ -79,8 +77,7 @@ def _title(run: Run) -> str:
 
 
 def _layer_line(line: Line, run: Run, steps: Sequence[Step], offset: int) -> Line:
-    """Return a line of the shown layer, with the number of layers after its cost, and with the
-    labels of all layers."""
+    """Return a line of the shown layer, with the cost and the labels of all layers."""
     more = line.more
     if more:
         alike = run.alike(steps, offset)

@@ -157,8 +157,7 @@ class _RunFinder:
         return best
 
     def _first_layer(self, start: int, period: int, extent: int) -> int:
-        """Return where the first layer of a repetition starts: at the step from which one period
-        touches the fewest numbered modules."""
+        """Return the start of the first layer, chosen so that layers span the fewest modules."""
 
         def num_modules(begin: int) -> int:
             refs = [ref for step_refs in self.refs[begin : begin + period] for ref in step_refs]
@@ -309,8 +308,7 @@ class _RunFinder:
 
 
 def _key(step: Step) -> Hashable | None:
-    """Return a key that is equal for steps which print the same except for names; None for a step
-    that is never part of a layer."""
+    """Return a key, equal for steps whose text differs only in names; None if in no layer."""
     match step:
         case Compute(op=op):
             call = op.call
@@ -332,8 +330,7 @@ def _key(step: Step) -> Hashable | None:
 
 
 def _refs(step: Step) -> Iterator[_Ref]:
-    """Yield the names in a step that may differ between layers. Steps with equal keys yield
-    corresponding names in the same order."""
+    """Yield the names that may differ between layers, in the same order for equal keys."""
     for name in step.reads:
         yield "value", name
     for label in step.labels:
@@ -356,14 +353,12 @@ def _common(before: set[_Relation], now: set[_Relation]) -> set[_Relation]:
 
 @cache
 def _path(label: str) -> tuple[str, tuple[int, ...]]:
-    """Return the label without numbers, and its numbers: "blocks.3.up" gives ("blocks.*.up",
-    (3,))."""
+    """Split "blocks.3.up" into its pattern "blocks.*.up" and its numbers (3,)."""
     return without_numbers(label), tuple(int(p) for p in label.split(".") if p.isdigit())
 
 
 def _label_relations(first: str, second: str) -> set[_Relation]:
-    """Return the relation of two labels: equal, or equal except for numbers, with the differences
-    of the numbers."""
+    """Return whether two labels are equal, or by how much each of their numbers differs."""
     if first == second:
         return {_SAME}
     (pattern, before), (other, after) = _path(first), _path(second)
@@ -373,16 +368,14 @@ def _label_relations(first: str, second: str) -> set[_Relation]:
 
 
 def _numbered_module(label: str) -> str:
-    """Return the label up to its first number, ``blocks.3`` for "blocks.3.up"; "" if it has no
-    number."""
+    """Return the label up to its first number, ``blocks.3`` for "blocks.3.up", or ""."""
     parts = label.split(".")
     number = next((i for i, part in enumerate(parts) if part.isdigit()), -1)
     return ".".join(parts[: number + 1])
 
 
 def _layer_name(label: str, differences: Hashable) -> str:
-    """Return the label up to the first number that changes from layer to layer. ``differences``:
-    the change of each number."""
+    """Return the label up to the first number whose difference between layers is not 0."""
     parts, changes = label.split("."), iter(cast(tuple[int, ...], differences))
     for index, part in enumerate(parts):
         if part.isdigit() and next(changes):

@@ -45,8 +45,7 @@ def notices_of(plan: PlanRecord) -> list[str]:
 
 
 def split_ends(plan: PlanRecord) -> list[str]:
-    """Return the lines "ends": pins whose split ends at an op that they do not line up with, and
-    the bytes that are sent as a consequence."""
+    """Return the lines "ends": pins that do not line up with an op, and the bytes this sends."""
     groups: dict[Misaligned, tuple[dict[str, None], dict[str, None]]] = {}
     for _, opened in plan.opened:
         for item in opened:
@@ -178,8 +177,7 @@ def _repeated_work_text(plan: PlanRecord, axis: str) -> str:
 
 
 def _attends(step: Compute) -> bool:
-    """Whether the step is attention, or a batched product, as in attention that a model writes
-    out."""
+    """Whether the step is attention, or a batched product of attention that is written out."""
     return step.rule.kind == "attention" or step.op.call.name == "aten.bmm.default"
 
 

@@ -114,8 +114,7 @@ def render(
 
 
 def hint_lines(plan: PlanRecord) -> list[str]:
-    """Return the lines about pins whose opposite would be cheaper; [] if hints were not requested
-    or none was found."""
+    """Return the lines about pins whose opposite would be cheaper, if hints were requested."""
     return [line for hint in plan.hints for line in wrapped(_hint(hint), "", WIDTH)]
 
 
@@ -231,8 +230,7 @@ def _updates(plan: PlanRecord, stage: int) -> list[Line]:
 
 
 def _state_writes(plan: PlanRecord, stage: int) -> list[str]:
-    """Return the lines of the writes to state. Writes of one kind on one line of the user's code
-    are listed together."""
+    """Return the lines of the writes to state, combined by kind and user's line."""
     groups: dict[tuple[str, ...], list[StateWrite]] = {}
     for write in plan.state_writes:
         if write.stage == stage:
@@ -283,8 +281,7 @@ def _widths(lines_and_titles: Sequence[Line | str]) -> tuple[int, int, int, int]
 
 
 def _columns(lines: Sequence[Line | str], widths: tuple[int, int, int, int]) -> list[str]:
-    """Return the lines with aligned columns. A text that is too long uses the space of the next
-    column."""
+    """Return the lines with aligned columns; long text uses the space of the next column."""
     name_width, text_width, type_width, cost_width = widths
     rows: list[str] = []
     for line in lines:
@@ -322,8 +319,7 @@ def _head(plan: PlanRecord) -> str:
 
 
 def _ranks(plan: PlanRecord, stage: int) -> str:
-    """Return whether all ranks of the stage hold shards of the same sizes, as text with the first
-    exception."""
+    """Return whether the stage's ranks have shards of equal sizes, with the first exception."""
     uneven: list[str] = []
     uneven_axes_of: dict[TensorSpec, list[tuple[str, list[int]]]] = {}
     for name, spec in _stage_values(plan, stage):
@@ -359,8 +355,7 @@ def _stage_values(plan: PlanRecord, stage: int) -> Iterable[tuple[str, TensorSpe
 
 
 def _axes(totals: PlanTotals) -> list[str]:
-    """Return the lines of the axes: their splits and the pins that cause them. Repeated layers
-    share a line."""
+    """Return the lines of the axes: their splits and the pins that cause them."""
     plan = totals.plan
     lines: list[str] = []
     for axis in plan.mesh.axes:
@@ -382,8 +377,7 @@ def _axes(totals: PlanTotals) -> list[str]:
 
 
 def _auto_stages(totals: PlanTotals) -> list[str]:
-    """Return the lines of the stages that "auto" chose, with the cost of the slowest stage relative
-    to the mean; [] if stages are stated."""
+    """Return the lines of the stages that "auto" chose; [] if it chose none."""
     plan = totals.plan
     if not plan.auto:
         return []
@@ -418,8 +412,7 @@ def _stored(plan: PlanRecord) -> list[str]:
 
 
 def _statistics(plan: PlanRecord) -> list[str]:
-    """Return the lines of the modules that take statistics of each microbatch instead of the
-    batch."""
+    """Return the lines of modules that take statistics of each microbatch, not of the batch."""
     if not plan.by_microbatch:
         return []
     text = (
@@ -527,8 +520,7 @@ def _memory(totals: PlanTotals) -> list[str]:
 
 
 def memory_warning(totals: PlanTotals) -> str:
-    """Return the warning that the fullest rank needs more memory than its device has; "" if it
-    fits."""
+    """Return the warning that the fullest rank exceeds its device's memory; "" if it fits."""
     if totals.fits:
         return ""
     fullest, limit = totals.memory.total, totals.plan.topology.memory_bytes

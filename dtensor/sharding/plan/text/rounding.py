@@ -48,8 +48,7 @@ class Reordered:
 
     @property
     def bound(self) -> float:
-        """The largest difference between two orders, relative to the sum of the terms'
-        magnitudes."""
+        """The largest difference between two orders, relative to the sum of magnitudes."""
         accumulator = torch.float64 if self.dtype == torch.float64 else torch.float32
         stored = 0.0 if self.dtype.itemsize >= 4 else 2 * torch.finfo(self.dtype).eps
         scaling = math.log(self.terms) + 2 * self.scaled if self.scaled else 0.0
@@ -76,8 +75,7 @@ def reordered(plan: PlanRecord) -> tuple[Reordered, ...]:
 
 
 def rounding_text(plan: PlanRecord) -> str:
-    """Return the table of bounds: one line for all sums with the same number of terms, axis and
-    dtype."""
+    """Return the table of bounds, one line for each number of terms, axis and dtype."""
     groups: dict[tuple[int, str, torch.dtype, int], list[Reordered]] = {}
     for item in reordered(plan):
         groups.setdefault((item.terms, item.axis, item.dtype, item.scaled), []).append(item)
@@ -100,8 +98,7 @@ def rounding_text(plan: PlanRecord) -> str:
 
 
 def _sums(step: Step) -> list[tuple[str, str, str, TensorSpec]]:
-    """Return (value, result, axis, spec of the value) of each sum over ranks or microbatches that
-    the step makes."""
+    """Return (value, result, axis, value's spec) of each sum over ranks or microbatches."""
     match step:
         case Redistribute() if not step.tied:
             return [

@@ -160,8 +160,7 @@ def _cells(sent: SentTotals, kind: str = "") -> Row:
 
 
 def _longest_rows(plan: PlanRecord) -> list[Row]:
-    """Return the ops, by name and source line, that compute longest on a stage: name, line, number
-    of executions, and seconds."""
+    """Return the ops that compute longest on a stage: name, line, executions, seconds."""
     # (op, line) -> stage -> [number of executions, seconds]
     costs: dict[tuple[str, str], dict[int, list[float]]] = {}
     for step in plan.steps:

@@ -54,8 +54,7 @@ def sections_of(plan: PlanRecord) -> list[Section]:
 
 
 def steps_by_section(plan: PlanRecord, stage: int) -> dict[str, list[Step]]:
-    """Return section name -> the steps of the stage in order. Updates are left out: they are shown
-    together, by optimizer."""
+    """Return section name -> steps of the stage, except updates, which are shown together."""
     sections = {name: list[Step]() for name in (*SECTIONS, UPDATED)}
     for step in plan.steps:
         if step.is_on(stage) and not isinstance(step, Update):

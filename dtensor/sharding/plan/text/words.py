@@ -150,8 +150,7 @@ def _braces(numbers: Sequence[str]) -> str:
 
 
 def wrapped(text: str, start: str, width: int) -> list[str]:
-    """Wrap ``text`` to lines of ``width``. The first line begins with ``start``, the others are
-    indented by its length."""
+    """Wrap ``text`` to ``width``, after ``start`` and with the indent of its length."""
     return textwrap.wrap(
         text,
         width,
@@ -163,8 +162,7 @@ def wrapped(text: str, start: str, width: int) -> list[str]:
 
 
 def table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """Return the rows as lines with aligned columns: the first ``left`` columns to the left, the
-    others to the right."""
+    """Return aligned lines: the first ``left`` columns left-aligned, the others right-aligned."""
     num = max((len(row) for row in rows), default=0)
     widths = [max((len(row[i]) for row in rows if i < len(row)), default=0) for i in range(num)]
     return [
