@@ -25,7 +25,7 @@ from dtensor.frontend.guards.guards import Guards
 from dtensor.numerics import dtype_name
 from dtensor.private_torch import OpOverload, pytree
 from dtensor.sharding.ops.call import Meta, OpCall, Operand
-from dtensor.sharding.plan.recognised import Recognised
+from dtensor.sharding.plan.dataflow import Recognised
 
 
 @dataclass(frozen=True, slots=True)

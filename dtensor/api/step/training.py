@@ -61,6 +61,7 @@ from dtensor.runtime.optimizer.elementwise.optimizer_rule import (
 )
 from dtensor.runtime.schedule import Costs, Grid, Published, Schedule, validate
 from dtensor.sharding.plan.hints import hints as hints_of
+from dtensor.sharding.plan.hints import swapped
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.request import Training
 from dtensor.sharding.plan.steps import Redistribute
@@ -226,8 +227,6 @@ class TrainStep:
             redistributions = (s for s in planned.plan.steps if isinstance(s, Redistribute))
             if all(step.phase != "forward" or not step.is_free for step in redistributions):
                 return planned
-            from dtensor.sharding.plan.swapped_pairs import swapped  # seldom needed
-
             pairs = swapped(planned.request, planned.plan)
             return replace(planned, plan=replace(planned.plan, swapped=pairs)) if pairs else planned
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dtensor.frontend.capture.names import called
 from dtensor.frontend.capture.recognise.pattern_match import PatternMatch
 from dtensor.frontend.source import source_of_trace
-from dtensor.sharding.plan.recognised import Recognised
+from dtensor.sharding.plan.dataflow import Recognised
 
 
 def fusion_report(

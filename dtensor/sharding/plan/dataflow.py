@@ -19,7 +19,6 @@ from typing import Literal
 import torch
 
 from dtensor.sharding.ops.call import Meta, OpCall
-from dtensor.sharding.plan.recognised import Recognised
 
 InputKind = Literal["parameter", "buffer", "argument", "constant", "tangent"]
 OutputKind = Literal["result", "gradient", "mutation"]
@@ -86,6 +85,22 @@ class Output:
     kind: OutputKind
     of: int | str
     stage: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Recognised:
+    """A pattern of the user's program that became one op, or stayed unchanged for a reason.
+
+    ``what``: the kind of pattern, "attention"; ``op``: the op that replaced it, or ""; ``reason``:
+    why it stayed unchanged, or ""; ``module``: the path of the user's module; ``source``: the
+    user's line, "mlp.py:14". The recognisers are in frontend/capture/recognise.
+    """
+
+    what: str
+    op: str
+    reason: str
+    module: str
+    source: str
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -28,7 +28,7 @@ from dtensor.sharding.plan.choose.solve import (
     Infeasible,
     Node,
     Option,
-    PlacedValue,
+    ValueAt,
     Solution,
     solve,
 )
@@ -407,13 +407,13 @@ class Prices:
             return math.inf
         return seconds(spec(src), spec(dst), self.axis_problem.topology)
 
-    def output_options(self, value: str, wanted: Placement) -> list[tuple[PlacedValue, float]]:
+    def output_options(self, value: str, wanted: Placement) -> list[tuple[ValueAt, float]]:
         """Return the ways to deliver an output, as (placed value to read, seconds): as wanted, or
         pending and reduced after the last microbatch.
 
         Reductions that share buckets cost bytes, but no latency each.
         """
-        options: list[tuple[PlacedValue, float]] = [((value, wanted), 0.0)]
+        options: list[tuple[ValueAt, float]] = [((value, wanted), 0.0)]
         if isinstance(wanted, Partial) or self.axis == MICROBATCH_AXIS:
             return options
         topology = self.axis_problem.topology

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from dtensor.errors import PlanningError
-from dtensor.sharding.plan.choose.solve import Node, PlacedValue, Price
+from dtensor.sharding.plan.choose.solve import Node, ValueAt, Price
 from dtensor.sharding.plan.dataflow import Dataflow, Op
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
 from dtensor.sharding.spec.placements import Partial, Placement, Replicate, Shard
@@ -27,7 +27,7 @@ def infeasible(flow: Dataflow, nodes: Sequence[Node], price: Price, axis: str) -
     """
     possible: dict[str, set[Placement]] = {}
 
-    def can_read(reads: Sequence[PlacedValue]) -> bool:
+    def can_read(reads: Sequence[ValueAt]) -> bool:
         return all(
             p in placements or any(price(v, q, p) < math.inf for q in placements)
             for v, p in reads

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 from dtensor.sharding.spec.placements import REPLICATE, Placement
 
-PlacedValue = tuple[str, Placement]
+ValueAt = tuple[str, Placement]
 Price = Callable[[str, Placement, Placement], float]
 """The seconds of converting a value from one placement to another; infinity if impossible."""
 
@@ -38,8 +38,8 @@ _TIE_BREAK = 1e-4  # nanoseconds per position in the list of options
 class Option:
     """One choice of a node: the placements at which it reads and writes values, and its cost."""
 
-    reads: tuple[PlacedValue, ...]
-    writes: tuple[PlacedValue, ...]
+    reads: tuple[ValueAt, ...]
+    writes: tuple[ValueAt, ...]
     seconds: float
 
 

@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from dtensor.sharding.plan.dataflow import without_numbers
-from dtensor.sharding.plan.recognised import Recognised
+from dtensor.sharding.plan.dataflow import Recognised, without_numbers
 from dtensor.sharding.plan.text.words import table
 
 _NOTHING = "nothing of this program is a pattern that is looked for"
