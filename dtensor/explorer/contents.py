@@ -136,11 +136,8 @@ class _Contents:
     def _add_step(
         self, section: int, stage: int, step: Step, alike: Sequence[Step], run: int | None
     ) -> None:
-        """Add the data of a step, and its cost to its module.
-
-        ``section`` and ``run``: indices, None if the step is in no run; ``alike``: the steps of all
-        layers that it stands for.
-        """
+        """Add the data of a step, and its cost to its module. ``section`` and ``run``: indices,
+        None if the step is in no run; ``alike``: the steps of all layers that it stands for."""
         plan = self.plan
         line = line_of(plan, step, stage)
         messages = [c for c in collectives_of(plan, step) if c.stage == stage]

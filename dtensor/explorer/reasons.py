@@ -15,12 +15,7 @@ import math
 from collections.abc import Iterable, Iterator
 
 from dtensor.sharding.plan.plan import Plan
-from dtensor.sharding.plan.steps import (
-    Norm,
-    Redistribute,
-    Step,
-    Transfer,
-)
+from dtensor.sharding.plan.steps import Norm, Redistribute, Step, Transfer
 from dtensor.sharding.plan.text.words import collapse
 
 _MAX_DEPTH = 12

@@ -48,11 +48,9 @@ def hints(request: Request, planned: Plan) -> tuple[Hint, ...]:
 
 
 def swapped(request: Request, planned: Plan) -> tuple[SwappedPair, ...]:
-    """Return at most one swapped pair for each axis. ``planned``: the plan of ``request``.
-
-    The caller checks first that the forward slices a full value: with correct placements, the
-    operand of a weight that is split over the summed dim is already split.
-    """
+    """Return at most one swapped pair for each axis. ``planned``: the plan of ``request``. The
+    caller checks first that the forward slices a full value: with correct placements, the operand
+    of a weight that is split over the summed dim is already split."""
     flow = training_flow(request)
     rules, batch = rules_of(flow), flow.batch_values
     pairs: list[SwappedPair] = []
@@ -89,10 +87,8 @@ def _hint(
     pinned: Mapping[str, tuple[Shard, int]],
 ) -> Hint | None:
     """Plan with the opposite of one pattern's pins on one axis; return the hint if it is cheaper.
-
-    ``pinned``: value -> (stated placement, dim of the opposite). The opposite has one block and
-    the unit 1, or, if that cannot be planned, the stated unit.
-    """
+    ``pinned``: value -> (stated placement, dim of the opposite). The opposite has one block and the
+    unit 1, or, if that cannot be planned, the stated unit."""
     first, (stated, _) = next(iter(pinned.items()))
     for cut in dict.fromkeys((Shard(0), one_block(on_dim(stated, 0)))):
         opposites = {value: on_dim(cut, dim) for value, (_, dim) in pinned.items()}

@@ -43,11 +43,9 @@ _RESHAPES = ("aten.reshape.default", "aten.view.default", "aten._unsafe_view.def
 
 @collector_paused()
 def plan(request: Request) -> Plan:
-    """Return the plan of the request, with every placement and collective decided.
-
-    With search="free", the program is also planned with search="predictable", and the plan with
-    fewer predicted seconds is returned. Raises PlanningError if there is no plan.
-    """
+    """Return the plan of the request, with every placement and collective decided. With
+    search="free", the program is also planned with search="predictable", and the plan with fewer
+    predicted seconds is returned. Raises PlanningError if there is no plan."""
     candidates = [_candidate(request)]
     if request.search == "free":
         candidates.append(_candidate(replace(request, search="predictable")))
@@ -82,11 +80,9 @@ def training_flow(request: Request) -> Dataflow:
 
 
 def plan_flow(request: Request, flow: Dataflow) -> PlanRecord:
-    """Choose strategies axis by axis, then emit the steps and the conversions between them.
-
-    The axes are chosen in mesh order, the microbatch axis last. The choice on each axis is optimal
-    given the axes before it.
-    """
+    """Choose strategies axis by axis, then emit the steps and the conversions between them. The
+    axes are chosen in mesh order, the microbatch axis last. The choice on each axis is optimal
+    given the axes before it."""
     request = replace(request, flow=flow)
     inner, rules = inner_mesh(request), rules_of(flow)
     axis_problem = axis_problem_of(request, inner, rules)
@@ -123,11 +119,9 @@ def scheduled(plan: PlanRecord, timetable: Timetable) -> PlanRecord:
 
 
 def rules_of(flow: Dataflow) -> dict[str, Rule]:
-    """Return the rule of every op by op name.
-
-    Raises NoRule for an op without a rule, and PlanningError for operands whose dtypes the op does
-    not take together; both name the user's line.
-    """
+    """Return the rule of every op by op name. Raises NoRule for an op without a rule, and
+    PlanningError for operands whose dtypes the op does not take together; both name the user's
+    line."""
     rules: dict[str, Rule] = {}
     for op in flow.ops:
         try:
@@ -145,10 +139,8 @@ def rules_of(flow: Dataflow) -> dict[str, Rule]:
 
 def _with_repeats(flow: Dataflow, op: Op, rule: Rule) -> Rule:
     """Return the view's rule, with the fallback of `of_repeat` if the view handles repeated heads.
-
     In grouped-query attention, a view joins heads that an expand repeated; in the backward, a view
-    splits the gradient of these heads before the sum over the repeats.
-    """
+    splits the gradient of these heads before the sum over the repeats."""
     producer = flow.producers.get(op.operands[0])
     if producer is not None and producer.call.name == "aten.expand.default":
         before, after = producer.call.operands[0].shape, producer.call.result.shape
@@ -196,11 +188,9 @@ def _mixed_dtypes(flow: Dataflow, op: Op, rules: Mapping[str, Rule]) -> Planning
 
 
 def _argument_cast_fix(flow: Dataflow, metas: Mapping[str, Meta]) -> str:
-    """Return the fix that casts an argument, or "" if another fix is needed.
-
-    It applies if float32 parameters meet an argument of another dtype, or if the batch is float64,
-    numpy's default. ``metas``: the op's operands by the user's names.
-    """
+    """Return the fix that casts an argument, or "" if another fix is needed. It applies if float32
+    parameters meet an argument of another dtype, or if the batch is float64, numpy's default.
+    ``metas``: the op's operands by the user's names."""
     dtypes = {meta.dtype for meta in metas.values()}
     parameters = {flow.metas[i.name].dtype for i in flow.inputs if i.kind == "parameter"} & dtypes
     if parameters != {torch.float32}:

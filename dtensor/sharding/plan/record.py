@@ -164,11 +164,9 @@ class StateWrite:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hint:
-    """A pin whose opposite is cheaper: a split of the weight's other matrix dim.
-
-    ``by``: the name for which the user wrote the pin. Seconds and bytes sent are per rank and step.
-    ``removed``: (kind, axis, phase, the user's line) of the collectives that the opposite saves.
-    """
+    """A pin whose opposite is cheaper: a split of the weight's other matrix dim. ``by``: the name
+    for which the user wrote the pin. Seconds and bytes sent are per rank and step. ``removed``:
+    (kind, axis, phase, the user's line) of the collectives that the opposite saves."""
 
     by: str
     axis: str

@@ -38,11 +38,9 @@ class Training:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pin:
-    """The stated placement of one value on one axis, in the planner's form.
-
-    ``by``: the name for which the user wrote the placement. ``opens``: whether other values are
-    split because of this pin. ``until_contraction``: whether that ends at the next contraction.
-    """
+    """The stated placement of one value on one axis, in the planner's form. ``by``: the name for
+    which the user wrote the placement. ``opens``: whether other values are split because of this
+    pin. ``until_contraction``: whether that ends at the next contraction."""
 
     value: str
     placement: Placement

@@ -393,10 +393,8 @@ class Accumulate(_Step):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Norm(_Step):
     """Computes the norm of all gradients over all axes and stages, to clip the gradients.
-
     ``max_norm``: inf if gradients are not clipped. ``scaled``: the gradients contain the loss
-    scale; they are divided by it, and a gradient that is not finite makes the step fail.
-    """
+    scale; they are divided by it, and a gradient that is not finite makes the step fail."""
 
     result: str
     operands: tuple[tuple[int, str, str], ...]  # (the one stage that counts it, value, parameter)

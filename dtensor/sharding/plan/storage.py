@@ -46,9 +46,7 @@ def stored_spec(spec: TensorSpec, axis: str) -> TensorSpec | None:
 
 def layer_of(label: str) -> str:
     """Return the layer of a parameter: its innermost numbered module, else its own module.
-
     ``blocks.0.attn.qkv.weight`` belongs to ``blocks.0``, ``embed.weight`` to ``embed``. The
-    parameters of a layer are gathered together.
-    """
+    parameters of a layer are gathered together."""
     numbers = list(_NUMBER.finditer(label))
     return label[: numbers[-1].end()] if numbers else label.rpartition(".")[0]

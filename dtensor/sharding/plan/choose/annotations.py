@@ -20,10 +20,8 @@ _KEYWORD = re.compile(r"(\w+)=(Shard|Replicate|Partial)\(([^)]*(?:\([^)]*\)[^)]*
 
 
 def annotation_placements(op: Op, mesh: Mesh) -> dict[str, Placement]:
-    """Return axis -> placement, as the annotation ``op`` states it.
-
-    Raises PlanningError if the text is invalid or names an axis that the mesh lacks.
-    """
+    """Return axis -> placement, as the annotation ``op`` states it. Raises PlanningError if the
+    text is invalid or names an axis that the mesh lacks."""
     text = op.call.args[1]
     meta = op.call.operands[0]
     where = f"annotate({text!r}) at {op.source}"

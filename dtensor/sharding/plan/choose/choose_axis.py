@@ -24,14 +24,7 @@ from dtensor.sharding.plan.choose.annotations import annotation_placements
 from dtensor.sharding.plan.choose.axis_problem import AxisChoice, AxisProblem
 from dtensor.sharding.plan.choose.infeasible import infeasible
 from dtensor.sharding.plan.choose.opened_factors import Reach, reach
-from dtensor.sharding.plan.choose.solve import (
-    Infeasible,
-    Node,
-    Option,
-    ValueAt,
-    Solution,
-    solve,
-)
+from dtensor.sharding.plan.choose.solve import Infeasible, Node, Option, Solution, ValueAt, solve
 from dtensor.sharding.plan.dataflow import Dataflow, Input, Op, layer_group, without_numbers
 from dtensor.sharding.plan.request import Pin
 from dtensor.sharding.redistribute.moves import move_kind, seconds
@@ -56,10 +49,8 @@ the same."""
 
 
 def choose_axis(axis_problem: AxisProblem, axis: str, earlier: Sequence[AxisChoice]) -> AxisChoice:
-    """Return the cheapest choice on ``axis``, given the choices on ``earlier`` axes.
-
-    Raises PlanningError if no choice connects the program.
-    """
+    """Return the cheapest choice on ``axis``, given the choices on ``earlier`` axes. Raises
+    PlanningError if no choice connects the program."""
     num = axis_problem.mesh.axis_size(axis)
     flow = axis_problem.flow
     pins = _with_annotations(axis_problem, axis)
@@ -221,12 +212,9 @@ def _agreement(
     metas: Mapping[str, Meta],
     num: int,
 ) -> tuple[int, int]:
-    """Return how many settled operands the strategy reads with their settled placement, as
-    (number of split operands, number of replicated operands).
-
-    Split operands come first in the comparison: slicing a replicated operand is free, gathering a
-    split operand is not.
-    """
+    """Return how many settled operands the strategy reads with their settled placement, as (number
+    of split operands, number of replicated operands). Split operands come first in the comparison:
+    slicing a replicated operand is free, gathering a split operand is not."""
     split = replicated = 0
     for index, name in operands:
         if same(strategy.operands[index], settled[name], metas[name].shape, num):
@@ -409,10 +397,8 @@ class Prices:
 
     def output_options(self, value: str, wanted: Placement) -> list[tuple[ValueAt, float]]:
         """Return the ways to deliver an output, as (placed value to read, seconds): as wanted, or
-        pending and reduced after the last microbatch.
-
-        Reductions that share buckets cost bytes, but no latency each.
-        """
+        pending and reduced after the last microbatch. Reductions that share buckets cost bytes, but
+        no latency each."""
         options: list[tuple[ValueAt, float]] = [((value, wanted), 0.0)]
         if isinstance(wanted, Partial) or self.axis == MICROBATCH_AXIS:
             return options

@@ -32,10 +32,8 @@ def choose_composites(
     flow: Dataflow, plan_of: Callable[[Dataflow], PlanRecord], *, keep_split: bool = True
 ) -> PlanRecord:
     """Return the plan of ``flow`` in which composite ops are expanded if that is cheaper.
-
     ``plan_of``: returns the plan of a program. ``keep_split``: expand ops that take statistics over
-    the batch even if that is more expensive.
-    """
+    the batch even if that is more expensive."""
     best = plan_of(flow)
     over_batch = dict.fromkeys(_kind(op) for op in flow.ops if op.over_batch and keep_split)
     if any(kind in over_batch for kind in _gathered_kinds(best)):

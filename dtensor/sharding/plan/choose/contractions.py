@@ -37,11 +37,9 @@ class Contraction:
 def contractions_of(
     flow: Dataflow, rules: Mapping[str, Rule], value: str, batch: frozenset[str]
 ) -> tuple[Contraction, ...]:
-    """Return the forward contractions of the input ``value``, in program order.
-
-    ``batch``: the values that depend on arguments. The search ends at an op that combines the
-    weight with such a value without contracting it.
-    """
+    """Return the forward contractions of the input ``value``, in program order. ``batch``: the
+    values that depend on arguments. The search ends at an op that combines the weight with such a
+    value without contracting it."""
     contractions: list[Contraction] = []
     dims: tuple[int | None, ...] = tuple(range(len(flow.metas[value].shape)))
     pending: list[tuple[str, tuple[int | None, ...]]] = [(value, dims)]
@@ -69,11 +67,8 @@ def contractions_of(
 def _contraction(
     value: str, op: Op, index: int, rule: Rule, weight_dims: tuple[int | None, ...]
 ) -> Contraction | None:
-    """Return the contraction if the op is one, else None.
-
-    ``weight_dims[i]`` is the dim of the weight ``value`` that is dim i of the operand at ``index``,
-    or None.
-    """
+    """Return the contraction if the op is one, else None. ``weight_dims[i]`` is the dim of the
+    weight ``value`` that is dim i of the operand at ``index``, or None."""
     if len(op.operands) < 2:
         return None
     # a vector next to another operand is a bias, which has the output's factor too

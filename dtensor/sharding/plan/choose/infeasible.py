@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from dtensor.errors import PlanningError
-from dtensor.sharding.plan.choose.solve import Node, ValueAt, Price
+from dtensor.sharding.plan.choose.solve import Node, Price, ValueAt
 from dtensor.sharding.plan.dataflow import Dataflow, Op
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
 from dtensor.sharding.spec.placements import Partial, Placement, Replicate, Shard
@@ -21,10 +21,8 @@ Possible = Mapping[str, set[Placement]]
 
 
 def infeasible(flow: Dataflow, nodes: Sequence[Node], price: Price, axis: str) -> PlanningError:
-    """Return the error for ``nodes`` that cannot be connected on ``axis``.
-
-    The node of an op has the op's name.
-    """
+    """Return the error for ``nodes`` that cannot be connected on ``axis``. The node of an op has
+    the op's name."""
     possible: dict[str, set[Placement]] = {}
 
     def can_read(reads: Sequence[ValueAt]) -> bool:

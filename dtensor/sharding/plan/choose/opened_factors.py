@@ -25,13 +25,7 @@ from dtensor.sharding.plan.record import Misaligned, Opened
 from dtensor.sharding.plan.request import OnMisaligned, Pin
 from dtensor.sharding.rules.rule import Rule, Strategy
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
-from dtensor.sharding.spec.placements import (
-    PARTIAL,
-    Partial,
-    Shard,
-    index_sets,
-    simplest,
-)
+from dtensor.sharding.spec.placements import PARTIAL, Partial, Shard, index_sets, simplest
 
 Rules = Mapping[str, Rule]  # by op name
 

@@ -67,11 +67,9 @@ class Solution:
 
 
 def solve(nodes: Sequence[Node], price: Price) -> Solution:
-    """Return the cheapest choice. Raises Infeasible if there is none.
-
-    If there is no choice that is the same for all nodes of a group (the first layer may have an
-    input that the other layers lack), each node chooses separately.
-    """
+    """Return the cheapest choice. Raises Infeasible if there is none. If there is no choice that is
+    the same for all nodes of a group (the first layer may have an input that the other layers
+    lack), each node chooses separately."""
     if not all(node.options for node in nodes):
         raise Infeasible
     try:
@@ -150,10 +148,8 @@ class _ValueClass:
 def _value_classes(
     nodes: Sequence[Node], groups: Sequence[Sequence[Node]], price: Price
 ) -> dict[_ValueClass, int]:
-    """Return each class of values, with the number of its values.
-
-    A deep model has many values, so uses are numbered: comparing numbers is fast.
-    """
+    """Return each class of values, with the number of its values. A deep model has many values, so
+    uses are numbered: comparing numbers is fast."""
     numbers: dict[Use, int] = {}
     written: dict[str, dict[int, None]] = {}
     read: dict[str, dict[str, dict[int, None]]] = {}
@@ -206,9 +202,7 @@ def _connect(
     price: Price,
 ) -> None:
     """Add the conversion variables of a value class to ``costs``, and its constraints to ``rows``.
-
-    ``count``: the number of values of the class; ``index``: (group, option) -> its variable.
-    """
+    ``count``: the number of values of the class; ``index``: (group, option) -> its variable."""
     writers: dict[Placement, dict[int, float]] = {}  # placement -> variables of options
     for key, k, placement in item.written:
         writers.setdefault(placement, {})[index[key, k]] = 1.0

@@ -27,9 +27,7 @@ def around(
     flow: Dataflow, rules: Mapping[str, Rule], value: str, shard: Shard, num: int
 ) -> Iterator[tuple[Op, int, Through]]:
     """Propagate a split of ``value`` through its producer and then through each of its consumers.
-
-    Yields (op, the index of the value among the op's operands and results, result of `through`).
-    """
+    Yields (op, the index of the value among the op's operands and results, result of `through`)."""
     producer = flow.producers.get(value)
     uses = list(flow.consumers.get(value, ()))
     if producer is not None:
@@ -74,11 +72,9 @@ def _splits_pieces(rule: Rule, dim: Dim, assignment: Assignment) -> bool:
 
 
 def _extend_to_sums(rule: Rule, assignment: Assignment) -> Assignment:
-    """Extend an assignment to the other parts of every concatenated dim that it splits.
-
-    If q of ``(q + k + v)`` is split, k and v are split too: in the same way if they have q's size,
-    else in one block, with q's unit if the unit divides the size.
-    """
+    """Extend an assignment to the other parts of every concatenated dim that it splits. If q of
+    ``(q + k + v)`` is split, k and v are split too: in the same way if they have q's size, else in
+    one block, with q's unit if the unit divides the size."""
     extended = dict(assignment)
     sums = [d for dims in (*rule.operands, *rule.results) for d in dims if len(d) > 1]
     for dim in sums:

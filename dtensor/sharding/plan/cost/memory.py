@@ -18,13 +18,7 @@ from dataclasses import astuple, dataclass, field, replace
 import torch
 
 from dtensor.sharding.plan.record import PlanRecord
-from dtensor.sharding.plan.steps import (
-    Accumulate,
-    Redistribute,
-    Step,
-    Update,
-    updates_of,
-)
+from dtensor.sharding.plan.steps import Accumulate, Redistribute, Step, Update, updates_of
 from dtensor.sharding.spec.spec import TensorSpec
 
 _STATE_KINDS = ("parameter", "buffer")
@@ -192,10 +186,8 @@ class _Activations:
 
 
 def _activations(plan: PlanRecord, stage: int, gradients: Mapping[str, int]) -> _Activations:
-    """Return the bytes of activations, by liveness of storages over one microbatch.
-
-    ``gradients``: as returned by `waiting_gradients`; they do not count as activations.
-    """
+    """Return the bytes of activations, by liveness of storages over one microbatch. ``gradients``:
+    as returned by `waiting_gradients`; they do not count as activations."""
     values = _StageValues()
     permanent: dict[str, None] = {}  # storages that live as long as the step
     uncounted = set(gradients)  # values that count as parameters or as gradients
@@ -264,11 +256,9 @@ def _peaks(
     permanent: frozenset[str],
     first_backward: int,
 ) -> tuple[int, int, int]:
-    """Return ``saved``, ``peak`` and ``above`` of `_Activations`.
-
-    ``new_storages`` and ``new_gradients``: for each step of a microbatch, the storages that it
-    creates, and the bytes of gradients among them.
-    """
+    """Return ``saved``, ``peak`` and ``above`` of `_Activations`. ``new_storages`` and
+    ``new_gradients``: for each step of a microbatch, the storages that it creates, and the bytes of
+    gradients among them."""
     freed: dict[int, list[str]] = {}
     for name, at in values.last_use.items():
         if name not in permanent:

@@ -103,11 +103,8 @@ def _planned_input(
 
 @dataclass(slots=True)
 class _PendingOutput:
-    """An output that is being converted to its final spec.
-
-    ``name`` and ``spec`` are its present value, ``path`` the moves that remain, and ``of`` the
-    label of an input, or "result 0".
-    """
+    """An output that is being converted to its final spec. ``name`` and ``spec`` are its present
+    value, ``path`` the moves that remain, and ``of`` the label of an input, or "result 0"."""
 
     output: Output
     name: str
@@ -118,11 +115,8 @@ class _PendingOutput:
 
 @dataclass(slots=True)
 class Outputs:
-    """Emits the steps that produce the outputs, and the optimizer phase.
-
-    ``scattered``: (value, stage, parameter) -> the shard of a gradient that was already split
-    within the backward.
-    """
+    """Emits the steps that produce the outputs, and the optimizer phase. ``scattered``: (value,
+    stage, parameter) -> the shard of a gradient that was already split within the backward."""
 
     emitter: Emitter
     inputs: Mapping[str, PlannedInput]

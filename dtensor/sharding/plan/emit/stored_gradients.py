@@ -27,11 +27,9 @@ from dtensor.sharding.spec.placements import REPLICATE, Partial
 def scatter_early(
     e: Emitter, inputs: Mapping[str, PlannedInput]
 ) -> dict[tuple[str, int, str], Copy]:
-    """Emit steps within the backward that split gradients as they are stored.
-
-    A gradient that is pending over an axis is reduce-scattered; a gradient of a misaligned pin that
-    is replicated on the axis is sliced. Returns (value, stage, parameter) -> the shard.
-    """
+    """Emit steps within the backward that split gradients as they are stored. A gradient that is
+    pending over an axis is reduce-scattered; a gradient of a misaligned pin that is replicated on
+    the axis is sliced. Returns (value, stage, parameter) -> the shard."""
     zero = e.request.zero
     axes_of = {item.label: {m.axis for m in item.misaligned} for item in inputs.values()}
     for label, item in inputs.items():

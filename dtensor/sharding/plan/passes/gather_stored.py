@@ -17,13 +17,7 @@ from typing import Literal
 
 from dtensor.sharding.plan.choose.split_through_op import through
 from dtensor.sharding.plan.record import PlannedInput, PlannedOutput, PlanRecord
-from dtensor.sharding.plan.steps import (
-    Compute,
-    Redistribute,
-    Step,
-    StepPhase,
-    unused,
-)
+from dtensor.sharding.plan.steps import Compute, Redistribute, Step, StepPhase, unused
 from dtensor.sharding.plan.storage import layer_of
 from dtensor.sharding.redistribute.moves import Move
 from dtensor.sharding.rules.rule import Strategy
@@ -37,10 +31,8 @@ StageWhen = tuple[int, When]
 
 def gather_stored(plan: PlanRecord) -> PlanRecord:
     """Return the plan in which every use of a parameter that is stored split reads a gathered copy.
-
     Views, slices and casts of parameters are repeated in each phase that uses them: if their
-    results were kept from forward to backward, the gathered parameters would be kept too.
-    """
+    results were kept from forward to backward, the gathered parameters would be kept too."""
     split = {item.name: item for item in plan.inputs if item.held != item.spec}
     return _Gathering(plan, split).run() if split else plan
 

@@ -158,10 +158,8 @@ class _StorageWrites:
             return _copied(self.plan, write, str(error))
 
     def _walk(self) -> None:
-        """Find the chain, then walk the plan and record versions, writes and reads.
-
-        Raises _NotInPlace if the new contents must be copied.
-        """
+        """Find the chain, then walk the plan and record versions, writes and reads. Raises
+        _NotInPlace if the new contents must be copied."""
         item = self.item
         if self.plan.num_microbatches > 1:
             raise _NotInPlace("it is a sum over microbatches")
@@ -244,10 +242,8 @@ class _StorageWrites:
         return is_put and self.chain[value] is not None and step.operands[1] in self.chain
 
     def _write(self, step: Compute, name: str, base: int) -> None:
-        """Record a write of the chain, or check that it puts a view back where it came from.
-
-        Raises _NotInPlace if the write would differ from the program's meaning.
-        """
+        """Record a write of the chain, or check that it puts a view back where it came from. Raises
+        _NotInPlace if the write would differ from the program's meaning."""
         alias = self.aliases[step.operands[base]]
         version = len(self.written)
         if self._puts_back(name):

@@ -18,12 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from dtensor.sharding.plan.dataflow import Op
 from dtensor.sharding.plan.record import PlanRecord, Region
-from dtensor.sharding.plan.steps import (
-    Compute,
-    Redistribute,
-    Step,
-    unused,
-)
+from dtensor.sharding.plan.steps import Compute, Redistribute, Step, unused
 
 RegionKey = tuple[str, int]
 """The name and the stage of a region."""
@@ -34,11 +29,8 @@ Producer = tuple[int, Repeatable]
 
 def recomputed(plan: PlanRecord, modules: frozenset[str]) -> PlanRecord:
     """Return the plan in which forward steps of calls of ``modules`` and of checkpoints run again
-    in the backward.
-
-    ``modules``: full names. A plan without a backward, or without such steps, is returned
-    unchanged.
-    """
+    in the backward. ``modules``: full names. A plan without a backward, or without such steps, is
+    returned unchanged."""
     names = region_names(plan.flow.ops, modules)
     if not names or all(step.phase != "backward" for step in plan.steps):
         return plan
@@ -112,11 +104,8 @@ class _Recompute:
 
     def _find_regions(self) -> None:
         """Record the producer and the region of each value that a forward step makes without
-        communication.
-
-        A local conversion belongs to no module. It belongs to the region of its readers if they are
-        all in one region.
-        """
+        communication. A local conversion belongs to no module. It belongs to the region of its
+        readers if they are all in one region."""
         readers: dict[str, set[RegionKey | None]] = {}
         for at in range(len(self.plan.steps) - 1, -1, -1):
             step = self.plan.steps[at]

@@ -22,14 +22,7 @@ from dtensor.sharding.plan.dataflow import Dataflow, Phase
 from dtensor.sharding.plan.emit.values import rearranges
 from dtensor.sharding.plan.record import PlanRecord
 from dtensor.sharding.plan.stages.cut_chain import Chain, Sent, SharedCost
-from dtensor.sharding.plan.steps import (
-    Accumulate,
-    Compute,
-    Redistribute,
-    Step,
-    Update,
-    updates_of,
-)
+from dtensor.sharding.plan.steps import Accumulate, Compute, Redistribute, Step, Update, updates_of
 from dtensor.sharding.rules.rule import Rule
 from dtensor.sharding.spec.spec import TensorSpec
 

@@ -74,10 +74,8 @@ class PlanIndex:
                 self._outputs[value].append(f"{output.kind} {of}{output.of}")
 
     def explain(self, name: str) -> str:
-        """Return the spec of a value and the reasons, one per line.
-
-        Raises PlanningError, which lists similar names, if there is no such value.
-        """
+        """Return the spec of a value and the reasons, one per line. Raises PlanningError, which
+        lists similar names, if there is no such value."""
         name = self.names.get(name, name)
         if name not in self.specs:
             near = difflib.get_close_matches(name, self.specs, 3)

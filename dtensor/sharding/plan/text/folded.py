@@ -52,9 +52,7 @@ def _note(plan: PlanRecord, runs: Sequence[Run], share: bool) -> list[str]:
 
 def _lines(plan: PlanRecord, section: Section, share: bool) -> Iterator[Line | str]:
     """Yield the lines of a section: for each run of layers, a title and the lines of one layer.
-
-    ``share``: whether neighbouring local steps from one source line share a line.
-    """
+    ``share``: whether neighbouring local steps from one source line share a line."""
     for run, steps in section.shown():
         if run is not None:
             yield _title(run)

@@ -20,12 +20,7 @@ from typing import Literal, assert_never, cast
 from dtensor.sharding.ops.call import is_random
 from dtensor.sharding.plan.dataflow import without_numbers
 from dtensor.sharding.plan.record import PlanRecord
-from dtensor.sharding.plan.steps import (
-    Accumulate,
-    Compute,
-    Redistribute,
-    Step,
-)
+from dtensor.sharding.plan.steps import Accumulate, Compute, Redistribute, Step
 from dtensor.sharding.plan.text.words import call_text, collapse
 
 
@@ -171,9 +166,7 @@ class _RunFinder:
         self, start: int, period: int, count: int
     ) -> Run | Literal["not alike", "not numbered"]:
         """Return the run of the first layers, as many as have related names; or why there is none.
-
-        ``count``: the number of repetitions from ``start`` on.
-        """
+        ``count``: the number of repetitions from ``start`` on."""
         results: dict[str, tuple[int, int, int]] = {}  # value -> (layer, offset, index of result)
         for index in range(start, start + period * count):
             for number, name in enumerate(self.steps[index].gives):
@@ -249,10 +242,8 @@ class _RunFinder:
         self, a: _Ref, b: _Ref, results: dict[str, tuple[int, int, int]], layer: int
     ) -> set[_Relation]:
         """Return all relations of ``b``, a name in ``layer``, to ``a``, the corresponding name in
-        the layer before; an empty set if the names are not related.
-
-        ``results``: value of the repetition -> (layer, offset, index of the result).
-        """
+        the layer before; an empty set if the names are not related. ``results``: value of the
+        repetition -> (layer, offset, index of the result)."""
         (kind, first), (_, second) = a, b
         if kind == "number":
             return {("number", int(second) - int(first))}

@@ -76,11 +76,9 @@ def render(
     lines: Mapping[tuple[int, str], Sequence[Line | str]] | None = None,
     note: Sequence[str] = (),
 ) -> str:
-    """Return the text of the plan, without a trailing newline.
-
-    ``lines``: (stage, section name) -> its lines; by default each step has one line. ``note``:
-    lines of the head that describe ``lines``.
-    """
+    """Return the text of the plan, without a trailing newline. ``lines``: (stage, section name) ->
+    its lines; by default each step has one line. ``note``: lines of the head that describe
+    ``lines``."""
     plan = totals.plan
     text = [
         _head(plan),

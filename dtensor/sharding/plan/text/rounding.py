@@ -21,12 +21,7 @@ import torch
 
 from dtensor.numerics import dtype_name
 from dtensor.sharding.plan.record import PlanRecord
-from dtensor.sharding.plan.steps import (
-    Accumulate,
-    Compute,
-    Redistribute,
-    Step,
-)
+from dtensor.sharding.plan.steps import Accumulate, Compute, Redistribute, Step
 from dtensor.sharding.plan.text.words import collapse
 from dtensor.sharding.rules.rule import Rule
 from dtensor.sharding.spec.placements import PARTIAL, Partial
