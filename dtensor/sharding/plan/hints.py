@@ -80,11 +80,7 @@ def _opposite_dim(contraction: Contraction, dim: int) -> int | None:
 
 
 def _hint(
-    request: Request,
-    planned: Plan,
-    by: str,
-    axis: str,
-    pinned: Mapping[str, tuple[Shard, int]],
+    request: Request, planned: Plan, by: str, axis: str, pinned: Mapping[str, tuple[Shard, int]]
 ) -> Hint | None:
     """Plan with the opposite of one pattern's pins on one axis; return the hint if it is cheaper.
     ``pinned``: value -> (stated placement, dim of the opposite). The opposite has one block and the

@@ -243,11 +243,7 @@ def _op_node(op: Op, strategies: Sequence[Strategy], canonical: Canonical, price
 
 
 def _input_choices(
-    axis_problem: AxisProblem,
-    item: Input,
-    reached: Reach,
-    pins: Mapping[str, Pin],
-    axis: str,
+    axis_problem: AxisProblem, item: Input, reached: Reach, pins: Mapping[str, Pin], axis: str
 ) -> tuple[Placement, ...]:
     """Return the placements that an input may have: its pin, or splits that other pins cause."""
     if axis == MICROBATCH_AXIS or item.name in reached.misaligned:

@@ -146,13 +146,7 @@ def reach(
         label = labels.get(pin.value, pin.value)
         opened.append(
             Opened(
-                pin.by,
-                pin.placement.dim,
-                size,
-                others,
-                label,
-                tuple(dict.fromkeys(reached)),
-                ends,
+                pin.by, pin.placement.dim, size, others, label, tuple(dict.fromkeys(reached)), ends
             )
         )
     if free:

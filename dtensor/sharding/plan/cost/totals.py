@@ -65,9 +65,7 @@ class SentTotals:
 
     def __add__(self, more: SentTotals) -> SentTotals:
         return SentTotals(
-            self.times + more.times,
-            self.bytes_sent + more.bytes_sent,
-            self.seconds + more.seconds,
+            self.times + more.times, self.bytes_sent + more.bytes_sent, self.seconds + more.seconds
         )
 
 
