@@ -126,7 +126,7 @@ def _swapped_pair(
         SwappedPair(
             axis=axis,
             summed=tuple(by for by, summed in splits_summed.items() if summed),
-            given=tuple(by for by, summed in splits_summed.items() if not summed),
+            output_split=tuple(by for by, summed in splits_summed.items() if not summed),
             num=num,
             other_num=other_num,
         )

@@ -184,13 +184,13 @@ class SwappedPair:
     """Weights that cost fewer all_reduces if their placements are swapped.
 
     By the names for which the user wrote the pins, ``summed`` are the weights split over the dim
-    that their product sums, ``given`` the weights split over its output dim. ``num`` and
+    that their product sums, ``output_split`` the weights split over its output dim. ``num`` and
     ``other_num``: all_reduces over the axis as stated, and if swapped.
     """
 
     axis: str
     summed: tuple[str, ...]
-    given: tuple[str, ...]
+    output_split: tuple[str, ...]
     num: int
     other_num: int
 

@@ -60,7 +60,7 @@ class MisalignedPin:
         )
 
     def error(self, label: str, lines_up: LinesUp) -> PlanningError:
-        """Return the error. ``label``: the user's name of the pinned value."""
+        """Return the error about the pin. ``label``: the user's name of the pinned value."""
         (op, value, shard), pin, axis, num = self.uses[0], self.pin, self.axis, self.num
         assert isinstance(pin.placement, Shard)
         meta, dim = self.flow.metas[pin.value], pin.placement.dim

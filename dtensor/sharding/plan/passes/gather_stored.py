@@ -225,7 +225,7 @@ class _Gathering:
                 phase=_phase(when),
                 stage=stage,
                 once=when == "once",
-                strategies=_on_shard(cast, _axes(item), held),
+                strategies=_shard_strategies(cast, _axes(item), held),
             )
         )
         return name, held
@@ -247,7 +247,7 @@ def _axes(item: PlannedInput) -> tuple[str, ...]:
     )
 
 
-def _on_shard(
+def _shard_strategies(
     cast: Compute, axes: Sequence[str], held: TensorSpec
 ) -> tuple[tuple[str, Strategy], ...]:
     """Return the strategies of a cast of the stored shard, which is split over ``axes`` too."""

@@ -1,13 +1,13 @@
 """The costs of a program's units, as the `Chain` that automatic staging cuts into stages.
 
-    whole = plan(request without stages)
-    chain_of(whole, parts, uses={"up.weight": (3,)}, axis="pp", depth=...)
+    chain_of(plan, parts, uses={"up.weight": (3,)}, axis="pp", depth=...)
 
-``parts`` is the same program with unit u as its stage u (frontend/dataflow/units.py). Each step of
-the plan ``whole`` is priced for a full training step and charged to the unit of its op; a
-conversion to the unit that needs it; the update of a parameter to the units that use it. A value
-that one unit makes and another reads is priced as a transfer. The prices agree with the final plan
-within about 1%: in that plan, each stage has its own buckets. The norm is not counted.
+``plan`` is the plan of the program without stages; ``parts`` is the same program with unit u as its
+stage u (frontend/dataflow/units.py). Each step of the plan is priced for a full training step and
+charged to the unit of its op, a conversion to the unit that needs it, the update of a parameter to
+the units that use it. A value that one unit makes and another reads is priced as a transfer. The
+prices agree with the final plan within about 1%: in that plan, each stage has its own buckets. The
+norm is not counted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SECOND = 10**15
 
 
 def chain_of(
-    whole: PlanRecord,
+    plan: PlanRecord,
     parts: Dataflow,
     *,
     uses: Mapping[str, tuple[int, ...]],
@@ -42,14 +42,14 @@ def chain_of(
     """Return the chain of a program's units.
 
     Args:
-        whole: the plan of the program without stages.
+        plan: the plan of the program without stages.
         parts: the dataflow of the program, with each unit as a stage.
         uses: parameter label -> the units that use it.
         reused, depth: ``barred`` and ``depth`` of the `Chain`.
         axis: the axis of transfers between stages.
     """
-    host_bound = PlanTotals(whole).cost.host_bound
-    pricing = UnitPricing(whole, parts, uses, axis, host_bound)
+    host_bound = PlanTotals(plan).cost.host_bound
+    pricing = UnitPricing(plan, parts, uses, axis, host_bound)
     pricing.walk()
     num = parts.num_stages
     pricing.price_crossings()
@@ -96,7 +96,7 @@ class UnitPricing:
     of its device. After `walk`, ``readers`` has the units of each step, by the step's index.
     """
 
-    whole: PlanRecord
+    plan: PlanRecord
     parts: Dataflow
     uses: Mapping[str, Units]
     axis: str
@@ -113,13 +113,13 @@ class UnitPricing:
 
     def walk(self) -> None:
         """Charge the seconds of every step to its units."""
-        self.rules = {s.op.name: s.rule for s in self.whole.steps if isinstance(s, Compute)}
+        self.rules = {s.op.name: s.rule for s in self.plan.steps if isinstance(s, Compute)}
         stages_of: dict[str, list[int]] = {}
         for op in self.parts.ops:
             stages_of.setdefault(op.copy_of or op.name, []).append(op.stage)
         self.units_of_op = {name: tuple(sorted(set(stages))) for name, stages in stages_of.items()}
         conversions: list[int] = []  # for the next op
-        for index, step in enumerate(self.whole.steps):
+        for index, step in enumerate(self.plan.steps):
             if _converts(step) and step.phase != "optimizer":
                 conversions.append(index)
             elif isinstance(step, Compute):
@@ -130,15 +130,15 @@ class UnitPricing:
             else:
                 self._charge(index, self._units(step))
         for index in conversions:  # of results
-            self._charge(index, self._units(self.whole.steps[index]))
+            self._charge(index, self._units(self.plan.steps[index]))
 
     def _charge(self, index: int, units: Units) -> None:
         """Charge the step with this index to ``units``."""
-        step = self.whole.steps[index]
+        step = self.plan.steps[index]
         self.readers[index] = units
         self.units_of_value.update(dict.fromkeys(step.gives, units))
-        times = step_times(self.whole, step)
-        compute, communication, host = step_seconds(self.whole, step, 0)
+        times = step_times(self.plan, step)
+        compute, communication, host = step_seconds(self.plan, step, 0)
         seconds = times * (host if self.host_bound else compute + communication)
         for payers, share in self._shares(step, units):
             self.costs[payers] += round(seconds * share * SECOND)
@@ -160,7 +160,7 @@ class UnitPricing:
     def parts_of_steps(self) -> Iterator[tuple[int, list[tuple[Units, float]]]]:
         """Yield (index of a step, the units that pay for it with their shares)."""
         for index, units in self.readers.items():
-            yield index, list(self._shares(self.whole.steps[index], units))
+            yield index, list(self._shares(self.plan.steps[index], units))
 
     def _units(self, step: Step) -> Units:
         """Return the units of a step other than an op, from its parameters or its operand."""
@@ -179,7 +179,7 @@ class UnitPricing:
     def price_crossings(self) -> None:
         """Price the transfers of values that one unit makes and others read."""
         for value in self.crossing():
-            seconds = self.whole.topology.collective_seconds(
+            seconds = self.plan.topology.collective_seconds(
                 "transfer", self.axis, num=2, bytes_sent=value.spec.max_local_nbytes
             )
             cost = round(seconds * value.times * SECOND)
@@ -219,7 +219,7 @@ class UnitPricing:
         """Return value -> the spec of its transfer, and value -> transfers per training step."""
         specs: dict[str, TensorSpec] = {}
         times: dict[str, int] = {}
-        for step in self.whole.steps:
+        for step in self.plan.steps:
             if not isinstance(step, Compute):
                 continue
             pairs = zip(step.op.operands, step.operand_specs, strict=True)
@@ -232,7 +232,7 @@ class UnitPricing:
                         specs[name] = spec
             for name in step.op.results:
                 if name is not None:
-                    times[name] = step_times(self.whole, step)
+                    times[name] = step_times(self.plan, step)
         return specs, times
 
     def ties(self) -> Iterator[SharedCost]:
@@ -240,7 +240,7 @@ class UnitPricing:
         gradients = self._gradient_bytes()
         for label, units in self.uses.items():
             if len(units) > 1 and label in gradients:
-                seconds = self.whole.topology.collective_seconds(
+                seconds = self.plan.topology.collective_seconds(
                     "all_reduce", self.axis, num=2, bytes_sent=gradients[label]
                 )
                 yield SharedCost(round(seconds * SECOND), units)
@@ -249,10 +249,10 @@ class UnitPricing:
 
     def _gradient_bytes(self) -> dict[str, int]:
         """Return parameter label -> bytes of its gradient."""
-        specs = self.whole.value_specs()
+        specs = self.plan.value_specs()
         return {
             str(o.of): specs[o.values[0][1]].max_local_nbytes
-            for o in self.whole.outputs
+            for o in self.plan.outputs
             if o.kind == "gradient"
         }
 
@@ -260,11 +260,11 @@ class UnitPricing:
         """Return the bytes of parameters, gradients and optimizer state, by their units."""
         bytes_by_units: defaultdict[Units, int] = defaultdict(int)
         gradients = self._gradient_bytes()
-        for item in self.whole.inputs:
+        for item in self.plan.inputs:
             if item.label in self.uses:
                 bytes_by_units[self.uses[item.label]] += item.held.max_local_nbytes
                 bytes_by_units[self.uses[item.label]] += gradients.get(item.label, 0)
-        for step in updates_of(self.whole.steps):
+        for step in updates_of(self.plan.steps):
             if step.parameter in self.uses:
                 bytes_by_units[self.uses[step.parameter]] += step.state_bytes + step.master_bytes
         return bytes_by_units
@@ -281,7 +281,7 @@ class UnitPricing:
         storage: dict[str, str] = {}
         specs: dict[str, TensorSpec] = {}
         read: defaultdict[str, set[int]] = defaultdict(set)
-        for index, step in enumerate(self.whole.steps):
+        for index, step in enumerate(self.plan.steps):
             if not (isinstance(step, Compute) or _converts(step)):
                 continue
             if step.phase == "backward":

@@ -299,7 +299,8 @@ class _RunFinder:
 
 
 def _key(step: Step) -> Hashable | None:
-    """Return a key, equal for steps whose text differs only in names; None if in no layer."""
+    """Return a key that is equal for steps whose text differs only in names; None for a step that
+    is never part of a layer."""
     match step:
         case Compute(op=op):
             call = op.call
@@ -349,7 +350,7 @@ def _path(label: str) -> tuple[str, tuple[int, ...]]:
 
 
 def _label_relations(first: str, second: str) -> set[_Relation]:
-    """Return whether two labels are equal, or by how much each of their numbers differs."""
+    """Return the relation of two labels: equal, or with these differences of their numbers."""
     if first == second:
         return {_SAME}
     (pattern, before), (other, after) = _path(first), _path(second)

@@ -212,10 +212,12 @@ def _is_placed(step: Compute, axis: str) -> bool:
 
 
 def _swapped_text(pair: SwappedPair) -> str:
-    summed, given = (", ".join(map(repr, collapse(names))) for names in (pair.summed, pair.given))
+    summed, output_split = (
+        ", ".join(map(repr, collapse(names))) for names in (pair.summed, pair.output_split)
+    )
     plural = "s" * (pair.other_num != 1)
     return (
         f"{pair.num} all_reduces over {pair.axis} a step; {pair.other_num} all_reduce{plural} with "
-        f"these turned round: dt.Row() of {summed}, dt.Column() of {given}. "
+        f"these turned round: dt.Row() of {summed}, dt.Column() of {output_split}. "
         f"Megatron's ColumnParallelLinear is dt.Row() of torch's weight [out, in]"
     )
