@@ -98,8 +98,8 @@ def _output_error(flow: Dataflow, node: Node, possible: Possible, axis: str) -> 
         fact = f"{node.name} is neither a sum nor a mean over the rows of the batch."
         fix = "fix: use microbatches=1, or write the loss as a mean or sum over rows"
     else:
-        fact = f"{node.name} cannot be had as {wanted!r} on the axis {axis}."
-        fix = f"fix: ask for it as {axis}=Replicate()"
+        fact = f"{node.name} cannot have the placement {wanted!r} on the axis {axis}."
+        fix = f"fix: state {axis}=Replicate() for it"
     return PlanningError("\n".join([fact, *lines, fix]))
 
 
