@@ -100,7 +100,7 @@ class Request(PlanTerms):
 
     @property
     def stores_split(self) -> bool:
-        """Whether a parameter may be stored with another spec than the one it is used with."""
+        """Whether the spec of a stored parameter may differ from the spec that ops use."""
         return self.zero is not None or self.misaligned == "gather"
 
 

@@ -27,7 +27,7 @@ _NUMBER = re.compile(r"(^|\.)\d+(?=\.|$)")
 def stored_spec(spec: TensorSpec, axis: str) -> TensorSpec | None:
     """Return the spec also split over ``axis``, on the dim that makes the largest shard smallest.
 
-    Ties go to a dim that no other axis splits (a rank's slice is then one block of what it uses),
+    Ties go to a dim that no other axis splits (a rank's slice is then one block of its tensor),
     then to the first dim. Returns None if no split makes the largest shard smaller, or if the axis
     already splits the value.
     """

@@ -6,7 +6,7 @@
 The parameters of a layer are gathered in one message before their first use in the forward, again
 in the backward of each microbatch, and dropped after their last use in each. The gather of the next
 layer starts while a layer computes. A cast of a parameter to fewer bytes happens before the gather.
-This pass runs after recompute.py, so that a repeated step reads what is gathered in the backward.
+This pass runs after recompute.py, so a repeated step reads parameters gathered in the backward.
 """
 
 from __future__ import annotations

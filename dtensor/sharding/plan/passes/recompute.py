@@ -157,7 +157,8 @@ class _Recompute:
         return value not in self.producers or self.kept.get(value, False)
 
     def _find_needed(self) -> None:
-        """Find the values to repeat: what the backward needs, directly or not, and is not kept."""
+        """Find the values to repeat: values that the backward reads, or that such values depend on,
+        unless they are kept."""
         pending = [
             name for step in self.plan.steps if step.phase == "backward" for name in step.reads
         ]

@@ -65,7 +65,7 @@ def steps_by_section(plan: PlanRecord, stage: int) -> dict[str, list[Step]]:
 
 @dataclass(frozen=True, slots=True)
 class AxisSplit:
-    """What an axis splits because of one pin, with equal layers combined. ``by``: the name for
+    """The splits that one pin causes on an axis, with equal layers combined. ``by``: the name for
     which the user wrote the pin. ``labels``: the pinned values, split on ``dim`` of ``size``;
     ``others``: the parameters that are split with them."""
 
