@@ -552,7 +552,7 @@ class RayCluster(HostedCluster):
             return Failure(rank=None, actor=f"process {host}", reason=f"{reason} It was a spare.")
         if (position := self._at(place, at)) is None:
             rank = self.membership.hosts[place][0]
-            if not self.membership.host(place).elsewhere:  # else its counter cannot be read
+            if not self.membership.host(place).elsewhere:  # its counter can be read here
                 reason += " It was between runs."
             return Failure(rank=rank, known_as=self.known_as.get(rank, ""), reason=reason)
         handle, site = position

@@ -30,7 +30,8 @@ FEW = 16
 """How many calls of a method may be in flight at first; each answer with a result of similar size
 allows two more."""
 SIMILAR_BYTES = 1 << 20
-"""Results have similar sizes if they are smaller than this, or at most twice the previous one."""
+"""Two results in a row have similar sizes if the second has at most this many bytes, or at most
+twice the bytes of the first."""
 SLOW_S = 1.0
 """If no call of a method is answered for this long, the method is slow, and `FEW` does not
 apply."""
@@ -38,17 +39,17 @@ PATIENCE_S = 10.0
 WARN_AFTER_S = 1.0
 """The controller warns after it has been blocked for this long in total."""
 LARGE_BYTES = 1 << 16
-"""A value of at least this size is dropped at once, a smaller one with the next call to a
-process."""
+"""A value of at least this size is dropped immediately. Smaller values are dropped with the next
+call to their process."""
 MAX_DROPPED = 256
-"""How many small values a process drops with its next call; if there are more, all are dropped at
-once."""
+"""How many small values a process drops with its next call; if there are more, all are dropped
+immediately."""
 SLICE_S = 0.25
 
 
 class RemoteValue:
-    """A value that process `holder` makes in call `number`. `there`: the other processes that it
-    was sent to. `nbytes`: its size, 0 until it is made. `held`: a future holds it. `counted`: it
+    """A value that process `holder` makes in call `number`. `there`: the other processes that
+    received it; `nbytes`: its size, 0 until it is made; `held`: a future holds it; `counted`: it
     counts among the bytes in flight."""
 
     __slots__ = (
@@ -129,8 +130,8 @@ class InFlightCall:
 
 @dataclass(slots=True)
 class _Method:
-    """The statistics of a method. `nbytes`: of its last result; `num_similar`: how many results in
-    a row had similar sizes; `slow`: no call was answered for `SLOW_S`."""
+    """The statistics of a method: the bytes of its last result, the number of results in a row with
+    similar sizes, and the number of calls in flight. `slow`: no call was answered for `SLOW_S`."""
 
     nbytes: int = 0
     num_similar: int = 0
@@ -154,7 +155,7 @@ class InFlight:
 
     def __init__(self, store: ObjectStore, channel: RunChannel) -> None:
         self.store = store
-        self.forgotten: deque[tuple[Key, tuple[int, ...]]] = deque()  # values and who has them
+        self.forgotten: deque[tuple[Key, tuple[int, ...]]] = deque()  # values, their processes
         self.unheld: deque[weakref.ref[RemoteValue]] = deque()
         self.freed_bytes: deque[int] = deque()
         self.dropped: dict[int, list[Key]] = {}  # process to the values that its next call drops
@@ -167,7 +168,7 @@ class InFlight:
         self._warned = False
 
     def add(self, titles: Sequence[str], given: Sequence[RemoteValue], nbytes: int) -> Submission:
-        """Record calls that are about to be made. `nbytes`: what the controller itself sends."""
+        """Record calls that are about to be made. `nbytes`: the bytes that the controller sends."""
         with self._lock:
             for title in titles:
                 method = self._methods[title]

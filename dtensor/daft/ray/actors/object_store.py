@@ -84,8 +84,8 @@ class HostGone(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreMeeting:
-    """Where the processes of a launch publish their addresses: in `folder` on the controller's
-    machine; for other machines in the store at `port` of the controller's `address`."""
+    """The place where the processes of a launch publish their addresses: `folder` on the
+    controller's machine; for other machines the store at `port` of the controller's `address`."""
 
     folder: Path
     secret: bytes = field(repr=False)
@@ -226,7 +226,7 @@ class ObjectStore:
     def wait(self, key: Key, holder: int | None, seconds: float, *, asks: bool = True) -> bool:
         """Return whether a value arrives within `seconds`. Raises `HostGone`, and LookupError if no
         process holds it. `asks`: if it has not arrived, request it from the holder, which must keep
-        it: otherwise the holder would store the request for ever."""
+        it: otherwise the holder would store the request forever."""
         end = time.monotonic() + seconds
         while True:
             with defer_signals(), self._lock:
@@ -268,11 +268,11 @@ class ObjectStore:
                     self._poll.modify(connection.sock, select.EPOLLIN)
 
     def ask(self, key: Key, holder: int, to: int | None = None) -> None:
-        """Ask another process to send a value, by default to this one."""
+        """Ask another process to send a value, by default to this process."""
         self._say(holder, (_SEND, key, self.index if to is None else to))
 
     def drop(self, keys: Iterable[Key]) -> None:
-        """Drop values, also those that are not here yet: they will not be stored."""
+        """Drop values. A value that has not arrived yet will not be stored."""
         with self._lock:
             for key in keys:
                 if self._values.pop(key, None) is None:

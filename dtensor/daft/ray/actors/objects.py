@@ -7,7 +7,7 @@
 
 Invariants: the result of a call stays in this process's object store under the call's number, and
 is sent directly to the processes that need it; the controller gets small values with the answer. No
-exception is raised: a failure is a value, so that nobody waits for a value that will not come.
+exception is raised: a failure is a value, so that no process waits for a value that never comes.
 """
 
 from __future__ import annotations

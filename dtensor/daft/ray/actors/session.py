@@ -321,7 +321,7 @@ class RaySession(Session):
                         self._last[process] = number
                         results.update(zip(part.wanted, part_values, strict=True))
             except BaseException:
-                # processes that were called would wait for values of the others for ever
+                # processes that were called would wait for values of the others forever
                 for host in asked:
                     self.watch.end(host, "the process was ended: a step was half submitted.")
                 raise

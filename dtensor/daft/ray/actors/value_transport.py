@@ -5,9 +5,9 @@
     transport.start(8)
     engine.run(inputs)
 
-A send is complete when it has started, since nobody writes to its message. If the sending process
-has ended, the receiver gets a failure as the value; tasks that depend on it do not run, all others
-do.
+A send is complete when it has started, since its message is never written again. If the sending
+process has ended, the receiver gets a failure as the value; only tasks that depend on it do not
+run.
 """
 
 from __future__ import annotations

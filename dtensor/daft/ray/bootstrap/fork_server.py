@@ -28,16 +28,18 @@ NO_CONTEXT: Mapping[str, object] = {
     "override_worker_entrypoint": None,
     "java_jars": [],
 }
-"""What Ray writes for a worker without a runtime environment, except for the path of Python."""
+"""The runtime environment that Ray writes for a worker without one, except for the path of
+Python."""
 IMPORTED = (
     "torch",
     "torch.distributed",
     "dtensor.daft.ray.channel.host",
     "dtensor.daft.ray.ranks.ranks",
     "dtensor.daft.ray.actors.objects",
-    "dtensor.runtime.lower.step_end",  # imports what a training step needs of dtensor
+    "dtensor.runtime.lower.step_end",  # imports the modules that a training step needs
 )
-"""What the server imports. Not Ray, which reads its environment at import, and then has threads."""
+"""The modules that the server imports. Ray is not among them, since it reads its environment at
+import and then has threads."""
 
 
 # -- in the process that starts Ray ---------------------------------------------------------------
@@ -97,7 +99,7 @@ def ask(address: str, argv: list[str]) -> None:
 
 
 def start_cold(argv: list[str]) -> None:
-    """Start a worker as Ray does."""
+    """Start a worker with Ray's own script."""
     import ray
 
     del os.environ[ADDRESS]
@@ -106,7 +108,7 @@ def start_cold(argv: list[str]) -> None:
 
 
 def worker_of(argv: list[str]) -> list[str] | None:
-    """Return the script and arguments of a worker, given those of Ray's command that sets it up.
+    """Return the script and arguments of a worker, given the arguments of Ray's command for it;
     None if the worker needs a runtime environment, or is not in Python."""
     kept: list[str] = []
     for word in argv:

@@ -7,8 +7,8 @@
     for launch in launches(): launch.status(0.3)     # in any process of the user
 
 It has the hosts' program counters (`progress.py`), the facts about the launch (`launch.json`), and
-the instructions of each loaded program (`program3.json`). Invariants: nobody but the user may enter
-the directory (0700); else it is not used, with a warning. Files appear complete, and are only read
+the instructions of each loaded program (`program3.json`). Invariants: only the user may enter the
+directory (0700); otherwise it is not used, with a warning. Files appear complete, and are read only
 as data. The folder of a killed launch is removed by the next process that looks (`user_folder.py`).
 """
 
@@ -220,5 +220,5 @@ def _new_folder() -> OwnFolder:
 
 def _sweep(directory: Path) -> None:
     """Remove the folders of launches that were killed."""
-    if directory.name == own_directory().name:  # else the directory is shared with others
+    if directory.name == own_directory().name:  # not a directory that other users share
         sweep(directory, "*-*")

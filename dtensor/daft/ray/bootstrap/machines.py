@@ -30,7 +30,7 @@ def _ray() -> Any:  # Ray's stubs leave most of its types unknown
 
 def ranks_per_gpu(size: int, asked: int | None) -> int:
     """Return how many ranks share a GPU: `asked`, 1 if that is None. Raises ValueError unless Ray
-    has a free GPU for each actor, since Ray would wait for ever."""
+    has a free GPU for each actor, since Ray would wait forever."""
     num_gpus = int(_ray().cluster_resources().get("GPU", 0))
     chosen = 1 if asked is None else asked
     num_actors = -(-size // chosen)
@@ -99,8 +99,8 @@ class Machine:
 
 
 def machines(kind: str = "CPU") -> list[Machine]:
-    """Return the live machines of Ray: this one first, the others by address. `kind`: the resource
-    that `room` counts, "CPU" or "GPU"."""
+    """Return the live machines of Ray, this machine first, the others by address. `kind`: the
+    resource that `room` counts, "CPU" or "GPU"."""
     alive: list[Machine] = []
     nodes: list[dict[str, Any]] = _ray().nodes()
     for node in nodes:

@@ -38,7 +38,7 @@ END_S = 30.0
 
 @contextmanager
 def replaced(where: Any, **new: Any) -> Generator[None]:
-    """Within the block, a module or class of Ray has these attributes in place of its own."""
+    """Within the block, these attributes of a module or class of Ray are replaced."""
     before = {name: getattr(where, name) for name in new}
     for name, value in new.items():
         setattr(where, name, value)
@@ -117,8 +117,7 @@ def few_processes() -> Generator[None]:
 
 @contextmanager
 def workers_by(command: str) -> Generator[None]:
-    """Within the block, a Ray that starts uses this script in place of its own
-    `setup_worker.py`."""
+    """Within the block, a Ray that starts uses this script instead of Ray's `setup_worker.py`."""
     start = _node.start_raylet
 
     def start_raylet(node: Any, *given: Any, **named: Any) -> Any:

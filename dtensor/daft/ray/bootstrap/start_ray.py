@@ -41,9 +41,9 @@ ATTEMPT_S = 41.0
 """How long Ray takes for one attempt to join a server that is not Ray (Ray 2.60)."""
 
 _SETTINGS = {
-    # 15 by default, with which a rank makes no progress beside two busy processes
+    # 15 by default, with which a rank makes no progress if two other processes are busy
     "RAY_worker_niceness": "0",
-    # 60 by default; if the first workers take longer, the driver waits for ever (Ray 2.60)
+    # 60 by default; if the first workers take longer, the driver waits forever (Ray 2.60)
     "RAY_worker_register_timeout_seconds": "600",
 }
 """The environment of a Ray that is started here, for busy machines, unless the user sets it."""
@@ -65,7 +65,7 @@ def start_ray(address: str | None, deadline_s: float = 60.0) -> bool:
     if address is not None:
         _join_ray(address, deadline_s)
         return False
-    # otherwise Ray would log the error of each future that nobody reads
+    # otherwise Ray would log the error of each future that is never read
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     try:
         inherited = {**_SETTINGS, **os.environ, **worker_environment(), **_own_token()}
@@ -122,7 +122,7 @@ def _own_token() -> dict[str, str]:
 def _read_token() -> None:
     """Let Ray read the environment and its token again. Ray reads them only once by itself."""
     if private_ray.tokens is not None:
-        # first the environment, else a thread that still sends would look for a token
+        # the environment comes first: a thread that still sends would otherwise look for a token
         private_ray.config.initialize("")
         private_ray.tokens.reset_cache()
 

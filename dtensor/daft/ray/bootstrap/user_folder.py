@@ -32,8 +32,8 @@ def own_directory(parent: str | None = None) -> Path:
 
 
 def make_own(directory: Path) -> None:
-    """Create a directory that nobody else may enter. Raises PermissionError if it exists and is not
-    such a directory."""
+    """Create a directory that only the user may enter. Raises PermissionError if it exists but does
+    not belong to the user, or is open to others."""
     with suppress(FileExistsError):
         directory.mkdir(mode=0o700)
     check_own(directory)
@@ -53,7 +53,7 @@ def directory_of_sockets() -> Path:
 
 
 def check_own(directory: Path) -> None:
-    """Raise PermissionError unless this is a directory of the user that nobody else may enter."""
+    """Raise PermissionError unless this is a directory of the user that only the user may enter."""
     facts = directory.lstat()
     if not stat.S_ISDIR(facts.st_mode):
         fault, fix = "is no directory", f"look who has made it, and remove {directory}"

@@ -5,9 +5,9 @@
     handshakes = Handshakes(poll, key, welcome)      # like `admit`, for many peers; never waits
     handshakes.handle(descriptor)                    # call it when the poll reports a descriptor
 
-The listener sends a nonce. The connecting peer answers with its claim: its index, a nonce of its
-own, and a digest of both nonces and the index. The listener answers with a digest of the peer's
-nonce. Invariant: nothing else is read from a peer whose digest is wrong; its connection is closed.
+The listener sends a nonce. The connecting peer answers with its claim: its index, a second nonce,
+and a digest of both nonces and the index. The listener answers with a digest of the second nonce.
+Invariant: nothing else is read from a peer whose digest is wrong; its connection is closed.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class _UnauthenticatedPeer:
 
 class Handshakes:
     """The handshakes on all sockets that this object listens on. All sockets are registered in
-    `poll`; that of an admitted peer stays registered."""
+    `poll`; the socket of an admitted peer stays registered."""
 
     def __init__(self, poll: select.epoll, key: bytes, welcome: Welcome) -> None:
         self._poll = poll

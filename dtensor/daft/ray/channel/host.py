@@ -62,8 +62,8 @@ class Host:
         self._hosted = kind(self._counter, *arguments)
 
     def call(self, method: Callable[..., Any], *given: object) -> Any:
-        """Return the result of a method of the hosted object. Raises an exception of daft: of an
-        earlier one-way call, or of this call."""
+        """Call a method of the hosted object and return its result. Raises the exception of an
+        earlier one-way call, or of this call, as an error of daft."""
         unread, self._unread = self._unread, None
         try:
             result = method(self._hosted, *given)  # even if unread: other hosts may wait for it

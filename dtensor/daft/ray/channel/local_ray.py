@@ -65,8 +65,8 @@ class LocalHost:
 
 
 class LocalRay:
-    """The controller's end of the process that has Ray. `idle_s`: how long that stays without a
-    launch."""
+    """The process that has Ray, as the controller uses it. `idle_s`: the time for which the process
+    stays without a launch."""
 
     def __init__(self, idle_s: float) -> None:
         self.users: int = 0
@@ -164,7 +164,7 @@ class LocalRay:
                 raise
 
     def forget(self) -> None:
-        """In a fork of the controller: drop this object, which belongs to the controller."""
+        """Drop this object in a fork of the controller, to which the process belongs."""
         self._sock.close()
         self._process.returncode = 0  # else Popen's finalizer would warn that it still runs
 
@@ -226,7 +226,7 @@ class LocalRay:
 
 
 def _inherited() -> tuple[object, ...]:
-    """Return the state that a new process inherits from this one, or is given by it."""
+    """Return all state of this process that a new process would inherit."""
     environment = {name: value for name, value in os.environ.items() if name != _TEST_VARIABLE}
     for name, value in _by_imports().items():
         if environment.get(name) == value:
@@ -262,8 +262,9 @@ def begin(address: str | None, warm: bool) -> None:
 
 
 def use(*, warm: bool = True) -> LocalRay:
-    """Return the `LocalRay` that all launches of this process share, starting it if there is none.
-    One that stayed but does not fit is replaced. `warm`: it may stay after the launch."""
+    """Return the `LocalRay` that all launches of this process share. If there is none, or if it
+    stayed from an earlier launch and does not fit, start one. `warm`: it may stay after the
+    launch."""
     global _current
     with _lock:
         ray = _current

@@ -105,10 +105,10 @@ class LocalRayProcess:
 
 
 def _watch(parent: int, sock: socket.socket, told: int) -> None:
-    """Fork a process that kills this one if the controller has ended and this one does not end. A
+    """Fork a watcher, which kills this process if it does not end after the controller has ended. A
     thread could not do it: Ray may hang with Python's lock held. If this process was killed or
-    failed, the fork ends the rest of Ray, whose agents would otherwise search for it for a minute.
-    ``told``: a pipe's end from which "u" is read when Ray is up, and "e" when Ray has ended.
+    failed, the watcher ends the rest of Ray, whose agents would otherwise stay for a minute.
+    ``told``: the end of a pipe; "u" is read from it when Ray is up, and "e" when Ray has ended.
     """
     watched, mine = os.getpid(), os.pidfd_open(os.getpid())
     if os.fork():

@@ -85,7 +85,7 @@ def start_host(
 
 
 class HostProcess:
-    """A process with a host. `index`: its number in the launch; `counter`: the host's program
+    """A process with a host. `index` is its number in the launch; `counter` is the host's program
     counter, which the controller can read if the process is on this machine."""
 
     def __init__(self, index: int, counter: ProgramCounter, actor: Actor) -> None:
@@ -193,7 +193,7 @@ class HostProcess:
 class LaunchProcesses:
     """The processes of a launch on Ray, with its folder, its store for rendezvous, and Ray itself
     if it was started here. `beside`: start Ray in a separate process if possible (`local_ray.py`);
-    `warm`: that process may stay after the launch."""
+    `warm`: the separate process may stay after the launch."""
 
     def __init__(
         self, address: str | None, deadline_s: float, *, warm: bool = True, beside: bool = True
@@ -304,7 +304,7 @@ class LaunchProcesses:
         self._closed = True
         processes, self.processes = self.processes, []
         if self.local is not None and any(process.gone for process in processes):
-            self.local.stays = False  # what ended a process may end those of the next launch
+            self.local.stays = False  # Ray may be faulty, since a process has ended by itself
         self.hang_up()
         self._store = None  # frees its port even if a future keeps this object alive
         with self._ending as ending:  # in reverse order; each is called even if another raises

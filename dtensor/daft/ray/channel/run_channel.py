@@ -406,7 +406,7 @@ class RunChannel:
                     connection.lent = False
 
     def _stop_writing(self, connection: _Connection) -> None:
-        """Drop the unwritten bytes, as the host has ended. The connection breaks only when the
+        """Drop the unwritten bytes, because the host has ended. The connection breaks only when the
         host's last messages are read: they may have results that no other host has."""
         connection.write_closed = True
         connection.unwritten.clear()

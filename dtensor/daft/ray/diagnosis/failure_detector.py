@@ -3,12 +3,12 @@
     watch = FailureDetector(controller, home, channel, deadline_s=60, call_deadline_s=3600, due=due)
     watch.get([AwaitedCall(process, channel.send(0, REQUEST, (Objects.failures,), ()))])
 
-One fault makes a run fail on many hosts. The root cause is a `Call` that raised, else a lost host,
-else a failed transfer; on the lowest host if there are several. Invariant: a host is lost once, and
-each consequence of the loss raises the same `ActorLost`. The detector ends a host that has stopped
-for `deadline_s`, or is in one call for `call_deadline_s`. If the hosts that block the awaited calls
-(`Due`) have made no progress for `deadline_s` and none computes, it ends one that waits for no
-other host.
+One fault makes a run fail on many hosts. The root cause is, in this order, a `Call` that raised, a
+lost host, or a failed transfer; on the lowest host if there are several. Invariant: a host is lost
+once, and each consequence of the loss raises the same `ActorLost`. The detector ends a host that
+has stopped for `deadline_s`, or that is in one call for `call_deadline_s`. If the hosts that block
+the awaited calls (`Due`) made no progress for `deadline_s` and none computes, it ends a host among
+them that waits for no other host.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ CUT_OFF_S = 0.5
 """How long it waits for the end of a process whose connection broke. Also how long it searches for
 a root cause if losses are recovered from, since the recovery checks again which hosts are alive."""
 RUNNABLE = 0.9
-"""The share of `deadline_s` for which the thread of a process must be on a core or wait for one,
-for the process to count as computing though it uses less than `COMPUTES` of a core."""
+"""A process computes, even if it uses less than `COMPUTES` of a core, if its thread was on a core
+or waited for a core for this share of `deadline_s`."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Used:
-    """The CPU time that a host has used. `runnable_s`: for how long its thread was on a core or
-    waited for one."""
+    """The CPU time that a host has used. `runnable_s`: the time for which its thread was on a core
+    or waited for a core."""
 
     cpu_s: float
     runnable_s: float
@@ -79,7 +79,7 @@ Due: TypeAlias = Callable[[Sequence[AwaitedCall]], Mapping[int, int]]
 
 @dataclass(slots=True)
 class _Sighting:
-    """Where a host was seen."""
+    """The instruction at which a host was seen."""
 
     at: Progress
     earlier: Progress  # where it was before
@@ -204,7 +204,7 @@ class FailureDetector:
         for host in self._home.processes:
             if host.counts and host.index not in self.lost:
                 self._look_at(host, host.counter.read(), now)
-        if self._due is not None and len(self.lost) == lost:  # else hosts may wait for a lost one
+        if self._due is not None and len(self.lost) == lost:  # no host waits for a lost host
             self._look_for_stalled(self._due, asked, now, deadline_s)
 
     def _look_at(self, host: HostProcess, at: Progress, now: float) -> None:
@@ -317,7 +317,7 @@ class FailureDetector:
         ):
             self._have_stalled(waiting, holding, now)
             return
-        if holding:  # else the last call was answered just now
+        if holding:  # empty if the last call was answered just now
             host, fact = self._suspect(holding, there, waits)
             why = f"no progress for more than {deadline_s:g} s"
             self.end(host, f"the process {fact.format(why)}")

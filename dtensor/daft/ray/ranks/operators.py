@@ -3,15 +3,15 @@
     needed = Needed.of(program, device, known)  # on the controller: where each op comes from
     needed.provide()                            # in an actor: returns [(op that failed, reason)]
 
-An actor imports the module of an op. The kernel of an op of the user's script is pickled by value,
-as is that of an op which was redefined since the launch began (`importlib.reload`). For an op
-without a Python kernel the actor loads the controller's shared libraries
-(`torch.ops.load_library`). To find a kernel, the controller calls the op on empty CPU tensors under
-a profiler, which stops the call where the kernel begins: torch offers no other way. Invariants: no
-kernel runs, no GPU is needed. Ops that an actor has stay unless they were redefined.
+An actor imports the module of an op. If the op belongs to the user's script, or was redefined since
+the launch began (`importlib.reload`), its kernel is pickled by value. For an op without a Python
+kernel the actor loads the controller's shared libraries (`torch.ops.load_library`). To find a
+kernel, the controller calls the op on empty CPU tensors under a profiler, which stops the call
+where the kernel begins: torch offers no other way. Invariants: no kernel runs, no GPU is needed.
+Ops that an actor has stay unless they were redefined.
 """
 
-# Torch leaves the types of its operators open, cloudpickle all of its own.
+# Torch's operators and cloudpickle have no complete types.
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownVariableType=false, reportPrivateUsage=false
 # pyright: reportUnknownLambdaType=false
@@ -80,7 +80,7 @@ class OpOrigin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needed:
-    """What a program needs besides torch and dtensor. False if that is nothing."""
+    """The needs of a program besides torch and dtensor. False if there are none."""
 
     origins: tuple[OpOrigin, ...]
     paths: tuple[str, ...]

@@ -6,8 +6,8 @@
     ranks.run_program(HostRun(7, 0, {0: {"x": x}}).plain(), {})      # run 0 of program 7
 
 Inputs of a run that are plain data, such as an optimizer's options, are sent only if they differ
-from those of the last message (`SentInputs`), and so are the controller's settings of torch's
-kernels (`kernel_flags.py`). Invariant: the first failure of a run closes the connections and is
+from the last message's inputs (`SentInputs`). So are the controller's settings of torch's kernels
+(`kernel_flags.py`). Invariant: the first failure of a run closes the connections and is
 raised by every later call (`connect.py`).
 """
 
@@ -40,7 +40,7 @@ from dtensor.daft.undo.snapshots import SnapshotStore
 from dtensor.kernel_flags import obey
 
 Plain: TypeAlias = dict[int, dict[str, bytes | int]]
-"""Rank to name to plain data: marshalled if it has changed, else the run that it was sent for."""
+"""Rank to name to marshalled data, or, if the data is unchanged, the run that it was sent for."""
 SentData: TypeAlias = dict[tuple[int, int, str], tuple[int, bytes]]
 """(program, rank, name) to the last plain data sent: the run that it was sent for, and the data."""
 
@@ -240,7 +240,8 @@ class Ranks:
         return worker.ended()
 
     def roll_back(self, to: int) -> int:
-        """Roll back to the state after change `to`, or an earlier one; return that one's number."""
+        """Roll back to the state after change `to`, or after an earlier change; return its
+        number."""
         return self._connected[1].roll_back(to)
 
     def ended(self) -> int:
@@ -257,7 +258,7 @@ class Ranks:
         import_module("torch._dynamo")
 
     def remember(self, sent: SentData) -> None:
-        """Record plain data that was sent to the process which this one replaces."""
+        """Record plain data that was sent to the process that this process replaces."""
         self._plain.update(sent)
 
     def open(self, tags: Mapping[Key, int]) -> None:

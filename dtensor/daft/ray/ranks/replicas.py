@@ -46,7 +46,7 @@ from dtensor.daft.undo.snapshot_file import SnapshotFile
 from dtensor.daft.undo.snapshots import Key, Keys, SnapshotRecord, SnapshotStore
 
 Endpoint: TypeAlias = tuple[str, int]
-"""Where a replica server listens: address and port."""
+"""The address and port of a replica server."""
 HANDSHAKE_S = 30.0
 """How long a handshake may take."""
 RELEASE_S = 5.0

@@ -38,8 +38,8 @@ Tell: TypeAlias = Callable[..., None]
 
 @dataclass(frozen=True, slots=True)
 class ShippedProgram:
-    """A program on hosts. `parts`: host to its part, {} if parts are not kept; `needed`: what hosts
-    need before they load it."""
+    """A program on hosts. `parts`: host to its part, {} if parts are not kept; `needed`: the custom
+    ops and settings that hosts need before they load it."""
 
     handle: Handle
     parts: Mapping[int, Part]

@@ -37,10 +37,9 @@ MOVED = " on another machine"
 
 @dataclass(slots=True)
 class HostCall:
-    """A call of a host. `functions` and `given`: as of `RunChannel.send`. Of a run: its `program`;
-    `stored`: its inputs that are values of ranks, (rank, name); `plain`: the data sent for earlier
-    runs that its inputs refer to. `lent`: the caller does not change its buffers before the
-    answer."""
+    """A call of a host, as it is sent. If it starts a run, `program` is the run's program, `stored`
+    its inputs that are values of ranks, (rank, name), and `plain` the earlier data that its inputs
+    refer to. `lent`: the caller does not change its buffers before the answer."""
 
     functions: tuple[Any, ...]
     given: tuple[Any, ...] | Payload
@@ -62,7 +61,7 @@ class HostCall:
 class Membership:
     """The host processes and spares of a launch. `hosts`: the ranks of each host; `memory`: see
     `Ranks`; `options`: Ray's, for each process. `machines`: Ray's name of each host's machine, if
-    the launch spans several; `controllers`: that of the controller's machine."""
+    the launch spans several; `controllers`: Ray's name of the controller's machine."""
 
     def __init__(
         self,
@@ -136,7 +135,8 @@ class Membership:
         )
 
     def living(self, lost: Collection[int]) -> set[str]:
-        """Return the controller's machine and those with spares or hosts that are not lost."""
+        """Return the machines with spares or with hosts that are not lost, and the controller's
+        machine."""
         alive = [process for host, process in enumerate(self._hosts) if host not in lost]
         alive += [spare for spare in self.spares if self._is_usable(spare)]
         return {self.controllers, *(process.machine for process in alive)}
@@ -202,7 +202,8 @@ class Membership:
         return len(replies) == self._num_spares and self.channel.all_over(replies)
 
     def start_spares(self) -> list[HostProcess]:
-        """Start the missing spares, on the machines that have fewest; return the new ones."""
+        """Start the missing spares, on the machines with the fewest spares; return the new
+        spares."""
         new: list[HostProcess] = []
         while len(self.spares) < self._num_spares:
             spares = [spare.machine for spare in self.spares]
@@ -230,7 +231,7 @@ class Membership:
 
 def ring(machines: Sequence[str]) -> list[int | None]:
     """Return, for each host, the host on the next machine that keeps copies of its snapshots; None
-    if there is no other machine. `machines`: that of each host.
+    if there is no other machine. `machines`: the machine of each host.
 
     Example: ring(["a", "a", "b"]) == [2, 2, 0].
     """

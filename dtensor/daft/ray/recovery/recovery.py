@@ -66,7 +66,7 @@ class _Lost:
 
 
 class Recovering(Protocol):
-    """What recovery needs of a launch."""
+    """The part of a launch that recovery uses."""
 
     membership: Membership
     watch: FailureDetector
@@ -101,7 +101,7 @@ class Recovery:
         self._restarts = 0
         self._stuck: tuple[int, int] = (-1, 0)  # the first repeated run, how often in a row
         self._deferred: list[tuple[int, Callable[[], None]]] = []  # see `when_stable`
-        self._copies: dict[int, int | None] = {}  # a host's process to that of its replica server
+        self._copies: dict[int, int | None] = {}  # a host's process to its replica server's process
         self._places_of: list[list[str]] = []  # host to the machines that have its snapshots
 
     # -- sending ---------------------------------------------------------------------------
@@ -142,7 +142,7 @@ class Recovery:
                     call.message.given, call.message.lent = call.message.given.kept(), False
 
     def _wait_for_some(self) -> None:
-        """Wait until all hosts have ended their calls, and drop those from the log."""
+        """Wait until all hosts have ended their calls, and drop these calls from the log."""
         epoch = self.epoch
         try:
             ended = self._wait(self._ask_all(Ranks.ended))
@@ -200,7 +200,7 @@ class Recovery:
         return bool(calls_of_run)
 
     def _replace(self, error: DaftError) -> Recovered:
-        """Start epochs until one is complete without a further loss."""
+        """Start an epoch, and another after each further loss, until an epoch is complete."""
         begin, lost = time.monotonic(), _Lost()
         while True:
             self.epoch += 1
@@ -247,7 +247,7 @@ class Recovery:
             while not channel.is_broken(old.index) and time.monotonic() < end:
                 channel.listen(0.01)  # read the last messages of the old process
             launch.loaded.load_on(partial(membership.tell, process), host)
-        # new processes are asked too, so that no host connects to one that has not started
+        # new processes are asked, too, so that no host connects to a process that has not started
         asked = self._ask_all(Ranks.leave, old_ranks)
         self._wait(asked, whatever=True)
         for each in asked:
@@ -377,7 +377,9 @@ class Recovery:
             places = [old.machine]
             keeper = self._copies.get(old.index)
             server = None if keeper is None else membership.place(keeper)
-            if server is not None and server not in gone:  # else its copy may be old
+            if (
+                server is not None and server not in gone
+            ):  # the copy of a replaced server may be old
                 places.append(membership.host(server).machine)
             if not living.intersection(places):
                 places = [place for each in self._places_of[host : host + 1] for place in each]
@@ -474,7 +476,7 @@ class Recovery:
             self._raise_lost(raised)
 
     def _raise_lost(self, raised: Exception | None) -> None:
-        """Raise `ActorLost` if a host is lost; else the exception of a call, if there is one."""
+        """Raise `ActorLost` if a host is lost. Otherwise raise the exception of a call, if any."""
         launch = self._launch
         end = time.monotonic() + (SETTLE_S if raised is not None else 0.0)
         while True:

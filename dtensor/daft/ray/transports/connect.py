@@ -42,8 +42,8 @@ SLICE_S = 0.02  # how often a host that waits checks whether the others have com
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendezvous:
-    """What hosts need to connect. They meet under `prefix` in the store at `address` and `port`,
-    whose values are signed with `secret`. `hosts`: their processes' numbers in the launch;
+    """The data with which hosts connect. They meet under `prefix` in the store at `address` and
+    `port`, whose values are signed with `secret`. `hosts`: the numbers of their processes;
     `host_of`: the position in `hosts` of each rank's host; `tags`: the numbers of keys; `connect`:
     returns the transport; `patience_s`: the limit of NCCL's watchdog."""
 

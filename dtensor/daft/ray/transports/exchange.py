@@ -8,7 +8,7 @@ Members send at the start and fold in rank order at the wait. So the bits do not
     other collectives    one exchange
 
 An all_reduce is large if it has more than 64 KiB and more than two members. Invariants: messages
-are flat, contiguous, uint8 and not empty; those of a key keep their order.
+are flat, contiguous, uint8 and not empty; messages of one key keep their order.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class ExchangeTransport(Transport):
         self._local.close()
 
     def _post(self, key: Key, sends: Messages, recvs: Messages, half: int = 0) -> Sequence[Work]:
-        """Post messages, except empty ones, which neither side expects."""
+        """Post all messages that are not empty. Neither side expects an empty message."""
         sends = {member: data for member, data in sends.items() if data.numel()}
         recvs = {member: data for member, data in recvs.items() if data.numel()}
         return self._wire.post(key, sends, recvs, half) if sends or recvs else ()

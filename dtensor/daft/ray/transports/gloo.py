@@ -35,7 +35,7 @@ PATIENCE_S = 86400.0
 """How long a message may wait for a peer that computes. It is not used as a time-out: a peer that
 dies breaks its connections, and the controller ends a peer that has stopped."""
 PROOF_TAG = 1 << 30
-"""This tag and the next are larger than those of all keys."""
+"""This tag and the next are larger than the tags of all keys."""
 PROOF_BYTES = 32
 
 

@@ -35,7 +35,7 @@ from dtensor.private_torch import PrefixStore, Store
 MAX_CTAS = 4
 """The CTAs of one communicator: `MAX_COMMUNICATORS` fit on the 108 multiprocessors of an A100."""
 ABORT_S = 5.0
-"""How long `close` waits for aborts; 24 at once took 1 s on an H100."""
+"""How long `close` waits for aborts; 24 concurrent aborts took 1 s on an H100."""
 ENVIRONMENT = {
     # streams that share a hardware queue wait for each other
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
@@ -193,7 +193,7 @@ class NcclWire(Wire):
         ends them.
 
         Aborts run at the same time, since each takes half a second and may wait for another's
-        kernel. An abort that takes longer than `ABORT_S` may wait for a lost peer for ever; it is
+        kernel. An abort that takes longer than `ABORT_S` may wait for a lost peer forever; it is
         abandoned, so that the error reaches the controller, which then ends this process.
         """
         self._closed = True

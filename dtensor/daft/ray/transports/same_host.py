@@ -300,8 +300,8 @@ class _Member:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A piece of an all_reduce. `folds`: for each tensor, the members' values and the result's
-    place; `claim`: the semaphore by which a member claims the piece."""
+    """A piece of an all_reduce: for each tensor the members' values and the place of the result
+    (`folds`), and the semaphore by which a member claims the piece (`claim`)."""
 
     claim: int
     folds: Sequence[tuple[list[Tensor], Tensor]]

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import torch
 
 SIZE = 1 << 62  # the size of a segment: it limits offsets, and takes no memory
-MAPPED_BYTES = 1 << 30  # how much is mapped at once: it takes addresses, and no memory
+MAPPED_BYTES = 1 << 30  # the size of a mapping: it takes addresses, and no memory
 SLICE_S = 0.2
 """How often a waiting process checks whether the processes that it waits for are alive."""
 

@@ -7,7 +7,7 @@
 
 A segment has a nonce, a flag that its actor has closed, a semaphore for each pair of a rank of the
 actor and another rank, the windows of programs (`same_host.py`), and a directory of the windows.
-Invariant: actors of one place share memory if each could open the segments of all, else none does.
+Invariant: actors of one place share memory only if each could open the segments of all.
 """
 
 from __future__ import annotations

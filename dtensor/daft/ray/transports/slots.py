@@ -43,7 +43,7 @@ Piece: TypeAlias = tuple[tuple[int, int, int], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lane:
-    """Where the payloads of a key are. Offsets are in the windows of actors; tuples are by member,
+    """The places of a key's payloads. Offsets are in the windows of actors; tuples are by member,
     in the order of the key's ranks. The fields from `pieces` on are for all_reduces that are folded
     piece by piece."""
 
@@ -93,8 +93,8 @@ class CrossHostKeys:
             self._starts[site[0]].append(starts[site])
 
     def of(self, ranks: Collection[int]) -> Meetings:
-        """Return what the host of these ranks needs: all keys, and for each other rank its starts
-        on keys of these ranks."""
+        """Return the facts that the host of these ranks needs: all keys, and for each other rank
+        its starts on keys of these ranks."""
         members = [frozenset(key_slots.key[0]) for key_slots in self.keys]
         numbers = {n for n, of_key in enumerate(members) if not of_key.isdisjoint(ranks)}
         peers = sorted({rank for n in numbers for rank in members[n]}.difference(ranks))
