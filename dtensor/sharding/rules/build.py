@@ -2,6 +2,7 @@
 
     "aten.mm.default": pattern("m k, k n -> m n", linear=((0,), (1,)), flops="m k n")
 
+A *term* is the text of one tensor's dims in a pattern, such as ``m k``.
 Invariant: a linear group is dropped if its operands cannot be pending sums: bools, and floats whose
 result is an int (rounding is not linear).
 """

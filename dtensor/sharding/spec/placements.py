@@ -286,11 +286,8 @@ def length(intervals: Intervals) -> int:
 
 
 def largest_part(cuts: Sequence[tuple[Shard, int]], size: int) -> float:
-    """Return the largest fraction of a dim's indices that a rank holds. It is the rank at
-    coordinate 0 of every axis.
-
-    ``cuts``: (placement, axis size) of each axis that splits the dim.
-    """
+    """Return the fraction of a dim's indices that the rank at coordinate 0 of every axis holds, the
+    largest one. ``cuts``: (placement, axis size) of each axis that splits the dim."""
     if len(cuts) == 1:  # a short cut for the common case: one axis splits the dim evenly
         shard, num = cuts[0]
         if type(shard.blocks) is int and size % (shard.blocks * shard.unit * num) == 0:

@@ -38,9 +38,11 @@ def _divided(reduction_at: int, count: int, function: Callable[..., Any]) -> Loc
     return localize
 
 
-def _elementwise(reduction_at: int, *, backward: bool = False) -> Builder:
+def elementwise_loss(
+    reduction_at: int, *, backward: bool = False, linear: Groups = _BACKWARD
+) -> Builder:
     """Return a builder for a loss of tensors that broadcast against each other, or for its
-    backward, whose first operand is the gradient."""
+    backward, whose first operand is the gradient. ``linear``: used only for a backward."""
     over = local_forms.loss_backward_over if backward else local_forms.loss_over
 
     def build(call: OpCall) -> Rule:
@@ -49,8 +51,8 @@ def _elementwise(reduction_at: int, *, backward: bool = False) -> Builder:
         inputs = ", ".join("..." for _ in call.operands[int(backward) :])
         text = f"{loss}, {inputs} -> ..." if backward else f"{inputs} -> {loss}"
         localize = _divided(reduction_at, num_pairs(call, int(backward)), over)
-        linear = _BACKWARD if backward else ()
-        return make(call, text, linear=linear, localize=localize if reduction == _MEAN else None)
+        groups = linear if backward else ()
+        return make(call, text, linear=groups, localize=localize if reduction == _MEAN else None)
 
     return build
 
@@ -141,15 +143,15 @@ def _nll_backward(call: OpCall) -> Rule:
 
 
 RULES: dict[str, Builder] = {
-    "aten.smooth_l1_loss.default": _elementwise(2),
-    "aten.smooth_l1_loss_backward.default": _elementwise(3, backward=True),
-    "aten.huber_loss.default": _elementwise(2),
-    "aten.huber_loss_backward.default": _elementwise(3, backward=True),
-    "aten.soft_margin_loss.default": _elementwise(2),
-    "aten.soft_margin_loss_backward.default": _elementwise(3, backward=True),
-    "aten.binary_cross_entropy.default": _elementwise(3),
-    "aten.binary_cross_entropy_backward.default": _elementwise(4, backward=True),
-    "aten.binary_cross_entropy_with_logits.default": _elementwise(4),
+    "aten.smooth_l1_loss.default": elementwise_loss(2),
+    "aten.smooth_l1_loss_backward.default": elementwise_loss(3, backward=True),
+    "aten.huber_loss.default": elementwise_loss(2),
+    "aten.huber_loss_backward.default": elementwise_loss(3, backward=True),
+    "aten.soft_margin_loss.default": elementwise_loss(2),
+    "aten.soft_margin_loss_backward.default": elementwise_loss(3, backward=True),
+    "aten.binary_cross_entropy.default": elementwise_loss(3),
+    "aten.binary_cross_entropy_backward.default": elementwise_loss(4, backward=True),
+    "aten.binary_cross_entropy_with_logits.default": elementwise_loss(4),
     "aten.multi_margin_loss.default": _row_loss(5),
     "aten.multi_margin_loss_backward.default": _row_loss_backward(6),
     "aten.multilabel_margin_loss_forward.default": _row_loss(2, "is_target"),

@@ -17,14 +17,12 @@ import torch
 
 from dtensor.sharding.local import local_forms
 from dtensor.sharding.ops.call import Local, Localizer, OpCall
-from dtensor.sharding.rules.build import Groups, dim_names, make, num_pairs, resolve_dims, retarget
+from dtensor.sharding.rules.build import Groups, dim_names, make, resolve_dims, retarget
 from dtensor.sharding.rules.registry import Builder, no_rule
 from dtensor.sharding.rules.rule import Rule
-from dtensor.sharding.rules.tables.localizers import is_split
-from dtensor.sharding.rules.tables.pointwise import nowhere
+from dtensor.sharding.rules.tables.losses import elementwise_loss
 
 _SUM: Groups = ((0,),)
-_REDUCE_BY_SUM = 2  # torch's Reduction.SUM
 ByElement = Literal["sum", "max", "min"]
 
 
@@ -183,37 +181,6 @@ def _sums(call: OpCall, position: int) -> bool:
     return call.args[position] == "sum" and not dict(call.kwargs).get("initial")
 
 
-def _mse_loss(call: OpCall) -> Rule:
-    reduction = call.arg(2, "reduction", 1)
-    if reduction == 0:
-        return make(call, "..., ... -> ...", linear=nowhere(call))
-    return make(call, "..., ... -> ", localize=_mse_localizer if reduction == 1 else None)
-
-
-def _mse_localizer(call: OpCall, local: Local) -> OpCall:
-    if not is_split(call, local):
-        return call
-    count = num_pairs(call, 0)
-    args = (*call.args[:2], _REDUCE_BY_SUM)
-    return retarget(call, local_forms.loss_over, call.target, count, *args)
-
-
-def _mse_loss_backward(call: OpCall) -> Rule:
-    reduction = call.arg(3, "reduction", 1)
-    if reduction == 0:
-        return make(call, "..., ..., ... -> ...", linear=((0,), (1, 2)))
-    localize = _mse_backward_localizer if reduction == 1 else None
-    return make(call, ", ..., ... -> ...", linear=((0,), (1, 2)), localize=localize)
-
-
-def _mse_backward_localizer(call: OpCall, local: Local) -> OpCall:
-    if not is_split(call, local):
-        return call
-    count = num_pairs(call, 1)
-    args = (*call.args[:3], _REDUCE_BY_SUM)
-    return retarget(call, local_forms.loss_backward_over, call.target, count, *args)
-
-
 _BACKWARD: Groups = ((0,),)
 
 RULES: dict[str, Builder] = {
@@ -258,6 +225,6 @@ RULES: dict[str, Builder] = {
     "aten.flip.default": along_dim(1, linear=_SUM),
     "aten.segment_reduce.default": _segments,
     "aten._segment_reduce_backward.default": _segments_backward,
-    "aten.mse_loss.default": _mse_loss,
-    "aten.mse_loss_backward.default": _mse_loss_backward,
+    "aten.mse_loss.default": elementwise_loss(2),
+    "aten.mse_loss_backward.default": elementwise_loss(3, backward=True, linear=((0,), (1, 2))),
 }
