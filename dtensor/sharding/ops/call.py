@@ -41,10 +41,8 @@ class Operand:
 
 
 class RunNumber(float):
-    """A number in ``args`` that each run of the program receives under ``name``.
-
-    Rules see this representative of it, and may only distinguish zero from other numbers.
-    """
+    """A number in ``args`` that each run of the program receives under ``name``. Rules see this
+    representative of it, and may only distinguish zero from other numbers."""
 
     name: str
 

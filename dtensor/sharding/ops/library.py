@@ -60,10 +60,8 @@ def sum_rows(x: Tensor) -> Tensor:
 
 def local_index(index: Tensor, intervals: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
     """Return (whether each global index is local, its local position or 0), for a dim of which
-    ``length`` indices are local.
-
-    ``intervals``: the local indices as a flat list [start, stop, start, ...]; [] means 0:length.
-    """
+    ``length`` indices are local. ``intervals``: the local indices as a flat list [start, stop,
+    start, ...]; [] means 0:length."""
     if not intervals:
         is_local = (index >= 0) & (index < length)
         return is_local, torch.where(is_local, index, 0)

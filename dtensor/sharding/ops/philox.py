@@ -30,10 +30,8 @@ _DEVICE_CHUNK = 1 << 20  # counters in a chunk: its 13 int64 tensors take 0.1 Gi
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """The key of random numbers. ``step`` and ``op`` have 32 bits.
-
-    ``seed`` and ``step`` may be columns, int64[rows, 1], with one value for each row.
-    """
+    """The key of random numbers. ``step`` and ``op`` have 32 bits. ``seed`` and ``step`` may be
+    columns, int64[rows, 1], with one value for each row."""
 
     seed: int | Tensor
     step: int | Tensor
@@ -59,7 +57,6 @@ class Place:
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """The rows and columns of the local tensor, viewed as a matrix, for which words are computed.
-
     The first block may begin before the first column: the words of ``skip`` elements are not used.
     """
 
@@ -72,10 +69,8 @@ def words(
     place: Place, key: Key, device: torch.device, per_element: int
 ) -> Iterator[tuple[Chunk, list[list[Tensor]]]]:
     """Yield each chunk and, for each element of a block, its 32-bit words (int64[rows, blocks]).
-
     Element e of block b is column ``b * n + e - skip`` of the chunk. Raises ValueError if the
-    tensor has more than 2**32 rows.
-    """
+    tensor has more than 2**32 rows."""
     num = 4 // per_element
     rows = _rows(place, device)
     num_rows = rows.numel()
@@ -118,11 +113,8 @@ def _rows(place: Place, device: torch.device) -> Tensor:
 
 
 def philox(c0: Tensor, c1: Tensor, key: Key) -> list[Tensor]:
-    """Return the four words of the counters (c0, c1, step, op), each int64[rows, blocks].
-
-    c0 is a row [1, blocks] and c1 a column [rows, 1]: the first rounds compute on these and are
-    cheap.
-    """
+    """Return the four words of the counters (c0, c1, step, op), each int64[rows, blocks]. c0 is a
+    row [1, blocks] and c1 a column [rows, 1]: the first rounds compute on these and are cheap."""
     k0, k1 = key.seed & _MASK, key.seed >> 32 & _MASK
     low = _M1 * (key.step & _MASK)
     product = c0 * _M0

@@ -30,11 +30,9 @@ from dtensor.sharding.spec.stored import StoredTensor
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A block of the global tensor that ``source_rank`` holds and ``target_rank`` needs.
-
-    Ranks are numbers in a cluster. If they are equal and both meshes are on one cluster, the block
-    stays on its rank and ``bytes_sent`` is 0.
-    """
+    """A block of the global tensor that ``source_rank`` holds and ``target_rank`` needs. Ranks are
+    numbers in a cluster. If they are equal and both meshes are on one cluster, the block stays on
+    its rank and ``bytes_sent`` is 0."""
 
     source_rank: int
     target_rank: int

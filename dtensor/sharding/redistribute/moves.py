@@ -172,10 +172,8 @@ def _search(
     src: TensorSpec, dst: TensorSpec, topology: Topology, *, below: float | None = None
 ) -> tuple[Move, ...] | None:
     """Return the cheapest path by Dijkstra's algorithm over the placements of both ends and
-    Replicate; None if there is none.
-
-    ``below``: search intermediate shardings too, for a path with a lower price than this.
-    """
+    Replicate; None if there is none. ``below``: search intermediate shardings too, for a path with
+    a lower price than this."""
     choices = [_choices(src.placement(axis), dst.placement(axis)) for axis in src.mesh.axes]
     tie = itertools.count()
     queue: list[tuple[float, int, TensorSpec, tuple[Move, ...]]] = [(0.0, next(tie), src, ())]
@@ -341,11 +339,9 @@ def _cut_dims(move: Move) -> set[int]:
 
 
 def _coordinates_to_compare(move: Move) -> Iterator[dict[str, int]]:
-    """Yield the coordinates of the ranks one of which sends most.
-
-    They vary on the axes that cut a dim which the move's axis cuts. On the other axes coordinate 0
-    has the largest shard, and so sends most.
-    """
+    """Yield the coordinates of the ranks one of which sends most. They vary on the axes that cut a
+    dim which the move's axis cuts. On the other axes coordinate 0 has the largest shard, and so
+    sends most."""
     mesh = move.src.mesh
     dims = _cut_dims(move)
     axes = [

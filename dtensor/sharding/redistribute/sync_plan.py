@@ -175,10 +175,8 @@ def plan_sync(
     bucket_bytes: int = BUCKET_BYTES,
 ) -> SyncPlan:
     """Return the plan that moves each value from its first place to its second. The largest values
-    are planned first, so that the senders have similar loads.
-
-    Raises PlanningError as `plan_transfer` does.
-    """
+    are planned first, so that the senders have similar loads. Raises PlanningError as
+    `plan_transfer` does."""
     sent: dict[int, int] = {}
     plans: dict[str, TransferPlan] = {}
     for label in sorted(values, key=lambda label: (-values[label][0].spec.nbytes, label)):

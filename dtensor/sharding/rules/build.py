@@ -37,10 +37,8 @@ def pattern(
     localize: Localizer | None = None,
     flops: str = "",
 ) -> Builder:
-    """Return a builder for ops whose rule is the same text for all arguments.
-
-    ``flops``: the factors whose product, doubled, is the number of floating-point operations.
-    """
+    """Return a builder for ops whose rule is the same text for all arguments. ``flops``: the
+    factors whose product, doubled, is the number of floating-point operations."""
     return lambda call: make(
         call, text, linear=linear, addends=addends, reduce=reduce, localize=localize, flops=flops
     )

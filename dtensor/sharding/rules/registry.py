@@ -33,11 +33,9 @@ class NoRule(PlanningError):
 
 
 def register(names: str | Sequence[str], builder: Builder) -> None:
-    """Record the builder of ops, by their full names ("aten.mm.default").
-
-    Raises PlanningError if one of the ops has a different builder. Registering an equal builder
-    again changes nothing, so a line that states a rule may run twice.
-    """
+    """Record the builder of ops, by their full names ("aten.mm.default"). Raises PlanningError if
+    one of the ops has a different builder. Registering an equal builder again changes nothing, so a
+    line that states a rule may run twice."""
     several = (names,) if isinstance(names, str) else names
     for name in several:
         if name in _BUILDERS and _BUILDERS[name] != builder:

@@ -196,11 +196,9 @@ class Rule:
     # -- between factor shardings and placements --------------------------------------------
 
     def apply(self, assignment: Assignment, num: int) -> Strategy | None:
-        """Return the strategy that shards the assigned factors over an axis of ``num`` ranks.
-
-        None if they cannot be sharded together: a factor is whole, a part of a sum is not assigned,
-        or two factors of one dim are assigned.
-        """
+        """Return the strategy that shards the assigned factors over an axis of ``num`` ranks. None
+        if they cannot be sharded together: a factor is whole, a part of a sum is not assigned, or
+        two factors of one dim are assigned."""
         if any(f in self.whole for f in assignment):
             return None
         tensors: list[Placement] = []

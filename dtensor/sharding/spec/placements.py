@@ -237,10 +237,8 @@ def _nearest_divisor(size: int, wanted: int) -> int:
 
 @lru_cache(maxsize=65536)
 def index_sets(shard: Shard, size: int, num: int) -> tuple[Intervals, ...]:
-    """Return the intervals of a dim of ``size`` that each of ``num`` coordinates holds.
-
-    The intervals of a coordinate are ascending, not empty and not adjacent.
-    """
+    """Return the intervals of a dim of ``size`` that each of ``num`` coordinates holds. The
+    intervals of a coordinate are ascending, not empty and not adjacent."""
     result: list[list[tuple[int, int]]] = [[] for _ in range(num)]
     start = 0
     for block in block_sizes(shard.blocks, size):

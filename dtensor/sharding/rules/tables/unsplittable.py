@@ -17,10 +17,8 @@ from dtensor.sharding.rules.rule import Rule
 
 @dataclass(frozen=True, slots=True)
 class Unsplittable:
-    """A builder of rules in which every dim of every tensor is whole.
-
-    ``reason``: why nothing can be split, without a full stop.
-    """
+    """A builder of rules in which every dim of every tensor is whole. ``reason``: why nothing can
+    be split, without a full stop."""
 
     reason: str
     linear: Groups = ()
