@@ -128,7 +128,7 @@ def test_a_name_stands_for_one_reduction(stated: None) -> None:
         register_reduction(replace(outsiders.XOR, identity=None))
     with pytest.raises(ValueError, match="the name is a word"):
         Reduction(name="x or", fold=torch.bitwise_xor)
-    with pytest.raises(dt.PlanningError, match=r'"argmax"\) is of values f64\[...,2\]; this one'):
+    with pytest.raises(dt.PlanningError, match=r'"argmax"\) needs values f64\[...,2\]; this one'):
         dt.spec("f64[4,3]{argmax@tp}", MESH)
 
 

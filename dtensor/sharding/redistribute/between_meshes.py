@@ -143,8 +143,8 @@ def plan_transfer(
     if pending:
         fixed = ", ".join(f"{axis}=dt.Replicate()" for axis in pending)
         raise PlanningError(
-            f"{source} is pending over {', '.join(pending)}, and a transfer moves values, not "
-            f"summands; fix: x.redistribute({fixed}) first"
+            f"{source} is pending over {', '.join(pending)}, and a transfer cannot reduce it; "
+            f"fix: x.redistribute({fixed}) first"
         )
     pieces = _pieces(here, there, distinct, {} if sent is None else sent)
     return TransferPlan(here=here, there=there, distinct=distinct, pieces=tuple(pieces))

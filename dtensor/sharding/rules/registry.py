@@ -41,7 +41,7 @@ def register(names: str | Sequence[str], builder: Builder) -> None:
         if name in _BUILDERS and _BUILDERS[name] != builder:
             raise PlanningError(
                 f"{name} has a rule already; a rule is registered once.\n"
-                f"fix: remove one of the two; dtensor.sharding.rules holds those of this library"
+                f"fix: remove one of the two; the library's own are in dtensor.sharding.rules"
             )
     _BUILDERS.update(dict.fromkeys(several, builder))
 

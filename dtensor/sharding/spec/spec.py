@@ -80,16 +80,16 @@ class TensorSpec:
         text = f"{dtype_name(self.dtype)}[{','.join(map(str, self.shape))}]"
         if not reduction.takes(self.shape, self.dtype):
             raise PlanningError(
-                f'Partial("{reduction.name}") is of values {reduction.wants}; this one is {text}.\n'
+                f'Partial("{reduction.name}") needs values {reduction.wants}; this one is {text}.\n'
                 f'fix: use Partial("sum") for a sum, Partial("max") for a maximum'
             )
         last = len(self.shape) - 1
         for axis, placement in self.sharding.items():
             if isinstance(placement, Shard) and placement.dim == last:
                 raise PlanningError(
-                    f"the {reduction.unit} numbers of a row that is pending under "
-                    f"{reduction.name} stay together, but "
-                    f"{axis}={placement!r} splits the last dim of {text}.\n"
+                    f"a value that is pending under {reduction.name} keeps its last dim of "
+                    f"{reduction.unit} numbers whole, but {axis}={placement!r} splits the last dim "
+                    f"of {text}.\n"
                     f"fix: {axis}=Replicate()" + (f", or {axis}=Shard(0)" if last else "")
                 )
 

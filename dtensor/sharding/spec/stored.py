@@ -41,8 +41,8 @@ class StoredTensor:
         if not len(self.at) == len(self.ranks) == len(set(self.ranks)):
             raise PlanningError(
                 f"{self.label or self.spec} is on the ranks {list(self.at)} of {self.spec.mesh}, "
-                f"and as the launch counts on {list(self.ranks)}; "
-                f"fix: state {len(self.at)} different ranks"
+                f"but {list(self.ranks)} are stated as their numbers in the launch; "
+                f"fix: state {len(self.at)} different numbers"
             )
 
     @staticmethod
