@@ -176,7 +176,7 @@ REFUSED = {
     "f32[8,4]{softmax@a}": r"needs values f32\[...,3\] or f64\[...,3\].* this one is f32\[8,4\]",
     "bf16[8,3]{softmax@a}": r"this one is bf16\[8,3\]",
     "f32[]{softmax@a}": r"this one is f32\[\]",
-    "f32[8,3@b]{softmax@a}": r"last dim of 3 numbers whole, but b=Shard\(1\) splits the last dim of f32\[8,3\]",
+    "f32[8,3@b]{softmax@a}": r"numbers whole, but b=Shard\(1\) splits the last dim of f32\[8,3\]",
     "f32[8,3]{softmax@a,sum@b}": "cannot be pending under",
     "f32[8,3]{soft@a}": 'the op is "sum", "max", "min" or "softmax"',
 }

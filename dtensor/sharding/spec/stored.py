@@ -42,7 +42,7 @@ class StoredTensor:
             raise PlanningError(
                 f"{self.label or self.spec} is on the ranks {list(self.at)} of {self.spec.mesh}, "
                 f"but {list(self.ranks)} are stated as their numbers in the launch; "
-                f"fix: state {len(self.at)} different numbers"
+                f"fix: state {len(self.at)} different ranks"
             )
 
     @staticmethod
