@@ -231,7 +231,7 @@ class Rule:
         return any((result, factor) not in self.same for factor in assignment)
 
     def _place(self, dims: Dims, assignment: Assignment, num: int) -> Placement | None:
-        """Return the placement of a tensor with these dims; None if it is not a single Shard."""
+        """Return Replicate or the Shard of a tensor with these dims; None if two dims are split."""
         placement: Placement = REPLICATE
         for index, dim in enumerate(dims):
             shard = self._place_dim(index, dim, assignment)

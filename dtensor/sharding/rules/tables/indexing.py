@@ -64,8 +64,7 @@ def _localizer_at(at: int, kind: Write | Literal["index", "gather"]) -> Localize
 
 def _index_terms(call: OpCall, position: int = 1) -> tuple[str, list[str], list[str]]:
     """Return the term of x, the terms of the index tensors, and the dims of x at these indices. The
-    dims of the index tensors are i0, i1, ... ``position``: of the argument that lists the indices.
-    """
+    dims of the index tensors are i0, i1, ... The argument at ``position`` lists the indices."""
     shape = call.operands[0].shape
     indices: Sequence[object] = call.args[position]
     indexed = {d: item.index for d, item in enumerate(indices) if isinstance(item, Operand)}

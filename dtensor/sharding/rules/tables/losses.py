@@ -26,7 +26,8 @@ _BACKWARD: Groups = ((0,),)
 
 def _divided(reduction_at: int, count: int, function: Callable[..., Any]) -> Localizer:
     """Return a localizer of a mean: ``function`` calls the op for the sum and divides by ``count``.
-    If nothing is split, the call stays as it is. ``reduction_at``: of the argument."""
+    If nothing is split, the call stays as it is. ``reduction_at``: the position of the argument
+    that states the reduction."""
 
     def localize(call: OpCall, local: Local) -> OpCall:
         if not is_split(call, local):
@@ -70,21 +71,21 @@ def _target(shape: tuple[int, ...], target: tuple[int, ...]) -> str:
     return "n" if target else ""
 
 
-def _row_loss(reduction_at: int, more: str = "") -> Builder:
-    """Return a builder for (x[n c], target[n] or [n c], weight[c]?) -> loss. ``more``: not empty if
-    the op has a second result, of the shape of x."""
+def _row_loss(reduction_at: int, *, two_results: bool = False) -> Builder:
+    """Return a builder for (x[n c], target[n] or [n c], weight[c]?) -> loss. ``two_results``: the
+    op also returns a tensor of the shape of x."""
 
     def build(call: OpCall) -> Rule:
         x = _rows(call.operands[0].shape)
         n = "n" if "n" in x else ""
         left = [x, _target(call.operands[0].shape, call.operands[1].shape)]
         left += ["c!" for _ in call.operands[2:]]
-        right = [x] if more else []
+        right = [x] if two_results else []
         reduction = positional(call)[reduction_at]
         if reduction == _NONE:
             return make(call, f"{', '.join(left)} -> {', '.join([n, *right])}")
         count = call.operands[0].shape[0] if n else 1
-        over = local_forms.first_over if more else local_forms.loss_over
+        over = local_forms.first_over if two_results else local_forms.loss_over
         localize = _divided(reduction_at, count, over) if reduction == _MEAN else None
         text = f"{', '.join(left)} -> {', '.join(['', *right])}"
         return make(call, text, localize=unless_empty(localize))
@@ -154,7 +155,7 @@ RULES: dict[str, Builder] = {
     "aten.binary_cross_entropy_with_logits.default": elementwise_loss(4),
     "aten.multi_margin_loss.default": _row_loss(5),
     "aten.multi_margin_loss_backward.default": _row_loss_backward(6),
-    "aten.multilabel_margin_loss_forward.default": _row_loss(2, "is_target"),
+    "aten.multilabel_margin_loss_forward.default": _row_loss(2, two_results=True),
     "aten.multilabel_margin_loss_backward.default": _row_loss_backward(3),
     "aten.nll_loss_forward.default": _nll,
     "aten.nll_loss2d_forward.default": _nll,

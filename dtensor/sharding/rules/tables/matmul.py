@@ -185,7 +185,7 @@ def _pick_heads(call: OpCall) -> Rule:
 # -- torch's attention kernel for CPUs, which takes a mask -----------------------------------------
 
 
-def _masked_terms(call: OpCall, q: int, dropout_at: int) -> tuple[str, str, str, str]:
+def _flash_terms(call: OpCall, q: int, dropout_at: int) -> tuple[str, str, str, str]:
     """Return the terms of the queries, of keys and values, of the log-sum-exp, and of the mask
     (with its comma; empty if there is none). Raises NoRule for dropout and for grouped heads."""
     args = positional(call)
@@ -199,22 +199,22 @@ def _masked_terms(call: OpCall, q: int, dropout_at: int) -> tuple[str, str, str,
     return f"b h {t} e!", "b h s! e!", f"b h {t}", mask
 
 
-def _masked(call: OpCall) -> Rule:
-    q, k, lse, mask = _masked_terms(call, 0, dropout_at=3)
-    run = unless_empty(_run_masked(local_forms.flash_attention, dropout_at=3))
+def _flash_attention(call: OpCall) -> Rule:
+    q, k, lse, mask = _flash_terms(call, 0, dropout_at=3)
+    run = unless_empty(_without_dropout(local_forms.flash_attention, dropout_at=3))
     rule = make(call, f"{q}, {k}, {k}{mask} -> {q}, {lse}", localize=run)
     return replace(rule, flops=_attention_flops(rule))
 
 
-def _masked_backward(call: OpCall) -> Rule:
-    q, k, lse, mask = _masked_terms(call, 1, dropout_at=6)
+def _flash_attention_backward(call: OpCall) -> Rule:
+    q, k, lse, mask = _flash_terms(call, 1, dropout_at=6)
     text = f"{q}, {q}, {k}, {k}, {q}, {lse}{mask} -> {q}, {k}, {k}"
-    run = unless_empty(_run_masked(local_forms.flash_attention_backward, dropout_at=6))
+    run = unless_empty(_without_dropout(local_forms.flash_attention_backward, dropout_at=6))
     rule = make(call, text, linear=((0,),), localize=run)
     return replace(rule, flops=_attention_flops(rule) * 5 // 2)
 
 
-def _run_masked(function: Callable[..., Any], dropout_at: int) -> Localizer:
+def _without_dropout(function: Callable[..., Any], dropout_at: int) -> Localizer:
     """Return a localizer that calls ``function`` without dropout_p, the argument ``dropout_at``
     between the tensors and is_causal."""
 
@@ -323,8 +323,8 @@ RULES: dict[str, Builder] = {
     "dt.attention_masked.default": _by_heads(_attention_masked, 0),
     "dt.attention_masked_backward.default": _by_heads(_attention_masked_backward, 1),
     "dt.pick_heads.default": with_kind("view", _pick_heads),
-    "aten._scaled_dot_product_flash_attention_for_cpu.default": _masked,
-    "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": _masked_backward,
+    "aten._scaled_dot_product_flash_attention_for_cpu.default": _flash_attention,
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": _flash_attention_backward,
     "aten._trilinear.default": _trilinear,
     "aten._grouped_mm.default": _grouped_mm,
     # ops of mixtures of experts in transformers, which exist once it is imported

@@ -28,7 +28,7 @@ from dtensor.sharding.rules.tables.localizers import contiguous, positional, unl
 
 def _factors(call: OpCall, position: int) -> tuple[str, str, str]:
     """Return the terms of the rows, of the normalised dims, and of the statistics' dims of size 1.
-    ``position``: of the argument ``normalized_shape``."""
+    The argument at ``position`` is ``normalized_shape``."""
     count = len(call.arg(position, "normalized_shape"))
     rank = len(call.operands[0].shape)
     rows = " ".join(f"d{i}" for i in range(rank - count))

@@ -115,8 +115,8 @@ def _mean(call: OpCall) -> Rule:
 
 def along_dim(position: int, *, linear: Groups = (), default: int | None = None) -> Builder:
     """Return a builder for ops whose tensors have the same number of dims and need one dim whole.
-    ``position``: of the argument that is this dim. Another dim is one factor if all tensors have
-    the same size there; otherwise it is whole."""
+    The argument at ``position`` is this dim. Another dim is one factor if all tensors have the same
+    size there; otherwise it is whole."""
 
     def build(call: OpCall) -> Rule:
         metas = [*call.operands, *(m for m in call.results if m is not None)]
