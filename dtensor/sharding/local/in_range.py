@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 _passed: MutableMapping[Tensor, tuple[int, tuple[object, ...]]] = WeakIdKeyDictionary()
-"""For each tensor its version at its last check, and the checks that it passed in this version."""
+"""The version of each tensor at its last check, and the checks that it passed in this version."""
 
 
 def check_range(index: Tensor, size: int, low: int = 0, ignored: int | None = None) -> None:

@@ -36,7 +36,7 @@ def mean_over(
 
 
 def in_float32(op: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Run the op on float32 copies of 16-bit operands, for a part of a sum that is not rounded."""
+    """Run the op on float32 copies of 16-bit operands, so that a part of a sum is not rounded."""
     return op(*map(_wide, args), **kwargs).float()
 
 
@@ -46,7 +46,7 @@ def _wide(value: Any) -> Any:
 
 
 def _narrow_dtype(args: Sequence[Any]) -> torch.dtype | None:
-    """Return the dtype of the float tensors if they all have the same 16-bit dtype, else None."""
+    """Return the 16-bit dtype that all float tensors have; None if there is no such dtype."""
     dtypes = {a.dtype for a in args if isinstance(a, Tensor) and a.is_floating_point()}
     return dtypes.pop() if len(dtypes) == 1 and all(map(is_narrow, dtypes)) else None
 
@@ -169,7 +169,7 @@ def empty_convolution(x: Tensor, bias: Tensor | None, shape: Sequence[int]) -> T
 def empty_convolution_backward(
     grad: Tensor, shapes: Sequence[Sequence[int] | None]
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of a convolution without images or channels: zeros, but for the bias."""
+    """Return the gradients of a convolution without images or channels. Only the bias has one."""
     x, weight, bias = shapes
     dims = [d for d in range(grad.dim()) if d != 1]
     return (

@@ -139,7 +139,7 @@ def _attention(
     else:
         k, v = repeat_groups(k, q.shape[1]), repeat_groups(v, q.shape[1])
         out, lse = _attention_math(q, k, v, is_causal, scale)
-    # the kernels return dense results: strides equal to q's are those of empty_like(q)
+    # the kernels return dense results: if the strides are q's, they are also empty_like(q)'s
     out = out if out.stride() == q.stride() else laid_as(q, out)
     return out, lse.to(lse_dtype).contiguous()
 

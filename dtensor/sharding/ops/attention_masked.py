@@ -47,7 +47,7 @@ aten: Any = torch.ops.aten
 def written_out(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return what attention_masked returns, as plain ops, whose rules can split the keys."""
+    """Return the results of attention_masked by plain ops, whose rules can split the keys."""
     k, v = repeat_groups(k, q.shape[1]), repeat_groups(v, q.shape[1])
     scores = _scores(q, k, mask, scale)
     maximum = scores.amax(-1, keepdim=True)
@@ -142,7 +142,7 @@ def _attention_masked(
         lse = torch.where(sees_nothing, 0, lse)
     else:
         out, lse = written_out(q, k, v, mask, scale)
-    # the kernels return dense results: strides equal to q's are those of empty_like(q)
+    # the kernels return dense results: if the strides are q's, they are also empty_like(q)'s
     out = out if out.stride() == q.stride() else laid_as(q, out)
     return out, lse.to(lse_dtype).contiguous()
 

@@ -6,7 +6,7 @@
     d = ce_backward(grad[n], logits, stats, target)    [n v]    nothing is reduced
 
 The statistics of a row are the maximum m, the sum s of exp(logit - m) and the target's logit t; its
-loss is log(s) + m - t. The statistics of parts of a vocabulary reduce to those of the whole one
+loss is log(s) + m - t. Statistics of the parts of a vocabulary reduce to the statistics of all
 (Milakov and Gimelshein 2018, arXiv:1805.02867). `cross_entropy_rows` is the forward as one autograd
 op, which capture decomposes. A target out of range raises IndexError; this check waits for a GPU.
 """

@@ -198,7 +198,7 @@ def _ratio(x: Tensor, terms: tuple[tuple[float, ...], tuple[float, ...]]) -> Ten
 
 def _polynomial(x: Tensor, terms: Sequence[float]) -> Tensor:
     """Evaluate a polynomial by Horner's method. Multiply and add are separate kernels, because a
-    fused one would round only once."""
+    fused kernel would round only once."""
     total = torch.full_like(x, terms[-1])
     for term in reversed(terms[:-1]):
         total.mul_(x).add_(term)

@@ -21,8 +21,8 @@ def copies_for(used: Sequence[Sequence[int]]) -> tuple[list[int], tuple[int, ...
     the dim is split over the ranks.
 
     ``used``: the head numbers that each rank uses. Block i has the i-th head of each rank. A rank
-    that uses fewer heads than a later rank gets its first head again, as no rank has fewer heads
-    than a later one.
+    that uses fewer heads than a later rank gets its first head again, because the blocks cannot
+    give a rank fewer heads than a later rank.
     """
     counts = [max(map(len, used[rank:])) for rank in range(len(used))]
     blocks = tuple(sum(count > i for count in counts) for i in range(counts[0]))

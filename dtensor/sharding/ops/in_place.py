@@ -7,7 +7,7 @@
 `in_place` takes the call of a rank: the op itself, or its local form if the written dim is split
 (local/indexing.py). plan/passes/in_place.py decides when a write in place is safe.
 
-Invariant: an in-place call changes only operand ``base``, and its result has the bits of the op's.
+Invariant: an in-place call changes only operand ``base``, to the bits that the op returns.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class OpWrites:
 
     base: the operands that the op may change in place.
     positions: the operands that state which elements change.
-    overwrites: whether the written values do not depend on the old ones, so that the op is
+    overwrites: whether the written values do not depend on the old values, so that the op is
         idempotent.
     partial: whether the op accesses only the elements that it changes.
     """

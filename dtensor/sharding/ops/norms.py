@@ -174,7 +174,7 @@ def _add_layer_grad(
 
 
 def _save(ctx: Any, *tensors: Tensor) -> None:
-    """Save tensors for the backward. The last one is rstd, which has no gradient."""
+    """Save tensors for the backward. The last tensor is rstd, which has no gradient."""
     ctx.mark_non_differentiable(tensors[-1])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors)

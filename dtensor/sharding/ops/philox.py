@@ -68,7 +68,7 @@ class Chunk:
 def words(
     place: Place, key: Key, device: torch.device, per_element: int
 ) -> Iterator[tuple[Chunk, list[list[Tensor]]]]:
-    """Yield each chunk and, for each element of a block, its 32-bit words (int64[rows, blocks]).
+    """Yield each chunk and the 32-bit words (int64[rows, blocks]) of each element of a block.
     Element e of block b is column ``b * n + e - skip`` of the chunk. Raises ValueError if the
     tensor has more than 2**32 rows."""
     num = 4 // per_element

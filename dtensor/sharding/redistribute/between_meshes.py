@@ -77,9 +77,9 @@ class TransferPlan:
         return dict(sorted(bytes_of.items()))
 
     def seconds(self, topology: Topology) -> float:
-        """Return the predicted seconds: those of the busiest rank, which sends or receives its
-        messages one after the other. Each message is priced by the slowest axis of the two meshes,
-        because a transfer does not run along one axis."""
+        """Return the predicted seconds of the busiest rank, which sends or receives its messages
+        one after the other. Each message is priced by the slowest axis of the two meshes, because a
+        transfer does not run along one axis."""
         messages = ((*pair, sent) for pair, sent in self.bytes_by_pair.items())
         return busiest_seconds(messages, topology, (self.source.mesh, self.target.mesh))
 
@@ -122,8 +122,8 @@ def plan_transfer(
     """Return the plan that moves a value from ``here`` to ``there``; equal arguments give equal
     plans.
 
-    A rank keeps what it holds already. If several ranks hold a piece, the one that has sent the
-    fewest bytes sends it; ties are broken by the target's rank, so that replicas share the work.
+    A rank keeps pieces that it holds already. If several ranks hold a piece, the rank that has sent
+    the fewest bytes sends it; the target's rank breaks ties, so that replicas share the work.
     A pending target gets the value at coordinate 0 and the identity elsewhere (sum, softmax), or
     the value everywhere (max, min).
 
@@ -165,7 +165,7 @@ def busiest_seconds(
 
 
 def holders_of(spec: TensorSpec) -> tuple[int, ...]:
-    """Return the ranks of the mesh that hold the value: those in the part ``spec.on``."""
+    """Return the ranks of the mesh that hold the value: the ranks in the part ``spec.on``."""
     mesh = spec.mesh
     if not spec.on:
         return tuple(range(mesh.size))

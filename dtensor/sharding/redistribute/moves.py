@@ -41,7 +41,7 @@ from dtensor.sharding.spec.placements import (
 from dtensor.sharding.spec.spec import TensorSpec
 
 MoveKind = str
-"""A name in `MOVES`: of a collective, or of a move without messages."""
+"""A key of `MOVES`: the name of a collective or of a local move."""
 MIN_SAVING = 0.01
 """The fraction of the price that a path through intermediate shardings must save, because it has
 more collectives."""
@@ -49,7 +49,7 @@ MAX_EXPANDED = 100
 """The maximum number of shardings that a search through intermediate shardings visits. This covers
 nearly all shardings of two axes; on three axes the search may miss the best path."""
 _SECONDS_PER_MOVE = 1e-13
-"""Seconds added for each move, so that of paths with equal price the shorter one is chosen."""
+"""Seconds added for each move, so that the shortest of several paths with equal price is chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Move:
     @property
     def bytes_sent(self) -> int:
         """The bytes that the rank which sends most sends: (n-1)/n of the value for all_gather and
-        reduce_scatter, twice that for all_reduce, the blocks that change ranks for all_to_all."""
+        reduce_scatter, 2(n-1)/n for all_reduce, the blocks that change ranks for all_to_all."""
         return _bytes_sent(self)
 
     def seconds(self, topology: Topology) -> float:
@@ -173,7 +173,7 @@ def _search(
 ) -> tuple[Move, ...] | None:
     """Return the cheapest path by Dijkstra's algorithm over the placements of both ends and
     Replicate; None if there is none. ``below``: search intermediate shardings too, for a path with
-    a lower price than this."""
+    a price below this."""
     choices = [_choices(src.placement(axis), dst.placement(axis)) for axis in src.mesh.axes]
     tie = itertools.count()
     queue: list[tuple[float, int, TensorSpec, tuple[Move, ...]]] = [(0.0, next(tie), src, ())]
@@ -280,10 +280,10 @@ def _sent_by_exchange(move: Move, at: Mapping[str, int]) -> int:
 class MoveType:
     """A kind of move.
 
-    ``suffix``: of the result's name. ``between``: the classes of the placements before and after,
-    None if they do not determine the kind. ``sends``: returns the bytes that the rank at some
-    coordinates sends; None if the move is not a collective. ``copies``: whether a move that is not
-    a collective copies memory.
+    ``suffix``: the suffix of the result's name. ``between``: the classes of the placements before
+    and after, None if they do not determine the kind. ``sends``: returns the bytes that the rank at
+    some coordinates sends; None if the move is local. ``copies``: whether a local move copies
+    memory.
     """
 
     suffix: str

@@ -31,9 +31,9 @@ from dtensor.sharding.spec.shards import Where, shape_of
 from dtensor.sharding.spec.stored import StoredTensor
 
 BUCKET_BYTES = 1 << 20
-"""The maximum bytes of a message. Several messages let a rank fill one while its partner empties
-the one before. A message of this size stays in a core's cache while two processes of one host copy
-it through shared memory: 67 MB on 2 cores took half as long as in messages of 8 MB."""
+"""The maximum bytes of a message. Several messages let a rank fill the next message while its
+partner empties the last. A message of this size stays in a core's cache while two processes of one
+host copy it through shared memory: 67 MB on 2 cores took half as long as in messages of 8 MB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class SyncPlan:
     ``run.switch_plan`` return them. Prints the pieces of each value, and the messages of each pair
     of ranks.
 
-    ``transfers``: by label of the value; ``messages``: in the order in which they are sent;
+    ``transfers``: the transfer of each value by label; ``messages``: in the order of sending;
     ``topology``: the hardware that prices the plan; ``what``: "sync" or "transfer", in text.
     """
 

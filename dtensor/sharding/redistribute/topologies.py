@@ -40,7 +40,7 @@ def a100(*, nvlink: Sequence[str] = (), infiniband: Sequence[str] = ()) -> Topol
 
     NVIDIA's A100 datasheet (2021) states 312 TFLOP/s, 2.04 TB/s of HBM2e, NVLink 300 GB/s each way.
     A DGX A100 has a port of 200 Gb/s (HDR) for each GPU. Each of four channels carries 20 GB/s. The
-    host has the figures of the H100's. ``nvlink``, ``infiniband`` and errors: as of `h100`.
+    host has the figures of `h100`. ``nvlink``, ``infiniband`` and errors are as of `h100`.
     """
     name = "A100 SXM bf16, NVLink"
     host = Topology(bandwidth=80e9, flops=125e12, memory_bandwidth=1.2e12, name=name)
@@ -68,8 +68,8 @@ def laptop() -> Topology:
 def _with_networks(
     host: Topology, network: str, rate: float, nvlink: Sequence[str], infiniband: Sequence[str]
 ) -> Topology:
-    """Return ``host`` with its latency and bandwidth on the axes ``nvlink``, and those of the
-    network on the axes ``infiniband``; ``host`` itself if neither names an axis."""
+    """Return ``host`` with its latency and bandwidth on the axes ``nvlink``, and the network's on
+    the axes ``infiniband``; ``host`` itself if neither names an axis."""
     fix = 'dt.topologies.h100(nvlink=("tp",), infiniband=("dp",))'
     for argument, axes in (("nvlink", nvlink), ("infiniband", infiniband)):
         check_kind(argument, axes, tuple | list, "a tuple of axes", fix)

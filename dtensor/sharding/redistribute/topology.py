@@ -4,11 +4,11 @@
     topology.collective_seconds("all_reduce", "tp", num=4, bytes_sent=2**20)
     sent_bytes("all_reduce", 2**20, 4)      # to sum four values of 1 MiB, each rank sends 1.5 MiB
 
-In an exchange each rank sends to all others at once. A collective that sends b bytes per rank takes
-exchanges * latency + b / bandwidth; an all_reduce of more than two ranks is two exchanges, any
-other collective one. A local op takes a fixed time and the larger of FLOP / (FLOP/s) and bytes /
-memory bandwidth (Williams, Waterman, Patterson 2009). runtime/schedule/clock.py replays a host
-that launches ops ahead of its GPU. Contention is not modelled.
+In an exchange each rank sends to all other ranks at once. A collective that sends b bytes per rank
+takes exchanges * latency + b / bandwidth, with two exchanges for an all_reduce of more than two
+ranks and one exchange otherwise. A local op takes a fixed time and the larger of FLOP / (FLOP/s)
+and bytes / memory bandwidth (Williams, Waterman, Patterson 2009). runtime/schedule/clock.py replays
+a host that launches ops ahead of its GPU. Contention is not modelled.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ H100 = "H100 SXM bf16, NVLink"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """A few figures of the hardware, with which the planner computes prices. The defaults are those
-    of ``topologies.h100()``; `calibrate` measures the present hardware.
+    """A few figures of the hardware, with which the planner computes prices. The defaults are the
+    figures of ``topologies.h100()``; `calibrate` measures the present hardware.
 
     A collective takes the latency of its exchanges, and its bytes over the bandwidth of its axis.
-    An all_reduce of more than two ranks is two exchanges. This one takes 10 us for two exchanges,
-    and 3 ms for 150 MB on the slower axis:
+    An all_reduce of more than two ranks is two exchanges. The first example takes 10 us for two
+    exchanges, and 3 ms for 150 MB on the slower axis:
 
         >>> cluster = dt.Topology(latency=5e-6, bandwidth={"tp": 200e9, "dp": 50e9})
         >>> cluster.collective_seconds("all_reduce", "dp", num=4, bytes_sent=150e6)

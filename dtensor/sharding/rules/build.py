@@ -193,7 +193,7 @@ def count_within(intervals: Intervals, start: int, stop: int) -> int:
 
 
 def local_sizes(position: int) -> Localizer:
-    """Return a localizer that replaces the sizes at this argument by those of the rank's result."""
+    """Return a localizer that replaces the sizes at this argument by the local result's sizes."""
     return lambda call, local: call.with_arg(position, list(local.result_shape()))
 
 

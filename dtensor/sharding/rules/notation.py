@@ -39,7 +39,7 @@ def parse_rule(
     """Return the rule that ``pattern`` denotes for tensors of these shapes.
 
     ``...`` stands for the leading dims that the pattern does not name. They are aligned from the
-    right between tensors. A dim of size 1 that is broadcast against a larger one gets no factor.
+    right between tensors. A dim of size 1 that is broadcast against a larger dim gets no factor.
     ``sizes``: the sizes of factors that the shapes do not determine.
     Raises PlanningError if the pattern is malformed or does not fit the shapes.
     """

@@ -29,7 +29,7 @@ _BUILDERS: dict[str, Builder] = {}
 
 
 class NoRule(PlanningError):
-    """Raised if no rule says how a call of an op may be split."""
+    """Raised for a call of an op that has no rule."""
 
 
 def register(names: str | Sequence[str], builder: Builder) -> None:
@@ -55,8 +55,8 @@ def rule_for(call: OpCall) -> Rule:
 
 
 class _RuleKey:
-    """A call and its builder, as a key of the cache of rules. The keys of two calls differ if a
-    literal of one is 1 and of the other 1.0 or True, which are equal in a tuple."""
+    """A call and its builder, as a key of the cache of rules. Keys with the literals 1, 1.0 and
+    True differ, although tuples of these literals are equal."""
 
     __slots__ = ("builder", "call", "key")
 

@@ -360,7 +360,8 @@ class Rule:
 
     @cached_property
     def fixed_strategies(self) -> tuple[Strategy, ...]:
-        """The strategies that split nothing: all replicated, and those with pending sums."""
+        """The strategies that split nothing: all operands are replicated, or a linear set is
+        pending."""
         everything = Strategy(
             (REPLICATE,) * len(self.operands), (REPLICATE,) * len(self.results), "replicate"
         )

@@ -58,7 +58,7 @@ class Shard:
         [[0, 1, 2, 3, 8, 10], [4, 5, 6, 7, 9, 11]]
 
     With ``unit`` the dim is cut only at multiples of that many elements, so that heads stay whole.
-    Of three heads of 4 elements the first rank holds two and the second one.
+    With three heads of 4 elements, the first rank holds two heads and the second rank one head.
 
         >>> held(dt.Shard(0, unit=4))
         [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11]]
@@ -254,7 +254,7 @@ def index_sets(shard: Shard, size: int, num: int) -> tuple[Intervals, ...]:
 
 
 def joined(intervals: Sequence[tuple[int, int]]) -> Intervals:
-    """Return ascending intervals with adjacent ones merged."""
+    """Return ascending intervals with adjacent intervals merged."""
     merged: list[tuple[int, int]] = []
     for lo, hi in intervals:
         if merged and merged[-1][1] == lo:
@@ -307,8 +307,8 @@ def same(a: Placement, b: Placement, shape: tuple[int, ...], num: int) -> bool:
 
 
 def splits_rows(num_dims: int, placements: Sequence[Placement]) -> bool:
-    """Return whether one of the placements is pending under a reduction that needs a whole last
-    dim, and another one splits that dim."""
+    """Return whether a placement is pending under a reduction that needs a whole last dim, while
+    another placement splits that dim."""
     if not any(isinstance(p, Partial) and REDUCTIONS[p.op].unit > 1 for p in placements):
         return False
     return any(isinstance(p, Shard) and p.dim == num_dims - 1 for p in placements)

@@ -51,7 +51,7 @@ class StoredTensor:
         return StoredTensor(label, spec, tuple(at), tuple(numbers[rank] for rank in at))
 
     def on(self, at: Iterable[int]) -> StoredTensor:
-        """Return the tensor stored on fewer of its ranks: those in ``at``."""
+        """Return the tensor as stored only on the ranks ``at``, some of its ranks."""
         return StoredTensor.of(self.label, self.spec, tuple(at), self.numbers)
 
     @property

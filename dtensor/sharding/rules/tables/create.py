@@ -6,8 +6,8 @@
     random_uniform     "-> d0 d1"           the global shape, and the rank's part of it
     dropout            "... -> ..., ..."    the same; its backward is linear in {grad}
 
-Random ops are those of ops/random.py, whose numbers do not depend on the placement. Dropout is not
-linear: a pending sum is reduced first, because the mask, its second result, is not a sum.
+The numbers of random ops (ops/random.py) do not depend on the placement. Dropout is not linear: a
+pending sum is reduced first, because the mask, its second result, is not a sum.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ def _index_put(call: OpCall) -> Rule:
 
 
 def _masked_index(call: OpCall) -> Rule:
-    """Return the rule of x at the indices where the mask is true, else a number."""
+    """Return the rule of x at the indices where the mask is true, and a number elsewhere."""
     x, terms, result = _index_terms(call, 2)
     mask = _broadcast(result, call, 1)
     linear = _LINEAR if call.args[3] == 0 else ()

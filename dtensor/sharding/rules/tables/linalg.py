@@ -117,7 +117,7 @@ def _cross(call: OpCall) -> Rule:
 
 
 def _checked(call: OpCall) -> Rule:
-    """Each rank checks what it holds a part of: matrices, or what has a flag each."""
+    """Each rank checks its matrices, or its elements if each of them has a flag."""
     x, info = call.operands[:2]
     inner = " ".join(dim_names(len(x.shape) - len(info.shape)))
     return make(call, f"... {inner}, ... -> ... {inner}", linear=((0,),))

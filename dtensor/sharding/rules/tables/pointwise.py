@@ -42,7 +42,7 @@ def each(call: OpCall) -> Groups:
 
 
 def jointly(*arguments: tuple[int, str]) -> Linearity:
-    """The op is linear in these arguments together, unless one is a literal other than 0."""
+    """The op is linear in these arguments together, unless a literal other than 0 is among them."""
     return lambda call: joint_group(call, *arguments)
 
 

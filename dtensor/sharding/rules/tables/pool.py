@@ -54,7 +54,7 @@ def _pixels(text: str) -> Builder:
 
 
 def _local_input_size(call: OpCall, local: Local) -> OpCall:
-    """Replace the input's sizes, the third argument of a backward op, by those of the shard."""
+    """Replace the input's sizes, the third argument of a backward op, by the shard's sizes."""
     args = positional(call)
     args[2] = list(local.result_shape())
     return retarget(call, call.target, *args)

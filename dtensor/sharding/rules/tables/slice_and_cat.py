@@ -107,7 +107,7 @@ def _slice_backward(call: OpCall) -> Rule:
 
 
 def _narrow(call: OpCall) -> Rule:
-    """Return the rule of narrow_copy(x, dim, start, length), as that of a slice."""
+    """Return the rule of narrow_copy(x, dim, start, length), which is a slice."""
     x: object = call.args[0]
     dim: int = call.args[1]
     start: int = call.args[2]

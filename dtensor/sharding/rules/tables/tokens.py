@@ -57,7 +57,8 @@ def _embedding_backward_localizer(call: OpCall, local: Local) -> OpCall:
 
 
 def _bag(call: OpCall) -> Rule:
-    """Only columns split. The results besides the bags depend on the indices alone."""
+    """Return the rule of embedding bags, which splits only columns. The other results depend on the
+    indices alone."""
     if call.args[5] if len(call.args) > 5 else False:
         raise no_rule(call, "sparse gradients")
     weights = ", i!" if len(call.operands) > 3 else ""

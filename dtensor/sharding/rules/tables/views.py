@@ -92,7 +92,7 @@ class _Matching:
         return i, j
 
     def separate(self, before: tuple[int, ...], after: tuple[int, ...]) -> None:
-        """Give each dim a whole factor of its own, for tensors without elements."""
+        """Give each dim a separate whole factor, for tensors without elements."""
         for factors, size in (*zip(self.left, before), *zip(self.right, after)):
             factors.append(self.new(size, whole=True))
 
@@ -192,7 +192,7 @@ def _repeat(call: OpCall) -> Rule:
 
 
 def _local_repeats(call: OpCall, local: Local) -> OpCall:
-    """Replace the global repeats by those of the rank: local result sizes over operand sizes."""
+    """Replace the global repeats by the rank's: local result sizes over local operand sizes."""
     repeats = list(call.args[1])
     after, before = local.result_shape(), local.operand_shape(0)
     new = len(after) - len(before)
