@@ -169,7 +169,8 @@ def empty_convolution(x: Tensor, bias: Tensor | None, shape: Sequence[int]) -> T
 def empty_convolution_backward(
     grad: Tensor, shapes: Sequence[Sequence[int] | None]
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of a convolution without images or channels. Only the bias has one."""
+    """Return the gradients of a convolution without images or channels. Only the bias's can
+    be other than zero."""
     x, weight, bias = shapes
     dims = [d for d in range(grad.dim()) if d != 1]
     return (

@@ -1,6 +1,6 @@
 """Random masks, uniform and normal numbers, and integers, with the same bits on every device.
 
-    keep(Place.whole((4, 8)), Key(0, 0, 0), 0.1, device)      # bool[4,8], True with probability 0.9
+    keep_mask(Place.whole((4, 8)), Key(0, 0, 0), 0.1, device)   # True with probability 0.9
     normal(place, key, torch.float32, device)
 
 All are functions of (place, key) alone and use only operations that IEEE 754 rounds exactly; log

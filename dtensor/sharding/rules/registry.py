@@ -90,7 +90,7 @@ def _build(request: _RuleKey) -> Rule:
 
 
 def _exact_literal(value: object) -> object:
-    """Return a value that equals another such value only if type and bits of the literals do."""
+    """Return a key that is equal for two literals only if their types and bits are equal."""
     match value:
         case tuple() | list():
             return tuple(map(_exact_literal, cast(Iterable[object], value)))
