@@ -30,10 +30,8 @@ SMALL = 4096
 
 @dataclass(slots=True)
 class Member:
-    """The position of one shard in its buffer, in elements.
-
-    ``last_seen``: the shard tensor of the last step, and its version after that step.
-    """
+    """The position of one shard in its buffer, in elements. ``last_seen``: the shard tensor of the
+    last step, and its version after that step."""
 
     name: str
     shape: torch.Size
@@ -114,24 +112,24 @@ class FlatBuffer:
     def _update_masters(self, shards: Mapping[str, Tensor]) -> None:
         """Copy the shards that were replaced or written since the last step into their masters."""
         self._copies_back = []
-        for member, here in zip(self.members, self._views, strict=True):
+        for member, master in zip(self.members, self._views, strict=True):
             shard = shards[member.name]
             if member.last_seen is not None:
                 before, version = member.last_seen
                 if before() is not shard or version != shard._version:
-                    here.copy_(current_master(shard, here))
-            self._copies_back.append((shard, here))
+                    master.copy_(current_master(shard, master))
+            self._copies_back.append((shard, master))
 
     def store_shards(self) -> None:
         """After a step: copy the parameter's new values back to shards that are not views of it."""
-        for shard, here in self._copies_back:
-            shard.copy_(here)
+        for shard, value in self._copies_back:
+            shard.copy_(value)
         if self.master:
             for member, (shard, _) in zip(self.members, self._copies_back, strict=True):
                 member.last_seen = weakref.ref(shard), shard._version
         if (
             self._copies_back and len(self.members) == 1 and not self.master
-        ):  # a large part of a tensor
+        ):  # a large slice: free its copy
             self.parameter.data = self.parameter.data.new_empty(0)
             self._set_location(owns_memory=False)
         self._copies_back = []
@@ -141,16 +139,16 @@ class FlatBuffer:
         gradients_of_members = [gradients[member.name] for member in self.members]
         first = gradients_of_members[0]
         if len(gradients_of_members) == 1 and self.size == first.numel():
-            there = first.dtype == self.parameter.dtype and first.is_contiguous()
-            return (first if there else first.to(self.parameter.dtype)).reshape(-1), not there
+            fits = first.dtype == self.parameter.dtype and first.is_contiguous()
+            return (first if fits else first.to(self.parameter.dtype)).reshape(-1), not fits
         if self._are_adjacent(gradients_of_members):
             return first.as_strided((self.size,), (1,), first.storage_offset()), False
         pieces: list[Tensor] = []
         for member, gradient in zip(self.members, gradients_of_members, strict=True):
             pieces.append(gradient if gradient.dim() == 1 else gradient.reshape(-1))
-            rest = filled(member.numel, self.parameter.dtype) - member.numel
-            if rest:
-                pieces.append(gradient.new_zeros(rest))
+            padding = filled(member.numel, self.parameter.dtype) - member.numel
+            if padding:
+                pieces.append(gradient.new_zeros(padding))
         return torch.cat(pieces).to(self.parameter.dtype), True
 
     def _are_adjacent(self, gradients: Sequence[Tensor]) -> bool:
@@ -167,10 +165,8 @@ class FlatBuffer:
         return len({gradient.untyped_storage().data_ptr() for gradient in gradients}) == 1
 
     def split(self, present: Collection[str]) -> list[tuple[FlatBuffer, int]]:
-        """Return buffers that are views of this buffer, and the offset of each in it.
-
-        Each buffer holds consecutive members that are all in ``present``, or all not in it.
-        """
+        """Return buffers that are views of this buffer, and the offset of each in it. Each buffer
+        holds consecutive members that are all in ``present``, or all not in it."""
         groups: list[list[Member]] = []
         for member in self.members:
             if not groups or (groups[-1][-1].name in present) != (member.name in present):
@@ -224,9 +220,9 @@ def make_buffer(
         size += filled(members[-1].numel, dtype)
     if masters is None:
         return FlatBuffer(members, size, first.new_empty(0), master=False, owns_memory=False)
-    alone = masters[names[0]] if len(names) == 1 else None
-    if alone is not None and alone.numel() == size and _is_like(alone, first, dtype):
-        flat = alone.detach().copy_(current_master(first, alone)).view(-1)  # no new memory
+    master = masters[names[0]] if len(names) == 1 else None
+    if master is not None and master.numel() == size and _is_like(master, first, dtype):
+        flat = master.detach().copy_(current_master(first, master)).view(-1)  # no new memory
         return FlatBuffer(members, size, flat, master=True, owns_memory=True)
     buffer = FlatBuffer(
         members, size, first.new_zeros(size, dtype=dtype), master=True, owns_memory=True

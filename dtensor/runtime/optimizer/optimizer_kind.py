@@ -100,10 +100,8 @@ class OptimizerKind:
 
     @staticmethod
     def of(optimizer: torch.optim.Optimizer) -> OptimizerKind:
-        """Return the kind of the user's optimizer.
-
-        Raises PlanningError if an attribute cannot be given to another object.
-        """
+        """Return the kind of the user's optimizer. Raises PlanningError if an attribute cannot be
+        given to another object."""
         fixed: dict[str, Any] = {}
         methods: dict[str, Callable[..., Any]] = {}
         for name, value in own_attributes(optimizer).items():
@@ -307,11 +305,11 @@ def _refusal(optimizer: torch.optim.Optimizer, value: Any, seen: tuple[Any, ...]
     if isinstance(value, functools.partial):
         parts = value.func, *value.args, *value.keywords.values()
     cells = getattr(value, "__closure__", None) or ()
-    for held in (*parts, *(cell.cell_contents for cell in cells if _has_value(cell))):
-        if held is optimizer:
+    for referent in (*parts, *(cell.cell_contents for cell in cells if _has_value(cell))):
+        if referent is optimizer:
             return "is a function that refers to the object itself"
-        known = is_plain(held) or any(held is other for other in (value, *seen))
-        if not known and (why := _refusal(optimizer, held, (value, *seen))):
+        is_harmless = is_plain(referent) or any(referent is other for other in (value, *seen))
+        if not is_harmless and (why := _refusal(optimizer, referent, (value, *seen))):
             return f"is a function that refers to a value that {why}"
     return ""
 

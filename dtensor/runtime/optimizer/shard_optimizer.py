@@ -88,12 +88,12 @@ def kernel_divides(dtype: torch.dtype) -> bool:
 
 def check_masters(optimizer: torch.optim.Optimizer) -> None:
     """Raise PlanningError if no parameter is narrower than float32 and so none needs a master."""
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    if not any(is_narrow(p.dtype) for p in held):
-        dtypes = ", ".join(sorted({str(p.dtype) for p in held}))
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if not any(is_narrow(p.dtype) for p in parameters):
+        dtypes = ", ".join(sorted({str(p.dtype) for p in parameters}))
         raise PlanningError(
             f"master_weights=True, and no parameter of the optimizer is narrower than float32.\n"
-            f"  its {len(held)} parameters: {dtypes}\n"
+            f"  its {len(parameters)} parameters: {dtypes}\n"
             f"fix: leave master_weights out, or model.to(torch.bfloat16) before the step is made"
         )
 
@@ -183,9 +183,11 @@ class ShardOptimizer:
         buffers, except those named in ``parts``: slices or copies made for this step. Gradients are
         divided by ``clip``; only gradients named in ``writable`` may be overwritten.
         """
-        for given in options if self.probed_kind is None else ():
-            if not isinstance(given["lr"], float | int | torch.Tensor):
-                raise TypeError(f"lr={given['lr']!r} of {self.kind.__name__} is not a number.")
+        for group_options in options if self.probed_kind is None else ():
+            if not isinstance(group_options["lr"], float | int | torch.Tensor):
+                raise TypeError(
+                    f"lr={group_options['lr']!r} of {self.kind.__name__} is not a number."
+                )
         if updated is not self._last_updated:
             if updated.groups != self.groups or self._was_cast(shards):
                 self._reset(updated.groups)
@@ -217,7 +219,7 @@ class ShardOptimizer:
             pairs.append((buffer.parameter, gradient))
         _update(optimizer, pairs, clip if folded else None)
         if optimizer.state is not self.state:
-            raise TypeError(f"{self.kind.__name__} has put another dict in the place of its state.")
+            raise TypeError(f"{self.kind.__name__} has replaced its dict of state by another dict.")
         for buffer in buffers:
             buffer.store_shards()
         for buffer in self._unaliased if is_torch_class else buffers:
@@ -228,9 +230,7 @@ class ShardOptimizer:
 
     def _reset(self, groups: tuple[tuple[str, ...], ...]) -> None:
         """Drop all buffers and state; the next step rebuilds them from the table's values.
-
-        ``groups``: the names of the parameters of each group.
-        """
+        ``groups``: the names of the parameters of each group."""
         self.groups = groups
         self.optimizer: torch.optim.Optimizer | None = None
         self.buffers: dict[_BufferKey, list[FlatBuffer]] = {}  # a torch class has a group for each
@@ -313,11 +313,8 @@ class ShardOptimizer:
     def _buffers_with_gradients(
         self, shards: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor]
     ) -> list[FlatBuffer]:
-        """Return the buffers of the parameters that have gradients.
-
-        Makes buffers for parameters with their first gradient, and splits buffers of which only
-        some members have a gradient.
-        """
+        """Return the buffers of the parameters that have gradients. Makes buffers for parameters
+        with their first gradient, and splits buffers of which only some members have a gradient."""
         if not gradients.keys() <= self.buffer_by_name.keys():
             self._add_buffers(
                 {name: shards[name] for name in gradients if name not in self.buffer_by_name}
@@ -486,25 +483,25 @@ class ShardOptimizer:
         for key in NUMBERS & state.keys():
             state[key] = state[key].to(place)
 
-    def _group_options(self, key: _BufferKey, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _group_options(self, key: _BufferKey, options: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the options of a group, with fused=True if torch has a correct fused kernel and
         the user has not chosen an implementation. Raises ValueError if the user's fused=True has no
         correct kernel."""
         chosen = (
-            given.get("fused") is not None
-            or given.get("foreach") is not None
-            or given.get("capturable")
-            or given.get("differentiable")
-            or any(isinstance(beta, torch.Tensor) for beta in given.get("betas", ()))
+            options.get("fused") is not None
+            or options.get("foreach") is not None
+            or options.get("capturable")
+            or options.get("differentiable")
+            or any(isinstance(beta, torch.Tensor) for beta in options.get("betas", ()))
         )
         right = has_kernel(self.kind.__name__, key.dtype, key.device)
-        if given.get("fused") and self.kind in FUSED and not right:
+        if options.get("fused") and self.kind in FUSED and not right:
             raise ValueError(
                 f"torch's fused {self.kind.__name__} is not right for {key.dtype} on "
                 f"{key.device.type}.\nfix: leave fused=True out, or train_step(..., "
                 f"master_weights=True)"
             )
-        return {**given, "fused": True} if right and not chosen else given
+        return {**options, "fused": True} if right and not chosen else options
 
 
 @dataclass(frozen=True, slots=True)
@@ -565,10 +562,8 @@ def _divide(gradient: torch.Tensor, clip: torch.Tensor) -> torch.Tensor:
 def _update(
     optimizer: Any, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], clip: torch.Tensor | None
 ) -> None:
-    """Step the optimizer on pairs of (1-D parameter, gradient).
-
-    ``clip``: for fused kernels only, which divide the gradients by it in place.
-    """
+    """Step the optimizer on pairs of (1-D parameter, gradient). ``clip``: for fused kernels only,
+    which divide the gradients by it in place."""
     if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and _fused_adam_step(
         optimizer, pairs, clip
     ):
@@ -676,10 +671,8 @@ def unscaled_squares(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Return `sum_of_squares` of the gradients divided by the loss scale.
-
-    Waits for the device. Raises GradientOverflow if the sum is not finite or nearly overflows.
-    """
+    """Return `sum_of_squares` of the gradients divided by the loss scale. Waits for the device.
+    Raises GradientOverflow if the sum is not finite or nearly overflows."""
     total = sum_of_squares(gradients, device, dtype)
     if device.type != "meta" and not float(total) < _MAX_SUM_OF_SQUARES:  # also true for NaN
         raise GradientOverflow(f"a gradient of the loss times {scale:g} is not finite")
@@ -696,8 +689,6 @@ def unscaling_divisor(
 
 def clip_divisor(squares: torch.Tensor, max_norm: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (norm, divisor) with divisor = max(1, (norm + 1e-6) / max_norm).
-
-    torch.nn.utils.clip_grad_norm_ multiplies by 1 / divisor; fused kernels divide instead.
-    """
+    torch.nn.utils.clip_grad_norm_ multiplies by 1 / divisor; fused kernels divide instead."""
     norm = squares.sqrt()
     return norm, torch.clamp((norm + 1e-6) / max_norm, min=1.0)

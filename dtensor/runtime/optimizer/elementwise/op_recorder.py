@@ -34,9 +34,9 @@ from dtensor.private_torch import DisableTorchFunction, OpOverload, TorchDispatc
 class NotElementwise(BaseException):
     """The step ran an op that mixes elements. A BaseException, so that the step cannot catch it."""
 
-    def __init__(self, what: str, line: str) -> None:
-        super().__init__(what)
-        self.what = what
+    def __init__(self, fact: str, line: str) -> None:
+        super().__init__(fact)
+        self.what = fact
         self.line = line
 
 
@@ -74,10 +74,8 @@ _RAW = {
 
 
 class RecordedSteps(AbstractContextManager["RecordedSteps"]):
-    """A context in which ops on tensors that hold elements are recorded, or refused.
-
-    ``files``: the executed lines of these files are recorded.
-    """
+    """A context in which ops on tensors that hold elements are recorded, or refused. ``files``: the
+    executed lines of these files are recorded."""
 
     def __init__(self, files: Collection[str]) -> None:
         self.files = frozenset(files)
@@ -111,7 +109,8 @@ class RecordedSteps(AbstractContextManager["RecordedSteps"]):
         python, arrays = self._drawn
         drew = python != random.getstate() and "Python's random"
         before, after = arrays, numpy.random.get_state()
-        drew = drew or (any(map(_differ, before, after)) and "numpy's random")
+        same = all(numpy.array_equal(a, b) for a, b in zip(before, after, strict=True))
+        drew = drew or (not same and "numpy's random")
         random.setstate(python)
         numpy.random.set_state(arrays)
         if drew and raised[0] is None:
@@ -135,18 +134,18 @@ class RecordedSteps(AbstractContextManager["RecordedSteps"]):
     def op(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
         """Run an op. Raises NotElementwise if it is not allowed."""
         tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        held = [t for t in tensors if self.holds(t)]
+        element_tensors = [t for t in tensors if self.holds(t)]
         packet = func.overloadpacket
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.refuse(func, "draws random numbers, on each rank its own")
-        if held and packet not in _FACTORIES:
+        if element_tensors and packet not in _FACTORIES:
             if packet in _READS:
                 self.refuse(func, "reads elements of a parameter to Python")
             if not _allowed(func):
                 self.refuse(func, "is not one element of a parameter at a time")
             self.ops[str(packet)] = None
         out = func(*args, **kwargs)
-        if held and packet not in _FACTORIES:
+        if element_tensors and packet not in _FACTORIES:
             if packet not in _VIEWS and packet not in _FUSED:
                 self._check_sizes(func, (*args, *kwargs.values(), out))
             self.follow(t for t in pytree.tree_leaves(out) if isinstance(t, Tensor))
@@ -159,9 +158,9 @@ class RecordedSteps(AbstractContextManager["RecordedSteps"]):
         lists = [v for v in values if isinstance(v, list | tuple) and _are_tensors(v)]
         longest = max(map(len, lists), default=1)
         for at in range(longest):
-            some = [v[at] for v in lists if at < len(v)]
-            some += [v for v in values if isinstance(v, Tensor)]
-            sizes = {t.numel() for t in some if self.holds(t)}
+            tensors = [v[at] for v in lists if at < len(v)]
+            tensors += [v for v in values if isinstance(v, Tensor)]
+            sizes = {t.numel() for t in tensors if self.holds(t)}
             result = values[-1]
             if isinstance(result, list | tuple):
                 result = result[at] if at < len(result) else None
@@ -177,6 +176,8 @@ class RecordedSteps(AbstractContextManager["RecordedSteps"]):
 
 
 class _Dispatched(TorchDispatchMode):
+    """Passes each op to `RecordedSteps.op`."""
+
     def __init__(self, recorded: RecordedSteps) -> None:
         super().__init__()
         self._recorded = recorded
@@ -236,10 +237,6 @@ def _written(func: OpOverload, args: Sequence[Any], kwargs: Any) -> Iterator[Ten
 
 def _are_tensors(values: Sequence[Any]) -> bool:
     return bool(values) and all(isinstance(value, Tensor) for value in values)
-
-
-def _differ(a: Any, b: Any) -> bool:
-    return not numpy.array_equal(a, b)
 
 
 def line_of(files: Collection[str]) -> str:

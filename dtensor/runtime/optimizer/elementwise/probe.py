@@ -119,9 +119,7 @@ class Probed:
 
 def probe(optimizer: torch.optim.Optimizer, masters: bool) -> Probed:
     """Test the optimizer's class with its options. Raises PlanningError if it is not elementwise.
-
-    The state of Python's, numpy's and torch's random generators is preserved.
-    """
+    The state of Python's, numpy's and torch's random generators is preserved."""
     python, arrays = random.getstate(), numpy.random.get_state()
     try:
         with torch.random.fork_rng(devices=()):
@@ -152,9 +150,9 @@ def probe_key(
     fixed = (*kind.fixed.items(), *kind.methods.items(), *kind.defaults.items())
     attributes = plain_attributes(optimizer).items()
     plain = ((k, kind_of_value(v)) for k, v in attributes if k not in attributes_changed)
-    held = tuple((k, kind_of_value(v)) for k, v in fixed)
+    fixed_kinds = tuple((k, kind_of_value(v)) for k, v in fixed)
     several = len(optimizer.param_groups) > 1
-    return (type(optimizer), masters, several, *groups, *dtypes, *held, *plain)
+    return (type(optimizer), masters, several, *groups, *dtypes, *fixed_kinds, *plain)
 
 
 @dataclass(slots=True, eq=False)
@@ -172,6 +170,7 @@ class _ShardedRank:
         options: Sequence[Mapping[str, Any]],
         gradients: Mapping[str, Tensor],
     ) -> None:
+        """Step the rank's optimizer. ``keys``: the state keys of each parameter."""
         names: list[tuple[str, str]] = []
         for label in gradients:
             narrow = self.optimizer.masters and is_narrow(self.shards[label].dtype)
@@ -229,6 +228,10 @@ class _Trial:
         self.distinct_groups = list(groups_by_key.values())
         self.options = [*copy_plain(tuple(map(options_of, self.distinct_groups)))]
         self.initial_states: list[dict[str, Any]] = [{} for _ in self.options]  # by group
+        # the position of each parameter in its group, which selects the dim to cut
+        self.index_of = {
+            f"{g}.{i}": i for g in range(len(self.options)) for i in range(len(SHAPES))
+        }
         dtypes = dict.fromkeys(p.dtype for g in optimizer.param_groups for p in g["params"])
         self.dtypes = tuple(dtypes) or (torch.float32,)
 
@@ -260,24 +263,24 @@ class _Trial:
         """Make new parameters of the user's ``dtype`` (or float32 masters) and their optimizer."""
         wide = torch.float32 if self.masters and is_narrow(dtype) else dtype
         draw = torch.Generator().manual_seed(0)
-        held: dict[str, Parameter] = {}
+        parameters: dict[str, Parameter] = {}
         groups: list[tuple[str, ...]] = []
         for number in range(len(self.options)):
-            labels = [f"{number}.{at}" for at in range(len(SHAPES))]
-            groups.append(tuple(labels))
+            labels = tuple(f"{number}.{at}" for at in range(len(SHAPES)))
+            groups.append(labels)
             for label, shape in zip(labels, SHAPES, strict=True):
                 value = torch.randn(shape, generator=draw, dtype=torch.float64).mul(0.5).to(dtype)
-                held[label] = Parameter(value.to(wide))
+                parameters[label] = Parameter(value.to(wide))
         *group_options, attributes = copy_plain((*self.options, self.attributes))
         param_groups = [
-            {**options, "params": [held[label] for label in labels]}
+            {**options, "params": [parameters[label] for label in labels]}
             for options, labels in zip(group_options, groups, strict=True)
         ]
         optimizer = self.kind.make(param_groups, attributes)
         for number, labels in enumerate(groups):
             for label in labels if self.initial_states[number] else ():
-                optimizer.state[held[label]] = self._initial_state(number, held[label])
-        return _Reference(optimizer, held, tuple(groups), dtype)
+                optimizer.state[parameters[label]] = self._initial_state(number, parameters[label])
+        return _Reference(optimizer, parameters, tuple(groups), dtype)
 
     def _gradients(self, reference: _Reference, step: int) -> dict[str, Tensor]:
         """Return the gradients of a step, which are the same in all trials."""
@@ -384,6 +387,7 @@ class _Trial:
         return state
 
     def _changed_by_steps(self) -> tuple[frozenset[str], frozenset[str]]:
+        """Run steps, and return the names of the options and attributes that they change."""
         reference = self._make_reference(self.dtypes[0])
         before, changed, attributes = reference.settings, frozenset[str](), frozenset[str]()
         for step in range(NOT_FINITE):
@@ -399,8 +403,8 @@ class _Trial:
         for step in range(len(SCALES)):
             gradients = self._gradients(reference, step)
             for label, parameter in reference.parameters.items():
-                given = gradients.get(label)
-                parameter.grad = None if given is None else given.to(parameter.dtype)
+                gradient = gradients.get(label)
+                parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
             recorded.follow(p.data for p in reference.parameters.values())
             recorded.follow(p.grad for p in reference.parameters.values() if p.grad is not None)
             try:
@@ -426,9 +430,9 @@ class _Trial:
             reference = self._make_reference(dtype)
             for step in range(len(SCALES)):
                 self._step_reference(reference, step)
-                known = set(reference.parameters.values())
+                parameters = set(reference.parameters.values())
                 for key in reference.optimizer.state:
-                    if key not in known:
+                    if key not in parameters:
                         raise self._unsplittable(f"{key!r}", "a state that is of no parameter")
                 for group, labels in enumerate(reference.groups):
                     for label in labels:
@@ -443,9 +447,10 @@ class _Trial:
     def _observe(
         self, observed: dict[str, _ObservedEntry], state: Mapping[str, Any], parameter: Tensor
     ) -> None:
+        """Record the forms of a parameter's state entries."""
         for key, value in state.items():
             if not isinstance(key, str):
-                raise self._unsplittable(f"{key!r}", "a key that is no text")
+                raise self._unsplittable(f"{key!r}", "a key that is not a string")
             observed.setdefault(key, _ObservedEntry()).observe(self, key, value, parameter)
         for key in observed.keys() - state.keys():
             observed[key].missing = True
@@ -464,7 +469,7 @@ class _Trial:
             }
             optimizers = [ShardOptimizer(self.kind, self.masters) for _ in range(size)]
             parts = {
-                label: cut(_parameter_index(label), parameter.detach().to(dtype))
+                label: cut(self.index_of[label], parameter.detach().to(dtype))
                 for label, parameter in reference.parameters.items()
             }
             ranks = [
@@ -477,7 +482,7 @@ class _Trial:
                 gradients = self._gradients(reference, step)
                 options, attributes = reference.settings
                 for number, rank in enumerate(ranks):
-                    pieces = {n: cut(_parameter_index(n), g)[number] for n, g in gradients.items()}
+                    pieces = {n: cut(self.index_of[n], g)[number] for n, g in gradients.items()}
                     own_gradients = {
                         n: piece.clone() for n, piece in pieces.items() if n in rank.shards
                     }
@@ -503,9 +508,7 @@ class _Trial:
             entry = self.kind.entries[key]
             if value is not None:
                 stored = entry.to_table(value)
-                parts = (
-                    [stored] * len(ranks) if entry.number else cut(_parameter_index(label), stored)
-                )
+                parts = [stored] * len(ranks) if entry.number else cut(self.index_of[label], stored)
                 for rank, part in zip(ranks, parts, strict=True):
                     if label in rank.shards:
                         rank.values[label, key] = part.clone()
@@ -515,29 +518,28 @@ class _Trial:
     def _check_values(
         self, reference: _Reference, ranks: Sequence[_ShardedRank], cut: Cut, where: str
     ) -> None:
+        """Raise PlanningError if values or states on the ranks differ from the reference."""
         for label, parameter in reference.parameters.items():
-            expected = cut(_parameter_index(label), parameter.detach().to(reference.stored_dtype))
+            expected = cut(self.index_of[label], parameter.detach().to(reference.stored_dtype))
             for rank, shard in zip(ranks, expected, strict=True):
                 if label in rank.shards:
                     self._check(rank.shards[label], shard, "the value", parameter, where)
             for key, value in (reference.optimizer.state.get(parameter) or {}).items():
                 entry = self.kind.entries[key]
                 like = value if isinstance(value, Tensor) and not entry.number else None
-                pieces = None if like is None else cut(_parameter_index(label), like)
+                pieces = None if like is None else cut(self.index_of[label], like)
                 for number, rank in enumerate(ranks):
-                    held = rank.values.get((label, key))
+                    stored = rank.values.get((label, key))
                     if label not in rank.shards or value is None:
                         continue
-                    if held is None or is_absent(held):
+                    if stored is None or is_absent(stored):
                         raise self._difference(f"{key} of the state is missing", parameter, where)
                     wanted = pieces[number] if pieces is not None else entry.to_table(value)
-                    self._check(held, wanted, f"{key} of the state", parameter, where)
+                    self._check(stored, wanted, f"{key} of the state", parameter, where)
 
     def _check(self, got: Tensor, wanted: Tensor, what: str, of: Tensor, where: str) -> None:
         """Raise PlanningError if a shard's value or state differs by more than the tolerance.
-
-        ``of``: the parameter. ``what`` and ``where`` are parts of the message.
-        """
+        ``of``: the parameter. ``what`` and ``where`` are parts of the message."""
         if got.shape != wanted.shape or got.dtype != wanted.dtype:
             raise self._difference(
                 f"{what} is {got.dtype}{list(got.shape)} in place of "
@@ -593,6 +595,7 @@ class _Trial:
         )
 
     def _step_error(self, error: Exception, where: str) -> PlanningError:
+        """Return the error for a step that raised, with the line of the optimizer's file."""
         line = ""
         trace = error.__traceback__
         while trace is not None:
@@ -638,6 +641,7 @@ class _ObservedEntry:
         return not (self.pythons or self.shapes or self.like)
 
     def observe(self, probe: _Trial, key: str, value: Any, parameter: Tensor) -> None:
+        """Record a value. Raises PlanningError if it cannot be cut as the parameter is."""
         if value is None:
             self.missing = True
         elif type(value) in TABLE_DTYPES:
@@ -706,10 +710,6 @@ def _changed_names(before: Settings, after: Settings) -> tuple[frozenset[str], f
 
     groups = (differing(a, b) for a, b in zip(before[0], after[0], strict=True))
     return frozenset[str]().union(*groups), frozenset(differing(before[1], after[1]))
-
-
-def _parameter_index(label: str) -> int:
-    return int(label.rpartition(".")[2])
 
 
 def _widen(x: Tensor) -> Tensor:

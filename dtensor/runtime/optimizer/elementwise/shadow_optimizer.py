@@ -60,9 +60,13 @@ class ShadowOptimizer:
         if self._last != (groups, trained):
             self._assign_parameters(groups, trained)
             self._last = groups, trained
-        held = [dict.fromkeys(self.parameters[label] for label in group) for group in groups]
+        group_parameters = [
+            dict.fromkeys(self.parameters[label] for label in group) for group in groups
+        ]
         *new_options, new_attributes = copy_plain((*map(dict, options), dict(attributes)))
-        param_groups = [{**o, "params": [*h]} for o, h in zip(new_options, held, strict=True)]
+        param_groups = [
+            {**o, "params": [*h]} for o, h in zip(new_options, group_parameters, strict=True)
+        ]
         optimizer = self.kind.make(param_groups, new_attributes)
         for parameter, entries in self.state.items():
             optimizer.state[parameter] = entries
@@ -106,11 +110,11 @@ class ShadowOptimizer:
                     neighbours.append((key, []))
                 neighbours[-1][1].append(label)
         before, self.parameters = self.parameters, {}
-        taken = set[int]()
+        used = set[int]()
         for _, labels in neighbours:
             first = before.get(labels[0])
-            if first is not None and id(first) not in taken:
-                taken.add(id(first))
+            if first is not None and id(first) not in used:
+                used.add(id(first))
                 parameter = first
             else:
                 parameter = Parameter(torch.full((1,), 0.5))
@@ -145,10 +149,8 @@ def advance(
     groups: tuple[tuple[str, ...], ...],
     trained: Set[str],
 ) -> Callable[[], None]:
-    """Set the options and attributes of the user's optimizer to their values after a step.
-
-    The returned function restores the old values, except where the user has set others since.
-    """
+    """Set the options and attributes of the user's optimizer to their values after a step. The
+    returned function restores the old values, except where the user has set others since."""
     snapshot = shadow.snapshot()
     targets: list[dict[str, Any]] = [*optimizer.param_groups, vars(optimizer)]
     before = [*map(options_of, optimizer.param_groups), plain_attributes(optimizer)]
