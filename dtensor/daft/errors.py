@@ -1,13 +1,12 @@
-"""The errors of daft: the party at fault, the place, and the fix.
+"""Define the errors of daft: where a run failed, and whose fault it is.
 
-`ProgramError` is a fault of the program's author and is found before anything runs. The others
-happen while a program runs; each carries a `Failure`, the facts of its text.
+`ProgramError` is raised before anything runs, for a malformed program. The other errors are raised
+while a program runs, and carry a `Failure` with the facts, for example
 
-Example: `TaskError: rank 1 (stage 0), instruction 3 'y = call f(x)': ZeroDivisionError: ...`.
+    TaskError: rank 1 (stage 0), instruction 3 'y = call f(x)': ZeroDivisionError: ...
 
-Invariant: an error survives pickling, so that an actor can raise it and a controller show it. It
-does not decide which of several failures is the root cause: `ray/diagnosis/failure_detector.py`
-does.
+Every error can be pickled, so that an actor can raise it and the controller show it. The root cause
+among several failures is found in `ray/diagnosis/failure_detector.py`.
 """
 
 from __future__ import annotations
@@ -18,19 +17,18 @@ from typing import Any
 
 from dtensor.daft.remote_exceptions import RemoteException, reason_of, traceback_of
 
-MOST_FRAMES = 4
-"""Most characters of a cause's traceback that leave a process with the error."""
+MAX_FRAMES = 4
+"""Number of innermost frames of the cause's traceback that are pickled with an error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """The facts of a failure on one rank; `index` counts the instructions of that rank's own
-    program. `known_as`: the rank's number for users, if it differs.
+    """The facts of a failure on one rank, or in one spawned actor.
 
-    For a spawned actor: its name, its task (`text`), and `issued`, the place where the controller
-    issued the task: lines of "file:line in function", innermost first.
-
-    `raised`: the exception, if code that ran there has raised one.
+    `index`: the position of the instruction in the rank's list. `known_as`: the rank's number for
+    users, if it differs. `step`: the number of the run. `issued`: for an actor's task, where the
+    controller issued it ("file:line in function", innermost first). `raised`: the exception of the
+    user's code, or None.
     """
 
     rank: int | None
@@ -76,15 +74,15 @@ class Failure:
 
 
 class ProgramError(ValueError):
-    """A program that is malformed, could hang, or leaks: the fault of its author."""
+    """A program is malformed, could hang, or leaks values: the fault of its author."""
 
 
 class DaftError(RuntimeError):
-    """A failure while a program ran; `failure` has the facts.
+    """A program failed while it ran. `failure` has the facts.
 
-    If code on a host has raised, `__cause__` is its exception, even a `SystemExit`: in another
-    process, one of the same class with the same arguments and attributes. If it does not pickle, or
-    takes more than 256 KiB, it is an exception whose text is the traceback.
+    If code on a host raised, `__cause__` is its exception (or `SystemExit`); from another process,
+    a copy with the same class, arguments and attributes. If the exception cannot be pickled, or
+    takes more than 256 KiB, `__cause__` is an exception whose text is the traceback.
     """
 
     def __init__(self, failure: Failure) -> None:
@@ -94,49 +92,46 @@ class DaftError(RuntimeError):
             self.__cause__ = failure.raised.error
 
     def locate(self, line: str) -> None:
-        """Add the user's line, if the instruction has none of its own, such as an optimizer's
-        update."""
+        """Add the user's line if the failed instruction has none, as an optimizer's update."""
         if self.failure.line is None:
             self.failure: Failure = replace(self.failure, line=line)
             self.args = (str(self.failure),)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """The cause becomes text, too."""
+        """Pickle the cause and its traceback as text within the failure."""
         failure, cause = self.failure, self.__cause__
         if cause is not None and failure.raised is None:
             failure = replace(failure, raised=RemoteException(cause))
         if cause is not None and not failure.traceback:
-            frames = traceback.format_tb(traceback_of(cause))[-MOST_FRAMES:]
+            frames = traceback.format_tb(traceback_of(cause))[-MAX_FRAMES:]
             name = type(cause).__name__
             failure = replace(failure, traceback="".join((*frames, name)))
         return (type(self), (failure,))
 
 
 class TaskError(DaftError):
-    """A `Call` raised: a fault of the user's code, whose exception is `__cause__`.
+    """The user's code raised in a `Call`; `__cause__` is its exception.
 
-    Its run is undone, and the ranks continue, unless they had begun to write state and there are no
-    snapshots of it: then this error is the cluster's `failure`.
+    The run is undone and the ranks continue. If they had begun to write state without a snapshot,
+    the cluster fails with this error as its `failure`.
     """
 
 
 class RunInterrupted(TaskError):
-    """A signal's handler has raised between two instructions. The run is undone; the exception
-    itself is raised at the end of our call during which the signal came."""
+    """A signal handler raised between two instructions. The run is undone; the handler's exception
+    is raised at the end of the dtensor call that the signal interrupted."""
 
 
 class ActorLost(DaftError):
-    """An actor died or stopped: a fault of the infrastructure."""
+    """An actor died or was stopped: a fault of the infrastructure."""
 
 
 class CommunicationError(DaftError):
-    """A transfer failed: the peer was lost or did not answer in time, or a value had the wrong
-    shape."""
+    """A transfer failed: the peer was lost, did not answer in time, or sent a wrong shape."""
 
 
 class HostError(DaftError):
-    """A host raised outside an instruction, for example while it unpickled a value; the launch
-    continues."""
+    """A host raised outside an instruction, for example while unpickling. The launch goes on."""
 
 
 class ClusterClosed(RuntimeError):
@@ -144,8 +139,11 @@ class ClusterClosed(RuntimeError):
 
 
 def as_sent(error: BaseException, rank: int | None = None) -> Exception:
-    """The error that a host sends for one that it has caught: daft's own errors, and the
-    LookupError of a missing name, unchanged; any other as the cause of a `HostError`."""
+    """Return the error that a host sends to the controller for an error that it caught.
+
+    daft's errors and the LookupError of a missing name are unchanged. Any other error becomes the
+    cause of a `HostError`.
+    """
     if isinstance(error, DaftError | ProgramError | ClusterClosed):
         return error
     if type(error) is LookupError and all(isinstance(arg, str) for arg in error.args):

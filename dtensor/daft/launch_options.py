@@ -1,4 +1,4 @@
-"""The options of a launch, which every backend reads: `LaunchOptions`."""
+"""Describe the options of a launch for all backends: `LaunchOptions`."""
 
 from __future__ import annotations
 
@@ -11,31 +11,30 @@ from dtensor.daft.cluster.cluster import Backend
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchOptions:
-    """The options of a launch. Raises ValueError for an invalid one.
+    """The options of a launch. Raises ValueError if an option is invalid.
 
-    The deadlines and `warm` concern Ray alone: in-process nothing waits.
+    The deadlines and `warm` are for Ray only, because nothing waits in-process.
 
     Args:
         backend: "inprocess": all ranks and actors are in this process; "ray": in other processes.
         device: the device of the ranks, "cpu" or "cuda".
-        address: of a Ray cluster to join. A Ray that this process has joined is used without it;
-            else one is started on this machine.
+        address: of a Ray cluster to join. Without it, the Ray that this process has joined is used,
+            or one is started on this machine.
         deadline_s: how many seconds a rank may make no progress, and an actor's process may be
             silent or take to start, before it counts as lost. A rank that computes goes on, after
             a warning.
         call_deadline_s: how many seconds one computation of a rank, or one method of an actor, may
             take before its process is ended.
-        ranks_per_actor: how many consecutive ranks share an actor, and so on Ray a process and, on
-            "cuda", a GPU; None: one. Too few free GPUs are refused.
-        seed: picks one of the legal orders in which the ranks of a process run.
-        spares: processes that wait to replace a lost rank; with some, `snapshot_every` is 1 by
-            default.
-        snapshot_every: runs after which copies of the values that they write are kept. In-process a
-            run is then undone wherever a call of it raises. On Ray a lost rank is replaced, and the
+        ranks_per_actor: number of consecutive ranks that share an actor (on Ray a process, on
+            "cuda" also a GPU); by default 1. There must be a free GPU for each actor.
+        seed: selects one of the legal orders in which the ranks of a process run.
+        spares: processes that wait to replace lost ones. `snapshot_every` is then 1 by default.
+        snapshot_every: after this many runs, copies of the values that they wrote are kept.
+            In-process every failed run is then undone. On Ray a lost process is replaced, and the
             runs since the last copy are repeated.
         max_restarts: how many processes may be replaced before the loss of one is an error.
         warm: a Ray that is started here stays for a minute for the next launch of this process.
-            False: it ends with the launch, as does one that has stayed.
+            False: it ends with the launch, even if an earlier launch had left it running.
     """
 
     backend: Backend = "inprocess"

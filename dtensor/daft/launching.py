@@ -1,4 +1,4 @@
-"""`launch`, `spawn` and `launch_cluster`: where actors and ranks come from.
+"""Launch actors (`launch`, `spawn`) and ranks (`launch_cluster`).
 
     with daft.launch(backend="ray", deadline_s=30.0):
         reward = daft.spawn(Reward, threshold=0.5, name="reward", resources={"CPU": 1})
@@ -6,9 +6,8 @@
     with daft.launch_cluster(4, backend="ray") as cluster:
         ...                                             # four ranks, that run programs
 
-Invariants: Ray is shut down only by the launch that started it; leaving a launch waits
-for the tasks under way, ends its actors, and raises the first failure of a method that nobody has
-read. Leaving it by an exception waits for nothing.
+Leaving a launch waits for its tasks, ends its actors, and raises the first failure that was not
+read; leaving it by an exception does not wait. Only the launch that started Ray shuts it down.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from dtensor.daft.launch_options import LaunchOptions
 from dtensor.daft.tasks.actors import (
     ActorHandle,
     Session,
-    check_alone,
+    check_no_open_launch,
     current_session,
     enter,
     info_of,
@@ -49,10 +48,10 @@ def launch(
     seed: int = 0,
     warm: bool = True,
 ) -> Session:
-    """A place for actors, until its `with` block or `close()` ends them.
+    """Open a session in which actors can be spawned. Its `with` block or `close()` ends them.
 
-    The arguments are those of `LaunchOptions`. Raises ValueError for an invalid one, and
-    RuntimeError while another launch is open.
+    For the arguments see `LaunchOptions`. Raises ValueError if an argument is invalid, and
+    RuntimeError if another launch is open.
     """
     options = LaunchOptions(
         backend=backend,
@@ -62,7 +61,7 @@ def launch(
         seed=seed,
         warm=warm,
     )
-    check_alone()
+    check_no_open_launch()
     return enter(_new_session(options), user_line())
 
 
@@ -83,7 +82,7 @@ class DeferredLaunch:
             return self._session
 
     def end(self, *, quiet: bool = False) -> None:
-        """Close the session, as `Session.close`, if it was started. Twice is fine."""
+        """Close the session if it was started (`Session.close`). May be called again."""
         if self._session is not None:
             self._session.close(quiet=quiet)
         elif self in sessions:
@@ -108,13 +107,17 @@ def spawn(
     host: ActorHandle | None = None,
     **kwargs: Any,
 ) -> ActorHandle:
-    """An actor of any class; it is made of `cls(*args, **kwargs)` where it will live.
+    """Spawn an actor: the object `cls(*args, **kwargs)`, created in the actor's process.
 
-    It is of the innermost launch, `dt.launch` included, and ends with it. RuntimeError outside of
-    one. `name`: what errors call it; by default its class with a number.
-    `resources`: what Ray reserves for its process, in Ray's names: {"CPU": 1, "GPU": 1}; by
-    default nothing. `host`: share the process of another actor. If `cls` raises, the handle's
-    methods give futures with that failure.
+    It belongs to the innermost launch (also `dt.launch`) and ends with it. If `cls` raises, the
+    futures of the actor's methods raise that error.
+
+    Args:
+        name: the actor's name in errors; by default its class with a number.
+        resources: what Ray reserves for its process, {"CPU": 1, "GPU": 1}; by default nothing.
+        host: another actor, whose process this one shares.
+
+    Raises RuntimeError outside a launch.
     """
     shared = None if host is None else info_of(host)
     return ActorHandle(
@@ -123,16 +126,15 @@ def spawn(
 
 
 CLUSTERS: dict[tuple[str, str], Callable[..., Cluster]] = {}
-"""By backend and type of device: what makes clusters instead, as where GPUs are simulated."""
+"""(backend, device type) -> a function that creates clusters instead, to simulate GPUs."""
 
 
 def launch_cluster(size: int, *, together: Sequence[Sequence[int]] = (), **options: Any) -> Cluster:
     """Start `size` ranks.
 
-    `options`: the fields of `LaunchOptions`. `together`: groups of ranks that exchange most with
-    each other; Ray puts the ranks of a group on one machine if it can
-    (`ray/bootstrap/actor_placement.py`). Raises ValueError for an invalid option, and ImportError
-    if Ray is not installed.
+    `options`: the fields of `LaunchOptions`. `together`: groups of ranks that exchange the most;
+    Ray puts the ranks of a group on one machine if it can. Raises ValueError if an option is
+    invalid, and ImportError if Ray is missing.
     """
     return start_cluster(size, LaunchOptions(**options), together)
 
@@ -140,7 +142,7 @@ def launch_cluster(size: int, *, together: Sequence[Sequence[int]] = (), **optio
 def start_cluster(
     size: int, options: LaunchOptions, together: Sequence[Sequence[int]] = ()
 ) -> Cluster:
-    """Like `launch_cluster`, for options that are checked already."""
+    """Like `launch_cluster`, with options that have been checked."""
     device = torch.device(options.device)
     if options.backend == "ray" and device.type == "cuda" and options.snapshot_every is not None:
         raise ValueError(
@@ -172,12 +174,11 @@ def start_cluster(
 
 
 def _check_ray() -> None:
-    """`ImportError`, with what to do, where it is not installed. It is not imported: that takes
-    half a second."""
-    there = False
+    """Raise ImportError if Ray is not installed. Does not import Ray, which takes half a second."""
+    is_installed = False
     with suppress(ModuleNotFoundError):
-        there = sys.modules.get("ray") is not None or find_spec("ray") is not None
-    if not there:
+        is_installed = sys.modules.get("ray") is not None or find_spec("ray") is not None
+    if not is_installed:
         raise ImportError(
             "backend='ray' needs Ray, which is not installed in this Python "
             f"({sys.executable}).\n"
@@ -186,7 +187,7 @@ def _check_ray() -> None:
 
 
 def _begin_ray(options: LaunchOptions) -> None:
-    """Start Ray while this process imports what uses Ray: each takes half a second."""
+    """Start Ray in parallel with the imports that follow: each takes half a second."""
     from dtensor.daft.ray.channel.local_ray import begin
 
     begin(options.address, options.warm)

@@ -1,21 +1,15 @@
-"""Exceptions of code on a host, as the controller gets them: always as text, and as the exception
-itself where it can be carried.
+"""Send an exception of code on a host to the controller: as text, and as an equal exception.
 
     try:
         kernel(x)
-    except BaseException as error:          # a host's SystemExit ends no user's program
-        if interrupts(error):               # Ctrl-C, or a handler of a signal: this process's own
+    except BaseException as error:          # includes SystemExit, which must not end the host
+        if interrupts(error):               # Ctrl-C or a signal handler of this process
             raise
         failure = Failure(rank=1, reason=reason_of(error), raised=RemoteException(error))
-    TaskError(failure).__cause__            # the exception; or its printed text, if not carried
+    TaskError(failure).__cause__            # the exception, or its text if it cannot be pickled
 
-An exception is carried as its class, its arguments and its attributes, and is put together without
-a call of its `__init__` or its `__reduce__`: neither usually accepts pickle's arguments, and either
-may have side effects. The values in it are pickled. All of it is tried on the host first, so that
-an exception which ends a process when it is unpickled ends the host's and not the controller's.
-
-Invariants: errors of the exception's own code (`__str__`, `__reduce__`) are not raised here, and
-the carried form has a bounded size. Not here: the choice of daft's error for it (`errors.py`).
+An exception is pickled as class, arguments and attributes, and rebuilt without its `__init__` or
+`__reduce__`, which may have side effects. The host first tries to unpickle it. Its size is bounded.
 """
 
 from __future__ import annotations
@@ -38,53 +32,57 @@ from weakref import WeakValueDictionary
 
 from torch import Tensor
 
-MOST_LINES = 4
-"""Most lines of an exception's own text in a failure."""
-MOST_IN_LINE = 1000
-MOST_IN_TRACE = 20_000
-"""Most characters of a traceback that leaves a process."""
-MOST_BYTES = 1 << 18
-"""Most bytes of a pickled exception that leaves a process: a larger one is sent as text."""
+MAX_LINES = 4
+"""Maximum number of lines of an exception's own text in a failure."""
+MAX_LINE_CHARS = 1000
+MAX_TRACEBACK_CHARS = 20_000
+"""Maximum number of characters of a traceback that is sent."""
+MAX_PICKLED_BYTES = 1 << 18
+"""Maximum size of a pickled exception. A larger one is sent as text only."""
 
 
 T = TypeVar("T")
 
 
-# The parts of an exception, read without its class, whose `__getattribute__` may raise.
-_space: Any = vars(BaseException)
-traceback_of: Callable[[BaseException], TracebackType | None] = _space["__traceback__"].__get__
-_cause: Callable[[BaseException], BaseException | None] = _space["__cause__"].__get__
-_context: Callable[[BaseException], BaseException | None] = _space["__context__"].__get__
-_suppresses: Callable[[BaseException], bool] = _space["__suppress_context__"].__get__
+# Getters of an exception's attributes that bypass the `__getattribute__` of its class.
+_exception_attributes: Any = vars(BaseException)
+traceback_of: Callable[[BaseException], TracebackType | None] = _exception_attributes[
+    "__traceback__"
+].__get__
+_cause: Callable[[BaseException], BaseException | None] = _exception_attributes["__cause__"].__get__
+_context: Callable[[BaseException], BaseException | None] = _exception_attributes[
+    "__context__"
+].__get__
+_suppresses: Callable[[BaseException], bool] = _exception_attributes["__suppress_context__"].__get__
 
 
 class RemoteTraceback(Exception):
-    """The traceback of a host's exception as text: it replaces an exception that cannot be
-    carried."""
+    """The traceback of a host's exception as text, in place of one that cannot be pickled."""
 
 
 class RemoteException:
-    """An exception; `error`: in another process, an equal one or a `RemoteTraceback`."""
+    """An exception that can be pickled. `error`: the exception; in another process, an equal one or
+    a `RemoteTraceback`."""
 
-    __slots__ = ("_sent", "error")
+    __slots__ = ("_sent_form", "error")
 
     def __init__(self, error: BaseException, sent: tuple[str, bytes | None] | None = None) -> None:
         self.error: BaseException = error
-        self._sent = sent  # as text and, if it can be, pickled
+        self._sent_form = sent  # (text, pickled exception or None)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if self._sent is None:
-            self._sent = trace_of(self.error), _carried(self.error)
-        return _arrived, self._sent
+        if self._sent_form is None:
+            self._sent_form = trace_of(self.error), _pickle_checked(self.error)
+        return _rebuild, self._sent_form
 
     def detached(self) -> RemoteException:
-        """The form that another process gets: it holds no frames, and so none of their values."""
+        """Return the form that another process gets, which keeps no frames and their values."""
         make, sent = self.__reduce__()
         return make(*sent)
 
 
-def _arrived(text: str, data: bytes | None) -> RemoteException:
-    error = None if data is None else _guarded(lambda: pickle.loads(data))
+def _rebuild(text: str, data: bytes | None) -> RemoteException:
+    error = None if data is None else _result_or_none(lambda: pickle.loads(data))
     if isinstance(error, BaseException):
         return RemoteException(error, (text, data))
     return RemoteException(RemoteTraceback(text), (text, None))
@@ -94,35 +92,36 @@ def _arrived(text: str, data: bytes | None) -> RemoteException:
 
 
 def reason_of(error: BaseException) -> str:
-    """Its class and the first lines of its own text."""
+    """Return the exception's class and the first lines of its text."""
     name = type(error).__name__
-    text = _guarded(lambda: first_lines(str(error)))
+    text = _result_or_none(lambda: first_lines(str(error)))
     if text is None:
-        return f"{name} (its own text could not be had)"
+        return f"{name} (its text could not be read)"
     return f"{name}: {text}" if text else name
 
 
 def first_lines(text: str) -> str:
     lines = text.splitlines()
-    more = f"... ({len(lines) - MOST_LINES} more lines)" if len(lines) > MOST_LINES else ""
-    kept = (_shortened(line, MOST_IN_LINE) for line in lines[:MOST_LINES])
-    return "\n".join((*kept, more) if more else kept)
+    more = f"... ({len(lines) - MAX_LINES} more lines)" if len(lines) > MAX_LINES else ""
+    shown = (_cut_middle(line, MAX_LINE_CHARS) for line in lines[:MAX_LINES])
+    return "\n".join((*shown, more) if more else shown)
 
 
 def trace_of(error: BaseException, trace: TracebackType | None = None) -> str:
-    """Its traceback with those of its causes, as Python prints them. `trace`: replaces its own."""
+    """Return the traceback of an exception and its causes as Python prints it, shortened. `trace`:
+    used in place of the exception's own traceback."""
     trace = traceback_of(error) if trace is None else trace
-    text = _guarded(lambda: "".join(traceback.format_exception(type(error), error, trace)))
-    return reason_of(error) if text is None else _shortened(text, MOST_IN_TRACE)
+    text = _result_or_none(lambda: "".join(traceback.format_exception(type(error), error, trace)))
+    return reason_of(error) if text is None else _cut_middle(text, MAX_TRACEBACK_CHARS)
 
 
-def _shortened(text: str, most: int) -> str:
+def _cut_middle(text: str, most: int) -> str:
     half = most // 2
     return text if len(text) <= most else f"{text[:half]} ... {text[-half:]}"
 
 
-def _guarded(make: Callable[[], T]) -> T | None:
-    """The result of `make`; None if the exception's own code raises."""
+def _result_or_none(make: Callable[[], T]) -> T | None:
+    """Return the result of `make`, or None if it raises (the exception's own code may)."""
     try:
         return make()
     except BaseException as error:
@@ -139,39 +138,38 @@ _PACKAGES = sysconfig.get_path("purelib") + os.sep
 
 
 def interrupts(error: BaseException) -> bool:
-    """Whether it is meant for this process, and was not raised by the code that it passed through.
+    """Whether a signal caused the exception, so that it belongs to this process and not to the
+    code of the rank that was interrupted.
 
-    Ranks in one process share it with the program that launched them: Ctrl-C while one computes
-    belongs to the program, a `raise KeyboardInterrupt` in an op to the op. Python's own handler
-    leaves no frame, so a KeyboardInterrupt comes from a signal unless its innermost frame is at a
-    `raise`; and an exception raised under a handler that the program has set, which alone gets a
-    frame, belongs to the handler. An exception that was raised because of such a one counts too.
+    A KeyboardInterrupt comes from a signal unless its innermost frame is at a `raise` statement,
+    since Python's own handler has no frame. An exception raised below a signal handler's frame also
+    counts, and so does an exception whose cause or context counts.
     """
     if isinstance(error, Exception):
         return False
-    if _by_signal(error):
+    if _raised_by_signal(error):
         return True
     outside: set[FrameType] = set()
     frame: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     while frame is not None:
         outside.add(frame)
         frame = frame.f_back
-    # an exception that is handled outside existed before the call
+    # an exception whose frame is still running is handled by a caller: it existed before
     return any(
-        _by_signal(each)
-        for each in _behind(error)
-        if (trace := traceback_of(each)) is not None and trace.tb_frame not in outside
+        _raised_by_signal(current)
+        for current in _causes_of(error)
+        if (trace := traceback_of(current)) is not None and trace.tb_frame not in outside
     )
 
 
-def _behind(error: BaseException) -> Iterator[BaseException]:
-    """The exceptions because of which it was raised, and those of a group."""
+def _causes_of(error: BaseException) -> Iterator[BaseException]:
+    """Yield the causes and contexts of an exception, recursively, and the exceptions of groups."""
     seen, waiting = {id(error)}, [error]
     while waiting:
-        each = waiting.pop()
-        more = [e for e in (_cause(each), _context(each)) if e is not None]
-        if isinstance(each, BaseExceptionGroup):
-            more += cast("BaseExceptionGroup[BaseException]", each).exceptions
+        current = waiting.pop()
+        more = [e for e in (_cause(current), _context(current)) if e is not None]
+        if isinstance(current, BaseExceptionGroup):
+            more += cast("BaseExceptionGroup[BaseException]", current).exceptions
         for exception in more:
             if id(exception) not in seen:
                 seen.add(id(exception))
@@ -179,7 +177,8 @@ def _behind(error: BaseException) -> Iterator[BaseException]:
                 yield exception
 
 
-def _by_signal(error: BaseException) -> bool:
+def _raised_by_signal(error: BaseException) -> bool:
+    """Whether a signal caused the exception itself, by the rules of `interrupts`."""
     trace = traceback_of(error)
     if trace is None or isinstance(error, Exception):
         return False
@@ -194,40 +193,41 @@ def _by_signal(error: BaseException) -> bool:
     code = trace.tb_frame.f_code
     if code.co_code[trace.tb_lasti] != _RAISE:
         return True
-    # Python's library (such as asyncio.run) raises it only after a signal
+    # the standard library (asyncio.run) raises KeyboardInterrupt only after a signal
     file = code.co_filename
     return file.startswith(_STDLIB) and not file.startswith(_PACKAGES)
 
 
 def _handles_signal(frame: FrameType) -> bool:
+    """Whether the frame is of a signal handler: consecutive arguments are an int and a frame."""
     code = frame.f_code
     names = code.co_varnames[: code.co_argcount]
     if len(names) < 2:
         return False
-    given = frame.f_locals
+    values = frame.f_locals
     return any(
-        inspect.isframe(given.get(second)) and isinstance(given.get(first), int)
+        inspect.isframe(values.get(second)) and isinstance(values.get(first), int)
         for first, second in pairwise(names)
     )
 
 
-# -- as an exception
-# -------------------------------------------------------------------------------------
+# -- as an exception -------------------------------------------------------------------------------
 
 
-def _carried(error: BaseException) -> bytes | None:
-    """The pickled exception, if it survives unpickling; without its cause, if that is what
-    fails."""
+def _pickle_checked(error: BaseException) -> bytes | None:
+    """Return the pickled exception if it can be unpickled; without its cause if only that fails;
+    else None."""
     for causes in (True, False):
         for pickler in PICKLERS:
-            data = _guarded(partial(_pickled, error, pickler, causes))
+            data = _result_or_none(partial(_try_pickle, error, pickler, causes))
             if data is not None:
                 return data
     return None
 
 
-def _pickled(error: BaseException, pickler: type[Any], causes: bool) -> bytes | None:
-    file = _Bounded()
+def _try_pickle(error: BaseException, pickler: type[Any], causes: bool) -> bytes | None:
+    """Pickle an exception, with its causes or not. None if another class is unpickled."""
+    file = _BoundedFile()
     writer = pickler(file)
     writer.causes = causes
     writer.dump(error)
@@ -235,56 +235,67 @@ def _pickled(error: BaseException, pickler: type[Any], causes: bool) -> bytes | 
     return data if type(pickle.loads(data)) is type(error) else None
 
 
-class _Bounded(io.BytesIO):
+class _BoundedFile(io.BytesIO):
+    """A buffer that raises PicklingError above `MAX_PICKLED_BYTES`."""
+
     def write(self, data: Any) -> int:
-        if self.tell() + len(data) > MOST_BYTES:
-            raise pickle.PicklingError(f"more than {MOST_BYTES} bytes")
+        if self.tell() + len(data) > MAX_PICKLED_BYTES:
+            raise pickle.PicklingError(f"more than {MAX_PICKLED_BYTES} bytes")
         return super().write(data)
 
 
 class ExceptionPickler(pickle.Pickler):
+    """Pickles an exception without its class's `__reduce__`. A class that was defined inside a
+    function can be unpickled only in this process."""
+
     causes = True
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, type) and issubclass(obj, BaseException) and _is_inner(obj):
+        if (
+            isinstance(obj, type)
+            and issubclass(obj, BaseException)
+            and "<locals>" in obj.__qualname__
+        ):
             _classes[id(obj)] = obj
-            return _class_here, (_process(), id(obj))
+            return _find_class, (_process_key(), id(obj))
         return reduced(obj, self.causes)
 
 
 PICKLERS: list[type[Any]] = [ExceptionPickler]
-"""Picklers in the order of their trials: a backend puts its own first."""
+"""The picklers to try, in order. A backend inserts its own first."""
 
 
 def reduced(obj: Any, causes: bool) -> Any:
-    """The result of a pickler's `reducer_override` for an exception, and for the values in one."""
+    """Return the result of a pickler's `reducer_override` for an exception or a value in one."""
     if isinstance(obj, BaseException):
-        reduce: Any = _base(type(obj)).__reduce__  # in C: not of a user's class
+        reduce: Any = _c_base(type(obj)).__reduce__  # not the method of a user's class
         args, *state = list[Any](reduce(obj))[1:]
-        told = dict[str, Any](*state), _cause(obj) if causes else None, _suppresses(obj)
-        return _empty, (type(obj), args), told, None, None, _fill
-    if isinstance(obj, Tensor) and obj.nbytes > MOST_BYTES:  # before its bytes are copied
+        values = dict[str, Any](*state), _cause(obj) if causes else None, _suppresses(obj)
+        return _make_empty, (type(obj), args), values, None, None, _set_state
+    if isinstance(obj, Tensor) and obj.nbytes > MAX_PICKLED_BYTES:  # refuse before copying it
         raise pickle.PicklingError(f"a tensor of {obj.nbytes} bytes")
     return NotImplemented
 
 
-def _base(cls: type[BaseException]) -> type[Any]:
-    """The first of its bases that is written in C, which defines its memory layout."""
+def _c_base(cls: type[BaseException]) -> type[Any]:
+    """Return the first base class that is written in C. It defines the memory layout."""
     return next(base for base in cls.__mro__ if not base.__flags__ & _HEAP_TYPE)
 
 
 _HEAP_TYPE = 1 << 9
 
 
-def _empty(cls: type[BaseException], args: tuple[Any, ...]) -> BaseException:
-    base = _base(cls)
+def _make_empty(cls: type[BaseException], args: tuple[Any, ...]) -> BaseException:
+    base = _c_base(cls)
     error = base.__new__(cls, *args)
     base.__init__(error, *args)
     return error
 
 
-def _fill(error: BaseException, told: tuple[dict[str, Any], BaseException | None, bool]) -> None:
-    state, cause, suppressed = told
+def _set_state(
+    error: BaseException, values: tuple[dict[str, Any], BaseException | None, bool]
+) -> None:
+    state, cause, suppressed = values
     for name, value in state.items():
         BaseException.__setattr__(error, name, value)
     BaseException.__setattr__(error, "__cause__", cause)
@@ -292,19 +303,15 @@ def _fill(error: BaseException, told: tuple[dict[str, Any], BaseException | None
 
 
 _classes: WeakValueDictionary[int, type[BaseException]] = WeakValueDictionary()
-_started = uuid.uuid4().hex
+_process_uuid = uuid.uuid4().hex
 
 
-def _is_inner(cls: type[BaseException]) -> bool:
-    return "<locals>" in cls.__qualname__
+def _process_key() -> tuple[str, int]:
+    return _process_uuid, os.getpid()  # a forked process has the same uuid
 
 
-def _process() -> tuple[str, int]:
-    return _started, os.getpid()  # a fork inherits the first
-
-
-def _class_here(process: tuple[str, int], number: int) -> type[BaseException]:
-    """A class that was made inside a function, in the process that made it."""
-    if process != _process():
+def _find_class(process: tuple[str, int], number: int) -> type[BaseException]:
+    """Return a class that was defined inside a function of this process."""
+    if process != _process_key():
         raise LookupError("the class is of another process")
     return _classes[number]

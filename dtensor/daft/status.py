@@ -1,4 +1,4 @@
-"""What is said of a launch: a record of each rank, the one that others wait for, and their table.
+"""Describe what the ranks of a launch are doing, and print it as a table.
 
     print(status)
 
@@ -9,8 +9,7 @@
     ...
     Rank 2 is stopped; ranks 0, 1 and 3 wait for it.
 
-Invariants: frozen values, with their units; a table cuts what is long, the records have all of it.
-How it is found out is not here (`diagnosis.py`).
+The table cuts long texts; the records have them in full. `diagnosis.py` creates a `Status`.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias
 
-HEAD = ("rank", "machine", "does", "since", "cpu", "instruction", "at")
-WIDEST = (40, 40, 34, 9, 5, 44, 60)
-"""Of each column, in characters."""
+COLUMNS = ("rank", "machine", "does", "since", "cpu", "instruction", "at")
+MAX_WIDTHS = (40, 40, 34, 9, 5, 44, 60)
+"""The maximum width of each column, in characters."""
 
 Doing: TypeAlias = Literal[
     "computes",
@@ -42,12 +41,12 @@ Doing: TypeAlias = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStatus:
-    """One rank. `does` is for programs, `text` says it; `peers` are the ranks that it waits for.
-    `machine`: where it is, if the launch is on several.
+    """What one rank is doing.
 
-    `index` counts the instructions of the rank's own list, `instruction` is its text; all of these
-    are None or empty between runs. `since_s`: it stands there; `cpu`: of a core, its thread while
-    it was looked at; `running_s`: since its run began, `usual_s` what earlier ones took.
+    `does` is for programs, `text` for people. `machine`: "" if all ranks are on one machine.
+    `peers`: the ranks that it waits for. `index`, `instruction`: the current instruction of its
+    list; None and "" between runs. `since_s`: how long it has been there. `cpu`: the fraction of a
+    core that its thread used. `running_s`: how long its run has taken, `usual_s`: earlier runs.
     """
 
     rank: int
@@ -71,11 +70,14 @@ class RankStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """`waited_for`: the rank that others wait for, or the controller alone; None where no run is
-    under way, and where it is on another machine, which is not seen from here. `chain`: of ranks,
-    each waits for the next; it ends there. `link`: the ranks (from, to) of a message that is held
-    back. `hangs`: whether that takes too long. `reason` says all of it. `controller`: what the main
-    thread of the process does that has launched the ranks."""
+    """What all ranks of a launch are doing, and for which rank they wait.
+
+    `waited_for`: the rank that the others, or the controller, wait for; None if no run is in
+    progress or the rank is on a machine that cannot be observed. `chain`: ranks that each wait for
+    the next one; the last is `waited_for`. `link`: (from, to) of a message that is held back.
+    `hangs`: whether the wait takes too long. `reason`: all this as text. `controller`: what the
+    main thread of the launching process does.
+    """
 
     title: str
     pid: int
@@ -89,8 +91,8 @@ class Status:
 
     def __str__(self) -> str:
         rows = self._rows()
-        most: dict[str, int] = dict(zip(HEAD, WIDEST, strict=True))
-        cut = [[_cut(cell, most[name]) for cell, name in zip(row, rows[0])] for row in rows]
+        max_widths: dict[str, int] = dict(zip(COLUMNS, MAX_WIDTHS, strict=True))
+        cut = [[_cut(cell, max_widths[name]) for cell, name in zip(row, rows[0])] for row in rows]
         widths = [max(map(len, column)) for column in zip(*cut)]
         lines = [
             "  ".join(
@@ -99,50 +101,53 @@ class Status:
             ).rstrip()
             for row in cut
         ]
-        return "\n".join([self._head(), *lines, *self._foot()])
+        return "\n".join([self._headline(), *lines, *self._bottom()])
 
     def _repr_html_(self) -> str:
         def row(cells: Sequence[str], tag: str) -> str:
-            made = "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells)
-            return f"<tr>{made}</tr>"
+            row_html = "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells)
+            return f"<tr>{row_html}</tr>"
 
         head_row, *others = self._rows()
-        rows = [row(head_row, "th"), *(row(each, "td") for each in others)]
-        head, *foot = (f"<p>{html.escape(text)}</p>" for text in (self._head(), *self._foot()))
+        rows = [row(head_row, "th"), *(row(status, "td") for status in others)]
+        head, *foot = (
+            f"<p>{html.escape(text)}</p>" for text in (self._headline(), *self._bottom())
+        )
         return "".join([head, "<table>", *rows, "</table>", *foot])
 
     def _rows(self) -> list[tuple[str, ...]]:
-        """Of the table, the names first; without machines, where there is but one."""
-        rows = [HEAD, *map(_row, self.ranks)]
-        if not any(each.machine for each in self.ranks):
+        """Return the rows of the table with the names of the columns first; without the column of
+        machines if there is only one."""
+        rows = [COLUMNS, *map(_row, self.ranks)]
+        if not any(status.machine for status in self.ranks):
             rows = [(row[0], *row[2:]) for row in rows]
         return rows
 
     def data(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the status as a dict for JSON."""
         return asdict(self)
 
-    def _head(self) -> str:
-        """What is under way, and for how long."""
-        running = [each for each in self.ranks if each.running_s is not None]
+    def _headline(self) -> str:
+        """Return the title, with the oldest run in progress and its duration."""
+        running = [status for status in self.ranks if status.running_s is not None]
         if not running:
             return self.title
-        oldest = max(running, key=lambda each: each.running_s or 0.0)
+        oldest = max(running, key=lambda status: status.running_s or 0.0)
         usual = "its first" if oldest.usual_s is None else f"usually {_seconds(oldest.usual_s)}"
         took = _seconds(oldest.running_s or 0.0)
-        what = f" of {oldest.program!r}" if oldest.program else ""
-        return f"{self.title}; run {oldest.run}{what} for {took} ({usual})"
+        name = f" of {oldest.program!r}" if oldest.program else ""
+        return f"{self.title}; run {oldest.run}{name} for {took} ({usual})"
 
-    def _foot(self) -> list[str]:
+    def _bottom(self) -> list[str]:
         lines = [self.reason]
         if len(self.chain) > 2:
-            first, *rest = (f"rank {rank}" for rank in self.chain)
-            lines.append(f"{first.capitalize()} waits for {', which waits for '.join(rest)}.")
+            first, *others = (f"rank {rank}" for rank in self.chain)
+            lines.append(f"{first.capitalize()} waits for {', which waits for '.join(others)}.")
         return lines
 
     @property
     def warning(self) -> str:
-        """That it takes too long."""
+        """The text of the warning that a wait takes too long."""
         return (
             f"{self.reason} This takes too long.\n{self}\nTo look again: dt.status() in another "
             f"thread, or `python -m dtensor status {self.pid}` in a terminal."
@@ -150,27 +155,27 @@ class Status:
 
 
 def _seconds(number: float) -> str:
-    """`4.6 ms`, `0.31 s`, `12.4 s`."""
+    """Return a duration as text: `4.6 ms`, `0.31 s`, `12.4 s`."""
     if number < 0.1:
         return f"{1000 * number:.1f} ms"
     return f"{number:.2f} s" if number < 1.0 else f"{number:.1f} s"
 
 
-def _row(each: RankStatus) -> tuple[str, ...]:
+def _row(status: RankStatus) -> tuple[str, ...]:
     instruction = ""
-    if each.instruction:
-        instruction = f"{each.index} {each.instruction}"
-        instruction += f" [{each.label}]" if each.label else ""
+    if status.instruction:
+        instruction = f"{status.index} {status.instruction}"
+        instruction += f" [{status.label}]" if status.label else ""
     return (
-        f"{each.rank}" + (f", {each.known_as}" if each.known_as else ""),
-        each.machine,
-        each.text,
-        "" if each.since_s is None else _seconds(each.since_s),
-        "" if each.cpu is None else f"{100 * each.cpu:.0f}%",
+        f"{status.rank}" + (f", {status.known_as}" if status.known_as else ""),
+        status.machine,
+        status.text,
+        "" if status.since_s is None else _seconds(status.since_s),
+        "" if status.cpu is None else f"{100 * status.cpu:.0f}%",
         instruction,
-        each.line or "",
+        status.line or "",
     )
 
 
-def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else text[: most - 4].rstrip() + " ..."
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 4].rstrip() + " ..."

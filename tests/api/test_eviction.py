@@ -148,12 +148,12 @@ def test_gradients_and_a_step_of_one_shape_stay_together(few: int) -> None:
 
 
 def test_a_run_under_way_keeps_its_program(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dtensor.daft.cluster.cluster import _Called
+    from dtensor.daft.cluster.cluster import _CallFuture
 
     f = dt.compile(lambda x: x * 2, MESH)
     with dt.launch(MESH) as run:
         with monkeypatch.context() as patch:
-            patch.setattr(_Called, "done", lambda self: False)
+            patch.setattr(_CallFuture, "done", lambda self: False)
             under_way = [f(rows(length)) for length in range(2, 8)]
             assert len(handles(run)) == len(under_way) == 6
         f(rows(9))

@@ -130,10 +130,10 @@ def test_bytes_of_the_copies(axes: dict[str, int]) -> None:
         plan = step.plan(x)
         assert "  kept to undo a step, x1" in str(plan) and "undo a step" in plan.summary()
         cluster = running.cluster
-        assert isinstance(cluster, InProcessCluster) and cluster._worker._undoing is not None
-        spare = cluster._worker._undoing.snapshots._store
+        assert isinstance(cluster, InProcessCluster) and cluster._worker._rollback is not None
+        spare = cluster._worker._rollback.snapshots._store
         assert isinstance(spare, MemorySnapshots)
-        (kept,) = (own for own in spare._spare.values() if len(own) > 20)
+        (kept,) = (own for own in spare._reusable.values() if len(own) > 20)
         of_rank_0 = [value for (rank, _), value in kept.items() if rank == 0]
         numbers = sum(value.nbytes for value in of_rank_0 if not value.dim())
         assert numbers == 4 * len(list(module.parameters())) + 8  # of the norm's batches, an int64

@@ -97,7 +97,7 @@ def _lay(ranks: Ranks, program: int, order: Order) -> bool:
             p
             for p in positions
             if isinstance(instruction_at(engine.program, engine.sites[p]), Call)
-            and (engine.sites[p][1] >= engine._undoable[engine.sites[p][0]]) is late
+            and (engine.sites[p][1] >= engine._end_of_undoable[engine.sites[p][0]]) is late
         ]
     if not positions:
         return False

@@ -397,8 +397,8 @@ class World:
     def _ended(self, host: _Host, change: TableChange) -> None:
         host.queue.popleft()
         host.was[change.number] = copied(host.worker)
-        assert host.worker._undoing is not None
-        snapshots = host.worker._undoing.snapshots
+        assert host.worker._rollback is not None
+        snapshots = host.worker._rollback.snapshots
         self.most = max(self.most, *map(len, snapshots._versions.values()), 0)
         if self.draw.random() < 0.3:
             self.changes.heard(host.rank, change.number)
@@ -457,8 +457,8 @@ class World:
             self.play([Run(tuple(range(self.size)), "step", 1.0)])
         found: list[tuple[int, str]] = []
         for host in self.hosts:
-            assert host.worker._undoing is not None
-            snapshots = host.worker._undoing.snapshots
+            assert host.worker._rollback is not None
+            snapshots = host.worker._rollback.snapshots
             if snapshots.outlives:
                 found += {key for key in snapshots._versions if key not in host.worker._table}
             for key, own in snapshots._versions.items():

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dtensor.daft import DaftError
-from dtensor.daft.remote_exceptions import MOST_IN_TRACE, RemoteTraceback
+from dtensor.daft.remote_exceptions import MAX_TRACEBACK_CHARS, RemoteTraceback
 
 
 class Base(BaseException):
@@ -142,7 +142,7 @@ def check(error: DaftError, kind: str, *, carried: bool = True) -> None:
     assert cause is not None
     if (carried and kind in AS_TEXT) or isinstance(cause, RemoteTraceback):
         assert kind in AS_TEXT | {"HostsOwn", "Inner"}
-        assert name in str(cause) and len(str(cause)) <= MOST_IN_TRACE + 100
+        assert name in str(cause) and len(str(cause)) <= MAX_TRACEBACK_CHARS + 100
         return
     assert type(cause).__name__ == name
     if kind not in ("Inner", "HostsOwn"):

@@ -85,7 +85,7 @@ def _look() -> Any:
         return 0
     assert READS.wait(60.0)
     end = time.monotonic() + 60.0  # its GPU has something to compute before
-    while (found := WORKERS[0].device_waits.standing()) is None and time.monotonic() < end:
+    while (found := WORKERS[0].device_waits.current_wait()) is None and time.monotonic() < end:
         time.sleep(0.01)
     FOUND.append(found)
     return 0
@@ -127,7 +127,7 @@ def test_a_host_in_a_call_is_told_from_its_gpu_that_waits() -> None:
         with gpus.waiting_for_hosts():
             results = [each.result(120.0) for each in asked]
         for number, waits in results:
-            assert number == 24.0 and waits is not None and waits.standing() is None
+            assert number == 24.0 and waits is not None and waits.current_wait() is None
     assert FOUND == [(4, 1, 1)]  # program, run, and the Wait, not the Call
 
 
@@ -155,13 +155,13 @@ def test_what_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     stream = Stream()
     monkeypatch.setattr(torch.cuda, "Event", stream.event)
     waits, counter = DeviceWaits(), ProgramCounter.make(tmp_path / "host0")
-    assert waits.standing() is None and counter.read().device is None
+    assert waits.current_wait() is None and counter.read().device is None
     waits.begin(3, 9)
     for position in (5, 8):
         waits.noted(position, lambda: None)()
     told = []
     for stream.done in range(5):
-        told.append(waits.standing())
+        told.append(waits.current_wait())
         counter.device_waits(told[-1])
         assert counter.read().device == told[-1]
     assert told == [None, (3, 9, 5), None, (3, 9, 8), None]

@@ -279,24 +279,24 @@ def test_members() -> None:
 
 def test_who_has_to_be_asked_what_was_undone() -> None:
     counting = CountedRuns()
-    assert counting.to_ask("k", (0,)) == ()
-    counting.add("k", 3, (0, 1), told=True)
-    assert counting.to_ask("k", (0,)) == counting.to_ask("k", (0, 1)) == ()
-    assert counting.to_ask("other", (2,)) == ()
-    assert counting.to_ask("k", (1, 2)) == (0, 1)
+    assert counting.hosts_to_ask("k", (0,)) == ()
+    counting.add("k", 3, (0, 1), know_outcome=True)
+    assert counting.hosts_to_ask("k", (0,)) == counting.hosts_to_ask("k", (0, 1)) == ()
+    assert counting.hosts_to_ask("other", (2,)) == ()
+    assert counting.hosts_to_ask("k", (1, 2)) == (0, 1)
     counting.settle("k", 5, {3})
-    assert counting.to_ask("k", (1, 2)) == ()
-    assert counting.told(Counted("k", 0, "n")) == Counted("k", -1, "n", since=5)
-    assert counting.told(Counted("k", 1, "n")) == Counted("k", 0, "n", since=5)
-    counting.add("k", 6, (0, 1), told=False)  # whoever failed knows it alone
-    assert counting.to_ask("k", (0,)) == (0, 1)
-    counting.add("k", 7, (2,), told=True)
-    assert counting.to_ask("k", (2,)) == (0, 1, 2)
+    assert counting.hosts_to_ask("k", (1, 2)) == ()
+    assert counting.with_known_undone(Counted("k", 0, "n")) == Counted("k", -1, "n", since=5)
+    assert counting.with_known_undone(Counted("k", 1, "n")) == Counted("k", 0, "n", since=5)
+    counting.add("k", 6, (0, 1), know_outcome=False)  # whoever failed knows it alone
+    assert counting.hosts_to_ask("k", (0,)) == (0, 1)
+    counting.add("k", 7, (2,), know_outcome=True)
+    assert counting.hosts_to_ask("k", (2,)) == (0, 1, 2)
     counting.settle("k", 7, {3, 6})  # asked before run 7 was submitted
-    assert counting.told(Counted("k", 2, "n")) == Counted("k", 0, "n", since=7)
-    assert counting.to_ask("k", (2,)) == (0, 1, 2)
+    assert counting.with_known_undone(Counted("k", 2, "n")) == Counted("k", 0, "n", since=7)
+    assert counting.hosts_to_ask("k", (2,)) == (0, 1, 2)
     counting.settle("k", 8, set())
-    assert counting.to_ask("k", (0, 1, 2, 3)) == ()
+    assert counting.hosts_to_ask("k", (0, 1, 2, 3)) == ()
 
 
 def test_every_sequence_of_runs_of_a_sample() -> None:

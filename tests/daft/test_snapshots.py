@@ -227,13 +227,13 @@ def test_another_users_file_is_refused(shm: Path) -> None:
         SnapshotFile.open(shm, (2, 3))
     path = SnapshotFile.path(shm, (0, 1))
     path.chmod(0o644)
-    with pytest.raises(OSError, match="no file of snapshots of this user's alone"):
+    with pytest.raises(OSError, match="not a snapshot file that only this user can access"):
         SnapshotFile.open(shm, (0, 1))
     path.chmod(0o600)
     SnapshotFile.open(shm, (0, 1)).close()
     with open(path, "r+b") as file:
         file.write(b"elsewhat")
-    with pytest.raises(OSError, match="no file of snapshots that was begun"):
+    with pytest.raises(OSError, match="not an initialized snapshot file"):
         SnapshotFile.open(shm, (0, 1))
 
 

@@ -10,7 +10,7 @@ import torch
 
 from dtensor.daft import Function
 from dtensor.daft.ir.code import Body, CodeLine
-from dtensor.daft.run.timestamps import TIMES, Stamps, stamped
+from dtensor.daft.run.timestamps import TIMES, Stamps, with_line_stamps
 
 LINES = (
     CodeLine("a = x + y", ("a",), ("x", "y"), source="net.py:1: a"),
@@ -36,14 +36,14 @@ def forward(x, y):
     return (b, x, )
 """
     )
-    built = stamped(function, clock, noted.extend)
+    built = with_line_stamps(function, clock, noted.extend)
     assert built(1, 2) == function.build()(1, 2) == (1.5, 1)
     assert noted == [1.0, 2.0, 3.0]
 
 
 def test_errors_name_the_same_line():
     function = Function.straight("f", BODY, {})
-    for built in (function.build(), stamped(function, lambda: 0.0, list[float]().extend)):
+    for built in (function.build(), with_line_stamps(function, lambda: 0.0, list[float]().extend)):
         try:
             built(1, 0)
         except ZeroDivisionError as error:
@@ -57,9 +57,9 @@ def test_what_is_not_known_line_by_line_runs_as_it_is():
     branch = Function(name="f", source="def forward(x):\n    if x: x = 2\n    return (x,)\n")
     nothing = Function.straight("f", Body(("x",), (), ("x",)), {})
     noted = list[float]()
-    assert stamped(wrapped, clock, noted.extend)(7, 2) == (3, 1)
-    assert stamped(branch, clock, noted.extend)(7) == (2,)
-    assert stamped(nothing, clock, noted.extend)(7) == (7,)
+    assert with_line_stamps(wrapped, clock, noted.extend)(7, 2) == (3, 1)
+    assert with_line_stamps(branch, clock, noted.extend)(7) == (2,)
+    assert with_line_stamps(nothing, clock, noted.extend)(7) == (7,)
     assert noted == []
 
 
@@ -110,7 +110,7 @@ def test_a_stamp_on_a_gpu_waits_for_no_message_of_another_stream(
         steps = [stamps.timed((rank, 0), own.send), stamps.timed((rank, 1), own.receive)]
         for step in steps:
             step()
-        times = stamps.taken(rank)[TIMES]
+        times = stamps.outputs_of(rank)[TIMES]
         assert isinstance(times, torch.Tensor)
         taken.append(times.numel())
 

@@ -146,8 +146,8 @@ VIEW, WRITE = Call("one", ("k",), ("v",)), Call("take", ("k",), (), ("k",))
             "'v' is changed, by a write to 'k', while",
         ),
         ([WRITE], dict(shares=(("v", "w"),)), "'w', which is neither an input nor state"),
-        ([WRITE], dict(replayable=("w",)), "['w'] are said to be replayable or changed"),
-        ([WRITE], dict(changed=("k",)), "['k'] are said to be replayable or changed"),
+        ([WRITE], dict(replayable=("w",)), "['w'] are declared replayable or changed"),
+        ([WRITE], dict(changed=("k",)), "['k'] are declared replayable or changed"),
         (
             [VIEW, WRITE, Vote("a"), Commit("a"), Free(("a", "v"))],
             {},

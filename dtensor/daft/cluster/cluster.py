@@ -1,29 +1,14 @@
-"""A `Cluster` of ranks that hold values and run programs, and the `Future` of a run.
+"""A `Cluster`: ranks that hold values and run programs.
 
     with launch_cluster(2) as cluster:                       # or backend="ray"
-        cluster.put([{"w": w0}, {"w": w1}])
+        cluster.put([{"w": w0}, {"w": w1}])                  # one item per rank
         handle = cluster.load(program)
-        future = cluster.run(handle, [{"x": x0}, {"x": x1}])
-        y0 = future.get()[0]["y"]
+        y0 = cluster.run(handle, [{"x": x0}, {"x": x1}]).get()[0]["y"]
 
-Invariants: tensors are copied on their way in and out, and come out on the CPU; a run that has
-ended when `run` returns may read its inputs where they are. Runs, puts and gets take effect in the
-order of their calls. A run in which a call raised is undone (`engine.py`): its future raises a
-`TaskError`, and so does a read of a value that it should have kept; other calls are unaffected.
-After any other failure, or one that came too late to be undone, the values are lost: `failure` is
-set, and every later call and future raises it, the root cause. The same program, inputs and state
-give the same bits on every backend and in both modes. Inputs of ranks are a sequence in rank order,
-one item per rank.
-
-A `HostedCluster` has its ranks in hosts, ((0, 1), (2, 3)) say, each of which has a `Worker`; `put`
-and `run` call `Worker.put` and `Worker.run` on each host concerned, with its ranks' part. The
-members of a program are the ranks with an instruction, an input, an output or state of it
-(`Program.members`): a program of ranks 0 and 1 is loaded, run and read there while ranks 2 and 3
-run another. This file has checks, programs and their numbers, runs in both modes, and futures;
-`inprocess.py` and `ray/cluster.py` say how a call reaches a host. Calls have one order, the same
-whichever threads make them, and each host sees its own calls in that order, so runs of several
-programs cannot hang (docs/design/0019-runs-on-their-own-ranks.md). A call that reached only some of
-its hosts would make those wait for ever for the rest, so the cluster cannot be used after it.
+Calls take effect in the order in which they are made, on all hosts. If a `Call` of a run raises,
+the run is undone, and its future raises TaskError. After a failure that cannot be undone, all
+values are lost: `failure` is set, and every later call raises it. Results have the same bits on all
+backends. `HostedCluster` is the base of `inprocess.py` and `ray/cluster.py`, which call hosts.
 """
 
 from __future__ import annotations
@@ -62,14 +47,15 @@ if TYPE_CHECKING:
     from dtensor.daft.status import Status
 
 Mode: TypeAlias = Literal["compiled", "interpreted", "timed"]
-"""timed: as compiled; each rank's outputs have those of `run/timestamps.py` too."""
+"""compiled: one message per host. interpreted: one message per instruction, for debugging. timed:
+as compiled, with the timings of `run/timestamps.py` in the outputs."""
 Backend: TypeAlias = Literal["inprocess", "ray"]
 Method: TypeAlias = Callable[..., Any]
-"""Of `Worker`."""
+"""A method of `Worker`."""
 Part: TypeAlias = tuple[Any, ...]
-"""The arguments of a method, for one host."""
+"""The arguments of a method for one host."""
 Places: TypeAlias = Sequence[tuple[int, tuple[int, ...]]]
-"""Hosts, each with those of its ranks that take part."""
+"""(host, those of its ranks that take part), for each host that takes part."""
 
 
 class Future(ABC):
@@ -77,18 +63,18 @@ class Future(ABC):
 
     @abstractmethod
     def get(self, timeout: float | None = None) -> list[Any]:
-        """The result, one item per rank; again and again, the same.
+        """Wait for the call and return its result, one item per rank. May be called repeatedly.
 
-        `TimeoutError` after `timeout` seconds, which does not consume the future. A failure is
-        raised as the root cause, a `DaftError`.
+        Raises TimeoutError after `timeout` seconds; the future can still be read afterwards. Raises
+        the root cause, a DaftError, if the call failed.
         """
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether `get` would return, or raise a failure, at once."""
+        """Whether `get` would return or raise without waiting."""
 
     def check(self) -> None:
-        """Wait; raises the failure that `get` would raise."""
+        """Wait for the call. Raises the failure that `get` would raise."""
         self.get()
 
 
@@ -110,18 +96,18 @@ class Finished(Future):
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Handle:
-    """A program that a cluster has loaded. `places`: its hosts, with the ranks that take part;
-    `told`: whether all of these hosts know if a run was undone."""
+    """A program that a cluster has loaded. `places`: its hosts, with the ranks that take part.
+    `hosts_know_outcome`: whether each of these hosts knows if a run of the program was undone."""
 
     id: int
     program: Program = field(repr=False)
     report: Report = field(repr=False)
     places: Places = field(repr=False)
-    told: bool = field(repr=False)
+    hosts_know_outcome: bool = field(repr=False)
 
 
 class RunRequest(NamedTuple):
-    """The arguments of `Cluster.run`."""
+    """One run of a program. The fields are the arguments of `Cluster.run`."""
 
     handle: Handle
     inputs: Sequence[Mapping[str, object]]
@@ -134,8 +120,7 @@ class RunRequest(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RecordedRun:
-    """A run of a recording, in the mode "timed": `begin`, when it was called, by the monotonic
-    clock."""
+    """A timed run in `Cluster.recording`. `begin`: the time of the call (monotonic clock)."""
 
     handle: Handle
     future: Future
@@ -143,14 +128,14 @@ class RecordedRun:
 
 
 class Cluster(ABC):
-    """`calls` counts the calls from the controller to actors; a compiled run makes one to each
-    actor that takes part.
+    """Ranks that hold values and run programs.
 
-    `runs` counts the runs that were started: the number of the next one, `Failure.step` of its
-    failure. `failure`: why its values are lost. `immediate`: a run has ended when `run` returns.
-    `known_as`: what users call ranks that are in parts of it. `recording`: if it is a list,
-    compiled runs are timed and appended to it. `copies`: how many copies of the values that a run
-    writes are kept, to undo it.
+    `calls`: the number of calls from the controller to actors (a compiled run makes one per actor).
+    `runs`: the number of runs started so far, which is the number of the next run. `failure`: the
+    error by which all values were lost, or None. `immediate`: a run has ended when `run` returns.
+    `known_as`: names for users of ranks that belong to a SubCluster. `recording`: if it is a list,
+    compiled runs are timed and appended to it. `copies`: how many snapshot copies of a written
+    value are kept.
     """
 
     size: int
@@ -165,18 +150,18 @@ class Cluster(ABC):
 
     @property
     def recoveries(self) -> Sequence[Recovered]:
-        """The losses of ranks that were recovered so far."""
+        """The losses of ranks that have been recovered so far."""
         return ()
 
     @property
     def machines(self) -> Mapping[str, tuple[int, ...]]:
-        """The ranks on each machine, by its name for users; empty where all are on one."""
+        """The ranks on each machine, by the machine's name; {} if all are on one machine."""
         return {}
 
     @property
     def recovered(self) -> int:
-        """How often lost ranks were replaced so far. Values that only replayable writes have made,
-        as those of caches, do not outlive it: reading one is an error until it is put anew."""
+        """How often lost ranks have been replaced so far. Values that were written only by
+        replayable writes (caches) are lost then; reading one raises until it is put again."""
         return 0
 
     @abstractmethod
@@ -187,32 +172,32 @@ class Cluster(ABC):
         drop: Names = NOTHING_DROPPED,
         wait: bool = False,
     ) -> None:
-        """Store values in each rank's table, as state of programs.
+        """Store values in each rank's table. Programs read them as state.
 
-        `drop`: rank to names of its values that are not needed any more; a later call to that rank,
-        this one or another, drops them, so they cost no call of their own. `wait`: return when the
-        ranks have them. Then the values are sent without a copy; else a value for which a host has
-        no room is copied first.
+        `drop`: names of values that are not needed any more, by rank. They are dropped with the
+        next message to the rank. `wait`: return when the ranks have the values; they are then sent
+        without a copy, otherwise a value that does not fit into the send buffer is copied first.
         """
 
     @abstractmethod
     def get(self, names: Sequence[Sequence[str] | None]) -> Future:
-        """For each rank, a tuple of the values of these names, after all earlier calls to that
-        rank; other ranks' calls do not delay it. If no rank has names, it waits for all ranks
-        except those whose entry is None."""
+        """Return a future of a tuple of the named values, for each rank.
+
+        They are read after all earlier calls to the rank. If there are no names at all, the future
+        waits for all ranks except those whose entry is None.
+        """
 
     @abstractmethod
     def delete(self, names: Sequence[Sequence[str]]) -> None:
-        """Drop values of these ``names`` from each rank's table; `LookupError` for one that is not
-        there."""
+        """Drop the named values from each rank's table. Raises LookupError if one is missing."""
 
     @abstractmethod
     def load(self, program: Program) -> Handle:
-        """Verify a program and ship it, once. `ProgramError` if it is not sound."""
+        """Verify a program and send it to its hosts. Raises ProgramError if it is not sound."""
 
     @abstractmethod
     def unload(self, handle: Handle) -> None:
-        """Forget the program of ``handle``; its state stays."""
+        """Remove a program from its hosts. Its state stays in the tables."""
 
     def run(
         self,
@@ -225,42 +210,44 @@ class Cluster(ABC):
         returned: Collection[str] = (),
         drop: Names = NOTHING_DROPPED,
     ) -> Future:
-        """Run a program once, on the ranks that take part; for each rank, a dict of its outputs.
+        """Run a program once. Return a future of a dict of outputs, for each rank.
 
-        An input may be `Stored(name)`: the value of that name in the rank's table, not copied.
-        `keep`: output name to a name under which it stays in the rank's table instead of coming
-        back; ranks that do not have the output keep nothing. `returned`: those of `keep` that come
-        back too. `counted`: what the run counts as. `drop`: as of `put`.
+        Args:
+            inputs: for each rank, exactly the inputs that its part declares. `Stored(name)` is the
+                value in the rank's table, without a copy.
+            keep: output -> name under which it stays in the rank's table and is not returned.
+            returned: outputs of `keep` that are returned as well.
+            counted: gives the run a number among others, see `Counted`.
+            drop: as in `put`.
         """
         return self.submit(RunRequest(handle, inputs, mode, keep, counted, returned, drop))
 
     @abstractmethod
     def submit(self, request: RunRequest) -> Future:
-        """Run a program once, as `run` does."""
+        """Run a program once, like `run`."""
 
     @abstractmethod
     def check_undone(self) -> None:
-        """Wait for all runs on all ranks; raises the failure of the first that was undone and that
-        no future has raised. Each is raised once."""
+        """Wait for all runs. Raises the failure of the first undone run whose failure has not been
+        raised yet."""
 
     @abstractmethod
     def status(self, seconds: float) -> Status:
-        """The state of the ranks, from two samples that are ``seconds`` apart. Any thread may ask,
-        while the cluster has not failed."""
+        """Return what the ranks are doing, from two samples ``seconds`` apart. Thread-safe. Raises
+        if the cluster has failed."""
 
     @abstractmethod
     def grow(self, size: int) -> None:
-        """Add ranks, up to ``size``. The present ranks keep their values and loaded programs; the
-        new ones come after them and hold nothing. It waits for calls in flight. ValueError for
-        fewer ranks than there are."""
+        """Add empty ranks up to ``size``, after waiting for all calls in flight. Present ranks keep
+        their values and programs. Raises ValueError if there are more ranks already."""
 
     @abstractmethod
     def interrupted(self) -> None:
-        """A change of its values was interrupted half-way: they are lost."""
+        """Fail the cluster, because a change of its values was interrupted."""
 
     @abstractmethod
     def close(self) -> None:
-        """Stop everything that this cluster started. Twice is fine."""
+        """Stop everything that this cluster started. May be called again."""
 
     def __enter__(self) -> Cluster:
         return self
@@ -280,12 +267,12 @@ def check_size(size: int, items: Sequence[object], what: str) -> None:
 
 
 def check_inputs(handle: Handle, inputs: Sequence[Mapping[str, object]], size: int) -> None:
-    """Raises `ValueError` unless every rank is fed exactly the inputs that it declares; a rank that
-    joined after the program was loaded has no part in it."""
+    """Raise ValueError unless each rank gets exactly the inputs that it declares. Ranks that joined
+    after the program was loaded get none."""
     program = handle.program
     check_size(size, inputs, f"A run of {program.name!r}")
-    takes = [declared.inputs for declared in program.ranks] + [()] * (size - program.size)
-    for rank, (given, declared) in enumerate(zip(inputs, takes, strict=True)):
+    declared_inputs = [own.inputs for own in program.ranks] + [()] * (size - program.size)
+    for rank, (given, declared) in enumerate(zip(inputs, declared_inputs, strict=True)):
         if set(given) != set(declared):
             raise ValueError(
                 f"Rank {rank} of program {program.name!r} takes the inputs "
@@ -294,7 +281,7 @@ def check_inputs(handle: Handle, inputs: Sequence[Mapping[str, object]], size: i
 
 
 def hosts_of(size: int, ranks_per_actor: int) -> tuple[tuple[int, ...], ...]:
-    """Consecutive ranks share a host: hosts_of(4, 2) == ((0, 1), (2, 3))."""
+    """Return the ranks of each host: hosts_of(4, 2) == ((0, 1), (2, 3))."""
     if size < 1 or ranks_per_actor < 1:
         raise ValueError(
             f"A cluster has at least 1 rank and 1 rank per actor, got size={size}, "
@@ -310,7 +297,11 @@ def hosts_of(size: int, ranks_per_actor: int) -> tuple[tuple[int, ...], ...]:
 
 
 class HostedCluster(Cluster):
-    """`changes`: of the hosts' tables, where these keep snapshots."""
+    """A cluster whose ranks are in hosts, such as ((0, 1), (2, 3)), each with a `Worker`.
+
+    Subclasses say how a call reaches a host. `changes`: the log of changes, if hosts keep
+    snapshots.
+    """
 
     def __init__(
         self,
@@ -332,22 +323,22 @@ class HostedCluster(Cluster):
         self._handles: dict[int, Handle] = {}
         self._next_handle = 0
         self._closed = False
-        self._raised: set[int] = set()  # undone runs whose failure was raised
-        self._unneeded: dict[int, list[str]] = {}  # by rank, names that its host must drop
-        # by their ids; an unloaded one stays while a future of one of its runs may need it
-        self._known: WeakValueDictionary[int, Handle] = WeakValueDictionary()
-        self._counting: CountedRuns | None = None  # None where one host takes part in all runs
+        self._raised_runs: set[int] = set()  # undone runs whose failure was raised
+        self._pending_drops: dict[int, list[str]] = {}  # by rank, names to drop with a message
+        # by id; an unloaded handle stays while a future of one of its runs may need it
+        self._live_handles: WeakValueDictionary[int, Handle] = WeakValueDictionary()
+        self._counted_runs: CountedRuns | None = None  # None if there is one host
         self._lock = Lock()
         self.changes: ChangeLog | None = None
         self.number_changes(snapshot_every)
 
     def number_changes(self, every: int | None) -> None:
-        """From the first on; once the hosts are known."""
+        """Start numbering changes for snapshots, if ``every`` is not None. Called once the hosts
+        are known."""
         if every is not None:
             from dtensor.daft.cluster.recovery_line import ChangeLog
 
-            self.copies = 1 if self.immediate else 2  # of files, one is whole while one is written
-
+            self.copies = 1 if self.immediate else 2  # a file keeps the last copy while it writes
             self.changes = ChangeLog(len(self.hosts), every, alone=self.immediate)
 
     # -- methods of a backend --------------------------------------------------------------------
@@ -361,24 +352,25 @@ class HostedCluster(Cluster):
         run: int | None = None,
         read: bool = True,
     ) -> list[Any]:
-        """Call a method on each of these hosts with its part; return a reference to each result.
+        """Call a method of each host's `Worker` with its part. Return references to the results.
 
-        `run`: the run that the calls belong to, if any. If nobody will `read` the results, an
-        exception of a call must be raised by a later call. The lock is held. If not all hosts could
-        be called, the cluster counts as `interrupted`: those that were would wait for the others.
+        `run`: the number of the run that the calls belong to, or None. If the caller will not
+        `read` the results, a later call must raise the exception of a call. The lock is held. If
+        only some of the hosts could be called, the cluster is `interrupted`, because the called
+        hosts would wait forever for the others.
         """
 
     def _reads(self, handle: Handle, inputs: Sequence[Mapping[str, object]]) -> None:
-        """A run is to be called; raises if a value that it may read was lost with a process."""
+        """Raise if a value that a run may read was lost with a process."""
 
     def _finds(self, names: Sequence[Sequence[str]]) -> None:
-        """As `_reads`, for values by rank."""
+        """Raise if one of the named values was lost with a process."""
 
     def _makes(self, names: Sequence[Collection[str]]) -> None:
-        """These values are put anew, by rank."""
+        """Record that these values of each rank are written, so that they are not lost any more."""
 
     def _own(self, asked: Sequence[Any]) -> None:
-        """The buffers that were lent to these puts may change from now on."""
+        """Copy the buffers of these puts if they may still be sent: the caller may change them."""
 
     @abstractmethod
     def _count(self, places: Places) -> int:
@@ -386,32 +378,33 @@ class HostedCluster(Cluster):
 
     @abstractmethod
     def collect(self, asked: Sequence[Any], timeout: float | None = None) -> list[Any]:
-        """The results of calls. A failure is raised as its root cause, and is `failure` then."""
+        """Wait for calls and return their results. Raises the root cause of a failure, and sets
+        `failure`."""
 
     @abstractmethod
     def came(self, asked: Sequence[Any]) -> bool:
-        """Whether `collect` would not wait."""
+        """Whether `collect` would return or raise without waiting."""
 
     @abstractmethod
     def ended(self, asked: Any) -> bool:
-        """Whether a call has come back, and raised nothing."""
+        """Whether a call has returned without an error."""
 
     @abstractmethod
     def _prepare(self, program: Program, hosts: Sequence[int]) -> None:
-        """Give hosts the prerequisites of a program before it is sent to them; it may wait for
-        them."""
+        """Prepare hosts for a program before it is sent to them. May wait for the hosts."""
 
     @abstractmethod
     def _ship(self, handle: Handle) -> Sequence[Any]:
-        """Send a program to its hosts; the calls for which `_joined` waits."""
+        """Send a program to its hosts. Return the calls for `_joined`."""
 
     @abstractmethod
-    def _joined(self, asked: Sequence[Any]) -> None: ...
+    def _joined(self, asked: Sequence[Any]) -> None:
+        """Wait until hosts have loaded a program. ``asked``: the result of `_ship`."""
 
     @abstractmethod
     def _grow(self, size: int) -> Hosts:
-        """Start ranks, and connect all of them; with the lock held, and no call in flight. Returns
-        all hosts."""
+        """Start new ranks and connect all ranks. Return all hosts. The lock is held, and no call is
+        in flight."""
 
     @abstractmethod
     def _end(self) -> None: ...
@@ -429,10 +422,12 @@ class HostedCluster(Cluster):
         places = self._places([bool(own) for own in values])
         with self._lock:
             self._check()
-            told = zip(places, self._dropped(drop, places), self._changes_of(places), strict=True)
+            parts_of_hosts = zip(
+                places, self._take_drops(drop, places), self._new_changes(places), strict=True
+            )
             parts = [
-                ({rank: values[rank] for rank in ranks}, gone, change)
-                for (_, ranks), gone, change in told
+                ({rank: values[rank] for rank in ranks}, drops, change)
+                for (_, ranks), drops, change in parts_of_hosts
             ]
             asked = self._submit(Worker.put, places, parts, read=wait)
             self._makes(values)
@@ -445,12 +440,12 @@ class HostedCluster(Cluster):
     def get(self, names: Sequence[Sequence[str] | None]) -> Future:
         self._check()
         check_size(self.size, names, "get")
-        asked = [bool(own) for own in names]
+        asked = [bool(wanted_names) for wanted_names in names]
         if not any(asked):
-            asked = [own is not None for own in names]
-        wanted = [tuple(own or ()) for own in names]
+            asked = [wanted_names is not None for wanted_names in names]
+        wanted = [tuple(wanted_names or ()) for wanted_names in names]
         self._finds(wanted)
-        return _Called(self, self._submit_items(Worker.get, wanted, asked), tuple)
+        return _CallFuture(self, self._submit_items(Worker.get, wanted, asked), tuple)
 
     def delete(self, names: Sequence[Sequence[str]]) -> None:
         self._check()
@@ -460,7 +455,7 @@ class HostedCluster(Cluster):
         with self._lock:
             parts = [
                 ({rank: unwanted[rank] for rank in ranks}, change)
-                for (_, ranks), change in zip(places, self._changes_of(places), strict=True)
+                for (_, ranks), change in zip(places, self._new_changes(places), strict=True)
             ]
             self._submit(Worker.delete, places, parts, read=False)
 
@@ -470,22 +465,22 @@ class HostedCluster(Cluster):
         report = verify(program, self.hosts, self._seed)
         members = set(program.members)
         places = self._places([rank in members for rank in range(self.size)])
-        told = len(places) < 2 or any(
+        hosts_know_outcome = len(places) < 2 or any(
             isinstance(i, Commit) for own in program.ranks for i in own.instructions
         )
         self._prepare(program, [host for host, _ in places])
         with self._lock:
             self._check()
             check_state((handle.program for handle in self._handles.values()), program)
-            handle = Handle(self._next_handle, program, report, places, told)
-            self._next_handle += 1  # first: some hosts may have it when interrupted
+            handle = Handle(self._next_handle, program, report, places, hosts_know_outcome)
+            self._next_handle += 1  # before sending, since an interrupt may leave it on some hosts
             asked = self._ship(handle)
-            self._handles[handle.id] = self._known[handle.id] = handle
+            self._handles[handle.id] = self._live_handles[handle.id] = handle
         try:
             self._joined(asked)
         except (DaftError, ProgramError):
             raise
-        except BaseException:  # a signal's handler has raised
+        except BaseException:  # a signal handler raised
             self.unload(handle)
             raise
         return handle
@@ -508,15 +503,15 @@ class HostedCluster(Cluster):
         check_inputs(handle, inputs, self.size)
         with self._lock:
             if counted is not None:
-                counted = self._settled(counted, handle)
+                counted = self._settle_count(counted, handle)
             self._check()
             self._reads(handle, inputs)
             run, self.runs = self.runs, self.runs + 1
-            self._note(run, handle, counted)
+            self._record_counted(run, handle, counted)
             begin, recording = time.monotonic(), self.recording
             timed = mode == "timed" or recording is not None
-            places, dropped = handle.places, self._dropped(drop, handle.places)
-            told = zip(places, dropped, self._changes_of(places, handle), strict=True)
+            places, dropped = handle.places, self._take_drops(drop, handle.places)
+            parts_of_hosts = zip(places, dropped, self._new_changes(places, handle), strict=True)
             parts = [
                 HostRun(
                     handle.id,
@@ -526,19 +521,19 @@ class HostedCluster(Cluster):
                     counted,
                     timed,
                     returned,
-                    gone,
+                    drops,
                     change,
                 )
-                for (_, ranks), gone, change in told
+                for (_, ranks), drops, change in parts_of_hosts
             ]
             if mode != "interpreted":
                 asked = self._call(Worker.run, places, [(own,) for own in parts], run=run)
                 self.calls += self._count(places)
-                self._awaits(places, asked)
+                self._record_awaited(places, asked)
                 if keep:
                     own = (program.outputs for program in handle.program.ranks)
-                    self._makes([[keep[o] for o in keep if o in made] for made in own])
-                future = _Called(self, asked, dict, handle)
+                    self._makes([[keep[o] for o in keep if o in outputs] for outputs in own])
+                future = _CallFuture(self, asked, dict, handle)
                 if recording is not None:
                     recording.append(RecordedRun(handle, future, begin))
                 return future
@@ -550,22 +545,21 @@ class HostedCluster(Cluster):
                 self.interrupted()
                 raise
 
-    def _dropped(self, drop: Names, places: Places) -> list[Names]:
-        """For each host, the names that the next message drops, including those of earlier calls
-        that no message carried yet."""
+    def _take_drops(self, drop: Names, places: Places) -> list[Names]:
+        """Return the names that the message to each host drops: new ones, and earlier ones that no
+        message has carried yet."""
         for rank, names in drop.items():
-            self._unneeded.setdefault(rank, []).extend(names)
-        if not self._unneeded:
+            self._pending_drops.setdefault(rank, []).extend(names)
+        if not self._pending_drops:
             return [NOTHING_DROPPED] * len(places)
         return [
-            {r: self._unneeded.pop(r) for r in self.hosts[host] if r in self._unneeded}
+            {r: self._pending_drops.pop(r) for r in self.hosts[host] if r in self._pending_drops}
             for host, _ in places
         ]
 
     def _run_interpreted(self, handle: Handle, parts: Sequence[HostRun]) -> Future:
-        """One instruction at a time, in an order in which a single thread would never block.
-
-        With the lock held: an actor carries out one run at a time, and this one is many calls."""
+        """Run a program with one call per instruction, in an order that never blocks. The lock is
+        held, because an actor executes one run at a time."""
         lists, places, run = handle.report.lists, handle.places, parts[0].number
         self.collect(self._submit(Worker.begin, places, [(own,) for own in parts]))
         place = {site: (h, i) for h, sites in enumerate(lists) for i, site in enumerate(sites)}
@@ -575,37 +569,39 @@ class HostedCluster(Cluster):
             self.calls += 1
             self.collect(self._call(Worker.step, [(host, ())], [(handle.id, position)], run=run))
         asked = self._submit(Worker.finish, places, [(handle.id,)] * len(places))
-        self._awaits(places, asked)
-        return _Called(self, asked, dict, handle)
+        self._record_awaited(places, asked)
+        return _CallFuture(self, asked, dict, handle)
 
-    def _changes_of(self, places: Places, run: Handle | None = None) -> Sequence[TableChange]:
-        """The `TableChange` that each of these hosts records, where hosts keep snapshots: of a run,
-        or of each host by itself. With the lock held."""
+    def _new_changes(self, places: Places, run: Handle | None = None) -> Sequence[TableChange]:
+        """Return the `TableChange` of each host: of one change of all hosts if it is a ``run``, or
+        of separate changes. They are UNNUMBERED without snapshots. The lock is held."""
         if self.changes is None or not places:
             return [UNNUMBERED] * len(places)
         self._check()
-        return self.changes.told(
+        return self.changes.number_change(
             [host for host, _ in places],
             self.ended,
             together=run is not None,
-            commits=run is not None and run.told and len(places) > 1,
+            commits=run is not None and run.hosts_know_outcome and len(places) > 1,
         )
 
-    def _awaits(self, places: Places, asked: Sequence[Any]) -> None:
-        """When these calls have come back, their hosts have ended the last change."""
+    def _record_awaited(self, places: Places, asked: Sequence[Any]) -> None:
+        """Record that these hosts have ended the last change once the calls have returned."""
         if self.changes is not None and not self.immediate:
             self.changes.awaits([host for host, _ in places], asked)
 
-    def _settled(self, counted: Counted, handle: Handle) -> Counted:
-        """The number that a run counts as. Hosts that do not know which earlier runs were undone
-        are told here. With the lock held, except while it waits for the hosts that know."""
-        if self._counting is None:
+    def _settle_count(self, counted: Counted, handle: Handle) -> Counted:
+        """Return ``counted`` for the run's message, after asking hosts which earlier runs were
+        undone if the run's hosts do not know. The lock is held, but released while waiting."""
+        if self._counted_runs is None:
             return counted
         hosts = [host for host, _ in handle.places]
         takes_number = any(counted.input in own.inputs for own in handle.program.ranks)
-        while takes_number and (unsure := self._counting.to_ask(counted.key, hosts)):
-            before, places = self.runs, [p for p in self._everywhere() if p[0] in unsure]
-            since = self._counting.since(counted.key)
+        while takes_number and (
+            hosts_to_ask := self._counted_runs.hosts_to_ask(counted.key, hosts)
+        ):
+            before, places = self.runs, [p for p in self._everywhere() if p[0] in hosts_to_ask]
+            since = self._counted_runs.since(counted.key)
             parts = [(counted.key, since)] * len(places)
             asked = self._submit(Worker.undone_since, places, parts)
             self._lock.release()
@@ -613,26 +609,27 @@ class HostedCluster(Cluster):
                 undone_by_host = self.collect(asked)
             finally:
                 self._lock.acquire()
-            self._counting.settle(
+            self._counted_runs.settle(
                 counted.key, before, {run for own in undone_by_host for run in own}
             )
-        return self._counting.told(counted)
+        return self._counted_runs.with_known_undone(counted)
 
-    def _note(self, run: int, handle: Handle, counted: Counted | None) -> None:
+    def _record_counted(self, run: int, handle: Handle, counted: Counted | None) -> None:
+        """Record a run that takes a number, if there are several hosts."""
         if counted is not None and counted.takes and len(self.hosts) > 1:
-            if self._counting is None:
+            if self._counted_runs is None:
                 from dtensor.daft.cluster.counted_runs import CountedRuns
 
-                self._counting = CountedRuns()
+                self._counted_runs = CountedRuns()
             hosts = [host for host, _ in handle.places]
-            self._counting.add(counted.key, run, hosts, told=handle.told)
+            self._counted_runs.add(counted.key, run, hosts, know_outcome=handle.hosts_know_outcome)
 
     def grow(self, size: int) -> None:
         if size < self.size:
             raise ValueError(f"A cluster of {self.size} ranks does not grow to {size}.")
         with self._lock:
             if size > self.size:
-                self._undone_at(self._everywhere())  # then all earlier calls have ended
+                self._undone_runs_on(self._everywhere())  # waits until all earlier calls have ended
                 self.hosts = self._grow(size)
                 self.size = size
 
@@ -644,68 +641,68 @@ class HostedCluster(Cluster):
     def by_rank(
         self, results: Sequence[Mapping[int, Any]], nothing: Callable[[], Any]
     ) -> list[Any]:
-        """The hosts' results as one list by rank; `nothing()` for ranks that were not called."""
-        merged = {rank: given for part in results for rank, given in part.items()}
+        """Merge the hosts' results into a list by rank; `nothing()` for ranks that have none."""
+        merged = {rank: result for part in results for rank, result in part.items()}
         return [merged[r] if r in merged else nothing() for r in range(self.size)]
 
     def check_undone(self) -> None:
         self._check()
         undone_by_run: dict[int, list[UndoneRun]] = {}
-        for undone in self._undone_at(self._everywhere()):
+        for undone in self._undone_runs_on(self._everywhere()):
             if undone.run is not None:
                 undone_by_run.setdefault(undone.run, []).append(undone)
-        for run in sorted(undone_by_run.keys() - self._raised):
-            told = set(self._raised)
+        for run in sorted(undone_by_run.keys() - self._raised_runs):
+            raised_before = set(self._raised_runs)
             root = self.root(undone_by_run[run])
-            if root.failure.step not in told:
+            if root.failure.step not in raised_before:
                 raise root
 
-    def _undone_at(self, places: Places) -> list[UndoneRun]:
+    def _undone_runs_on(self, places: Places) -> list[UndoneRun]:
         asked = self._submit(Worker.undone, places, [()] * len(places))
         return [undone for own in self.collect(asked) for undone in own]
 
-    def _undone_of(self, run: int) -> list[UndoneRun]:
-        """The records of an undone run, from its hosts."""
-        heard = self._undone_at(self._places_of(run))
-        return [undone for undone in heard if undone.run == run]
+    def _records_of_run(self, run: int) -> list[UndoneRun]:
+        """Ask its hosts for the records of an undone run."""
+        records = self._undone_runs_on(self._places_of(run))
+        return [undone for undone in records if undone.run == run]
 
     def root(self, undone: Sequence[UndoneRun]) -> DaftError:
-        """The error because of which hosts have undone a run, or lack a value; it counts as raised.
+        """Return the root cause of an undone run or a missing value, and mark it as raised.
 
-        The failure of the earliest run comes first. Among several faults it is the first one in an
-        order of all instructions: a consequence comes after its cause in that order, and the choice
-        does not depend on timing.
+        It is the fault of the earliest run; among several faults of a run, the first one in an
+        order of all instructions (`first_fault`), which does not depend on timing.
         """
-        faults = [fault for each in undone for fault in each.faults]
+        faults = [fault for record in undone for fault in record.faults]
         inherited = [f for f in faults if f.site is None]
         run = next((u.run for u in undone if u.run is not None), None)
         unsaid = "a run was undone, and no host says why."
         unknown = Fault(None, TaskError(Failure(rank=None, step=run, reason=unsaid)))
         if inherited:
             root = next((f for f in inherited if f.error.failure.rank is not None), None)
-            heard = inherited[0].error.failure
-            # it failed on a rank that holds no part of the value or of the value's inputs
-            while root is None and heard.step is not None:
-                first = self._first(self._undone_of(heard.step))
+            cause = inherited[0].error.failure
+            # the fault was on a rank without the value and without its inputs: ask all hosts
+            while root is None and cause.step is not None:
+                first = self._first_fault(self._records_of_run(cause.step))
                 if first is None:
                     break
                 earlier = first.error.failure
-                if earlier.rank is None and earlier.step is not None and earlier.step < heard.step:
-                    heard = earlier
+                if earlier.rank is None and earlier.step is not None and earlier.step < cause.step:
+                    cause = earlier
                 else:
                     root = first
-        else:  # the hosts that were asked may know of the failure only from others
-            root = self._first(undone)
+        else:  # the hosts in ``undone`` may have no fault of their own
+            root = self._first_fault(undone)
             if root is None and run is not None:
-                root = self._first(self._undone_of(run))
+                root = self._first_fault(self._records_of_run(run))
         error = (root or next(iter(inherited), unknown)).error
-        self._raised.update(u.run for u in undone if u.run is not None)
+        self._raised_runs.update(u.run for u in undone if u.run is not None)
         if error.failure.step is not None:
-            self._raised.add(error.failure.step)
+            self._raised_runs.add(error.failure.step)
         return error
 
-    def _first(self, undone: Sequence[UndoneRun]) -> Fault | None:
-        programs = (self._known.get(u.program) for u in undone if u.program is not None)
+    def _first_fault(self, undone: Sequence[UndoneRun]) -> Fault | None:
+        """Return the root cause among the records of one run, see `first_fault`."""
+        programs = (self._live_handles.get(u.program) for u in undone if u.program is not None)
         handle = next(programs, None)
         if handle is None:
             return first_fault(undone, ())
@@ -713,14 +710,14 @@ class HostedCluster(Cluster):
         return first_fault(undone, merge_sites(handle.program, everyone, self._seed)[0])
 
     def _places_of(self, run: int) -> Places:
-        """The hosts that a run was sent to, or all hosts where that is not known."""
+        """Return the hosts that a run was sent to, or all hosts if they are not known."""
         return self._everywhere()
 
     def _everywhere(self) -> Places:
         return tuple(enumerate(self.hosts))
 
     def _places(self, concerned: Sequence[bool]) -> Places:
-        """The hosts of the ranks that are concerned."""
+        """Return the hosts of the ranks for which ``concerned`` is True."""
         places = (
             (host, tuple(rank for rank in ranks if concerned[rank]))
             for host, ranks in enumerate(self.hosts)
@@ -730,7 +727,7 @@ class HostedCluster(Cluster):
     def _submit_items(
         self, method: Method, items: Sequence[Any], concerned: Sequence[bool], *, read: bool = True
     ) -> list[Any]:
-        """To each host the items of its ranks that are concerned."""
+        """Call the hosts of the ``concerned`` ranks, each with the items of these ranks."""
         places = self._places(concerned)
         parts = [({rank: items[rank] for rank in ranks},) for _, ranks in places]
         return self._submit(method, places, parts, read=read)
@@ -738,7 +735,7 @@ class HostedCluster(Cluster):
     def _submit(
         self, method: Method, places: Places, parts: Sequence[Part], *, read: bool = True
     ) -> list[Any]:
-        """Call a method on each host with its part; no call of another thread comes between."""
+        """Call each host once, with its part. Calls of other threads do not interleave."""
         with self._lock:
             self._check()
             asked = self._call(method, places, parts, read=read)
@@ -757,9 +754,8 @@ class HostedCluster(Cluster):
         )
 
 
-class _Called(Future):
-    """The results of one call to each host concerned; `nothing()` is the result of other ranks,
-    `handle` the program of a run."""
+class _CallFuture(Future):
+    """The future of one call to each host concerned. `nothing()`: the result of other ranks."""
 
     def __init__(
         self,
@@ -769,16 +765,16 @@ class _Called(Future):
         handle: Handle | None = None,
     ) -> None:
         self._cluster = cluster
-        self._asked = asked
+        self._references = asked
         self._nothing = nothing
-        self._handle = handle  # while it is not known whether the run has failed
+        self._handle = handle  # keeps the program until it is known whether the run has failed
         self._finished: Finished | None = None
 
     def get(self, timeout: float | None = None) -> list[Any]:
         if self._finished is None:
             cluster = self._cluster
             try:
-                results = cluster.collect(self._asked, timeout)
+                results = cluster.collect(self._references, timeout)
                 undone = [each for each in results if isinstance(each, UndoneRun)]
                 if undone:
                     self._finished = Finished([], cluster.root(undone))
@@ -786,16 +782,16 @@ class _Called(Future):
                     self._finished = Finished(cluster.by_rank(results, self._nothing))
             except (DaftError, LookupError) as error:
                 self._finished = Finished([], error)
-            self._asked, self._handle = (), None
+            self._references, self._handle = (), None
         return self._finished.get()
 
     def done(self) -> bool:
-        return self._finished is not None or self._cluster.came(self._asked)
+        return self._finished is not None or self._cluster.came(self._references)
 
     def check(self) -> None:
         if self._finished is not None or not self._cluster.immediate:
             self.get()
             return
-        for each in self._cluster.collect(self._asked):  # the results themselves are not read
-            if isinstance(each, UndoneRun):
+        for result in self._cluster.collect(self._references):
+            if isinstance(result, UndoneRun):
                 self.get()

@@ -1,19 +1,14 @@
-"""The number of undone runs among those that are counted, by key, as far as the controller knows.
+"""Count the undone runs of each key of `Counted`, as far as the controller knows them.
 
-    counting.add("steps", 3, (0, 1), told=True)      # run 3 takes a number, on hosts 0 and 1
-    counting.to_ask("steps", (0,))                   # (): host 0 knows whether it was undone
-    counting.to_ask("steps", (0, 2))                 # (0, 1): host 2 does not; ask these, then
-    counting.settle("steps", 4, {3})                 # run 3 was undone
-    counting.told(Counted("steps", 0, "n"))          # Counted("steps", -1, "n", since=4)
+    counted_runs.add("steps", 3, (0, 1), know_outcome=True)    # run 3 on hosts 0 and 1
+    counted_runs.hosts_to_ask("steps", (0,))                   # (): host 0 knows its outcome
+    counted_runs.hosts_to_ask("steps", (0, 2))                 # (0, 1): host 2 does not know it
+    counted_runs.settle("steps", 4, {3})                       # they say that run 3 was undone
+    counted_runs.with_known_undone(Counted("steps", 0, "n"))   # Counted("steps", -1, "n", since=4)
 
-A host that took part in a run knows whether it was undone, if its program tells all of them
-(`Handle.told`); other hosts do not. The message of a run therefore has the number of undone runs of
-`key` before `since`, and the host counts later ones, which it knows (`Worker`). Runs from `since`
-on are those whose outcome the controller does not know: a run of the key is sent only to hosts that
-know all of them; else the others are asked first.
-
-Invariants: pure; the cluster's lock is held. As long as the runs of a key are on the same hosts,
-and these know the outcomes, no host is ever asked.
+The message of a run has the number of undone runs before `since`; the host itself counts undone
+runs from `since` on. A run is therefore sent only to hosts that know the outcomes of all these
+runs; otherwise the hosts that know them are asked first. The cluster's lock must be held.
 """
 
 from __future__ import annotations
@@ -25,51 +20,56 @@ from dtensor.daft.run.worker import Counted
 
 
 @dataclass(slots=True)
-class _Key:
-    """`undone` runs before `since` were undone. Of the runs from `since` on, `last` is the last
-    one, `took` are their hosts, `know` the hosts that know all of them; None if there are no such
-    runs."""
+class _Count:
+    """The runs of one key.
+
+    `undone`: how many runs before `since` were undone. About the runs from `since` on, whose
+    outcomes the controller does not know: `last` is the last one, `used_hosts` have run any of them
+    and `informed` hosts know the outcomes of all (None if there is no such run).
+    """
 
     since: int = 0
     undone: int = 0
     last: int = -1
-    took: frozenset[int] = frozenset()
-    know: frozenset[int] | None = None
+    used_hosts: frozenset[int] = frozenset()
+    informed: frozenset[int] | None = None
 
 
 class CountedRuns:
+    """The counts of all keys of a cluster."""
+
     def __init__(self) -> None:
-        self._keys: dict[str, _Key] = {}
+        self._keys: dict[str, _Count] = {}
 
-    def add(self, key: str, run: int, hosts: Sequence[int], *, told: bool) -> None:
-        """A run that takes a number is sent to these hosts."""
-        count = self._keys.setdefault(key, _Key())
-        known = frozenset(hosts) if told else frozenset[int]()
+    def add(self, key: str, run: int, hosts: Sequence[int], *, know_outcome: bool) -> None:
+        """Record a run that takes a number. ``know_outcome``: see `Handle.hosts_know_outcome`."""
+        count = self._keys.setdefault(key, _Count())
+        known = frozenset(hosts) if know_outcome else frozenset[int]()
         count.last = run
-        count.took |= frozenset(hosts)
-        count.know = known if count.know is None else count.know & known
+        count.used_hosts |= frozenset(hosts)
+        count.informed = known if count.informed is None else count.informed & known
 
-    def to_ask(self, key: str, hosts: Sequence[int]) -> tuple[int, ...]:
-        """The hosts to ask before a run of the key on these hosts, by `Worker.undone_since`."""
+    def hosts_to_ask(self, key: str, hosts: Sequence[int]) -> tuple[int, ...]:
+        """Return the hosts to ask (`Worker.undone_since`) before a run of the key on ``hosts``."""
         count = self._keys.get(key)
-        if count is None or count.know is None or count.know.issuperset(hosts):
+        if count is None or count.informed is None or count.informed.issuperset(hosts):
             return ()
-        return tuple(sorted(count.took))
+        return tuple(sorted(count.used_hosts))
 
     def since(self, key: str) -> int:
         return self._keys[key].since
 
     def settle(self, key: str, before: int, undone: Set[int]) -> None:
-        """Note the undone runs that the asked hosts have reported; run `before` was the next one
-        then."""
+        """Record the undone runs that hosts have reported. `before`: the number of the next run
+        when they were asked."""
         count = self._keys[key]
         count.undone += sum(count.since <= run < before for run in undone)
         count.since = max(count.since, before)
         if count.last < before:
-            count.took, count.know = frozenset(), None
+            count.used_hosts, count.informed = frozenset(), None
 
-    def told(self, counted: Counted) -> Counted:
-        """The `Counted` of a run's message."""
+    def with_known_undone(self, counted: Counted) -> Counted:
+        """Return the `Counted` for a run's message, without the undone runs that are known."""
         count = self._keys.get(counted.key)
         if count is None or not count.since:
             return counted

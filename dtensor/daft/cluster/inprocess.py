@@ -1,13 +1,11 @@
-"""All ranks in the caller's process, one after the other: the default, and what tests use.
+"""Run all ranks in the caller's process, one instruction at a time: the default backend.
 
-Example: `InProcessCluster(4, torch.device("cpu"))`. With device "cuda" all ranks share one GPU,
-the current one of the thread that starts them, and collectives are plain device operations.
+Example: `InProcessCluster(4, torch.device("cpu"), diagnose=status_here)`. With device "cuda" all
+ranks share the current GPU, and collectives are plain device operations.
 
-Invariants: a run executes at once, in the order of the merged list (`seed` picks another legal
-order), and reads its inputs where they are; it gives a finished future. Deterministic. `calls`
-counts as if each actor concerned were called, so that programs of both backends can be compared.
-Calls of several threads take turns. With `snapshot_every`, a run that fails anywhere is undone; as
-there is nobody else, each change is kept, whichever number it is.
+`run` executes the merged list at once (`seed` selects its order), reads inputs without a copy and
+returns a finished future. Runs are deterministic; several threads take turns. `calls` counts one
+call per actor, as on Ray. With any `snapshot_every`, every failed run is undone.
 """
 
 from __future__ import annotations
@@ -31,21 +29,23 @@ from dtensor.daft.undo.snapshots import MemorySnapshots
 from dtensor.daft.verification.pairing import Hosts
 
 Running: TypeAlias = tuple[int, int, int, float]
-"""A run under way: of which program, its number, in which thread, since when (monotonic)."""
+"""A run in progress: (program, run, thread id, begin in seconds of the monotonic clock)."""
 
 Diagnose: TypeAlias = Callable[
     [int, Mapping[int, Handle], Callable[[], tuple[int, Running | None]], float], Status
 ]
-"""Of so many ranks, with programs by their ids: where the one thread stands, looked at twice, so
-many seconds apart."""
+"""A function (number of ranks, programs by id, a function that returns the current position and
+run, seconds between two samples of it) -> the status."""
 
 Made: TypeAlias = tuple[Any, Exception | None]
-"""What a call gave, or raised."""
+"""The result of a call, and the error that it raised."""
 
 
 class InProcessCluster(HostedCluster):
-    _last: tuple[int | None, Part, int, float] = (None, (), 0, 0.0)
-    """The last call: the run that it was of, its part, in which thread, since when."""
+    """A cluster whose ranks share one `Worker` in this process."""
+
+    _last_call: tuple[int | None, Part, int, float] = (None, (), 0, 0.0)
+    """The last call: (run, arguments, thread id, begin)."""
 
     def __init__(
         self,
@@ -57,12 +57,12 @@ class InProcessCluster(HostedCluster):
         snapshot_every: int | None = None,
         diagnose: Diagnose,
     ) -> None:
-        if device == torch.device("cuda"):  # another thread, or later, it may be another one
+        if device == torch.device("cuda"):  # fix the current GPU, which may change later
             device = torch.device("cuda", torch.cuda.current_device())
         everyone = tuple(range(size))
         self._ranks_per_actor = ranks_per_actor
         self._diagnose = diagnose
-        hosts_of(size, ranks_per_actor)  # checks them
+        hosts_of(size, ranks_per_actor)  # checks the numbers
         copies = None if snapshot_every is None else MemorySnapshots()
         connect = TRANSPORTS.get((device.type, "process"), TRANSPORTS["cpu", "process"])
         transport = connect(Meeting(ranks=everyone))
@@ -82,14 +82,15 @@ class InProcessCluster(HostedCluster):
     ) -> list[Made]:
         asked: list[Made] = []
         for part in parts:  # there is one host
-            self._last = run, part, threading.get_native_id(), time.monotonic()
+            self._last_call = run, part, threading.get_native_id(), time.monotonic()
             try:
                 asked.append((method(self._worker, *part), None))
             except BaseException as error:
-                asked.append((None, self._caught(error, read)))
+                asked.append((None, self._handle_error(error, read)))
         return asked
 
-    def _caught(self, error: BaseException, read: bool) -> Exception:
+    def _handle_error(self, error: BaseException, read: bool) -> Exception:
+        """Return the error of a call as its result, or raise it if the caller will not read it."""
         if interrupts(error):
             self.interrupted()
             raise error
@@ -104,10 +105,10 @@ class InProcessCluster(HostedCluster):
         return len({rank // self._ranks_per_actor for _, ranks in places for rank in ranks})
 
     def collect(self, asked: Sequence[Made], timeout: float | None = None) -> list[Any]:
-        for _, error in asked:  # there is one host
+        for _, error in asked:
             if error is not None:
                 raise error
-        return [made for made, _ in asked]
+        return [result for result, _ in asked]
 
     def came(self, asked: Sequence[Any]) -> bool:
         return True
@@ -135,13 +136,14 @@ class InProcessCluster(HostedCluster):
 
     def status(self, seconds: float) -> Status:
         self._check()
-        return self._diagnose(self.size, self._handles, self._where, seconds)
+        return self._diagnose(self.size, self._handles, self._position, seconds)
 
-    def _where(self) -> tuple[int, Running | None]:
-        """The position in the list, and the run that another thread makes while it has the lock."""
+    def _position(self) -> tuple[int, Running | None]:
+        """Return the position in the list, and the run in progress in another thread, or None if
+        the lock is free."""
         if idle := self._lock.acquire(blocking=False):
             self._lock.release()
-        run, part, thread, began = self._last
+        run, part, thread, began = self._last_call
         first: Any = part[0] if part else None
         program: int = first.program if isinstance(first, HostRun) else first
         running = None if idle or run is None else (program, run, thread, began)

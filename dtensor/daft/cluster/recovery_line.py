@@ -1,24 +1,15 @@
-"""The changes of the hosts' tables, and which of them are committed: the recovery line.
+"""Number the changes of the hosts' tables, and compute the recovery line to return to after a loss.
 
     changes = ChangeLog(2)
-    changes.add((0, 1), commits=True)      # (1, [0, 0]): change 1, of both; nothing is stable yet
-    changes.add((0, 1), commits=True)      # (2, [1, 1]): a host that passes its commit point knows
-    changes.heard(0, 2)                    #   that the other one has ended change 1
+    changes.add((0, 1), commits=True)      # (1, [0, 0], True): change 1; nothing is committed yet
+    changes.add((0, 1), commits=True)      # (2, [1, 1], True): at its commit point a host knows
+    changes.heard(0, 2)                    #   that the other host has ended change 1
     changes.heard(1, 1)
-    changes.recovery_line()                  # {0: 1, 1: 1}: both return to the state after change 1
+    changes.recovery_line()                # {0: 1, 1: 1}: both return to the state after change 1
 
-A put or a delete is a separate change of each of its hosts, a run one change of all of them
-together. A change is committed if all its hosts have ended it and no earlier change of theirs is
-uncommitted. The cut (recovery line) is, for each host, the last change whose state it can restore
-such that all changes are on the same side of it everywhere: those before it are committed, those
-after it are submitted again.
-
-``every=k``: of the runs on all hosts only each k-th is *taken*, that is, hosts keep the state after
-it. The cut then is among those that were taken.
-
-Invariants: numbers rise by one with each call, over all hosts. The committed number that a host
-gets with a change never exceeds the cut once it has ended that change: it may lag behind. The log
-holds changes that are not known to be committed. Pure: the backend reports the ends of changes.
+A run is one change of all its hosts together; a put or delete is a separate change of each host.
+The recovery line is the last restorable state of each host such that every change is on the same
+side of it on all hosts. Changes before it are committed; later ones are submitted again.
 """
 
 from __future__ import annotations
@@ -33,7 +24,8 @@ from dtensor.daft.undo.rollback import TableChange
 
 @dataclass(frozen=True, slots=True)
 class LoggedChange:
-    """`hosts` make the change together: either all of them or none."""
+    """A change that `hosts` make together: all of them or none. `taken`: hosts keep the state after
+    it, so that it can be restored."""
 
     number: int
     hosts: tuple[int, ...]
@@ -41,7 +33,11 @@ class LoggedChange:
 
 
 class ChangeLog:
-    """`alone`: it waits neither for another host's end nor for an answer."""
+    """The changes that are not known to be committed.
+
+    `every`: of the runs on all hosts only each `every`-th is taken, and can be in the recovery
+    line. `alone`: there is one host, in this process, whose changes are committed at once.
+    """
 
     def __init__(self, num_hosts: int, every: int = 1, *, alone: bool = False) -> None:
         self.number: int = 0
@@ -49,11 +45,11 @@ class ChangeLog:
         self.every = every
         self.log: deque[LoggedChange] = deque()
         self.ended: list[int] = [0] * num_hosts  # by host, the last change known to have ended
-        self.base: list[int] = [0] * num_hosts  # by host, the known cut
-        self._runs = 0  # runs on all hosts
-        self._awaited: deque[tuple[int, Any, int]] = deque()  # host, call, number of the change
+        self.base: list[int] = [0] * num_hosts  # by host, the last known recovery line
+        self._num_full_runs = 0  # runs on all hosts
+        self._pending_calls: deque[tuple[int, Any, int]] = deque()  # (host, call, change)
 
-    def told(
+    def number_change(
         self,
         hosts: Sequence[int],
         ended: Callable[[Any], bool],
@@ -61,21 +57,21 @@ class ChangeLog:
         together: bool,
         commits: bool,
     ) -> list[TableChange]:
-        """Add a change; returns the `TableChange` for each of its hosts. ``ended``: whether a call
-        has come back, and raised nothing."""
-        while self._awaited and ended(self._awaited[0][1]):
-            host, _, number = self._awaited.popleft()
+        """Add a change; return the `TableChange` for each of its hosts. ``ended``: a function that
+        says whether a call has returned without an error. ``together``, ``commits``: see `add`."""
+        while self._pending_calls and ended(self._pending_calls[0][1]):
+            host, _, number = self._pending_calls.popleft()
             self.heard(host, number)
-        number, sure, taken = self.add(hosts, together=together, commits=commits)
-        return [TableChange(number, committed, taken) for committed in sure]
+        number, committed_by_host, taken = self.add(hosts, together=together, commits=commits)
+        return [TableChange(number, committed, taken) for committed in committed_by_host]
 
     def awaits(self, hosts: Sequence[int], asked: Sequence[Any]) -> None:
-        """When these calls have come back, their hosts have ended the last change."""
+        """Record that hosts have ended the last change once these calls have returned."""
         pairs = zip(hosts, asked, strict=True)
-        self._awaited.extend((host, each, self.number) for host, each in pairs)
+        self._pending_calls.extend((host, call, self.number) for host, call in pairs)
 
     def grow(self, num_hosts: int) -> None:
-        """Grow to ``num_hosts`` hosts; new ones have no changes, as at the beginning."""
+        """Grow to ``num_hosts`` hosts. New hosts have no changes."""
         new = [0] * (num_hosts - len(self.ended))
         self.ended, self.base = [*self.ended, *new], [*self.base, *new]
 
@@ -86,38 +82,39 @@ class ChangeLog:
         together: bool = True,
         commits: bool = False,
     ) -> tuple[int, list[int], bool]:
-        """Add a change; returns its number; for each of its hosts, the last change that is
-        committed for certain once that host has ended it; whether it is taken. ``commits``: it has
-        a commit point."""
+        """Add a change. Return its number; for each of its hosts, the last change that is certainly
+        committed once the host has ended this one; and whether the change is taken.
+
+        ``together``: the hosts make one change together. ``commits``: it has a commit point.
+        """
         self.number += 1
         everyone = len(hosts) == len(self.ended)
         taken = True
         if together and len(hosts) > 1 and everyone:
-            self._runs += 1
-            taken = self._runs % self.every == 0
+            self._num_full_runs += 1
+            taken = self._num_full_runs % self.every == 0
         before = self.number - 1
         groups = [tuple(hosts)] if together else [(host,) for host in hosts]
         if everyone and together and commits and self.every == 1 and len(hosts) > 1:
-            sure = [before] * len(hosts)
+            committed = [before] * len(hosts)
         elif together and commits:
-            known = {host: before for host in hosts}
-            sure = self._stable(hosts, known)
+            certain = {host: before for host in hosts}
+            committed = self._known_line(hosts, certain)
         else:
-            sure = [self.base[host] for host in hosts]
+            committed = [self.base[host] for host in hosts]
         self.log.extend(LoggedChange(self.number, group, taken) for group in groups)
         if self.alone and taken:
-            sure = [self.number]
-        return self.number, sure, taken
+            committed = [self.number]
+        return self.number, committed, taken
 
-    def _stable(self, hosts: Sequence[int], known: Mapping[int, int]) -> list[int]:
-        # for other hosts only committed changes count, not ended ones: those may be undone, and the
-        # message sent again
-        ended = [max(last, known.get(host, 0)) for host, last in enumerate(self.base)]
+    def _known_line(self, hosts: Sequence[int], certain: Mapping[int, int]) -> list[int]:
+        # of other hosts only committed changes count, because ended ones may still be undone
+        ended = [max(last, certain.get(host, 0)) for host, last in enumerate(self.base)]
         line = recovery_line(self.log, ended, self.base)
         return [line[host] for host in hosts]
 
     def heard(self, host: int, number: int) -> None:
-        """A host has ended this change, and all its own before."""
+        """Record that a host has ended this change and all its earlier ones."""
         if number <= self.ended[host]:
             return
         self.ended[host] = number
@@ -128,22 +125,22 @@ class ChangeLog:
                 self.log.popleft()
 
     def recovery_line(self, ended: Sequence[int] | None = None) -> dict[int, int]:
-        """By host, the change to whose state all can return. ``ended``: by host, the last that it
-        has ended, if more is known than was reported."""
+        """Return, by host, the change to whose state it returns. ``ended``: the last change that
+        each host has ended, if more is known than `heard` has recorded."""
         return recovery_line(self.log, self.ended if ended is None else ended, self.base)
 
     def rolled_back(self, to: Mapping[int, int]) -> None:
-        """The hosts have returned to the states right after these changes; later changes in the log
-        are repeated, in their order and with their numbers."""
+        """Record that the hosts have returned to the states after these changes. Later changes in
+        the log are repeated with the same numbers."""
         self.ended = [to[host] for host in range(len(self.ended))]
 
 
 def recovery_line(
     log: Iterable[LoggedChange], ended: Sequence[int], base: Sequence[int]
 ) -> dict[int, int]:
-    """See `ChangeLog.recovery_line`; ``base``: a cut that is possible in any case."""
+    """See `ChangeLog.recovery_line`. ``base``: an earlier recovery line, which stays possible."""
     changes = tuple(log)
-    states = [[first] for first in base]  # by host, the states that it can restore
+    states = [[first] for first in base]  # restorable states of each host
     for change in changes:
         for host in change.hosts:
             if change.taken and base[host] < change.number <= ended[host]:

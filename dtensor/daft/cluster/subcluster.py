@@ -1,17 +1,14 @@
-"""A part of a cluster: some of its ranks as a cluster of their own.
+"""Use some ranks of a cluster as a cluster of their own.
 
     with launch_cluster(4) as whole:
         part = SubCluster(whole, (2, 3), "part 1: ", 'mesh(tp=2, name="play")')
         part.put([{"w": w0}, {"w": w1}])           # on ranks 2 and 3 of the whole
         part.run(part.load(program_of_two_ranks), [{}, {}]).get()
 
-Several parts may share ranks: each writes its names in the ranks' tables with its own prefix, so
-that equal names of two parts are two values (`inner` says how the whole calls a name of the part).
-A program is restated for the whole: rank i becomes ``ranks[i]``, its state gets the prefix, the
-other ranks take no part: nothing is sent to them, and they are not waited for. Errors name a rank
-by both numbers: "rank 2, rank 0 of mesh(tp=2)".
-
-Invariants: a part starts nothing and closing it stops nothing; a failure of the whole is its own.
+Several parts may share ranks: each part prefixes its names in the ranks' tables. A program of the
+part is renamed for the whole cluster: rank i becomes ``ranks[i]``, state gets the prefix, and the
+other ranks take no part. Errors show both numbers of a rank: "rank 2, rank 0 of mesh(tp=2)".
+Closing a part stops nothing; if the whole cluster fails, its parts have failed.
 """
 
 from __future__ import annotations
@@ -37,6 +34,8 @@ if TYPE_CHECKING:
 
 
 class SubCluster(Cluster):
+    """Some ranks of the cluster ``whole``. ``title``: the part's name in errors."""
+
     def __init__(self, cluster: Cluster, ranks: Sequence[int], prefix: str, title: str) -> None:
         self.whole = cluster
         self.ranks: tuple[int, ...] = tuple(ranks)
@@ -54,8 +53,8 @@ class SubCluster(Cluster):
         self.known_as = {}
         self._names = tuple(f"rank {index} of {title}" for index in range(self.size))
         for rank, name in zip(self.ranks, self._names, strict=True):
-            known = cluster.known_as.get(rank)
-            cluster.known_as[rank] = f"{known} and {name}" if known else name
+            earlier_name = cluster.known_as.get(rank)
+            cluster.known_as[rank] = f"{earlier_name} and {name}" if earlier_name else name
 
     @property
     def calls(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -82,7 +81,7 @@ class SubCluster(Cluster):
         return self.whole.copies
 
     def inner(self, name: str) -> str:
-        """The name that the whole has for a name in the part's tables."""
+        """Return the name in the ranks' tables for a name of the part."""
         return self.prefix + name
 
     def put(
@@ -94,7 +93,7 @@ class SubCluster(Cluster):
     ) -> None:
         self._check(values, "put")
         named = [{self.inner(n): v for n, v in own.items()} for own in values]
-        self.whole.put(self._spread(named, {}), drop=self._dropped(drop), wait=wait)
+        self.whole.put(self._spread(named, {}), drop=self._renamed_drops(drop), wait=wait)
 
     def get(self, names: Sequence[Sequence[str] | None]) -> Future:
         self._check(names, "get")
@@ -107,14 +106,14 @@ class SubCluster(Cluster):
 
     def load(self, program: Program) -> Handle:
         self._check(program.ranks, f"Program {program.name!r}")
-        return self.whole.load(self._restated(program))
+        return self.whole.load(self._rename_for_whole(program))
 
     def unload(self, handle: Handle) -> None:
         self.whole.unload(handle)
 
     def submit(self, request: RunRequest) -> Future:
         self._check(request.inputs, f"A run of {request.handle.program.name!r}")
-        fed = [
+        renamed_inputs = [
             {
                 name: Stored(self.inner(value.name)) if isinstance(value, Stored) else value
                 for name, value in inputs_of_rank.items()
@@ -123,21 +122,21 @@ class SubCluster(Cluster):
         ]
         counted = request.counted
         inner_request = request._replace(
-            inputs=self._spread(fed, {}),
+            inputs=self._spread(renamed_inputs, {}),
             keep={output: self.inner(name) for output, name in request.keep.items()},
             counted=counted and replace(counted, key=self.inner(counted.key)),
-            drop=self._dropped(request.drop),
+            drop=self._renamed_drops(request.drop),
         )
         return _SubClusterFuture(self.whole.submit(inner_request), self.ranks)
 
-    def _dropped(self, drop: Names) -> Names:
+    def _renamed_drops(self, drop: Names) -> Names:
         return {self.ranks[rank]: [self.inner(n) for n in own] for rank, own in drop.items()}
 
     def check_undone(self) -> None:
         self.whole.check_undone()
 
     def status(self, seconds: float) -> Status:
-        """Of the whole."""
+        """Return the status of all ranks of the whole cluster."""
         return self.whole.status(seconds)
 
     def grow(self, size: int) -> None:
@@ -155,13 +154,14 @@ class SubCluster(Cluster):
         check_size(self.size, items, what)
 
     def _spread(self, items: Sequence[Any], nothing: Any) -> list[Any]:
-        """One item per rank of the whole."""
+        """Return one item per rank of the whole cluster; `nothing` for ranks outside the part."""
         spread: list[Any] = [nothing] * self.whole.size
         for rank, item in zip(self.ranks, items, strict=True):
             spread[rank] = item
         return spread
 
-    def _restated(self, program: Program) -> Program:
+    def _rename_for_whole(self, program: Program) -> Program:
+        """Return the program with the ranks and state names of the whole cluster."""
         ranks = [RankProgram(instructions=())] * self.whole.size
         stages = [0] * self.whole.size
         known_as = [""] * self.whole.size
@@ -186,7 +186,7 @@ class SubCluster(Cluster):
 
 @dataclass(frozen=True, slots=True)
 class _SubClusterFuture(Future):
-    """The part's items of the whole's result."""
+    """A future of the whole cluster, reduced to the ranks of the part."""
 
     whole: Future
     ranks: tuple[int, ...]

@@ -1,21 +1,13 @@
-"""Diagnosis of a hang: the state of each rank, its wait-for graph, and the rank at its root.
+"""Diagnose a hang: what each rank is doing, the wait-for graph of the ranks, and its root.
 
     status = diagnose(launch, before, after)        # two samples of all hosts, 0.3 s apart
     status.waited_for                               # 2
     status.chain                                    # (0, 3, 2): rank 0 waits for 3, and 3 for 2
 
-A rank that is blocked at a wait waits for the members that have not yet reached their part of it.
-The diagnosis follows these to a rank that waits for no other: it is stopped or lost, computes or
-sleeps in a call, or is idle. Where all members have reached a wait and the rank is still blocked, a
-message is held back: its sender is named. The argument is the verifier's
-(`verification/pairing.py`): starts never block, and no loaded program has a cycle of waits.
-`waits_at` and `ends_of` are that graph; the failure detector uses them too
-(`ray/diagnosis/failure_detector.py`).
-
-Invariants: pure. A rank that makes progress between the two samples is not blocked; a chain ends at
-it. `hangs` is set for a run that takes longer than `limit_s`, and for a rank that is stopped or
-lost; not for a rank that still computes within its limit. Positions are of one moment as far as no
-rank makes progress.
+A rank that is blocked at a wait waits for the members that have not reached their part of it. The
+chain ends at a rank that waits for no other: it is stopped, lost, idle, computing, or makes
+progress between the samples. If all members have reached the wait, a message is held back, and its
+sender is the end. The graph has no cycles, because a loaded program has none (pairing.py).
 """
 
 from __future__ import annotations
@@ -27,23 +19,26 @@ from dtensor.daft.diagnosis.observation import Observation, Progress, ThreadSeen
 from dtensor.daft.diagnosis.program_lines import ListLine, ProgramLines
 from dtensor.daft.status import Doing, RankStatus, Status
 
-TIMES = 5.0
-"""A run is late if it takes so many times the time of earlier runs of its program, ..."""
-LEAST_S = 5.0  # ... and more than this;
-FIRST_S = 15.0  # a program's first run is late after this,
-FIRST_COMPUTES_S = 60.0  # or this, if the awaited rank computes: it may compile
+LATE_FACTOR = 5.0
+"""A run is late if it takes this factor times the median of earlier runs, and at least LEAST_S."""
+LEAST_S = 5.0
+FIRST_S = 15.0  # the first run of a program is late after this,
+FIRST_COMPUTES_S = 60.0  # or after this if the awaited rank computes, since it may compile
 SILENT_S = 5.0
-"""A heartbeat this old, of a thread that uses no CPU, means that its process has stopped, for
-example in a frozen container. Heartbeats come every 0.25 s."""
-COMPUTES = 0.05  # of a core: a thread that polls in its sleep uses less
-RUNS = 0.005  # the same, if it was ready to run in both samples: on a loaded machine
+"""If the last heartbeat is this old and the thread uses no CPU, the process is stopped (in a frozen
+container, for example). Heartbeats come every 0.25 s."""
+BUSY_SHARE = 0.05  # of a core; a thread that sleeps and polls uses less
+RUNNABLE_SHARE = 0.005  # enough if the thread was runnable in both samples (a loaded machine)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedLaunch:
-    """The constant facts of a launch. `hosts`: the ranks of each, `machines`: the machine of each,
-    if there are several; `lines` of the loaded programs, by their numbers. `controller`: two
-    samples of its thread. `patient`: runs may take any time, as methods of spawned actors may."""
+    """The constant facts of a launch.
+
+    `hosts`: the ranks of each host. `machines`: the machine of each host, () if there is only one.
+    `lines`: a function that returns the lines of a loaded program, by its number. `controller`: two
+    samples of the controller's main thread. `patient`: runs never count as late (spawned actors).
+    """
 
     title: str
     pid: int
@@ -55,11 +50,11 @@ class ObservedLaunch:
 
 
 def limit_s(progress: Progress, *, computes: bool = False) -> float:
-    """How long the current run may take before it is late; `computes`: the awaited rank
-    computes."""
+    """Return how long the current run may take before it is late. `computes`: whether the awaited
+    rank computes."""
     if progress.usual_s is None:
         return FIRST_COMPUTES_S if computes else FIRST_S
-    return max(TIMES * progress.usual_s, LEAST_S)
+    return max(LATE_FACTOR * progress.usual_s, LEAST_S)
 
 
 # -- the wait-for graph ----------------------------------------------------------------------------
@@ -67,8 +62,8 @@ def limit_s(progress: Progress, *, computes: bool = False) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """The hosts for which one host waits: its `blockers`. `held_back`: they have started all that
-    it waits for, so a message does not arrive."""
+    """The hosts for which one host waits: its `blockers`. `held_back`: they have all started their
+    part, so a message has not arrived."""
 
     blockers: tuple[int, ...] = ()
     held_back: bool = False
@@ -77,32 +72,32 @@ class Waits:
 FOR_NOBODY = Waits()
 
 
-def waits_at(line: ListLine | None, at: Progress, there: Mapping[int, Progress]) -> Waits:
-    """The waits of a host at `line`, its position `at`. `there`: the positions of the hosts that
-    are seen."""
+def waits_at(line: ListLine | None, at: Progress, positions: Mapping[int, Progress]) -> Waits:
+    """Return for which hosts a host waits at `line`. `at`: its own progress. `positions`: the
+    progress of all observed hosts."""
     if line is None or line.kind != "wait":
         return FOR_NOBODY
-    partners = [(rank, h, position) for rank, h, position in line.partners if h in there]
-    missing = [h for _, h, position in partners if not there[h].has_passed(at.run, position)]
+    partners = [(rank, h, position) for rank, h, position in line.partners if h in positions]
+    missing = [h for _, h, position in partners if not positions[h].has_passed(at.run, position)]
     if missing:
         return Waits(tuple(dict.fromkeys(missing)))
-    known = [h for rank, h, _ in partners if rank == at.peer]
-    return Waits(tuple(dict.fromkeys(known or [h for _, h, _ in partners])), bool(partners))
+    expected = [h for rank, h, _ in partners if rank == at.peer]
+    return Waits(tuple(dict.fromkeys(expected or [h for _, h, _ in partners])), bool(partners))
 
 
 def ends_of(
     start: int, waits: Mapping[int, Waits], down: Collection[int] = ()
 ) -> dict[int, tuple[int, ...]]:
-    """The hosts at which the waits of one end, each with a path there: hosts, from `start` to it.
+    """Return the hosts at which the waits of host `start` end, each with the path of hosts to it.
     `down`: hosts that are stopped or lost."""
     ends: dict[int, tuple[int, ...]] = {}
-    ways: list[tuple[int, ...]] = [(start,)]
+    paths: list[tuple[int, ...]] = [(start,)]
     passed = {start}
-    while ways:
-        way = ways.pop(0)
+    while paths:
+        way = paths.pop(0)
         waits_of_host = waits.get(way[-1], FOR_NOBODY)
         if waits_of_host.held_back:
-            # a stopped host holds back a message that it has half sent
+            # a stopped host may have sent half of a message
             for sender in [
                 h for h in waits_of_host.blockers if h in down
             ] or waits_of_host.blockers:
@@ -111,7 +106,7 @@ def ends_of(
             for blocker in waits_of_host.blockers:
                 if blocker not in passed:
                     passed.add(blocker)
-                    ways.append((*way, blocker))
+                    paths.append((*way, blocker))
         else:
             ends.setdefault(way[-1], way)
     return ends
@@ -122,6 +117,8 @@ def ends_of(
 
 @dataclass(frozen=True, slots=True)
 class _Host:
+    """What one host is doing. `line`: its current instruction, if known."""
+
     seen: Observation
     does: Doing
     cpu: float
@@ -130,7 +127,7 @@ class _Host:
 
     @property
     def blockers(self) -> tuple[int, ...]:
-        """The hosts that it waits for."""
+        """The hosts that this host waits for."""
         return self.waits.blockers
 
     @property
@@ -139,7 +136,7 @@ class _Host:
 
     @property
     def at_work(self) -> bool:
-        """It has an unfinished run."""
+        """Whether the host has an unfinished run."""
         return self.progress.position >= 0 or self.progress.asked > self.progress.run
 
     @property
@@ -148,7 +145,7 @@ class _Host:
 
     @property
     def unknown(self) -> bool:
-        """Whether it is unknown if this host waits for another."""
+        """Whether it is not known if this host waits for another host."""
         unread = self.progress.position >= 0 and self.line is None
         return self.does == "is elsewhere" or (unread and not self.down)
 
@@ -156,8 +153,9 @@ class _Host:
 def diagnose(
     launch: ObservedLaunch, before: Sequence[Observation], after: Sequence[Observation]
 ) -> Status:
+    """Return the status of a launch, from two samples of all hosts."""
     hosts = {b.host: _host(launch, b, a, after) for b, a in zip(before, after, strict=True)}
-    roots = {h: _roots(h, hosts) for h, host in hosts.items() if _concerned(host)}
+    roots = {h: _roots(h, hosts) for h, host in hosts.items() if host.down or host.at_work}
     root = _root(launch, hosts, roots)
     rank_of = {h: _rank(launch, hosts[h]) for h in hosts}
     path = _path(root, hosts, roots)
@@ -171,8 +169,8 @@ def diagnose(
         hangs |= controller == "is stopped"
     ranks = [
         _status(launch, hosts[h], rank, rank_of)
-        for h, ranks_of_host in enumerate(launch.hosts)
-        for rank in ranks_of_host
+        for h, host_ranks in enumerate(launch.hosts)
+        for rank in host_ranks
     ]
     ranks.sort(key=lambda each: each.rank)
     reason = _reason(launch, hosts, root, rank_of, link, sorted(waiting), controller)
@@ -189,16 +187,16 @@ def diagnose(
     )
 
 
-# -- the state of a host
-# ------------------------------------------------------------------------------
+# -- the state of a host ---------------------------------------------------------------------------
 
 
 def _host(
     launch: ObservedLaunch, before: Observation, after: Observation, all_seen: Sequence[Observation]
 ) -> _Host:
+    """Return what a host is doing, from two samples of it and the second samples of all hosts."""
     now, share = after.progress, cpu_share(before, after)
     ready = before.thread.state == after.thread.state == "R"
-    busy = share >= COMPUTES or (ready and share >= RUNS)
+    busy = share >= BUSY_SHARE or (ready and share >= RUNNABLE_SHARE)
     lines = launch.lines(now.program) if now.position >= 0 else None
     line = None if lines is None else lines.at(after.host, now.position)
 
@@ -221,22 +219,16 @@ def _host(
     waits = waits_at(line, now, {seen.host: seen.progress for seen in all_seen})
     if waits.blockers and not waits.held_back:
         return is_now("waits", waits)
-    if busy or not waits.blockers:  # it copies a message that has arrived
+    if busy or not waits.blockers:  # the host copies a message that has arrived
         return is_now("computes" if busy else "sleeps")
     return is_now("waits for a message", waits)
 
 
-def _concerned(host: _Host) -> bool:
-    """Whether it takes part in waits: others may wait for it, or it for others."""
-    return host.down or host.at_work
-
-
-# -- the root of the waits
-# -----------------------------------------------------------------------------
+# -- the root of the waits -------------------------------------------------------------------------
 
 
 def _roots(start: int, hosts: Mapping[int, _Host]) -> dict[int, tuple[int, ...]]:
-    """The hosts at which its waits end, each with a path there: hosts, from it to the root."""
+    """Return the hosts at which the waits of host `start` end, each with the path to it."""
     down = [h for h, host in hosts.items() if host.down]
     return ends_of(start, {h: host.waits for h, host in hosts.items()}, down)
 
@@ -246,18 +238,18 @@ def _root(
     hosts: Mapping[int, _Host],
     roots: Mapping[int, Mapping[int, tuple[int, ...]]],
 ) -> int | None:
-    """The host that most wait for; a host that is down, or late, comes first."""
+    """Return the host that most hosts wait for. Hosts that are down, then late ones, come first."""
     candidates = sorted({root for own in roots.values() for root in own})
     if not candidates:
         return None
 
-    def worth(root: int) -> tuple[bool, bool, bool, int, float]:
+    def priority(root: int) -> tuple[bool, bool, bool, int, float]:
         host = hosts[root]
         hangs = _hangs(launch, root, hosts, roots)
         waiting = sum(root in own for h, own in roots.items() if h != root)
         return host.down, not host.unknown, hangs, waiting, host.progress.standing_s or 0.0
 
-    return max(candidates, key=worth)
+    return max(candidates, key=priority)
 
 
 def _path(
@@ -265,11 +257,11 @@ def _path(
     hosts: Mapping[int, _Host],
     roots: Mapping[int, Mapping[int, tuple[int, ...]]],
 ) -> tuple[int, ...]:
-    """The longest path to the root."""
+    """Return the longest path of waits to the root."""
     if root is None:
         return ()
-    ways = [own[root] for own in roots.values() if root in own]
-    return max(ways, key=len, default=(root,))
+    paths = [own[root] for own in roots.values() if root in own]
+    return max(paths, key=len, default=(root,))
 
 
 def _hangs(
@@ -278,12 +270,13 @@ def _hangs(
     hosts: Mapping[int, _Host],
     roots: Mapping[int, Mapping[int, tuple[int, ...]]],
 ) -> bool:
+    """Whether the root is down, or a run that waits for it is late."""
     if hosts[root].down:
         return True
     if launch.patient or hosts[root].does == "moves on":
         return False
     if hosts[root].does == "is between runs":
-        busy = hosts[root].cpu >= COMPUTES
+        busy = hosts[root].cpu >= BUSY_SHARE
         standing_s = hosts[root].progress.standing_s or 0.0
         if standing_s > (FIRST_COMPUTES_S if busy else FIRST_S):
             return True
@@ -293,17 +286,18 @@ def _hangs(
     return any((p.running_s or 0.0) > limit_s(p, computes=computes) for p in running)
 
 
-# -- in words --------------------------------------------------------------------------------------
+# -- texts -----------------------------------------------------------------------------------------
 
 
 def _rank(launch: ObservedLaunch, host: _Host) -> int:
-    """The rank of the host that runs now."""
+    """Return the host's rank whose instruction is the current one."""
     return launch.hosts[host.seen.host][0] if host.line is None else host.line.rank
 
 
 def _status(
     launch: ObservedLaunch, host: _Host, rank: int, rank_of: Mapping[int, int]
 ) -> RankStatus:
+    """Return the status of one rank. ``rank_of``: the current rank of each host."""
     now, line = host.progress, host.line
     lines = launch.lines(now.program) if now.program >= 0 else None
     known_as = lines.known_as[rank] if lines is not None and rank < len(lines.known_as) else ""
@@ -311,7 +305,7 @@ def _status(
     peers = tuple(sorted({rank_of[h] for h in host.blockers}))
     if line is not None and host.blockers:
         peers = tuple(sorted({r for r, h, _ in line.partners if h in host.blockers}))
-    does, text = host.does, _does(host, peers)
+    does, text = host.does, _describe_activity(host, peers)
     if does == "is elsewhere" and launch.machines:
         text = "is not seen from here"
     if rank != current and now.position >= 0 and not host.down:
@@ -338,21 +332,22 @@ def _status(
     )
 
 
-def _does(host: _Host, peers: Sequence[int]) -> str:
-    whom = ranks_text(peers)
+def _describe_activity(host: _Host, peers: Sequence[int]) -> str:
+    """Return `RankStatus.text`. ``peers``: the ranks that the host waits for."""
+    peers_text = ranks_text(peers)
     match host.does:
         case "waits":
-            return f"waits for {whom}"
+            return f"waits for {peers_text}"
         case "waits for a message":
-            return f"waits for a message of {whom}"
+            return f"waits for a message of {peers_text}"
         case "computes" | "sleeps":
             kind = None if host.line is None else host.line.kind
-            where = {"call": " in a call", "start": " in a start", "wait": " in a wait"}
-            return host.does + where.get(kind or "", "")
+            location = {"call": " in a call", "start": " in a start", "wait": " in a wait"}
+            return host.does + location.get(kind or "", "")
         case "is stopped" if host.seen.thread.state not in "Tt":
             return f"is stopped: no heartbeat for {host.progress.beat_s or 0.0:.1f} s"
         case "is between runs":
-            busy = "computes" if host.cpu >= COMPUTES else "sleeps"
+            busy = "computes" if host.cpu >= BUSY_SHARE else "sleeps"
             return f"{busy} before run {host.progress.asked}"
         case "is elsewhere":
             return "is on another machine, and not seen from here"
@@ -361,12 +356,13 @@ def _does(host: _Host, peers: Sequence[int]) -> str:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """`rank 1`, `ranks 1, 2 and 3`."""
+    """Return ranks as text: `rank 1` or `ranks 1, 2 and 3`."""
     *others, last = map(str, ranks or ("?",))
     return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
 
 
 def _controller(seen: tuple[ThreadSeen, ThreadSeen] | None) -> str:
+    """Return what the controller's thread is doing, "" if it was not observed."""
     if seen is None:
         return ""
     before, after = seen
@@ -386,16 +382,17 @@ def _reason(
     waiting: Sequence[int],
     controller: str,
 ) -> str:
+    """Return `Status.reason`. ``waiting``: the ranks that wait for the root."""
     if root is None:
         if unseen := [h for h in hosts if hosts[h].does in ("is starting", "is elsewhere")]:
             ranks = [rank for h in unseen for rank in launch.hosts[h]]
             verb = "is" if len(ranks) == 1 else "are"
-            where = {hosts[h].does.removeprefix("is ") for h in unseen}
-            return f"{ranks_text(ranks)} {verb} {' or '.join(sorted(where))}.".capitalize()
+            states = {"starting" if hosts[h].does == "is starting" else "elsewhere" for h in unseen}
+            return f"{ranks_text(ranks)} {verb} {' or '.join(sorted(states))}.".capitalize()
         last = max((host.progress.run for host in hosts.values()), default=-1)
         done = f"since run {last} has ended" if last >= 0 else "yet"
-        told = f"; the controller {controller}" if controller else ""
-        return f"No run is in flight: the controller has called no rank {done}{told}."
+        controller_text = f"; the controller {controller}" if controller else ""
+        return f"No run is in flight: the controller has called no rank {done}{controller_text}."
     host = hosts[root]
     name = f"Rank {rank_of[root]}"
     if host.unknown and launch.patient:
@@ -404,8 +401,8 @@ def _reason(
         return f"{name} is on another machine, and not seen from here; no rank is seen to wait."
     if host.does == "is elsewhere":
         ranks = f"{ranks_text(waiting)} {'waits' if len(waiting) == 1 else 'wait'}".capitalize()
-        where = "it is on another machine, and not seen from here"
-        return f"{ranks} for rank {rank_of[root]}, or for a message of it: {where}."
+        location = "it is on another machine, and not seen from here"
+        return f"{ranks} for rank {rank_of[root]}, or for a message of it: {location}."
     if link is not None:
         fact = (
             f"A message of rank {link[0]} to rank {link[1]} is held back: both have started it, "
@@ -414,7 +411,7 @@ def _reason(
         # the receiver waits for the sender, too
         others = sorted({*waiting, link[1]} - {link[0]})
         return f"{fact}; {_wait_for(others, 'it')}."
-    fact = f"{name} {_does(host, ())}"
+    fact = f"{name} {_describe_activity(host, ())}"
     if host.unknown:
         fact += ", and its waits are not known: the lines of its program are missing"
     if host.does == "is idle":
@@ -426,5 +423,5 @@ def _reason(
     return f"{fact}; {others}."
 
 
-def _wait_for(ranks: Sequence[int], whom: str) -> str:
-    return f"{ranks_text(ranks)} {'waits' if len(ranks) == 1 else 'wait'} for {whom}"
+def _wait_for(ranks: Sequence[int], awaited: str) -> str:
+    return f"{ranks_text(ranks)} {'waits' if len(ranks) == 1 else 'wait'} for {awaited}"

@@ -1,13 +1,12 @@
-"""What can be seen of a host from outside, at one moment: where it is in its list, and its thread.
+"""Observe a host from outside at one moment: its position in its list, and its thread.
 
     before = look(0, progress)                # of host 0
     ...                                       # 0.3 s later
     after = look(0, progress)
     cpu_share(before, after)                  # 0.97: it computes
 
-Invariants: nothing of a host's is touched, and nothing is asked of it: it may be stopped, or hold
-its interpreter's lock. Times are seconds. Linux; elsewhere a thread is not seen, and counts as one
-that uses no CPU.
+The host itself is not asked, since it may be stopped or hold its GIL. All times are in seconds. On
+systems other than Linux the thread is not observed, and counts as using no CPU.
 """
 
 from __future__ import annotations
@@ -21,16 +20,15 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What a host says of itself: the position in its list (-1: between runs), the program and the
-    number of its run, or of the last one (-1: none yet).
+    """The progress that a host reports, and what the controller knows of it.
 
-    `beat_s`: the age of its last heartbeat; None before the first. `pid`, `thread`: 0 if it has not
-    started, or is on another machine. `running_s`: since its run began; `usual_s`: the median of
-    what earlier runs of the program took it. `standing_s`: since it came to the position. `peer`:
-    the rank whose message it was last seen to wait for, where it stands. `asked`: the last run that
-    the controller has called it for; `answered`: whether it has ever answered a call. `device`:
-    the program, run and position at which its GPU waits for a message of a peer's, while the host
-    may be further on.
+    `position`: in the host's list; -1 between runs. `program`, `run`: of the current run or the
+    last one; -1 if there was none. `beat_s`: the age of the last heartbeat; None before the first.
+    `pid`, `thread`: 0 if the host has not started or is on another machine. `running_s`: since its
+    run began. `usual_s`: median duration of earlier runs of the program. `standing_s`: since it
+    reached the position. `peer`: the rank whose message it waits for, if known. `asked`: the last
+    run that the controller has sent to it. `answered`: whether it has ever answered a call.
+    `device`: (program, run, position) at which its GPU waits, which may be behind the host.
     """
 
     position: int
@@ -53,25 +51,25 @@ class Progress:
 
     @property
     def of_device(self) -> Progress:
-        """Where its GPU waits; where the host is, if it does not."""
+        """The progress of its GPU if that waits for a message, else of the host."""
         if self.device is None:
             return self
         program, run, position = self.device
         return replace(self, program=program, run=run, position=position)
 
     def has_ended(self, run: int) -> bool:
-        """Whether the host is done with a run, which is one of its own."""
+        """Whether the host has ended a run in which it takes part."""
         return self.run > run or (self.run == run and self.position < 0)
 
     def has_passed(self, run: int, position: int) -> bool:
-        """Whether it is past a position of its list in a run."""
+        """Whether the host is past a position of its list in a run."""
         return self.has_ended(run) or (self.run == run and self.position > position)
 
 
 @dataclass(frozen=True, slots=True)
 class ThreadSeen:
-    """`state`: a letter, as `man 5 proc` has them; "" if there is no such thread. `cpu_s`: what it
-    has used."""
+    """A sample of a thread. `state`: the letter in /proc (`man 5 proc`), "" if the thread does not
+    exist. `cpu_s`: the CPU time that it has used."""
 
     state: str
     cpu_s: float
@@ -79,7 +77,7 @@ class ThreadSeen:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """A host at a moment, by the monotonic clock."""
+    """A sample of a host. `moment`: the time of the monotonic clock."""
 
     host: int
     progress: Progress
@@ -92,12 +90,13 @@ def look(host: int, progress: Progress) -> Observation:
 
 
 def thread(pid: int, number: int) -> ThreadSeen:
+    """Read the state and CPU time of a thread from /proc. State "S" on other systems than Linux."""
     if sys.platform != "linux":
         return ThreadSeen("S" if pid else "", 0.0)
     folder = Path(f"/proc/{pid}/task/{number}")
     try:
         fields = (folder / "stat").read_text().rpartition(")")[2].split()
-        try:  # nanoseconds, which not all kernels count
+        try:  # nanoseconds; some kernels do not have this file
             cpu_s = int((folder / "schedstat").read_text().split()[0]) / 1e9
         except FileNotFoundError:
             cpu_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
@@ -107,6 +106,6 @@ def thread(pid: int, number: int) -> ThreadSeen:
 
 
 def cpu_share(before: Observation, after: Observation) -> float:
-    """Of a core, in between."""
+    """Return the share of a core that the host's thread used between two samples."""
     seconds = max(after.moment - before.moment, 1e-9)
     return max(0.0, after.thread.cpu_s - before.thread.cpu_s) / seconds

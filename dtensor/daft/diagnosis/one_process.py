@@ -1,12 +1,9 @@
-"""What ranks do that are all in this process, one after the other in the thread that has called.
+"""Return the status of ranks that share this process and run in turn on the calling thread.
 
-    status_here(4, programs, where, seconds=0.3)      # in another thread than that
+    status_here(4, programs, where, seconds=0.3)      # call it from another thread
 
-A step that hangs does so in a call of the user's thread, for there is nobody to wait for; so
-another thread has to ask, and what it learns is the instruction, whose it is, and whether it
-computes or sleeps.
-
-Not here: since when the thread stands at an instruction, which nobody notes.
+No rank waits for another here, so a step can hang only inside a call. The status shows its
+instruction and whether the thread computes or sleeps, but not since when.
 """
 
 from __future__ import annotations
@@ -30,7 +27,8 @@ def status_here(
     where: Callable[[], tuple[int, Running | None]],
     seconds: float,
 ) -> Status:
-    """`where`: the position in the list, and the run under way."""
+    """Return the status of `size` ranks. `programs`: by id. `where`: a function that returns the
+    position in the list and the run in progress. `seconds`: between the two samples."""
     pid = os.getpid()
 
     def progress() -> Progress:

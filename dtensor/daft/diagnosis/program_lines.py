@@ -1,17 +1,12 @@
-"""The instruction at each position of the lists of a program's hosts, as data: waits, partners, and
-the user's lines.
+"""Describe the lists of a program's hosts as plain data, for diagnosis by another process.
 
     lines = ProgramLines.of(program, report.lists)
     lines.at(0, 7)        # ListLine(rank=0, index=7, kind="wait", text="wait s", ...)
     lines.at(0, 7).partners                                      # ((1, 1, 4),)
-    ProgramLines.read(json.loads(json.dumps(lines.data())))      # the same
+    ProgramLines.read(json.loads(json.dumps(lines.data())))      # an equal object
 
-Rank 0's host is at a wait there, and continues when rank 1 has started the instruction at position
-4 of host 1's list.
-
-Invariants: plain lists, strings and numbers, so that another process reads them without running
-code; made once for a program, a line each, at 10 us. It knows neither positions of hosts
-(`observation.py`) nor code, buffers or values.
+Here host 0 waits until rank 1 has started the instruction at position 4 of host 1's list. The data
+is JSON, so that reading it runs no code. Creating it takes about 10 us per instruction.
 """
 
 from __future__ import annotations
@@ -33,14 +28,14 @@ from dtensor.daft.verification.pairing import (
 
 LineKind: TypeAlias = Literal["call", "start", "wait", "other"]
 Partner: TypeAlias = tuple[int, int, int]
-"""A partner of a wait: a rank on another host, its host, and the position there that it must
-pass."""
+"""A partner of a wait: (rank on another host, its host, position in that host's list that it must
+pass)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListLine:
-    """An instruction: `index` counts those of its rank's own list; `source` is the user's line, for
-    a wait the line of its messages."""
+    """An instruction in a host's list. `index`: its position in the rank's own list. `source`: the
+    user's line; for a wait, the line of the messages that it waits for."""
 
     rank: int
     index: int
@@ -52,7 +47,7 @@ class ListLine:
 
 
 class ProgramLines:
-    """`known_as`: by rank, its number for users, or empty."""
+    """The lines of a program. `known_as`: names of ranks for users, or "", by rank."""
 
     def __init__(
         self, program: str, known_as: Sequence[str], sources: Sequence[str], rows: Sequence[Any]
@@ -60,10 +55,11 @@ class ProgramLines:
         self.program = program
         self.known_as = tuple(known_as)
         self._sources = sources
-        self._rows = rows  # by host, of each position: the fields of a `ListLine`
+        self._rows = rows  # rows[host][position]: the fields of a `ListLine`
 
     @staticmethod
     def of(program: Program, lists: Sequence[Sequence[Site]]) -> ProgramLines:
+        """Create the lines of a program. `lists`: the sites of each host, see `Report.lists`."""
         place = {site: (h, at) for h, sites in enumerate(lists) for at, site in enumerate(sites)}
         edges = wait_edges(program, pair(program))
         waits = [starts_of_waits(own.instructions) for own in program.ranks]
@@ -87,7 +83,7 @@ class ProgramLines:
                     partners = [p for p in others if p[1] != place[site][0]]
                 case _:
                     pass
-            # no host stays at these, and they are half of a list
+            # short texts for instructions that never block, which are half of a list
             quick = isinstance(instruction, Free | Vote)
             text = type(instruction).__name__.lower() if quick else excerpt(instruction)
             label = next((str(i.label) for i in concerned if i.label is not None), "")
@@ -106,7 +102,7 @@ class ProgramLines:
         return ProgramLines(data["program"], data["known_as"], data["sources"], data["hosts"])
 
     def data(self) -> dict[str, Any]:
-        """The lines in JSON's types."""
+        """Return the lines as JSON types."""
         return {
             "program": self.program,
             "known_as": list(self.known_as),
@@ -115,7 +111,7 @@ class ProgramLines:
         }
 
     def at(self, host: int, position: int) -> ListLine | None:
-        """The instruction at a position; None if the list has no such position."""
+        """Return the instruction at a position of a host's list, or None if there is none."""
         rows = self._rows[host] if host < len(self._rows) else ()
         if not 0 <= position < len(rows):
             return None

@@ -1,4 +1,4 @@
-"""Straight-line code as records: what each line does, beside the text that Python compiles.
+"""Represent generated straight-line code as records, from which its Python source is made.
 
     line = CodeLine("h = mm(x, w)", makes=("h",), reads=("x", "w"), called="mm", drops=("w",))
     Body(inputs=("x", "w"), lines=(line,), outputs=("h",)).source
@@ -9,8 +9,7 @@ gives
         h = mm(x, w); del w
         return (h, )
 
-Who times such code, or rewrites it, asks the records: nobody reads the text but Python and people.
-Not here: how code is made of ops (runtime/lower/code.py), what runs it (a `Function`).
+Code that times or rewrites the lines reads the records and never parses the source.
 """
 
 from __future__ import annotations
@@ -21,11 +20,12 @@ from typing import NamedTuple
 
 
 class CodeLine(NamedTuple):
-    """One statement. ``makes``, ``reads``: names of values; ``called``: that of the function, ""
-    where a method or an operator does it; ``op``: what it does, where ``called`` does not say that;
-    ``drops``: names that are gone after it; ``source``: the user's line.
+    """One statement.
 
-    A tuple, as a program pickles hundreds of them.
+    ``makes`` and ``reads``: names of values. ``called``: the name of the called function, "" for a
+    method or an operator. ``op``: what the line does, if ``called`` does not say it. ``drops``:
+    names that are deleted after it. ``source``: the user's line. A NamedTuple, because each program
+    pickles hundreds.
     """
 
     text: str
@@ -38,13 +38,13 @@ class CodeLine(NamedTuple):
     source: str | None = None
 
     def __str__(self) -> str:
-        gone = f"; del {', '.join(self.drops)}" if self.drops else ""
-        return self.text + gone + (f"  # {self.comment}" if self.comment else "")
+        deletion = f"; del {', '.join(self.drops)}" if self.drops else ""
+        return self.text + deletion + (f"  # {self.comment}" if self.comment else "")
 
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """A function of ``inputs``, names, that gives ``outputs``, expressions."""
+    """The code of a function. ``inputs`` are names; ``outputs``, which it returns, expressions."""
 
     inputs: tuple[str, ...]
     lines: tuple[CodeLine, ...]
@@ -64,10 +64,10 @@ class Body:
 
     @property
     def user_lines(self) -> tuple[str | None, ...]:
-        """By line of `source`, the user's."""
+        """The user's line for each line of `source`, or None."""
         return (None, *(line.source for line in self.lines), None)
 
 
 def tuple_text(names: Sequence[str]) -> str:
-    """A tuple of them, in code."""
+    """Return the Python source of a tuple of these names."""
     return f"({''.join(f'{name}, ' for name in names)})"

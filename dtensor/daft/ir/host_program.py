@@ -1,15 +1,12 @@
-"""What one host has of a program: its ranks' lists, and what it must know of the others'.
+"""The part of a program that is sent to one host, with a summary of the other ranks.
 
     first, second = host_programs(program, ((0,), (1,)), report.lists)
-    first.ranks[0].instructions            # rank 0's own list; rank 1's is not there
-    first.functions                        # those that rank 0 calls
+    first.ranks[0].instructions            # the list of rank 0; rank 1's list is not included
+    first.functions                        # the functions that rank 0 calls
     first.alone                            # False: rank 1 takes part as well
 
-So that the bytes for all hosts grow with the ranks, and not with their square. A host that has all
-ranks has all of the program: what runs in this process is one, too.
-
-Invariants: `ranks` are those of the host in the program's numbers, of which some may have empty
-lists. Each fact of the whole program is the same on all hosts. It is data, and pickles.
+The bytes sent to all hosts therefore grow with the number of ranks, not with its square. Ranks have
+the program's numbers. Facts about the whole program are equal on all hosts.
 """
 
 from __future__ import annotations
@@ -32,11 +29,10 @@ from dtensor.daft.ir.program import Function, Program, RankProgram
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeySlots:
-    """The memory that a key of the program needs where its ranks share some
-    (`ray/transports/slots.py`).
+    """The shared memory that a key of the program needs (`ray/transports/slots.py`).
 
-    `slots` are the starts of a rank that may be in flight on it, each of `slot_bytes`, by member.
-    What the members fold together is in at most `pieces` with `result_bytes` in all.
+    `slots`: how many starts of a rank may be in flight with the key. `slot_bytes`: the size of one
+    slot, by member. The members reduce into at most `pieces` pieces of `result_bytes` in total.
     """
 
     key: Key
@@ -48,10 +44,11 @@ class KeySlots:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meetings:
-    """What hosts need to meet in shared memory. `keys`: of the program, those between hosts.
+    """The facts that hosts need to exchange messages through shared memory.
 
-    `peers`: by rank of another host, its starts with the host's own ranks, in the order of its
-    list: which of `keys` each is on, and what it brings.
+    `keys`: the keys of the program between ranks of different hosts. `peers`: for each rank of
+    another host, its starts with this host's ranks in the order of its list, as (index in `keys`,
+    the buffers that it contributes).
     """
 
     keys: tuple[KeySlots, ...] = ()
@@ -62,11 +59,12 @@ class Meetings:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class HostProgram:
-    """`size`: the ranks of the whole program. `functions` are those that `ranks` call.
+    """One host's part of a program.
 
+    `size`: the number of ranks of the whole program. `functions`: those that `ranks` call.
     `sites`: (rank, index) in the order in which the host runs them. `alone`: no other host has
-    instructions of the program. `commits`: it has a commit point; `communicates`: a rank of it
-    starts a transfer or a collective; `undoable`: whichever call fails, no rank has left anything.
+    instructions. `commits`: the program has a commit point. `communicates`: some rank starts a
+    transfer or a collective. `undoable`: a failed run leaves nothing behind, whichever call fails.
     """
 
     name: str
@@ -84,7 +82,7 @@ class HostProgram:
 
     @staticmethod
     def whole(program: Program, sites: Sequence[tuple[int, int]]) -> HostProgram:
-        """Of the host that has all ranks."""
+        """Return the part of a host that has all ranks."""
         (program_of_host,) = host_programs(program, [range(program.size)], [sites])
         return program_of_host
 
@@ -97,9 +95,10 @@ def host_programs(
     hosts: Sequence[Sequence[int]],
     lists: Sequence[Sequence[tuple[int, int]]],
 ) -> Iterator[HostProgram]:
-    """Those of `hosts`, by the ranks of each; `lists`: by host, the sites in its order."""
-    commits, communicates = _has(program, Commit), _has(program, Send | Recv | Collective)
-    undoable = not any(map(_leaves, program.ranks))
+    """Yield the part of each host. `hosts`: the ranks of each. `lists`: the sites of each, in the
+    order in which it runs them."""
+    commits, communicates = _contains(program, Commit), _contains(program, Send | Recv | Collective)
+    undoable = not any(map(_cannot_be_undone, program.ranks))
     working = frozenset(rank for rank, own in enumerate(program.ranks) if own.instructions)
     functions = dict(program.functions)
     for host, sites in zip(hosts, lists, strict=True):
@@ -120,16 +119,16 @@ def host_programs(
         )
 
 
-def _has(program: Program, kind: type | UnionType) -> bool:
+def _contains(program: Program, kind: type | UnionType) -> bool:
     return any(isinstance(i, kind) for own in program.ranks for i in own.instructions)
 
 
-def _leaves(rank_program: RankProgram) -> bool:
-    """Whether a run of the list may leave what cannot be taken back, without a commit point."""
-    kept = rank_program.lasting.difference(rank_program.replayable)
+def _cannot_be_undone(rank_program: RankProgram) -> bool:
+    """Whether a failed run may leave writes or messages that cannot be taken back."""
+    lasting = rank_program.lasting.difference(rank_program.replayable)
     for i in rank_program.instructions:
-        if not kept.isdisjoint((*i.writes, *i.outputs)):
+        if not lasting.isdisjoint((*i.writes, *i.outputs)):
             return True
-        if isinstance(i, Send) and i.buffer.variable:  # nothing stands for what is in it
+        if isinstance(i, Send) and i.buffer.variable:  # no placeholder can be sent in its place
             return True
     return False

@@ -1,26 +1,15 @@
-"""The instructions of a program, which a rank runs one at a time.
-
-`Send`, `Recv` and `Collective` *start* and never block; `Wait` completes. Example, rank 0 of a
-program that adds one number over two ranks (`str` gives the same text that `text.py` parses):
+"""The instructions of a program. A rank runs its list one instruction at a time.
 
     a = call f(x)
     s = all_reduce.sum(a) over (0, 1) on "grads": f32[1] => f32[1]
     wait s
-    free a
-
-A run is undone as a whole, or not at all: each rank votes whether any of its calls has failed, and
-the votes are summed over all ranks before the first of them writes to its state:
-
-    ok = vote
+    ok = vote                  # the number of failed ranks, summed before any rank writes state
     all = all_reduce.sum(ok) over (0, 1) on "tp": f32[] => f32[]
     wait all
-    commit all                 # not 0: from here on no rank makes a call, so none writes
+    commit all                 # if not 0, no rank runs its later calls, so none writes state
 
-Each has the values that it reads (``inputs``), makes (``outputs``) and changes in place
-(``writes``), and a copy with other names of values and ranks (``renamed``).
-
-Invariants: instructions are frozen values; a started operation has one buffer for each value that
-it reads or makes. Checks that need the whole program are in `verification/verifier.py`.
+`Send`, `Recv` and `Collective` start an operation and never block; `Wait` completes it. All
+instructions are frozen, and have ``inputs``, ``outputs`` and ``writes`` (values changed in place).
 """
 
 from __future__ import annotations
@@ -45,8 +34,8 @@ Op: TypeAlias = ReduceOp
 class Buffer:
     """The shape and dtype of a tensor that is sent or received; prints as `f32[2,3]`.
 
-    A `variable` one is flat, and only its sender knows its length: `u8[*]`. The length is sent
-    first. Collectives have none.
+    `variable`: a flat buffer whose length only the sender knows, `u8[*]`. The length is sent
+    first. Collectives do not use such buffers.
     """
 
     shape: tuple[int, ...]
@@ -63,7 +52,7 @@ class Buffer:
 
     @property
     def nbytes(self) -> int:
-        """0 for a variable one: unknown before it runs."""
+        """The size in bytes, or 0 if variable (it is unknown before the run)."""
         if self.variable:
             return 0
         return prod(self.shape) * self.dtype.itemsize
@@ -73,23 +62,23 @@ class Buffer:
         return f"{DTYPE_NAMES[self.dtype]}[{sizes}]"
 
     def accepts(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is of this shape and dtype."""
+        """Whether the tensor has this shape and dtype."""
         fits = tensor.dim() == 1 if self.variable else tensor.shape == self.shape
         return fits and tensor.dtype == self.dtype
 
     @staticmethod
     def of(tensor: torch.Tensor) -> Buffer:
-        """The buffer of a tensor."""
+        """Return the buffer with the shape and dtype of a tensor."""
         return Buffer(tuple(tensor.shape), tensor.dtype)
 
 
 WORD = Buffer((), torch.float32)
-"""The buffer of a vote: like a norm's sum of squares, so that one collective takes both."""
+"""The buffer of a vote. It equals the buffer of a gradient norm, so one collective can sum both."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Run function `fn` of the program on values; `writes` are the inputs it changes in place."""
+    """Call the program's function `fn`. `writes`: the inputs that it changes in place."""
 
     fn: str
     inputs: tuple[str, ...]
@@ -99,13 +88,14 @@ class Call:
     source: str | None = field(default=None, kw_only=True)
 
     def renamed(self, names: Mapping[str, str], ranks: Sequence[int]) -> Call:
-        inputs, outputs = _all(self.inputs, names), _all(self.outputs, names)
-        return replace(self, inputs=inputs, outputs=outputs, writes=_all(self.writes, names))
+        inputs, outputs = _rename_all(self.inputs, names), _rename_all(self.outputs, names)
+        return replace(self, inputs=inputs, outputs=outputs, writes=_rename_all(self.writes, names))
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Start sending `value` to a rank. The k-th on a channel meets the k-th `Recv` there."""
+    """Start sending `value` to rank `to`. The k-th `Send` on a channel matches the k-th `Recv` of
+    that rank on it."""
 
     value: str
     to: int
@@ -128,8 +118,8 @@ class Send:
 class Recv:
     """Start receiving `value` from a rank.
 
-    A `lent` value need not have its own memory: calls read it, and keep no view of it, between its
-    wait and its free, and the rank starts no other message with its key before that.
+    `lent`: the value may be a view of the transport's memory. It is read only between its wait and
+    its free, no call keeps a view of it, and until then the rank starts no message with its key.
     """
 
     value: str
@@ -153,7 +143,7 @@ class Recv:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """Start a collective of `group`, whose order is the order of reduction (a left fold).
+    """Start a collective of the ranks in `group`. Reductions are left folds in the group's order.
 
     - all_reduce: n inputs, n outputs of the same shapes on all ranks (n > 1: a bucket).
     - all_gather: 1 input (its shape may differ by rank), one output per member, in group order.
@@ -161,8 +151,8 @@ class Collective:
     - all_to_all: one input for each member, one output from each.
     - broadcast: 1 input on `group[0]` and none elsewhere, 1 output everywhere.
 
-    A sum of floats narrower than 32 bits may have a result in float32, in which it is accumulated;
-    one of float32 may have a rounded narrower result.
+    The sum of 16-bit floats is accumulated in float32 and may be returned so; the sum of float32
+    values may be returned rounded to a narrower dtype.
     """
 
     kind: Kind
@@ -179,7 +169,7 @@ class Collective:
 
     @property
     def does(self) -> CollectiveKind:
-        """The properties of its kind."""
+        """The properties of the collective's kind."""
         return COLLECTIVES[self.kind]
 
     def __post_init__(self) -> None:
@@ -209,17 +199,17 @@ class Collective:
             )
 
     def renamed(self, names: Mapping[str, str], ranks: Sequence[int]) -> Collective:
-        inputs, outputs = _all(self.inputs, names), _all(self.outputs, names)
+        inputs, outputs = _rename_all(self.inputs, names), _rename_all(self.outputs, names)
         group = tuple(ranks[rank] for rank in self.group)
         return replace(self, group=group, inputs=inputs, outputs=outputs)
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Complete the starts that produce (`Recv`, `Collective`) or read (`Send`) these values.
+    """Wait until the starts of these values are complete: the `Recv` or `Collective` that makes a
+    value, or the `Send` that reads it.
 
-    One output of a collective represents all of it. A value whose start is complete may be waited
-    for again, at no cost.
+    One output stands for the whole collective. Waiting again for a completed start does nothing.
     """
 
     values: tuple[str, ...]
@@ -230,7 +220,7 @@ class Wait:
     writes: ClassVar[tuple[str, ...]] = ()
 
     def renamed(self, names: Mapping[str, str], ranks: Sequence[int]) -> Wait:
-        return replace(self, values=_all(self.values, names))
+        return replace(self, values=_rename_all(self.values, names))
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +235,7 @@ class Free:
     writes: ClassVar[tuple[str, ...]] = ()
 
     def renamed(self, names: Mapping[str, str], ranks: Sequence[int]) -> Free:
-        return replace(self, values=_all(self.values, names))
+        return replace(self, values=_rename_all(self.values, names))
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,8 +258,8 @@ class Vote:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """The commit point of a rank: `value` is the sum of all votes. If it is not 0, or the rank has
-    failed itself, the rank makes none of its later calls."""
+    """The commit point of a rank. `value`: the sum of all votes. If it is not 0, or the rank itself
+    has failed, the rank skips its later calls."""
 
     value: str
     label: Label | None = field(default=None, kw_only=True)
@@ -289,11 +279,12 @@ Instruction: TypeAlias = Call | Send | Recv | Collective | Wait | Free | Vote | 
 Start: TypeAlias = Send | Recv | Collective
 
 Key: TypeAlias = tuple[tuple[int, ...], str, Literal["transfer", "collective"]]
-"""The key of an order of starts: (ranks, channel, kind); the ranks of a transfer are (from, to).
-The k-th start of a rank with a key meets the k-th start of each other rank of it."""
+"""The key by which starts are matched: (ranks, channel, kind). The ranks of a transfer are (from,
+to). The k-th start of a rank with a key matches the k-th start of each other rank with it."""
 
 
 def key_of(rank: int, start: Start) -> Key:
+    """Return the key of a start of ``rank``."""
     match start:
         case Send(to=to, channel=channel):
             return ((rank, to), channel, "transfer")
@@ -306,9 +297,9 @@ def key_of(rank: int, start: Start) -> Key:
 
 
 def awaited(start: Start) -> tuple[str, ...]:
-    """The values by which a `Wait` names the start."""
+    """Return the values by which a `Wait` refers to the start."""
     return (start.value,) if isinstance(start, Send) else start.outputs
 
 
-def _all(values: tuple[str, ...], names: Mapping[str, str]) -> tuple[str, ...]:
+def _rename_all(values: tuple[str, ...], names: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(names.get(value, value) for value in values)

@@ -1,14 +1,12 @@
-"""What an instruction is for: the action of a schedule that has it, and what it does there.
+"""Labels of instructions: the action of the schedule that they belong to, and what they do in it.
 
     Label("F", 0, 1, "all_reduce", "mm_3", "over tp")     F0 stage 1: all_reduce mm_3 over tp
     Label("F", 0, 1)                                      F0 stage 1
     Label("update")                                       update
 
-Who counts or draws by it (a trace, a profile, the explorer) asks for its fields; the text is for
-people: programs, errors, files.
-
-Invariants: ``str(Label.parse(text)) == text`` for every text, and ``Label.parse(str(label)) ==
-label`` for the labels that lowering makes. It knows no schedule: an action is a word.
+Code (traces, profiles, the explorer) reads the fields; the text is for people. Invariants:
+``str(Label.parse(text)) == text`` for every text, and ``Label.parse(str(label)) == label`` for the
+labels that lowering makes. An action is a plain word here: labels do not depend on schedules.
 """
 
 from __future__ import annotations
@@ -23,11 +21,12 @@ _MOVED = re.compile(r"(\w+) (.+) ((?:over|from stage) .+)", re.DOTALL)
 
 
 class Label(NamedTuple):
-    """``action``, ``microbatch``, ``stage``: "F", 0, 1; of what has no microbatch a word, "update".
-    ``verb``: what is done within it, "" of its own code; ``what``: with which value; ``way``: over
-    which axis, or from which stage.
+    """The purpose of an instruction.
 
-    A tuple, as a program pickles one for each message.
+    ``action``, ``microbatch``, ``stage``: "F", 0, 1; or only a word such as "update". For a
+    collective or message, ``verb``: what it does, "all_reduce"; ``what``: its value; ``way``: "over
+    tp" or "from stage 0". They are "" for the code of the action. A NamedTuple, because each
+    program pickles many.
     """
 
     action: str
@@ -38,7 +37,7 @@ class Label(NamedTuple):
     way: str = ""
 
     def doing(self, verb: str, what: str = "", way: str = "") -> Label:
-        """Of something within the same action."""
+        """Return the label of an instruction within the same action."""
         return Label(self.action, self.microbatch, self.stage, verb, what, way)
 
     @property
@@ -48,7 +47,7 @@ class Label(NamedTuple):
 
     @property
     def place(self) -> str:
-        """The action alone: ``F0 stage 1``, ``update``."""
+        """The action and its stage: ``F0 stage 1``, ``update``."""
         return self.numbered if self.stage is None else f"{self.numbered} stage {self.stage}"
 
     def __str__(self) -> str:
@@ -57,7 +56,7 @@ class Label(NamedTuple):
 
     @staticmethod
     def parse(text: str) -> Label:
-        """The label that prints so; of a text that is none, one whose action is all of it."""
+        """Return the label with this text. Text of another form becomes the action of the label."""
         match = _TEXT.fullmatch(text)
         if match is None:
             return Label(text)

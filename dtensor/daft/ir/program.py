@@ -1,35 +1,15 @@
-"""A `Program`: the instructions of each rank of a cluster for one run, and the code they call.
+"""A `Program`: a list of instructions for each rank of a cluster, and the functions they call.
 
-Example, two ranks, rank 0 squares `x` and sends it on:
-
-    ch = Buffer((2,), torch.float32)
+    buffer = Buffer((2,), torch.float32)
     square = Function(name="square", source="def forward(x):\\n    return (mul(x, x),)",
-                      bindings=(("mul", torch.mul),), lines=(None, "net.py:3: y = x * x"))
-    Program(
-        name="demo",
-        ranks=(
-            RankProgram(instructions=(Call("square", ("x",), ("y",)), Send("y", 1, "f", ch),
-                                      Wait(("y",)), Free(("y",))), inputs=("x",)),
-            RankProgram(instructions=(Recv("y", 0, "f", ch), Wait(("y",))), outputs=("y",)),
-        ),
-        functions=(("square", square),),
-        stage_of=(0, 1),
-    )
+                      bindings=(("mul", torch.mul),))
+    send = (Call("square", ("x",), ("y",)), Send("y", 1, "f", buffer), Wait(("y",)), Free(("y",)))
+    receive = (Recv("y", 0, "f", buffer), Wait(("y",)))
+    ranks = (RankProgram(instructions=send, inputs=("x",)),      # rank 0 sends x * x to rank 1
+             RankProgram(instructions=receive, outputs=("y",)))
+    Program(name="demo", ranks=ranks, functions=(("square", square),), stage_of=(0, 1))
 
-`str(program)` prints the lists side by side; `program.text()` prints all of it, in the grammar of
-`text.py`, whose `parse_instructions` reads a rank's list back. Local code is data: a `Function` is
-source text that an actor compiles once.
-
-Invariants (checked by `verification/verifier.py`, not here): no run can hang; every value is
-defined before use and freed once, except inputs (fed each run, dropped at its end), outputs
-(returned, then dropped) and state (in the actor's table from run to run). A `Call` may return a
-value that shares storage with an input or state: if `shares` declares it, readers of one see no
-write to the other; undeclared sharing is the author's responsibility. `forward` takes positional
-arguments and returns a tuple, one item per output of the `Call`. A frame of the built code has the
-file name `<dtensor NAME>`, so that a traceback through it leads to `lines`, the user's own. A
-function pickles, with torch operators among the bindings too.
-
-It knows neither backends nor the meaning of values. It does not optimise, trace, or check the code.
+`verification/verifier.py` checks programs: no run hangs, and no value is missing or leaks.
 """
 
 from __future__ import annotations
@@ -53,14 +33,14 @@ Built: TypeAlias = Callable[..., tuple[object, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class RankProgram:
-    """One rank's list of `instructions`. `nbytes` are (value, bytes) of Call outputs, inputs and
-    state.
+    """The list of one rank, and the values that it shares with the outside.
 
-    `shares` are (value, other): a value that a `Call` returns, and an input or state whose storage
-    it may share; all other values have their own storage. `changed` are inputs that outlive the
-    run, like state: the caller sees their changes. `replayable` are those of them, and of state,
-    that may be written before the commit point: a failed run may leave them written, and its
-    repetition has the same results.
+    `inputs` are given to each run and dropped at its end; `outputs` are returned; `state` stays in
+    the rank's table from run to run. `nbytes`: (value, bytes) of inputs, state and Call outputs.
+    `shares`: (value, other) if a value that a `Call` returns may share the storage of `other`, an
+    input or state; all other values have their own storage. `changed`: inputs that the run changes,
+    visibly for the caller. `replayable`: changed inputs and state that may be written before the
+    commit point, because repeating a failed run gives the same results.
     """
 
     instructions: tuple[Instruction, ...]
@@ -74,22 +54,24 @@ class RankProgram:
 
     @property
     def lasting(self) -> frozenset[str]:
-        """The values that outlive a run: state, and inputs that it changes."""
+        """The values that outlive a run: state, and inputs that the run changes."""
         return frozenset((*self.state, *self.changed))
 
     def __repr__(self) -> str:
         return f"<list of {len(self.instructions):,} instructions>"
 
     def text(self) -> str:
-        """The instructions in the grammar of `text.py`, one a line."""
+        """Return the instructions in the grammar of `text.py`, one per line."""
         return "\n".join(map(format_instruction, self.instructions))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Program:
-    """A list for each of `ranks`, and the `functions` that these call, by name. `stage_of[rank]` is
-    its pipeline stage, which errors name, like `known_as[rank]`, the rank's number for users: by
-    default its number here."""
+    """The instructions of all ranks for one run, and the functions that they call.
+
+    `stage_of[rank]`: its pipeline stage. `known_as[rank]`: its name for users, if it differs from
+    its number in the program. Both appear in errors.
+    """
 
     name: str
     ranks: tuple[RankProgram, ...]
@@ -111,7 +93,7 @@ class Program:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The ranks that take part: they have an instruction, an input, an output or state."""
+        """The ranks that have an instruction, an input, an output or state."""
         return tuple(
             rank
             for rank, rank_program in enumerate(self.ranks)
@@ -131,7 +113,7 @@ class Program:
         return f"program {self.name}    {self.size} ranks\n{columns(titles, lists)}"
 
     def text(self) -> str:
-        """Everything but the functions' source."""
+        """Return the whole program as text, without the source of its functions."""
         parts = [f"program {self.name}"]
         for rank, program in enumerate(self.ranks):
             head = f"rank {rank} (stage {self.stage_of[rank]})"
@@ -150,11 +132,10 @@ class Program:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Function:
-    """Python source that defines `forward`, with the globals (`bindings`) that it needs. `name`:
-    its name in calls.
+    """Python source that defines `forward`, which takes positional arguments and returns a tuple.
 
-    `lines[i]` is the user's line ("gpt.py:41: x = self.up(x)") for line i + 1 of `source`. `body`:
-    the code as records, from which both are made; None if there are no records.
+    `bindings`: the globals of the source. `lines[i]`: the user's line ("gpt.py:41: x = self.up(x)")
+    for line i + 1 of `source`. `body`: the records from which source and lines are made, or None.
     """
 
     name: str
@@ -165,7 +146,7 @@ class Function:
 
     @staticmethod
     def straight(name: str, body: Body, bindings: Mapping[str, object]) -> Function:
-        """A function of straight-line code."""
+        """Return the function with this body of straight-line code."""
         bound = tuple(sorted(bindings.items(), key=lambda item: item[0]))
         return Function(
             name=name, source=body.source, bindings=bound, lines=body.user_lines, body=body
@@ -173,8 +154,8 @@ class Function:
 
     @staticmethod
     def of(fn: Callable[..., object], name: str | None = None) -> Function:
-        """Wrap ``fn``, which actors can import; ``name`` is by default its own name. It returns a
-        tuple, as every `forward` does."""
+        """Wrap ``fn``, which must return a tuple and which actors can import. ``name``: by default
+        ``fn.__qualname__``."""
         return Function(
             name=name if name is not None else fn.__qualname__,
             source="forward = wrapped",
@@ -195,11 +176,11 @@ class Function:
 
     @property
     def statements(self) -> tuple[CodeLine, ...]:
-        """The lines of its body; empty without one."""
+        """The lines of the body; () if there is none."""
         return () if self.body is None else self.body.lines
 
     def build(self) -> Built:
-        """The function that the source defines. ValueError if it defines none."""
+        """Compile the source and return `forward`. Raises ValueError if it does not define one."""
         code = compile(self.source, self.filename, "exec")
         text = self.source.splitlines(keepends=True)
         linecache.cache[self.filename] = (len(self.source), None, text, self.filename)
@@ -210,7 +191,7 @@ class Function:
         return cast(Built, namespace["forward"])
 
     def user_line(self, error: BaseException) -> str | None:
-        """The user's line under which `error` was raised; None if the table has none."""
+        """Return the user's line that raised `error`, or None if it is unknown."""
         line: str | None = None
         for frame in traceback.extract_tb(traceback_of(error)):
             number = frame.lineno
@@ -223,8 +204,7 @@ def _function(name: str, source: str, bindings: Any, lines: Any) -> Function:
     return Function(name=name, source=source, bindings=bindings, lines=lines)
 
 
-# Operators do not pickle by themselves (their bound schema is a C++ object): they are pickled by
-# name.
+# Torch operators are pickled by name, because their schema is a C++ object.
 def _overload(name: str, overload: str) -> object:
     return getattr(op_packet(name), overload)
 

@@ -1,20 +1,14 @@
-"""The text of instructions: printed for people, parsed back exactly.
+"""Print instructions as text, and parse the text back exactly.
 
-    instruction = [ outputs "=" ] start | "send" name "to" rank "on" name ":" buffer
-                | "wait" names | "free" names | "commit" name
-                | "call" fn "(" names ")" [ "writes" names ]
-    start       = "call" fn "(" names ")" [ "writes" names ] | "vote"
-                | ( "recv" | "borrow" ) "from" rank "on" name ":" buffer
-                | kind [ "." op ] "(" names ")" "over" "(" ranks ")" "on" name
-                  ":" buffers "=>" buffers
-    buffer      = dtype "[" sizes | "*" "]"                e.g. f32[2,3], u8[*]
-    name        = letters, digits and . : / % _ - or a JSON string, where others are needed
-
-Every instruction may end in `# "label"` and `@ "user's line"`, both JSON strings; lists are
-separated by commas and may be empty. One instruction a line.
-
-Invariant: `parse_instructions("\\n".join(map(str_of, xs))) == tuple(xs)`. Functions go by name:
-their source is not part of this text.
+line        = instruction [ "#" label ] [ "@" user's line ], both JSON strings
+instruction = [ outputs "=" ] start | "send" name "to" rank "on" name ":" buffer
+            | "wait" names | "free" names | "commit" name
+start       = "call" fn "(" names ")" [ "writes" names ] | "vote"
+            | ( "recv" | "borrow" ) "from" rank "on" name ":" buffer
+            | kind [ "." op ] "(" names ")" "over" "(" ranks ")" "on" name
+              ":" buffers "=>" buffers
+buffer      = dtype "[" sizes | "*" "]"                e.g. f32[2,3], u8[*]
+name        = letters, digits and . : / % _ - or any JSON string
 """
 
 from __future__ import annotations
@@ -42,22 +36,22 @@ from dtensor.numerics import DTYPES, REDUCTIONS
 
 EXCERPT = 120
 
-_PLAIN = re.compile(r"[\w.:/%-]*[\w/%-]")
+_PLAIN_NAME = re.compile(r"[\w.:/%-]*[\w/%-]")
 _TOKEN = re.compile(
     r'\s*("(?:[^"\\]|\\.)*"|\w+\[[\d,]*\]|\w+\[\*\]|=>|[(),=#@]|:(?=\s)|[\w.:/%-]*[\w/%-])',
 )
 
 
 def format_instruction(
-    instruction: Instruction, *, brief: bool = False, most: int | None = None
+    instruction: Instruction, *, brief: bool = False, max_names: int | None = None
 ) -> str:
-    """One line; `brief` leaves out channels, buffers, the label and the user's line. `most`: names
-    of a list that are shown."""
+    """Return an instruction as one line of text. `brief`: without channels, buffers, the label and
+    the user's line. `max_names`: show only so many names of each list."""
     i = instruction
 
     def names_of(names: Sequence[str]) -> str:
-        shown = ", ".join(map(_name, names[:most]))
-        more = 0 if most is None else len(names) - most
+        shown = ", ".join(map(_name, names[:max_names]))
+        more = 0 if max_names is None else len(names) - max_names
         return shown if more <= 0 else f"{shown}, ... ({more} more)"
 
     match i:
@@ -98,18 +92,17 @@ def format_instruction(
 
 
 def excerpt(instruction: Instruction) -> str:
-    """An instruction in an error's text: brief, on one line of at most `EXCERPT` characters."""
+    """Return an instruction for an error message: brief, at most `EXCERPT` characters."""
     text = ""
-    for most in (None, 4, 2, 1):
-        text = format_instruction(instruction, brief=True, most=most)
+    for max_names in (None, 4, 2, 1):
+        text = format_instruction(instruction, brief=True, max_names=max_names)
         if len(text) <= EXCERPT:
             return text
-    return _cell(text, EXCERPT)
+    return _fit_cell(text, EXCERPT)
 
 
 def parse_instructions(text: str) -> tuple[Instruction, ...]:
-    """The instructions that `text` has, a line each, as they print; blank lines are skipped.
-    ValueError for a line that is none."""
+    """Parse one instruction per line. Blank lines are skipped. Raises ValueError for other text."""
     return tuple(_Parser(line).instruction() for line in text.split("\n") if line.strip())
 
 
@@ -120,11 +113,11 @@ def columns(
     *,
     uncut: bool = False,
 ) -> str:
-    """Lists side by side, as many to a row of columns as fit; long entries are cut with `...`,
-    unless ``uncut``."""
+    """Print lists side by side as columns, wrapped into blocks that fit ``width``. Long entries are
+    cut with `...`, unless ``uncut``."""
     wanted = [max(map(len, (title, *items))) for title, items in zip(titles, lists, strict=True)]
-    most = max(28, width // max(1, len(lists)) - 7)
-    sizes = wanted if uncut else [min(size, most) for size in wanted]
+    max_width = max(28, width // max(1, len(lists)) - 7)
+    sizes = wanted if uncut else [min(size, max_width) for size in wanted]
     blocks: list[str] = []
     start = 0
     while start < len(lists):
@@ -132,10 +125,11 @@ def columns(
         while end < len(lists) and used + sizes[end] + 3 <= width - 5:
             used += sizes[end] + 3
             end += 1
-        rows = [("    ", [_cell(titles[c], sizes[c]) for c in range(start, end)])]
+        rows = [("    ", [_fit_cell(titles[c], sizes[c]) for c in range(start, end)])]
         for r in range(max(len(items) for items in lists[start:end])):
             cells = [
-                _cell(lists[c][r] if r < len(lists[c]) else "", sizes[c]) for c in range(start, end)
+                _fit_cell(lists[c][r] if r < len(lists[c]) else "", sizes[c])
+                for c in range(start, end)
             ]
             rows.append((f"{r:>4}", cells))
         blocks.append("\n".join(f"{n} {' | '.join(cells)}".rstrip() for n, cells in rows))
@@ -143,20 +137,24 @@ def columns(
     return "\n\n".join(blocks)
 
 
-def _cell(text: str, size: int) -> str:
+def _fit_cell(text: str, size: int) -> str:
     return text.ljust(size) if len(text) <= size else text[: size - 3] + "..."
 
 
 def _name(name: str) -> str:
-    return name if _PLAIN.fullmatch(name) else json.dumps(name, ensure_ascii=False)
+    return name if _PLAIN_NAME.fullmatch(name) else json.dumps(name, ensure_ascii=False)
 
 
 class _Tail(TypedDict):
+    """The optional end of an instruction."""
+
     label: Label | None
     source: str | None
 
 
 class _Parser:
+    """A recursive-descent parser of one line, by the grammar at the top."""
+
     def __init__(self, line: str) -> None:
         self.line = line
         self.tokens: list[str] = []

@@ -1,31 +1,13 @@
-"""Runs one host's list over a table of values: the same in every backend and in both modes.
+"""Run one host's part of a program, over a table of values.
 
     table = {(0, "w"): ...}                                # (rank, name) -> value
     engine = Engine(HostProgram.whole(program, sites), table, transport)
     results = engine.run({0: {"x": x}})                    # {rank: {output: value}}
 
-`begin`, `step` for each position, `finish` do the same, one instruction at a time.
-
-A `Call` that raises poisons its rank for the rest of the run, and does not end the run: the rank
-continues through its list, calls nothing, and sends zeros of the declared shapes where it has no
-value, so no rank waits for it. At the commit point all ranks learn of it and are poisoned too,
-before any has written state. `run` then returns `UndoneRun`, and the next run finds all state
-unchanged. That holds for programs with a commit point, and for those that write no state. In
-others, and after a rank has voted, half-written state is lost, and the error is raised; so is any
-error after which this process cannot use its GPU any more, for there all values are lost. But if
-`undoes`, and all ranks of the program are here, all of them continue in the same way, and `late`
-says that their writes must be undone (`worker.py`).
-
-Invariants: the program is verified, so no step checks for missing values. In the table it changes
-only its state: all other values of a run are its own (`values`), so that programs on the same ranks
-may use the same names. Functions are built once. Steps run under `no_grad` with one kernel thread.
-`Free`, `finish` and overwriting drop the reference and no other is kept. An exception of a `Call`
-becomes a `TaskError`, one of a transfer a `CommunicationError`, both with the user's line; so does
-a SystemExit, but no exception that is meant for the process (`remote_exceptions.py`). Where all
-ranks of a program are here, they need no messages to agree: sums of votes alone are left out.
-
-It does not copy inputs or outputs, and after an error the values stay as they are: the cluster that
-owns the table does both.
+If a `Call` raises, its rank is poisoned: it skips all later calls but still sends messages (zeros
+for missing values), so that no other rank hangs. At the commit point all ranks learn of the failure
+before any has written state, and `run` returns `UndoneRun`. A failure that cannot be undone (after
+the commit point, in a transfer, or with the GPU lost) is raised as TaskError or CommunicationError.
 """
 
 from __future__ import annotations
@@ -80,19 +62,22 @@ if TYPE_CHECKING:
 
 Table: TypeAlias = dict[tuple[int, str], object]
 Place: TypeAlias = tuple[Table, tuple[int, str]]
-"""The place of a value: its table, and its key there."""
+"""Where a value is stored: a table, and the key in it."""
 Inputs: TypeAlias = dict[int, dict[str, object]]
-"""Values fed to each rank. A run takes them out, so that `Free` drops the last reference."""
+"""The inputs of each rank. A run removes them, so that `Free` drops the last reference."""
 Step: TypeAlias = Callable[[], None]
 
 CPU = torch.device("cpu")
 
 
 class Engine:
-    """`device`: of the ranks here, and of the zeros that they send in place of missing values.
-    `number`: of the program, among those that its hosts load over this transport. `undoes`: the
-    table's owner can restore it; `late`: it must, after the run that ended. `device_waits`: notes
-    where the GPU waits."""
+    """A program that is loaded on a host.
+
+    `number`: the program's number among those loaded over this transport. `undoes`: the table's
+    owner can restore the table. `must_roll_back`: the owner must do so, since the last run failed
+    after writes. `values`: the values of the current run; only state is written to the table.
+    `device_waits`: records where the GPU waits.
+    """
 
     def __init__(
         self,
@@ -107,9 +92,9 @@ class Engine:
     ) -> None:
         self.program = program
         self.sites: tuple[Site, ...] = program.sites
-        self.values: Table = {}  # of the run: all but state
+        self.values: Table = {}  # of the current run, except state
         self._table = table
-        # first: other hosts find this host's part, even if it fails later
+        # before anything that can raise, so that the other hosts do not wait for this one
         self._prepared = transport.prepare(program, number)
         self._device = device
         self._state = frozenset(
@@ -120,24 +105,26 @@ class Engine:
         self._built = {name: function.build() for name, function in program.functions}
         ranks = sorted({rank for rank, _ in program.sites})
         self._waits = {rank: starts_of_waits(program.ranks[rank].instructions) for rank in ranks}
-        self._idle = self._sums_of_votes() if program.alone else frozenset[Site]()
+        self._skipped = self._vote_sums() if program.alone else frozenset[Site]()
         self._steps = [self._prepare(site) for site in self.sites]
         if device_waits is not None and not program.alone:
             for position, site in enumerate(self.sites):
-                if isinstance(instruction_at(program, site), Wait) and site not in self._idle:
-                    self._steps[position] = device_waits.noted(position, self._steps[position])
-        self._order = [p for p, site in enumerate(self.sites) if site not in self._idle]
-        self._undoable = _undoable(program, ranks)
-        self._undoes = undoes and program.alone
-        self._leaks = program.communicates and not program.commits and not self._undoes
-        self.late: bool = False
-        self._is_new = device.type == "cuda" and program.communicates and not program.alone
-        self._stamps: Stamps | None = None  # of timed runs
+                if isinstance(instruction_at(program, site), Wait) and site not in self._skipped:
+                    self._steps[position] = device_waits.recorded(position, self._steps[position])
+        self._order = [p for p, site in enumerate(self.sites) if site not in self._skipped]
+        self._end_of_undoable = _end_of_undoable(program, ranks)
+        self._can_roll_back = undoes and program.alone
+        self._peers_stay_unaware = (
+            program.communicates and not program.commits and not self._can_roll_back
+        )
+        self.must_roll_back: bool = False
+        self._runs_first = device.type == "cuda" and program.communicates and not program.alone
+        self._stamps: Stamps | None = None  # for timed runs
         self._stamped: list[Step] = []
         # of the current run
         self._running = self._steps
-        self._keeps = False
-        self._spoiled: set[int] = set()
+        self._keeps_outputs = False
+        self._poisoned_ranks: set[int] = set()
         self._faults: list[Fault] = []
 
     def run(
@@ -148,26 +135,28 @@ class Engine:
         timed: bool = False,
         keeps: bool = False,
     ) -> dict[int, dict[str, object]] | UndoneRun:
-        """Run all steps; `counter[0]` (if given) is always the position of the current one.
+        """Run all steps, and return the outputs of each rank, or `UndoneRun`.
 
-        ``timed``: the results have those of `Stamps` too. ``keeps``: some stay here for later runs.
+        ``counter[0]`` is always the position of the current step. ``timed``: add the timings of
+        `Stamps` to the outputs. ``keeps``: some outputs stay in the table for later runs.
         """
         ranks = tuple(inputs)
-        if self._is_new:
-            self._is_new = False
+        if self._runs_first:
+            self._runs_first = False
             with local_execution():
                 use_once(self.program, self._built, self._table, inputs, self._device)
         self.begin(inputs, self._timed_steps() if timed else None, keeps=keeps)
         if counter is None:
             counter = memoryview(bytearray(8)).cast("q")
-        self._go(self._order, counter)
+        self._run_steps(self._order, counter)
         results = self.finish(ranks)
         if timed and self._stamps is not None and not isinstance(results, UndoneRun):
             for rank in ranks:
-                results[rank] |= self._stamps.taken(rank)
+                results[rank] |= self._stamps.outputs_of(rank)
         return results
 
     def _timed_steps(self) -> list[Step]:
+        """Return the steps that record times. They are created for the first timed run."""
         if self._stamps is None:
             functions = {name: self._functions[name] for name in self._built}
             stamps = self._stamps = Stamps(functions, self._device)
@@ -181,86 +170,100 @@ class Engine:
     def begin(
         self, inputs: Inputs, steps: list[Step] | None = None, *, keeps: bool = False
     ) -> None:
+        """Begin a run; `step` and `finish` follow. ``steps``: replace the usual ones."""
         self._running = self._steps if steps is None else steps
-        self._keeps = keeps
-        self._spoiled, self._faults, self.late = set(), [], False
+        self._keeps_outputs = keeps
+        self._poisoned_ranks, self._faults, self.must_roll_back = set(), [], False
         for rank, values in inputs.items():
             for name in tuple(values):
                 value = self.values[rank, name] = values.pop(name)
                 if isinstance(value, Poisoned):
-                    if keeps and self._leaks:
+                    if keeps and self._peers_stay_unaware:
                         raise TaskError(value.failure)
                     self._faults.append(Fault(None, TaskError(value.failure)))
                     self._poison(rank)
 
     def step(self, position: int) -> None:
-        self._go((position,), memoryview(bytearray(8)).cast("q"))
+        self._run_steps((position,), memoryview(bytearray(8)).cast("q"))
 
-    def _go(self, positions: Sequence[int], counter: memoryview) -> None:
+    def _run_steps(self, positions: Sequence[int], counter: memoryview) -> None:
+        """Run the steps at these positions. After a failure, continue with a poisoned rank."""
         at, end = 0, len(positions)
         with local_execution(self._device):
             while at < end:
-                running = self._running  # another list, once a rank is poisoned
+                running = self._running  # replaced when a rank is poisoned
                 try:
                     while at < end:
                         position = counter[0] = positions[at]
                         if noted:
-                            self._act(position)
+                            self._handle_signal(position)
                         running[position]()
                         at += 1
                 except BaseException as error:
-                    self._failed(positions[at], error)
+                    self._handle_failure(positions[at], error)
 
-    def _act(self, position: int) -> None:
-        """Handle a signal here, where the run can still be undone."""
+    def _handle_signal(self, position: int) -> None:
+        """Run the handler of a pending signal, if the run can still be undone at this position."""
         rank, index = self.sites[position]
-        undoes = not (self._undoes or (self._leaks and self._keeps) or self._spoiled)
-        if undoes and index < self._undoable[rank]:
+        undoes = not (
+            self._can_roll_back
+            or (self._peers_stay_unaware and self._keeps_outputs)
+            or self._poisoned_ranks
+        )
+        if undoes and index < self._end_of_undoable[rank]:
             try:
                 act()
             except BaseException as error:
                 keep(error)
                 raise CutShort(reason_of(error)) from None
 
-    def _failed(self, position: int, error: BaseException) -> None:
-        """Poison the rank, and repeat its step here as that of a poisoned rank; or raise."""
+    def _handle_failure(self, position: int, error: BaseException) -> None:
+        """Poison the rank, which then repeats its step as a poisoned rank, or raise the error if
+        the run cannot be undone."""
         if interrupts(error):
             raise error
         rank, index = self.sites[position]
         if not isinstance(error, OthersFailed):
             instruction = instruction_at(self.program, (rank, index))
-            lost = lost_device(self._device, error)
-            ours = isinstance(error, Undeclared | CutShort) or (
-                isinstance(instruction, Call) and lost is None
+            device_error = lost_device(self._device, error)
+            is_user_fault = isinstance(error, Undeclared | CutShort) or (
+                isinstance(instruction, Call) and device_error is None
             )
-            leaks = self._leaks and self._keeps
-            late = leaks or rank in self._spoiled or index >= self._undoable[rank]
-            fault = self._error(position, error, lost)
-            if not ours or (late and not self._undoes):
+            leaks = self._peers_stay_unaware and self._keeps_outputs
+            must_roll_back = (
+                leaks or rank in self._poisoned_ranks or index >= self._end_of_undoable[rank]
+            )
+            fault = self._error(position, error, device_error)
+            if not is_user_fault or (must_roll_back and not self._can_roll_back):
                 raise fault from fault.__cause__
             self._faults.append(Fault((rank, index), fault))
-            if late:  # none of its results is needed
-                self.late = True
-                for other in {site[0] for site in self.sites} - self._spoiled - {rank}:
+            if must_roll_back:  # all ranks are here, and the results of none are needed
+                self.must_roll_back = True
+                for other in {site[0] for site in self.sites} - self._poisoned_ranks - {rank}:
                     self._poison(other)
         self._poison(rank)
 
     def _poison(self, rank: int) -> None:
-        self._spoiled.add(rank)
+        self._poisoned_ranks.add(rank)
         self._running = [
             self._prepare_poisoned(site, step) if site[0] == rank else step
             for site, step in zip(self.sites, self._running, strict=True)
         ]
 
     def abandon(self) -> None:
-        """The current run will not be ended."""
+        """Drop the current run without finishing it."""
         self.values.clear()
         self._pending.clear()
-        self._running, self._spoiled, self._faults, self.late = self._steps, set(), [], False
+        self._running, self._poisoned_ranks, self._faults, self.must_roll_back = (
+            self._steps,
+            set(),
+            [],
+            False,
+        )
 
     def finish(self, ranks: Sequence[int]) -> dict[int, dict[str, object]] | UndoneRun:
-        """The outputs of these ranks; drops outputs and inputs, but no state."""
-        if self._spoiled:
+        """Return the outputs of these ranks, or `UndoneRun`. Drops all values except state."""
+        if self._poisoned_ranks:
             undone = UndoneRun(tuple(self._faults))
             self.values.clear()
             self._running, self._faults = self._steps, []
@@ -275,7 +278,7 @@ class Engine:
         return results
 
     def close(self) -> None:
-        """The program is unloaded."""
+        """Unload the program."""
         self._prepared.close()
 
     def _place(self, rank: int, name: str) -> Place:
@@ -283,6 +286,7 @@ class Engine:
         return (self._table if key in self._state else self.values), key
 
     def _prepare(self, site: Site) -> Step:
+        """Return the function that executes an instruction in each run."""
         rank, _ = site
         instruction = instruction_at(self.program, site)
         match instruction:
@@ -296,7 +300,7 @@ class Engine:
                 local_values, keys = self.values, [(rank, value) for value in values]
 
                 def free() -> None:
-                    for key in keys:  # a poisoned rank has not made all of them
+                    for key in keys:  # a poisoned rank lacks some of them
                         local_values.pop(key, None)
 
                 return free
@@ -313,7 +317,7 @@ class Engine:
                 alone = self.program.alone
 
                 def commit() -> None:
-                    if self._spoiled if alone else table[key]:
+                    if self._poisoned_ranks if alone else table[key]:
                         raise OthersFailed
 
                 return commit
@@ -321,12 +325,13 @@ class Engine:
                 assert_never(instruction)
 
     def _prepare_poisoned(self, site: Site, step: Step) -> Step:
-        """The step of a poisoned rank: everything except calls and reads of votes."""
+        """Return the step of a poisoned rank: it calls nothing, ignores the sum of votes, votes 1,
+        and sends zeros for missing values."""
         rank, _ = site
         instruction = instruction_at(self.program, site)
         match instruction:
             case Call() | Commit():
-                return _nothing
+                return _do_nothing
             case Vote(value=value):
                 table, key = self._place(rank, value)
                 word = torch.ones((), device=self._device)
@@ -335,15 +340,16 @@ class Engine:
                     table[key] = word
 
                 return vote
-            case Send() | Collective() if site not in self._idle:
+            case Send() | Collective() if site not in self._skipped:
                 return self._prepare_start(site, instruction, poisoned=True)
             case Send() | Collective() | Recv() | Wait() | Free():
                 return step
             case _:
                 assert_never(instruction)
 
-    def _sums_of_votes(self) -> frozenset[Site]:
-        """Collectives of only votes, and the waits for only them."""
+    def _vote_sums(self) -> frozenset[Site]:
+        """Return the collectives that sum only votes, and their waits. They are skipped if one host
+        has all ranks of the program."""
         sites: set[Site] = set()
         words: set[tuple[int, str]] = set()
         for site in self.sites:
@@ -380,9 +386,10 @@ class Engine:
         return run
 
     def _prepare_start(self, site: Site, start: Start, *, poisoned: bool = False) -> Step:
+        """Return the step of a start. ``poisoned``: it sends zeros for missing values."""
         rank, _ = site
         begin, pending = self._prepared.begins[site], self._pending
-        checked = self._or_zeros if poisoned else check_value
+        checked = self._value_or_zeros if poisoned else check_value
         match start:
             case Send(value=name, buffer=buffer):
                 read = [(name, buffer)]
@@ -401,8 +408,9 @@ class Engine:
 
         return run
 
-    def _or_zeros(self, value: object, buffer: Buffer, name: str) -> torch.Tensor:
-        """Zeros, for they are in range of every lookup of a receiver."""
+    def _value_or_zeros(self, value: object, buffer: Buffer, name: str) -> torch.Tensor:
+        """Return the value, or zeros of the declared shape if it is missing. (Zeros are valid
+        indices for any receiver.)"""
         if isinstance(value, torch.Tensor) and buffer.accepts(value):
             return value
         return torch.zeros(buffer.shape, dtype=buffer.dtype, device=self._device)
@@ -413,7 +421,7 @@ class Engine:
         completed = [
             ((rank, start), [self._place(rank, n) for n in instructions[start].outputs])
             for start in self._waits[rank][index]
-            if (rank, start) not in self._idle
+            if (rank, start) not in self._skipped
         ]
 
         def wait() -> None:
@@ -424,8 +432,9 @@ class Engine:
         return wait
 
     def _error(
-        self, position: int, error: BaseException, lost: BaseException | None = None
+        self, position: int, error: BaseException, device_error: BaseException | None = None
     ) -> DaftError:
+        """Return daft's error for an exception. ``device_error``: see `lost_device`."""
         site = self.sites[position]
         if isinstance(error, CutShort):
             return RunInterrupted(describe(self.program, site, str(error)))
@@ -434,17 +443,17 @@ class Engine:
         if isinstance(instruction, Call):
             kind, line = TaskError, self._functions[instruction.fn].user_line(error)
         reason = reason_of(error)
-        if lost is not None and lost is not error:
-            reason += f"\nThis process can use {self._device} no more: {reason_of(lost)}"
+        if device_error is not None and device_error is not error:
+            reason += f"\nThis process can use {self._device} no more: {reason_of(device_error)}"
         failure = describe(self.program, site, reason, line=line)
         return kind(replace(failure, raised=RemoteException(shortened(error))))
 
 
 def lost_device(device: torch.device, error: BaseException) -> BaseException | None:
-    """The error that ended this process's use of a GPU; None if it can use it still.
+    """Return the error after which this process can no longer use the GPU; None if it still can.
 
-    Libraries raise errors of their own (cuBLAS and Triton a RuntimeError) where CUDA's context is
-    lost, so it is asked; a query of a stream waits for nothing, and repeats an error that stays.
+    cuBLAS and Triton raise a plain RuntimeError if the CUDA context is lost, so the stream is
+    queried. The query does not wait, and raises a permanent error again.
     """
     if isinstance(error, torch.AcceleratorError):
         return error
@@ -456,12 +465,12 @@ def lost_device(device: torch.device, error: BaseException) -> BaseException | N
     return None
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     pass
 
 
-def _undoable(program: HostProgram, ranks: Sequence[int]) -> dict[int, int]:
-    """By rank, the index of the instruction from which on a failure cannot be undone."""
+def _end_of_undoable(program: HostProgram, ranks: Sequence[int]) -> dict[int, int]:
+    """Return, for each rank, the index of the first instruction whose failure cannot be undone."""
     lists = {rank: program.ranks[rank].instructions for rank in ranks}
     if not program.commits:
         return {
@@ -477,8 +486,8 @@ def _undoable(program: HostProgram, ranks: Sequence[int]) -> dict[int, int]:
 def describe(
     program: Program | HostProgram, site: Site, reason: str, line: str | None = None
 ) -> Failure:
-    """The facts about an instruction; its user's line, or the line of the message that it waits
-    for."""
+    """Return the facts about a failed instruction. ``line``: the user's line; by default the line
+    of the instruction or of the start it waits for."""
     rank, index = site
     instructions = program.ranks[rank].instructions
     instruction = instructions[index]
@@ -502,9 +511,9 @@ def describe(
 
 @contextmanager
 def local_execution(device: torch.device = CPU) -> Generator[None]:
-    """No autograd, and no autocast from the caller, for programs have their own casts; one kernel
-    thread: the number of threads changes the bits of a sum; a GPU with a number is the current one,
-    for Triton launches there, and each thread has its own."""
+    """Set up torch for a program on this thread: no autograd, no autocast of the caller, and one
+    kernel thread (their number changes the bits of sums). A device such as cuda:1 becomes the
+    current device, on which Triton launches kernels."""
     threads = torch.get_num_threads()
     if threads != 1:
         torch.set_num_threads(1)

@@ -1,16 +1,12 @@
-"""Each function of a program is called once before its first run, where GPUs communicate.
+"""Call each function of a program once before its first run, if GPUs of several hosts communicate.
 
     use_once(program, built, table, {0: {"x": x}}, device)
 
-Loading a kernel's module, as Triton does at its first launch, or making a handle of cuBLAS waits
-for the device (CUDA C++ Programming Guide, "Lazy Loading"), which may be waiting for a message of
-a peer whose host waits for a message of this one. So nothing is used for the first time between
-two messages. The calls of a rank are made in its order, on its inputs and state, with zeros for
-what it receives.
-
-Invariants: no message is sent, and nothing is written: a function that writes to its arguments gets
-copies. What one raises is left to the run, which raises it again, with its line. A custom op of
-the user's runs once more than there are steps.
+The first use of a kernel or of cuBLAS waits for the device (CUDA C++ Programming Guide, "Lazy
+Loading"). Within a run the device may be waiting for a peer that waits for this host: a deadlock.
+So all functions are called first, on the rank's inputs and state and with zeros for received
+values. No message is sent and no state is written (written arguments are copied). Exceptions are
+ignored here, since the run raises them again. A user's custom op therefore runs one extra time.
 """
 
 from __future__ import annotations
@@ -32,34 +28,40 @@ def use_once(
     inputs: Mapping[int, Mapping[str, object]],
     device: torch.device,
 ) -> None:
-    for rank, given in inputs.items():
-        own = program.ranks[rank]
-        kept = {name: table[rank, name] for name in own.state if (rank, name) in table}
-        _calls(own, built, {**kept, **given}, device)
+    """Call the functions of all ranks. ``inputs``: the inputs of each rank, for the coming run."""
+    for rank, own_inputs in inputs.items():
+        rank_program = program.ranks[rank]
+        state = {name: table[rank, name] for name in rank_program.state if (rank, name) in table}
+        _call_all(rank_program, built, {**state, **own_inputs}, device)
 
 
-def _calls(
-    own: RankProgram, built: Mapping[str, Built], values: dict[str, object], device: torch.device
+def _call_all(
+    rank_program: RankProgram,
+    built: Mapping[str, Built],
+    values: dict[str, object],
+    device: torch.device,
 ) -> None:
+    """Call the functions of one rank in the order of its list. ``values``: its inputs and state."""
+
     def receive(names: tuple[str, ...], buffers: tuple[Buffer, ...]) -> None:
         for name, buffer in zip(names, buffers, strict=True):
             if not buffer.variable:
                 values[name] = torch.zeros(buffer.shape, dtype=buffer.dtype, device=device)
 
-    for instruction in own.instructions:
+    for instruction in rank_program.instructions:
         match instruction:
             case Call(fn=fn, inputs=names, outputs=outputs, writes=writes):
                 if not all(name in values for name in names):
                     continue
-                args = [_copied(values[n]) if n in writes else values[n] for n in names]
+                args = [_clone(values[n]) if n in writes else values[n] for n in names]
                 try:
-                    made = built[fn](*args)
+                    results = built[fn](*args)
                 except torch.AcceleratorError:
                     raise
                 except Exception:
                     continue
-                values.update(zip(outputs, made, strict=False))
-                del args, made
+                values.update(zip(outputs, results, strict=False))
+                del args, results
             case Recv(outputs=names, buffer=buffer):
                 receive(names, (buffer,))
             case Collective(outputs=names, out_buffers=buffers):
@@ -73,5 +75,5 @@ def _calls(
                 pass
 
 
-def _copied(value: object) -> object:
+def _clone(value: object) -> object:
     return value.clone() if isinstance(value, Tensor) else value

@@ -1,22 +1,14 @@
-"""When each instruction of a timed run began and ended, and each line of the code that it called.
+"""Measure when each instruction of a run, and each line of the code it calls, begins and ends.
 
-    stamps = Stamps(functions, device)                # of one engine
-    steps = [stamps.timed(site, step) for ...]        # notes begin and end of each
-    stamps.built["mlp_F0"]                            # the function, with a stamp after each line
-    outputs[rank] |= stamps.taken(rank)               # TIMES f64[3 n], LINES f64[m], seconds
+    stamps = Stamps(functions, device)                # for one engine
+    steps = [stamps.timed(site, step) for ...]        # record begin and end of each step
+    outputs[rank] |= stamps.outputs_of(rank)          # TIMES f64[3 n], LINES f64[m], in seconds
     times_of(outputs[rank])                           # [(index, begin, end), ...]
 
-A generated function `def forward(x): y = relu(x); return (y,)` is run as
-
-    def forward(x):
-        __0 = __now(); y = relu(x)
-        __1 = __now(); __note((__0, __1,)); return (y,)
-
-Invariants: lines keep their numbers, so that errors name the same of the user's; results are the
-same objects. A stamp costs some 50 ns, one of an instruction some 400. On a GPU the current stream
-is waited for before each stamp, so that a line lasts as long as its kernels, and a wait as long as
-its message; no other stream, for two hosts whose sends cross would wait for each other there.
-Functions that are not known line by line (`Function.body`) run as they are.
+A function with the line `y = relu(x)` runs as `__0 = __now(); y = relu(x)` and so on: line numbers
+stay, so errors still name the user's lines. A stamp costs about 50 ns, an instruction's about 400.
+On a GPU each stamp first waits for the current stream, so a line lasts as long as its kernels. It
+does not wait for other streams, where two hosts whose sends cross would wait for each other.
 """
 
 from __future__ import annotations
@@ -35,21 +27,25 @@ from dtensor.daft.ir.program import Built, Function
 from dtensor.daft.verification.pairing import Site
 
 TIMES = "daft.times"
-"""Output of a timed run: for each instruction of the rank its index, begin and end, one after the
-other, in seconds of the host's monotonic clock."""
+"""Output of a timed run: index, begin, end of each instruction, flattened, in seconds of the host's
+monotonic clock."""
 LINES = "daft.lines"
-"""The same of the lines of each Call in turn: its begin, and the end of each line."""
+"""Output of a timed run: for each Call in turn, its begin and the end of each of its lines."""
 
 
-def stamped(
+def with_line_stamps(
     function: Function, now: Callable[[], float], note: Callable[[Iterable[float]], None]
 ) -> Built:
-    """The function built so that it notes when each line ended; as it is where none is stamped."""
+    """Build the function so that it reports its begin and the end of each line to ``note``. A
+    function without `Function.body` is built unchanged."""
     body = function.body
     if body is None or not body.lines:
         return function.build()
     names = "".join(f"__{number}," for number in range(len(body.lines) + 1))
-    lines = (*map(str, body.lines), f"__note(({names})); {body.returned}")  # comments end lines
+    lines = (
+        *map(str, body.lines),
+        f"__note(({names})); {body.returned}",
+    )  # stamps precede lines, which may end in comments
     stamps = (f"__{at} = __now(); {line}" for at, line in enumerate(lines))
     twin = replace(
         function,
@@ -60,27 +56,28 @@ def stamped(
 
 
 class Stamps:
-    """``functions``: what the engine calls, by name."""
+    """The measured times of one engine's runs. ``functions``: the functions that it calls, by name.
+    ``built``: these functions with a stamp after each line."""
 
     def __init__(self, functions: Mapping[str, Function], device: torch.device) -> None:
-        self._now = partial(drained, device) if device.type == "cuda" else time.monotonic
-        self._noted = array("d")  # by the call under way
+        self._clock = partial(time_when_idle, device) if device.type == "cuda" else time.monotonic
+        self._line_times = array("d")  # of the current call
         self._times: dict[int, array[float]] = defaultdict(lambda: array("d"))
         self._lines: dict[int, array[float]] = defaultdict(lambda: array("d"))
         self.built = {
-            name: stamped(function, self._now, self._noted.extend)
+            name: with_line_stamps(function, self._clock, self._line_times.extend)
             for name, function in functions.items()
         }
 
     def begin(self) -> None:
-        """Forget the run before."""
-        for seconds in (self._noted, *self._times.values(), *self._lines.values()):
+        """Begin a run: forget the times of the last one."""
+        for seconds in (self._line_times, *self._times.values(), *self._lines.values()):
             del seconds[:]
 
     def timed(self, site: Site, step: Callable[[], None]) -> Callable[[], None]:
-        """A step that notes when it began and ended."""
+        """Return a step that records when it begins and ends."""
         rank, index = site
-        now, noted = self._now, self._noted
+        now, noted = self._clock, self._line_times
         times, lines = self._times[rank], self._lines[rank]
 
         def run() -> None:
@@ -93,36 +90,36 @@ class Stamps:
 
         return run
 
-    def taken(self, rank: int) -> dict[str, object]:
-        """What a rank of the run gives beside its outputs."""
-        return {TIMES: _tensor(self._times[rank]), LINES: _tensor(self._lines[rank])}
+    def outputs_of(self, rank: int) -> dict[str, object]:
+        """Return the additional outputs of a rank: TIMES and LINES."""
+        return {TIMES: _as_tensor(self._times[rank]), LINES: _as_tensor(self._lines[rank])}
 
 
 Times: TypeAlias = list[tuple[int, float, float]]
 
 
 def times_of(outputs: Mapping[str, object]) -> Times:
-    """(index, begin, end) of the instructions of a rank, from what a timed run gave."""
-    flat = iter(_numbers(outputs[TIMES]))
+    """Return (index, begin, end) of each instruction from the outputs of a timed run's rank."""
+    flat = iter(_as_list(outputs[TIMES]))
     return [(int(index), begin, end) for index, begin, end in zip(flat, flat, flat)]
 
 
 def lines_of(outputs: Mapping[str, object]) -> list[float]:
-    """The stamps of the lines of a rank's calls, one call after the other."""
-    return _numbers(outputs[LINES])
+    """Return the line stamps of a rank's calls, one call after the other."""
+    return _as_list(outputs[LINES])
 
 
-def _numbers(seconds: object) -> list[float]:
+def _as_list(seconds: object) -> list[float]:
     return cast(list[float], cast(Any, seconds).tolist())
 
 
-def _tensor(seconds: array[float]) -> torch.Tensor:
+def _as_tensor(seconds: array[float]) -> torch.Tensor:
     if not seconds:
         return torch.empty(0, dtype=torch.float64)
     return torch.frombuffer(bytearray(seconds), dtype=torch.float64)
 
 
-def drained(device: torch.device) -> float:
-    """The time when the work of a GPU's current stream is done."""
+def time_when_idle(device: torch.device) -> float:
+    """Wait for the GPU's current stream, and return the time."""
     torch.cuda.current_stream(device).synchronize()
     return time.monotonic()

@@ -1,21 +1,13 @@
-"""The engine's interface to transports, and the transport among ranks of one process.
+"""Define the interface of transports, and the transport among ranks of one process.
 
-A transport starts transfers and collectives; each start returns a `Pending`, whose `wait` returns
-the results (none for a send). `LocalTransport` serves ranks of one process, `ExchangeTransport`
-(`ray/transports/exchange.py`) ranks of several, over gloo or NCCL, and `SameHostTransport`
-(`ray/transports/same_host.py`) those of one host, through memory. A program's starts are `Prepared`
-when it is loaded, so that a start in a step needs no look-up.
+    begin = transport.begin(rank, start)            # when the program is loaded
+    pending = begin([x])                            # starts the exchange; never blocks
+    (y,) = pending.wait()                           # blocks until it is complete
 
-`TRANSPORTS` has the transport that connects ranks on a type of device, in one process or on several
-hosts:
-
-    register_transport("cpu", "hosts", connect)     # connect(Meeting(...)) -> a Transport
-
-Processes that connect after that use it; on Ray the function is sent to the hosts.
-
-Invariants: a start never blocks; its tensors stay unchanged until its `wait` (the verifier ensures
-that); the results of `wait` are contiguous and share no storage with other tensors. Reductions are
-`numerics.fold` in group order, so that every transport gives the same bits.
+Ranks of several processes use `ExchangeTransport` (gloo, NCCL) or `SameHostTransport` (shared
+memory), both in ray/transports. `register_transport("cpu", "hosts", connect)` replaces one.
+Tensors given to a start stay unchanged until its `wait`; results are contiguous and share no
+storage. Reductions are `numerics.fold` in group order, so all transports give the same bits.
 """
 
 from __future__ import annotations
@@ -37,31 +29,33 @@ from dtensor.private_torch import Store
 
 
 class Pending(ABC):
-    """A start that is not complete yet."""
+    """A transfer or collective that was started."""
 
     @abstractmethod
     def wait(self) -> tuple[Tensor, ...]:
-        """Block until complete; the values made, in the order of the instruction's outputs."""
+        """Block until it is complete; return the values of the instruction's outputs."""
 
 
 Begin: TypeAlias = Callable[[Sequence[Tensor]], Pending]
-"""Starts one instruction of a program, with the values that it reads."""
+"""A function that starts one instruction of a program, given the values that it reads."""
 
 
 class Prepared:
-    """The starts of a loaded program's list, by their sites."""
+    """The functions that start the transfers and collectives of a loaded program, by site."""
 
     def __init__(self, begins: Mapping[Site, Begin]) -> None:
         self.begins = begins
 
     def close(self) -> None:
-        """The program is unloaded."""
+        """Release the resources of the program, which is unloaded."""
 
 
 class Transport(ABC):
+    """Transfers and collectives among ranks."""
+
     def prepare(self, program: HostProgram, number: int = 0) -> Prepared:
-        """Prepare a program. All processes that run a part of it prepare it, under this `number`,
-        which no other program has."""
+        """Prepare the starts of a program when it is loaded. All processes that run a part of the
+        program pass the same unique `number`."""
         begins: dict[Site, Begin] = {}
         for site in program.sites:
             instruction = instruction_at(program, site)
@@ -69,30 +63,31 @@ class Transport(ABC):
                 begins[site] = self.begin(site[0], instruction)
         return Prepared(begins)
 
-    def open(self, tags: Mapping[Key, int]) -> None:  # noqa: B027 - most need nothing
-        """Prepare the keys of a program that is about to be loaded and that cross hosts, by the
-        controller's numbers of them; all hosts do, in one order."""
+    def open(self, tags: Mapping[Key, int]) -> None:  # noqa: B027 - optional
+        """Prepare connections for a program that is about to be loaded. ``tags``: its keys that
+        cross hosts, with numbers from the controller. All hosts call it in the same order."""
 
     def tell_whom_it_awaits(self, told: Callable[[int], None]) -> None:  # noqa: B027
-        """`told`: takes the rank that a wait begins to wait for, -1 when it does not wait."""
+        """Set a function that is called with the rank that a wait begins to wait for, or -1 when
+        the wait ends."""
 
     @abstractmethod
     def begin(self, rank: int, start: Start) -> Begin:
-        """The function that starts this instruction of a rank, once for each run."""
+        """Return the function that starts this instruction of a rank in each run."""
 
     @abstractmethod
     def close(self) -> None:
-        """Break all connections; waits of peers then fail instead of blocking."""
+        """Close all connections. Peers that wait for this process then fail instead of blocking."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """The data with which a process connects its `ranks` to those of the others.
+    """The data with which a process connects its `ranks` to the ranks of other processes.
 
-    For several hosts: `index` is this one's number, `host_of` each rank's host; `store` is at the
-    controller, for this meeting alone, and `meet` writes a text under `here<index>` in it and
-    returns when all hosts have. `address`: the controller's; `secret`: the launch's; `patience_s`:
-    the time after which no process waits for a lost one, if the controller is lost too.
+    With several hosts: `index` is this host's number, and `host_of` the host of each rank. `store`
+    is a store at the controller for this meeting only. `meet` writes a text under `here<index>` in
+    it and returns when all hosts have done so. `address`: the controller's. `secret`: the launch's.
+    `patience_s`: how long a process waits for a lost peer if the controller is lost too.
     """
 
     ranks: tuple[int, ...]
@@ -105,31 +100,31 @@ class Meeting:
     patience_s: float = 60.0
 
     def of_hosts(self) -> tuple[Store, Callable[[str], None]]:
-        """The store where hosts meet, and the function to meet."""
+        """Return `store` and `meet`, which exist if there are several hosts."""
         assert self.store is not None and self.meet is not None, "the ranks are in one process"
         return self.store, self.meet
 
 
 Connect: TypeAlias = Callable[[Meeting], Transport]
 Locality: TypeAlias = Literal["process", "hosts"]
-"""Whether all ranks are in one process, or in those of several hosts."""
+"""Whether all ranks are in one process, or in the processes of several hosts."""
 
 TRANSPORTS: dict[tuple[str, Locality], Connect] = {}
-"""Transports by the type of device and the ranks' locality."""
+"""The functions that create transports, by device type and locality of the ranks."""
 
 
 def register_transport(device: str, locality: Locality, connect: Connect) -> Connect:
-    """Use ``connect`` wherever ranks are connected from now on."""
+    """Use ``connect`` for all ranks that are connected from now on."""
     TRANSPORTS[device, locality] = connect
     return connect
 
 
 class Undeclared(ValueError):
-    """A value that differs from its program's declaration: a fault of the code that made it."""
+    """A value differs from its declaration in the program: a fault of the code that made it."""
 
 
 def check_value(value: object, buffer: Buffer, name: str) -> Tensor:
-    """The value, if it is the declared tensor."""
+    """Return the value. Raises Undeclared if it is not a tensor of the declared shape and dtype."""
     if not isinstance(value, Tensor):
         raise Undeclared(
             f"Only tensors are sent, {name!r} is a {type(value).__name__}; declared: {buffer}."
@@ -142,8 +137,8 @@ def check_value(value: object, buffer: Buffer, name: str) -> Tensor:
     return value
 
 
-class _Meeting:
-    """One transfer or collective: its members' inputs, then the results of each."""
+class _Exchange:
+    """One transfer or collective in progress: the inputs of its members, then their results."""
 
     __slots__ = ("missing", "parts", "results")
 
@@ -154,41 +149,39 @@ class _Meeting:
 
 
 class _MemberResults(Pending):
-    """A member's results of a meeting. Not a dataclass, for speed: one is made for each start."""
+    """One member's results of an exchange. Not a dataclass, because each start creates one."""
 
-    __slots__ = ("at", "meeting")
+    __slots__ = ("exchange", "position")
 
-    def __init__(self, meeting: _Meeting, at: int) -> None:
-        self.meeting = meeting
-        self.at = at
+    def __init__(self, exchange: _Exchange, position: int) -> None:
+        self.exchange = exchange
+        self.position = position
 
     def wait(self) -> tuple[Tensor, ...]:
-        meeting = self.meeting
-        if meeting.missing:
-            raise RuntimeError(f"A wait would block: {meeting.missing} ranks have not started.")
-        # a meeting is complete when its results exist, so each member takes its own once
-        taken, meeting.results[self.at] = meeting.results[self.at], ()
-        return taken
+        exchange = self.exchange
+        if exchange.missing:
+            raise RuntimeError(f"A wait would block: {exchange.missing} ranks have not started.")
+        results, exchange.results[self.position] = exchange.results[self.position], ()
+        return results  # removed above, so that `Free` drops the last reference
 
 
 class _Channel:
-    """The starts of one key: each member's k-th is of the k-th transfer or collective."""
+    """The exchanges of one key: the k-th start of each member belongs to the k-th exchange."""
 
     __slots__ = ("counts", "index", "open")
 
     def __init__(self, group: tuple[int, ...]) -> None:
         self.index = {rank: i for i, rank in enumerate(group)}
         self.counts = [0] * len(group)
-        self.open: dict[int, _Meeting] = {}
+        self.open: dict[int, _Exchange] = {}
 
 
 class LocalTransport(Transport):
-    """Among ranks of one process: plain tensor operations on their device.
+    """The transport among ranks of one process: plain tensor operations on their device.
 
-    Ranks 0 and 1 each start an all_reduce; the second start computes both results, and each rank's
-    `wait` takes its own. Waits never block, as the merged list puts them after the starts that they
-    need; one that would block is an error. Every result is a copy, so that ranks never share
-    storage. It is not safe for several threads.
+    The last member to start an exchange computes the results of all members. A wait never blocks,
+    because the merged list puts it after the starts that it needs; otherwise it raises. Results are
+    copies, so ranks never share storage. Not thread-safe.
     """
 
     def __init__(self) -> None:
@@ -205,26 +198,26 @@ class LocalTransport(Transport):
         channel = self._channels.get(key)
         if channel is None:
             channel = self._channels[key] = _Channel(key[0])
-        at = channel.index[rank]
-        number = channel.counts[at]
-        channel.counts[at] = number + 1
-        meeting = channel.open.get(number)
-        if meeting is None:
-            meeting = channel.open[number] = _Meeting(len(channel.counts))
-        meeting.parts[at] = values
-        meeting.missing -= 1
-        if not meeting.missing:
+        position = channel.index[rank]
+        number = channel.counts[position]
+        channel.counts[position] = number + 1
+        ongoing = channel.open.get(number)
+        if ongoing is None:
+            ongoing = channel.open[number] = _Exchange(len(channel.counts))
+        ongoing.parts[position] = values
+        ongoing.missing -= 1
+        if not ongoing.missing:
             del channel.open[number]
             if isinstance(start, Collective):
-                meeting.results = exchange(start, meeting.parts)
+                ongoing.results = exchange(start, ongoing.parts)
             else:
-                meeting.results = [(), tuple(map(copied, meeting.parts[0]))]
-            meeting.parts = []
-        return _MemberResults(meeting, at)
+                ongoing.results = [(), tuple(map(copied, ongoing.parts[0]))]
+            ongoing.parts = []
+        return _MemberResults(ongoing, position)
 
 
 def connect_process(meeting: Meeting) -> Transport:
-    """The transport among ranks of one process."""
+    """Return the transport among ranks of one process."""
     return LocalTransport()
 
 
@@ -233,14 +226,14 @@ for _device in ("cpu", "cuda"):
 
 
 def exchange(collective: Collective, parts: Sequence[Sequence[Tensor]]) -> list[tuple[Tensor, ...]]:
-    """Each member's results from each member's inputs, both in group order."""
-    if collective.op is not None and not collective.does.divided:  # one fold is the result of all
+    """Compute the results of all members from the inputs of all members, in group order."""
+    if collective.op is not None and not collective.does.divided:  # all results are equal
         first = combined(collective, parts)
         return [first, *(tuple(map(copied, first)) for _ in parts[1:])]
     results: list[tuple[Tensor, ...]] = []
     for member in range(len(parts)):
-        given = [contribution(collective, part, member) for part in parts]
-        combined_values = combined(collective, given)
+        contributions = [contribution(collective, part, member) for part in parts]
+        combined_values = combined(collective, contributions)
         results.append(
             combined_values if collective.op is not None else tuple(map(copied, combined_values))
         )
@@ -248,13 +241,13 @@ def exchange(collective: Collective, parts: Sequence[Sequence[Tensor]]) -> list[
 
 
 def contribution(collective: Collective, values: Sequence[Tensor], member: int) -> Sequence[Tensor]:
-    """Which of a rank's inputs go to a member of the group, by its position there."""
+    """Return those of a rank's inputs that go to the member at this position of the group."""
     return collective.does.given(values, member)
 
 
 def combined(collective: Collective, parts: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
-    """A member's results from each member's contribution to it, in group order: a left fold, or the
-    parts themselves."""
+    """Return a member's results: the left fold of all members' contributions in group order, or the
+    contributions themselves if the collective does not reduce."""
     if collective.op is None:
         return tuple(tensor for part in parts for tensor in part)
     op, columns = collective.op, zip(*parts, strict=True)

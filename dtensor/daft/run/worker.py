@@ -1,29 +1,14 @@
-"""One host's table of values and its loaded programs: an actor's state, without the actor.
-
-The in-process cluster has one that hosts all ranks; each Ray actor has one for its own.
+"""Hold the values and the loaded programs of one host: the state of an actor, without the actor.
 
     worker = Worker((0, 1), torch.device("cpu"), LocalTransport())
     worker.put({0: {"w": torch.ones(2)}})
     worker.load(7, HostProgram.whole(program, sites))
     worker.run(HostRun(7, 0, {0: {"x": torch.ones(2)}, 1: {}}))       # {0: {"y": tensor}, 1: {}}
 
-Outputs that a run keeps stay in the table; those that are also `returned` come back too, as
-separate copies. The message of a put or a run first drops values that are not needed any more.
-
-A run that failed, and was undone, leaves only `Poisoned` under the names of outputs that it should
-have kept, where there was no value before. Runs may be counted (`Counted`): an input is then the
-number of the run among those that were not undone, even if the controller, which may be two runs
-ahead, does not know of all undone runs yet. Numbers of runs come with them: a host need not have
-all.
-
-With `snapshots`, puts, deletes and runs are changes with a number each, and the table can return to
-its state after one of the last (`roll_back`); a run all of whose ranks are here is undone wherever
-a call of it fails.
-
-Invariants: tensors come in and go out as contiguous copies, in on the worker's device and out on
-the CPU; nothing outside aliases the table. If the caller of a run waits for its end, its inputs may
-be `lent`: they are read without a copy, except those that a call writes to. One thread uses a
-worker at a time.
+The in-process cluster has one worker for all ranks; each Ray actor has one for its ranks. Tensors
+are copied on their way in (to the worker's device) and out (to the CPU), so nothing outside shares
+memory with the table, except `lent` inputs, which a run reads without a copy. An undone run leaves
+`Poisoned` under the names of missing outputs that it should have kept. One thread at a time.
 """
 
 from __future__ import annotations
@@ -64,12 +49,12 @@ NOTHING_DROPPED: Names = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """A run counts under `key`; its number is fed as `input`, where the program has that input.
+    """A run that gets a number among the runs with the same `key` that were not undone.
 
-    The controller numbers runs, leaving out those of `key` that it knows were undone, `known` of
-    them; the ranks know all undone runs, and subtract the others. `takes`: this run consumes a
-    number; if it is undone, the next run gets its number. `since`: the ranks count the undone runs
-    from that run on, and `known` excludes those before it (`cluster/counted_runs.py`).
+    The number is the value of the program's input `input`. The controller computes it without
+    knowing all undone runs yet: it has already subtracted `known` of them, and the host subtracts
+    the others that it knows, from run `since` on (`cluster/counted_runs.py`). `takes`: the run
+    consumes its number; if it is undone, the next run gets the same number.
     """
 
     key: str
@@ -80,10 +65,11 @@ class Counted:
 
 
 class HostRun(NamedTuple):
-    """A run as the message to one host: its `number`, the `program`, the `inputs` of its ranks.
+    """The message of one run to one host.
 
-    `keep`, `counted`, `returned` and `drop` are those of `Cluster.run`; `timed`: its outputs
-    include those of `run/timestamps.py`; `change`: the change of the host's table.
+    `inputs`: of the host's ranks. `keep`, `counted`, `returned`, `drop`: see `Cluster.run`.
+    `timed`: add the timings of `run/timestamps.py` to the outputs. `change`: the number of the
+    change of the host's table, for snapshots.
     """
 
     program: int
@@ -97,8 +83,7 @@ class HostRun(NamedTuple):
     change: TableChange = UNNUMBERED
 
     def plain(self) -> tuple[Any, ...]:
-        """Plain tuples and dicts, for another process: a pickled dataclass takes four times as
-        long. The inverse of `of`."""
+        """Return plain tuples and dicts, which pickle four times as fast. `of` is the inverse."""
         counted, change = self.counted, self.change
         return (
             self.program,
@@ -115,19 +100,24 @@ class HostRun(NamedTuple):
     @staticmethod
     def of(plain: tuple[Any, ...]) -> HostRun:
         program, number, inputs, keep, counted, timed, returned, drop, change = plain
-        known = counted and Counted(*counted)
-        told = TableChange(*change) if change[0] else UNNUMBERED
-        return HostRun(program, number, inputs, keep, known, timed, returned, drop, told)
+        counted_run = counted and Counted(*counted)
+        table_change = TableChange(*change) if change[0] else UNNUMBERED
+        return HostRun(
+            program, number, inputs, keep, counted_run, timed, returned, drop, table_change
+        )
 
 
-MOST_UNDONE = 64
-"""Number of undone runs whose reason a host remembers."""
+MAX_UNDONE_RUNS = 64
+"""Number of undone runs whose failures a host remembers."""
 
 
 class Worker:
-    """`counter[0]` is always the position in the list that runs. `lent`: inputs are lent.
-    `snapshots`: the store of copies of the table's values; the rest of a dead host's process there
-    is restored by `roll_back`."""
+    """The table and the programs of a host.
+
+    `counter[0]`: always the position of the current instruction in the host's list. `lent`: runs
+    may read inputs without a copy. `snapshots`: the store of copies of the table; if a dead process
+    has left copies in it, `roll_back` restores them.
+    """
 
     def __init__(
         self,
@@ -149,27 +139,27 @@ class Worker:
             from dtensor.daft.run.device_waits import DeviceWaits
 
             self.device_waits = DeviceWaits()
-        self._lent = lent
-        self._written: dict[int, frozenset[str]] = {}  # by program: names that its calls write to
+        self._lends_inputs = lent
+        self._written_names: dict[int, frozenset[str]] = {}  # by program: values its calls write
         self._table: Table = {}
-        self._undoing = None if snapshots is None else Rollback(self._table, snapshots)
-        self._now = HostRun(-1, -1, {})  # the current run, or the last one
-        self._has_failed = False  # so did the last run
+        self._rollback = None if snapshots is None else Rollback(self._table, snapshots)
+        self._current_run = HostRun(-1, -1, {})  # or the last run
+        self._has_failed = False  # whether the last run failed
 
     def put(
         self, values: Values, drop: Names = NOTHING_DROPPED, change: TableChange = UNNUMBERED
     ) -> None:
-        if self._undoing is not None:
-            self._undoing.begin(change, drop, values)
+        if self._rollback is not None:
+            self._rollback.begin(change, drop, values)
         self._drop(drop)
         for rank, named in values.items():
             for name, value in named.items():
                 self._table[rank, name] = copy_to(value, self.device)
-        if self._undoing is not None:
-            self._undoing.end()
+        if self._rollback is not None:
+            self._rollback.end()
 
     def get(self, names: Names) -> dict[int, tuple[object, ...]] | UndoneRun:
-        values = {rank: tuple(self._find(rank, n) for n in own) for rank, own in names.items()}
+        values = {rank: tuple(self._value(rank, n) for n in own) for rank, own in names.items()}
         poisoned = [v for own in values.values() for v in own if isinstance(v, Poisoned)]
         if poisoned:
             return UndoneRun(tuple(Fault(None, TaskError(value.failure)) for value in poisoned))
@@ -177,11 +167,11 @@ class Worker:
         return {rank: tuple(copy_to(v, cpu) for v in own) for rank, own in values.items()}
 
     def undone(self) -> tuple[UndoneRun, ...]:
-        """The last runs that were undone."""
+        """Return the records of the last undone runs."""
         return self._counters.undone
 
     def undone_since(self, key: str, since: int) -> list[int]:
-        """The undone runs that counted under `key`, as far as this host knows."""
+        """Return the undone runs with this key of `Counted`, as far as this host knows."""
         return [run for run in self._counters.runs.get(key, ()) if run >= since]
 
     @property
@@ -190,61 +180,61 @@ class Worker:
         return counters if isinstance(counters, UndoneCounts) else UndoneCounts()
 
     def delete(self, names: Names, change: TableChange = UNNUMBERED) -> None:
-        if self._undoing is not None:
-            self._undoing.begin(change, names)
+        if self._rollback is not None:
+            self._rollback.begin(change, names)
         self._drop(names)
-        if self._undoing is not None:
-            self._undoing.end()
+        if self._rollback is not None:
+            self._rollback.end()
 
     def ended(self) -> int:
-        """The last change that ended here; 0 without snapshots."""
-        return 0 if self._undoing is None else self._undoing.snapshots.ended
+        """Return the number of the last change that ended on this host; 0 without snapshots."""
+        return 0 if self._rollback is None else self._rollback.snapshots.ended
 
     def roll_back(self, to: int) -> int:
-        """Restore the table, and the records of undone runs, bit for bit as right after the last
-        taken change here whose number is at most ``to``; returns its number. Values of replayable
-        writes stay as they are, unless another change wrote them since. The current run is
-        forgotten; the caller must clear its messages from connections.
+        """Restore the table after the last restorable change up to ``to``; return its number.
 
-        ValueError if that state is not kept any more, or there are no snapshots.
+        Values of replayable writes are restored only if an ordinary change wrote them later. The
+        current run is dropped; the caller must clear its messages from connections. Raises
+        ValueError if there is no such state, or no snapshots.
         """
-        if self._undoing is None:
+        if self._rollback is None:
             raise ValueError("This host keeps no snapshots.")
         for engine in self.engines.values():
             engine.abandon()
-        return self._undoing.roll_back(to)
+        return self._rollback.roll_back(to)
 
     def _drop(self, names: Names) -> None:
         for rank, unwanted in names.items():
             for name in unwanted:
-                self._find(rank, name)
+                self._value(rank, name)
                 del self._table[rank, name]
 
     def load(self, handle: int, program: HostProgram) -> None:
-        given = program, self._table, self.transport, self.device, handle
-        undoes = self._undoing is not None
-        self.engines[handle] = Engine(*given, undoes=undoes, device_waits=self.device_waits)
-        if self._undoing is not None:
-            self._undoing.load(handle, program)
+        arguments = program, self._table, self.transport, self.device, handle
+        undoes = self._rollback is not None
+        self.engines[handle] = Engine(*arguments, undoes=undoes, device_waits=self.device_waits)
+        if self._rollback is not None:
+            self._rollback.load(handle, program)
         lists = (own.instructions for own in program.ranks.values())
         calls = (i for own in lists for i in own if isinstance(i, Call))
-        self._written[handle] = frozenset(name for call in calls for name in call.writes)
+        self._written_names[handle] = frozenset(name for call in calls for name in call.writes)
 
     def unload(self, handle: int) -> None:
         self.engines.pop(handle).close()
-        if self._undoing is not None:
-            self._undoing.unload(handle)
-        del self._written[handle]
+        if self._rollback is not None:
+            self._rollback.unload(handle)
+        del self._written_names[handle]
 
     def run(self, run: HostRun) -> dict[int, dict[str, object]] | UndoneRun:
-        """The outputs of the hosted ranks that take part: those that are not kept, and the
-        `returned` ones."""
-        fed = self._begin(run)
+        """Run a program; return the outputs of each rank that are not kept, or are `returned`."""
+        own_inputs = self._take_inputs(run)
         engine = self.engines[run.program]
-        return self._out(engine.run(fed, self.counter, timed=run.timed, keeps=bool(run.keep)))
+        return self._results_of(
+            engine.run(own_inputs, self.counter, timed=run.timed, keeps=bool(run.keep))
+        )
 
     def undo(self, run: HostRun, *, failure: Failure) -> UndoneRun:
-        """Called instead of `run`, for a run that was undone because of this failure of a call."""
+        """Record a run as undone because of ``failure``, in place of running it."""
         self._begin_change(run)
         rank, index = failure.rank, failure.index
         faults: tuple[Fault, ...] = ()
@@ -253,7 +243,7 @@ class Worker:
         return self._undo(UndoneRun(faults))
 
     def begin(self, run: HostRun) -> None:
-        self.engines[run.program].begin(self._begin(run), keeps=bool(run.keep))
+        self.engines[run.program].begin(self._take_inputs(run), keeps=bool(run.keep))
 
     def step(self, handle: int, position: int) -> None:
         self.counter[0] = position
@@ -261,40 +251,41 @@ class Worker:
 
     def finish(self, handle: int) -> dict[int, dict[str, object]] | UndoneRun:
         engine = self.engines[handle]
-        return self._out(engine.finish(tuple(engine.program.ranks)))
+        return self._results_of(engine.finish(tuple(engine.program.ranks)))
 
     def join(self, ranks: tuple[int, ...]) -> None:
-        """Host these ranks from now on: the present and new ones."""
+        """Set the ranks of this host: the present ranks and new ones."""
         self.ranks = ranks
 
     def close(self) -> None:
         self.engines.clear()
         self._table.clear()
-        if self._undoing is not None:
-            self._undoing.snapshots.close()
+        if self._rollback is not None:
+            self._rollback.snapshots.close()
         self.transport.close()
 
     def _begin_change(self, run: HostRun) -> None:
-        if self._has_failed:  # an exception and its frames are a cycle, which keeps values of a run
+        """Begin a run's change of the table: take a snapshot if necessary, and drop values."""
+        if self._has_failed:  # an exception and its frames form a cycle that keeps the run's values
             self._has_failed = False
             gc.collect()
-        if self._undoing is not None:
-            self._undoing.begin_run(run.program, run.inputs, run.keep, run.drop, run.change)
+        if self._rollback is not None:
+            self._rollback.begin_run(run.program, run.inputs, run.keep, run.drop, run.change)
         self._drop(run.drop)
-        self._now = run
+        self._current_run = run
         if self.device_waits is not None:
             self.device_waits.begin(run.program, run.number)
 
-    def _begin(self, run: HostRun) -> dict[int, dict[str, object]]:
-        """The inputs of its ranks."""
+    def _take_inputs(self, run: HostRun) -> dict[int, dict[str, object]]:
+        """Begin a run, and return the inputs of its ranks: values of the table, or copies."""
         self._begin_change(run)
-        written, counted = self._written[run.program], run.counted
-        fed = {
+        written, counted = self._written_names[run.program], run.counted
+        own_inputs = {
             rank: {
-                name: self._find(rank, value.name)
+                name: self._value(rank, value.name)
                 if isinstance(value, Stored)
-                else self._lend(value)
-                if self._lent and name not in written
+                else self._lend_or_copy(value)
+                if self._lends_inputs and name not in written
                 else copy_to(value, self.device)
                 for name, value in named.items()
             }
@@ -302,33 +293,33 @@ class Worker:
         }
         if counted is not None:
             unknown = len(self.undone_since(counted.key, counted.since)) - counted.known
-            for named in fed.values():
+            for named in own_inputs.values():
                 number = named.get(counted.input)
                 if isinstance(number, int):
                     named[counted.input] = number - unknown
-        return fed
+        return own_inputs
 
-    def _lend(self, value: object) -> object:
-        """The tensor itself, if a copy would have the same form; else a copy."""
+    def _lend_or_copy(self, value: object) -> object:
+        """Return the tensor without a copy if it is plain, contiguous and on the device."""
         if isinstance(value, torch.Tensor) and is_on(value, self.device):
             plain = not (value.is_inference() or value.is_conj() or value.is_neg())
             if plain and value.is_contiguous():
                 return value.detach()
         return copy_to(value, self.device)
 
-    def _out(
+    def _results_of(
         self, results: dict[int, dict[str, object]] | UndoneRun
     ) -> dict[int, dict[str, object]] | UndoneRun:
-        """The results that go back; kept outputs go into the table, as private copies."""
+        """Copy kept outputs into the table, and return copies of the outputs that go back."""
         if isinstance(results, UndoneRun):
             return self._undo(results)
-        keep, returned = self._now.keep, self._now.returned
+        keep, returned = self._current_run.keep, self._current_run.returned
         for rank, named in results.items():
             for output, name in keep.items():
                 if output in named:
                     self._table[rank, name] = copy_to(named[output], self.device)
-        if self._undoing is not None:
-            self._undoing.end()
+        if self._rollback is not None:
+            self._rollback.end()
         cpu = torch.device("cpu")
         return {
             rank: {n: copy_to(v, cpu) for n, v in named.items() if n not in keep or n in returned}
@@ -336,10 +327,12 @@ class Worker:
         }
 
     def _undo(self, undone: UndoneRun) -> UndoneRun:
-        host_run, self._has_failed = self._now, True
+        """Record the current run as undone, and restore the table if the run has written to it.
+        Return the record with the numbers of the run and its program."""
+        host_run, self._has_failed = self._current_run, True
         handle, run, counted = host_run.program, host_run.number, host_run.counted
-        if self._undoing is not None and self.engines[handle].late:
-            self._undoing.undo()
+        if self._rollback is not None and self.engines[handle].must_roll_back:
+            self._rollback.undo()
         faults = tuple(
             fault if fault.site is None else replace(fault, error=with_run(fault.error, run))
             for fault in undone.faults
@@ -349,21 +342,21 @@ class Worker:
         runs = dict(before.runs)
         if counted and counted.takes:
             runs[counted.key] = (*runs.get(counted.key, ()), run)
-        # The record holds no frames: their locals are the activations of the run.
-        kept = UndoneRun(tuple(replace(f, error=detached(f.error)) for f in faults), run, handle)
-        self._table[COUNTERS] = UndoneCounts((*before.undone, kept)[-MOST_UNDONE:], runs)
-        elsewhere = Failure(rank=None, step=run, reason="a call on another rank failed.")
-        poisoned = Poisoned(kept.faults[0].error.failure if faults else elsewhere)
+        # The stored record has no frames, whose locals would keep the run's activations.
+        record = UndoneRun(tuple(replace(f, error=detached(f.error)) for f in faults), run, handle)
+        self._table[COUNTERS] = UndoneCounts((*before.undone, record)[-MAX_UNDONE_RUNS:], runs)
+        unknown_failure = Failure(rank=None, step=run, reason="a call on another rank failed.")
+        poisoned = Poisoned(record.faults[0].error.failure if faults else unknown_failure)
         program = self.engines[handle].program
-        for rank, listed in program.ranks.items():
+        for rank, rank_program in program.ranks.items():
             for output, name in host_run.keep.items():
-                if output in listed.outputs:
+                if output in rank_program.outputs:
                     self._table.setdefault((rank, name), poisoned)
-        if self._undoing is not None:
-            self._undoing.end_undone()
+        if self._rollback is not None:
+            self._rollback.end_undone()
         return undone
 
-    def _find(self, rank: int, name: str) -> object:
+    def _value(self, rank: int, name: str) -> object:
         if (rank, name) not in self._table:
             raise LookupError(
                 f"Rank {rank} has no value {name!r}. It has "
@@ -373,19 +366,19 @@ class Worker:
 
 
 def is_on(value: torch.Tensor, device: torch.device) -> bool:
-    """Whether a tensor is on ``device``; ``cuda`` without a number is the current GPU."""
-    there = value.device
-    if there == device:
+    """Whether a tensor is on ``device``. ``cuda`` without an index means the current GPU."""
+    value_device = value.device
+    if value_device == device:
         return True
-    if there.type != "cuda" or torch.device("cuda") != device:
+    if value_device.type != "cuda" or torch.device("cuda") != device:
         return False
-    return there.index == torch.cuda.current_device()
+    return value_device.index == torch.cuda.current_device()
 
 
 def copy_to(value: object, device: torch.device) -> object:
-    """A contiguous copy of a tensor on `device`; other values are returned unchanged."""
+    """Return a contiguous copy of a tensor on `device`. Other values are returned unchanged."""
     if not isinstance(value, torch.Tensor):
         return value
-    if is_on(value, device):  # half the time of `to`
+    if is_on(value, device):  # `clone` takes half the time of `to`
         return value.detach().clone(memory_format=torch.contiguous_format)
     return value.detach().to(device, copy=True, memory_format=torch.contiguous_format)

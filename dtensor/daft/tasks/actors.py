@@ -1,21 +1,13 @@
-"""Actors of any class, spawned one by one, whose methods return futures; and their `Session`.
+"""Actors of any class whose methods return futures, and the `Session` that they belong to.
 
     with daft.launch(backend="ray"):
         a, b = daft.spawn(ModelA, width=64), daft.spawn(ModelB, name="critic")
-        b.execute(a.execute(x)).get()            # the tensor goes from a's process to b's
+        b.execute(a.execute(x)).get()            # the tensor goes from a's process to b's process
 
-Interpreted, that is, outside `daft.compile`, a task is dispatched when Python reaches it: on Ray as
-one asynchronous call to the actor's process; in-process it runs at once. Arguments may contain
-futures anywhere.
-
-`launch` starts a `Session`: it has actors, the order of their tasks, and their results. This file
-has the parts that all backends share: checks, names, numbers, unread failures. The rest is
-`local_session.py` and `ray/actors/session.py`.
-
-Invariant: tasks have one order, the order of their calls, in which each depends only on earlier
-ones; every process sees its part of that order.
-
-A session does not restart actors, and actors do not call actors: only the controller makes calls.
+Outside `daft.compile` a task is dispatched when its method is called: an asynchronous call on Ray;
+in-process it runs at once. Every process executes its tasks in the order of the calls. Only the
+controller calls actors, and actors are not restarted. `Session` is the base of `local_session.py`
+and `ray/actors/session.py`.
 """
 
 from __future__ import annotations
@@ -39,12 +31,12 @@ from dtensor.daft.tasks.futures import ITERATED, FutureOwner, TaskFuture, user_f
 from dtensor.daft.tasks.lower_tasks import LoweredTasks
 from dtensor.daft.tasks.streams import TaskStream
 from dtensor.daft.tasks.task import CREATE, Task, declared
-from dtensor.daft.tasks.values import Placeholder, encode, failure_of, own_room, pickled
+from dtensor.daft.tasks.values import Placeholder, allocate_message, encode, failure_of, pickled
 
 
 @dataclass(frozen=True, slots=True)
 class ActorInfo:
-    """`key` numbers the actors of a session, `process` the processes that host them."""
+    """An actor. `key`: its number in the session. `process`: the number of its process."""
 
     key: int
     name: str
@@ -54,40 +46,39 @@ class ActorInfo:
 
 
 class Recorder(Protocol):
-    """Takes tasks instead of the session while a function is recorded."""
+    """Receives tasks in place of the session while a function is recorded."""
 
     def submit(self, actor: ActorInfo, task: Task, args: object) -> TaskFuture: ...
 
 
 recorder: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
 sessions: list[Session | Callable[[], Session]] = []
-"""The open sessions, the innermost last; a function stands for one that is made on first use."""
+"""The open sessions, the innermost last. A function creates a session on first use."""
 
 
 class Session(FutureOwner):
-    """A launch of actors. `calls` counts the calls to actors' processes; `bytes_sent` and
-    `bytes_received` the bytes of values that the controller itself sent and received."""
+    """A launch of actors. `calls`: the number of calls to actors' processes. `bytes_sent`,
+    `bytes_received`: the bytes of values that the controller itself has sent and received."""
 
     def __init__(self) -> None:
         self.calls: int = 0
         self.bytes_sent: int = 0
         self.bytes_received: int = 0
         self.actors: list[ActorInfo] = []
-        # tasks have one order, the same in every process
-        self.lock: threading.RLock = threading.RLock()
+        self.lock: threading.RLock = threading.RLock()  # gives tasks one order in all processes
         self.closed: bool = False
-        self.opened_at: str = ""  # the user's line, for a launch of actors alone
+        self.opened_at: str = ""  # the user's line; "" within `dt.launch`
         self._raised: set[tuple[str, ...]] = set()
-        self.abandoned: deque[TaskFuture] = deque()  # streams; finalizers append
+        self.abandoned: deque[TaskFuture] = deque()  # streams to close; finalizers append
 
     def room(self, nbytes: int) -> Tensor:
-        """The buffer for the message of an argument."""
-        return own_room(nbytes)
+        """Allocate the message of an argument."""
+        return allocate_message(nbytes)
 
     # -- methods of a backend --------------------------------------------------------------------
     @abstractmethod
     def new_process(self, name: str, resources: Mapping[str, float]) -> int:
-        """Start a process for actors; returns its number."""
+        """Start a process for actors, and return its number."""
 
     @abstractmethod
     def create(
@@ -104,20 +95,20 @@ class Session(FutureOwner):
 
     @abstractmethod
     def load(self, frozen: LoweredTasks) -> int:
-        """Ship a program to the processes that take part; returns its number."""
+        """Send a program to the processes that take part, and return its number."""
 
     @abstractmethod
     def run(self, loaded: int, inputs: Sequence[TaskFuture | Tensor | None]) -> list[TaskFuture]:
-        """One call to each process; the futures of the program's results. An input of `None` is not
-        used."""
+        """Run a loaded program, with one call to each process. Return the futures of its results.
+        ``inputs``: its arguments; None for an argument that no rank uses."""
 
     @abstractmethod
     def end(self, actor: ActorInfo, failure: Failure) -> None:
-        """End the process of an actor; futures of values in it fail with `failure`."""
+        """End the process of an actor. Futures of values in it fail with `failure`."""
 
     @abstractmethod
     def failures(self) -> list[DaftError]:
-        """The failures of methods, and the lost actors, so far; waits for all tasks."""
+        """Wait for all tasks; return the failures of methods and of lost actors."""
 
     @abstractmethod
     def stop(self) -> None: ...
@@ -147,7 +138,7 @@ class Session(FutureOwner):
             if host is not None:
                 process = host.process
                 if host.session is not self:
-                    raise _foreign(host.name)
+                    raise _other_launch_error(host.name)
                 if resources:
                     raise ValueError(
                         f"Actors that share a process have the resources of the first one.\n"
@@ -171,13 +162,15 @@ class Session(FutureOwner):
 
     def _close_abandoned(self) -> None:
         """Close the generators of streams that are garbage."""
-        opened: list[TaskFuture] = []
+        streams: list[TaskFuture] = []
         while self.abandoned:
-            opened.append(self.abandoned.popleft())
-        for each in opened:
-            self.then(each, "closed")
+            streams.append(self.abandoned.popleft())
+        for stream in streams:
+            self.then(stream, "closed")
 
     def inputs(self, placeholders: Sequence[Placeholder]) -> list[TaskFuture]:
+        """Return the placeholders of a task's arguments, which must be futures of this session.
+        Raises TypeError for an actor's handle, ValueError for a future of another launch."""
         futures: list[TaskFuture] = []
         for placeholder in placeholders:
             if not isinstance(placeholder, TaskFuture):
@@ -186,7 +179,7 @@ class Session(FutureOwner):
                     f"  at {user_line()}\n  Fix: call it from the controller, and pass the future."
                 )
             if placeholder.owner is not self:
-                raise _foreign(repr(placeholder))
+                raise _other_launch_error(repr(placeholder))
             futures.append(placeholder)
         return futures
 
@@ -201,7 +194,7 @@ class Session(FutureOwner):
         return message
 
     def note_raised(self, failure: Failure) -> None:
-        self._raised.add(_origin(failure))
+        self._raised.add(_issue_place(failure))
 
     def then(self, future: TaskFuture, name: str, *given: object) -> TaskFuture:
         return operation(self.actors[future.actor], name, future, *given)
@@ -220,15 +213,18 @@ class Session(FutureOwner):
         )
 
     def close(self, *, quiet: bool = False) -> None:
-        """End all actors. Raises the first unread failure of a method, unless another one that was
-        issued at the same place was read: reading one of a group's failures is enough."""
+        """End all actors. Raises the first failure that was not read, unless ``quiet``.
+
+        A failure counts as read if another failure issued at the same place was read, so that
+        reading one failure of a group is enough.
+        """
         if self.closed:
             return
         try:
             unread = (
                 []
                 if quiet
-                else [e for e in self.failures() if _origin(e.failure) not in self._raised]
+                else [e for e in self.failures() if _issue_place(e.failure) not in self._raised]
             )
         finally:
             self.closed = True
@@ -252,7 +248,7 @@ class Session(FutureOwner):
         self.close(quiet=error is not None)
 
     def check_open(self) -> None:
-        """ClusterClosed if the session has ended."""
+        """Raise ClusterClosed if the session has ended."""
         if self.closed:
             raise ClusterClosed(
                 f"These actors have ended with their launch.\n  at {user_line()}\n"
@@ -260,23 +256,24 @@ class Session(FutureOwner):
             )
 
     def _name(self, cls: type, name: str | None) -> str:
-        """Names are distinct, so that an error names one actor."""
-        taken = {actor.name for actor in self.actors}
+        """Return the name of a new actor. Raises ValueError if another actor has the name."""
+        used_names = {actor.name for actor in self.actors}
         if name is not None:
-            if name in taken:
+            if name in used_names:
                 raise ValueError(
                     f"There is an actor {name!r} already.\n  at {user_line()}\n"
                     f"  Fix: give each actor a different name, or none."
                 )
             return name
         number = 0
-        while (numbered := f"{cls.__name__}-{number}") in taken:
+        while (numbered := f"{cls.__name__}-{number}") in used_names:
             number += 1
         return numbered
 
 
 class ActorHandle(Placeholder):
-    """Its public methods are those of the actor's class; each call returns a `TaskFuture`."""
+    """The controller's handle of an actor. It has the public methods of the actor's class, which
+    return a `TaskFuture`."""
 
     __slots__ = ("_actor",)
 
@@ -289,7 +286,7 @@ class ActorHandle(Placeholder):
         if name.startswith("_") or not callable(getattr(member, "__func__", member)):
             raise AttributeError(
                 f"Actor {actor.name!r} of class {actor.cls.__qualname__} has no public method "
-                f"{name!r}{_other_than(name, member, actor.cls)}"
+                f"{name!r}{_suggestion(name, member, actor.cls)}"
             )
         return Method(actor, name)
 
@@ -305,13 +302,13 @@ class ActorHandle(Placeholder):
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A method of an actor, to be called."""
+    """A bound method of an actor."""
 
     actor: ActorInfo
     name: str
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
-        """A `TaskFuture`, or of a method that yields a `TaskStream`."""
+        """Call the method. Return a `TaskFuture`, or for a generator a `TaskStream`."""
         actor, stream = self.actor, _yields(self.actor.cls, self.name)
         if stream and recorder.get() is not None:
             raise misused_in_recording(f"{actor.name}.{self.name}", "its values are read")
@@ -335,8 +332,8 @@ def _yields(cls: type, name: str) -> bool:
     return inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method)
 
 
-def _other_than(name: str, member: object, cls: type) -> str:
-    """The end of the error: the alternatives."""
+def _suggestion(name: str, member: object, cls: type) -> str:
+    """Return the end of the error for a missing method: a similar name, or all names."""
     if isinstance(member, property):
         return f": it is a property.\n  Fix: call a method that returns self.{name}."
     public = [n for n in dir(cls) if not n.startswith("_") and callable(getattr(cls, n, None))]
@@ -349,7 +346,7 @@ def info_of(handle: ActorHandle) -> ActorInfo:
 
 
 def operation(actor: ActorInfo, name: str, *args: object) -> TaskFuture:
-    """A task of daft's own, in the process of an actor."""
+    """Run one of `OPERATIONS` in the process of an actor."""
     task = Task(
         actor=actor.name,
         name=name,
@@ -370,8 +367,8 @@ def current_session() -> Session:
     return last if isinstance(last, Session) else last()
 
 
-def check_alone() -> None:
-    """RuntimeError if a launch of actors is open."""
+def check_no_open_launch() -> None:
+    """Raise RuntimeError if a launch of actors is open."""
     for other in sessions:
         if isinstance(other, Session) and other.opened_at:
             raise RuntimeError(
@@ -381,9 +378,10 @@ def check_alone() -> None:
 
 
 def _check_pickles(cls: type) -> None:
+    """Raise TypeError if the class cannot be pickled."""
     try:
         pickled(cls)
-    except Exception as error:  # any error of an object that it refers to
+    except Exception as error:  # any error of an object that the class refers to
         raise TypeError(
             f"Class {cls.__qualname__} cannot go to another process: it does not pickle "
             f"({error}).\n  at {user_line()}\n"
@@ -398,11 +396,10 @@ def enter(session: Session, opened_at: str) -> Session:
 
 
 def end(actor: ActorHandle) -> None:
-    """End an actor, and its process, with all other actors there (`host=`).
+    """End an actor's process, with all actors in it (`host=`), without waiting for running methods.
 
-    Its running method is not waited for. Futures of its unfinished and later tasks, and of tasks
-    that depend on them, raise `ActorLost`. Values that it has sent stay at their receivers; a value
-    that no other process has is lost. TypeError for anything but an actor. Twice is fine.
+    Futures of its unfinished tasks, and of tasks that depend on them, raise ActorLost. A value that
+    no other process has is lost. May be called again. Raises TypeError if it is not an actor.
     """
     if not isinstance(actor, ActorHandle):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"end takes an actor, got {actor!r}.\n  at {user_line()}")
@@ -427,12 +424,13 @@ def misused_in_recording(title: str, what: str) -> ProgramError:
     )
 
 
-def _origin(failure: Failure) -> tuple[str, ...]:
-    """Where the controller issued the failed call; for a process lost between tasks, its actors."""
+def _issue_place(failure: Failure) -> tuple[str, ...]:
+    """Return where the controller issued the failed call; the actor, if a process was lost between
+    tasks."""
     return failure.issued or (failure.actor,)
 
 
-def _foreign(what: str) -> ValueError:
+def _other_launch_error(what: str) -> ValueError:
     return ValueError(
         f"{what} belongs to another launch than the one it is used in.\n  at {user_line()}\n"
         f"  Fix: get() its value there and pass that, or spawn the actor in this launch."

@@ -1,14 +1,12 @@
-"""The result of a task of an actor, before it is there.
+"""Futures of the results of an actor's tasks.
 
-    y = a.execute(x)          # a TaskFuture: nothing has been waited for
-    z = b.execute({"y": y})   # b gets the value, from a's process to b's
-    z.get()                   # the value, here; raises what failed first, if anything did
+    y = a.execute(x)          # a TaskFuture; returns at once
+    z = b.execute({"y": y})   # the value goes from a's process to b's process
+    z.get()                   # waits; returns the value, or raises the root cause of a failure
 
-Invariants: a future is a handle; the value stays where it was made until somebody needs it, and is
-dropped with the last future of it. `get` may be called again and gives equal values that share no
-memory. A time-out does not consume a future. `future[key]` is a future of the item.
-
-A future is no value: its truth, its length, arithmetic on it are errors that say so.
+The value stays in the process that computed it until it is needed, and is dropped with its last
+future. `get` may be called again, also after a timeout, and returns a new copy. `future[key]` is a
+future of the item. Using a future as a value (its truth, length, arithmetic) raises.
 """
 
 from __future__ import annotations
@@ -31,37 +29,38 @@ from dtensor.daft.errors import Failure, ProgramError, TaskError
 from dtensor.daft.remote_exceptions import RemoteException, interrupts, reason_of
 from dtensor.daft.tasks.values import Placeholder, decode, failure_of
 
-_OWN = str(Path(os.path.abspath(__file__)).parents[2]) + os.sep  # all of dtensor
+_PACKAGE_FOLDER = str(Path(os.path.abspath(__file__)).parents[2]) + os.sep  # all of dtensor
 MAX_FRAMES = 5
 ITERATED = "it is iterated over"
 
 
 class FutureOwner(ABC):
-    """Who made a future and can say what has become of it."""
+    """The session or recording that created a future."""
 
     @abstractmethod
     def fetch(self, future: TaskFuture, timeout: float | None) -> Tensor:
-        """The message; `TimeoutError` if it is not there in time."""
+        """Wait for the message of the future. Raises TimeoutError after `timeout` seconds."""
 
     @abstractmethod
     def ready(self, future: TaskFuture) -> bool: ...
 
-    def wait_for_some(  # noqa: B027 - where tasks run as they are called, all are there
+    def wait_for_some(  # noqa: B027 - nothing to do if tasks run when they are called
         self, futures: Sequence[TaskFuture], num: int, end: float | None
     ) -> None:
-        """Return when so many of them are there, or the time has come (monotonic, in seconds)."""
+        """Wait until `num` of the futures are ready, or until the time `end` (monotonic clock)."""
 
     @abstractmethod
     def then(self, future: TaskFuture, name: str, *given: object) -> TaskFuture:
-        """A task of daft's own with the value, where that is made."""
+        """Run one of `OPERATIONS` on the value, in the process that computes it."""
 
     @abstractmethod
     def misuse(self, future: TaskFuture, what: str) -> Exception:
-        """The error for using a future as a value."""
+        """Return the error for using a future as a value."""
 
 
 class TaskFuture(Future, Placeholder):
-    """`value` is the backend's; `actor` the key of the actor that makes it, by task `title`."""
+    """The future of a task. `actor`: the actor's key. `title`: the task. `value`: the backend's
+    reference to the result."""
 
     def __init__(self, owner: FutureOwner, actor: int, title: str, value: Any) -> None:
         self.owner = owner
@@ -70,7 +69,8 @@ class TaskFuture(Future, Placeholder):
         self.value = value
 
     def get(self, timeout: float | None = None) -> Any:
-        """The value; `TimeoutError` after `timeout` seconds. Raises a failure's root cause."""
+        """Wait and return the value. Raises TimeoutError after `timeout` seconds, or the root cause
+        of a failure."""
         message = self.owner.fetch(self, timeout)
         error = failure_of(message)
         if error is not None:
@@ -79,7 +79,7 @@ class TaskFuture(Future, Placeholder):
             raise error
         try:
             return decode(message)
-        except BaseException as raised:  # by a class of the user's, which is unpickled here
+        except BaseException as raised:  # unpickling runs code of the user's classes
             if interrupts(raised):
                 raise
             actor, _, name = self.title.rpartition(".")
@@ -102,7 +102,7 @@ class TaskFuture(Future, Placeholder):
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"{self!r} belongs to the controller: it does not pickle.")
 
-    # Python would give each future the truth True, and iterate over [0], [1], ... for ever.
+    # By default Python would take each future as True, and iterate over [0], [1], ... forever.
     def __bool__(self) -> NoReturn:
         raise self.owner.misuse(self, "its truth is read")
 
@@ -149,17 +149,17 @@ class TaskFuture(Future, Placeholder):
 def wait(
     futures: Sequence[TaskFuture], num: int = 1, timeout: float | None = None
 ) -> tuple[list[TaskFuture], list[TaskFuture]]:
-    """The first `num` of these futures to be there, and the others, both in the order given: fewer
-    than `num` after `timeout` seconds. One that has failed is there.
+    """Wait until `num` of the futures are ready. Return (ready ones, others), in the given order.
 
-    TypeError for what is no future; ValueError for one that is given twice, and for a `num` that is
-    not within 1 and their number.
+    A failed future is ready. After `timeout` seconds fewer than `num` may be returned as ready.
+    Raises TypeError if an item is not a future, ValueError if a future occurs twice or `num` is not
+    in 1..len(futures).
     """
     given = list(futures)
-    for each in given:
-        if not isinstance(each, TaskFuture):  # pyright: ignore[reportUnnecessaryIsInstance]
+    for future in given:
+        if not isinstance(future, TaskFuture):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(
-                f"wait takes futures of tasks, got {each!r}.\n  at {user_line()}\n"
+                f"wait takes futures of tasks, got {future!r}.\n  at {user_line()}\n"
                 f"  Fix: wait(list(group_future)) for those of a group."
             )
     if len({id(each) for each in given}) < len(given):
@@ -180,12 +180,12 @@ def wait(
 
 
 def user_frames() -> tuple[str, ...]:
-    """Where the user called from: "file:line in function: code", innermost first."""
+    """Return the user's frames on the stack: "file:line in function: code", innermost first."""
     frame: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     lines: list[str] = []
     while frame is not None and len(lines) < MAX_FRAMES:
         file = frame.f_code.co_filename
-        if not file.startswith(_OWN):
+        if not file.startswith(_PACKAGE_FOLDER):
             lines.append(_line(file, frame.f_lineno, frame.f_code.co_name, os.getcwd()))
         frame = frame.f_back
     return tuple(lines)
@@ -194,13 +194,13 @@ def user_frames() -> tuple[str, ...]:
 @lru_cache(maxsize=4096)
 def _line(file: str, number: int, function: str, folder: str) -> str:
     code = linecache.getline(file, number).strip()
-    return f"{_short(file)}:{number} in {function}" + (f": {code}" if code else "")
+    return f"{_relative_path(file)}:{number} in {function}" + (f": {code}" if code else "")
 
 
 def user_line() -> str:
     return next(iter(user_frames()), "an unknown line")
 
 
-def _short(file: str) -> str:
+def _relative_path(file: str) -> str:
     relative = os.path.relpath(file) if os.path.isabs(file) else file
     return file if relative.startswith("..") else relative

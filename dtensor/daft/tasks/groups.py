@@ -1,14 +1,13 @@
-"""Groups: n actors of a class, addressed as one.
+"""Address n actors of a class as one group, with collectives.
 
     trainers = daft.WorkerGroup(Trainer, 4, rank=daft.Scatter(range(4)))
     grads = trainers.gradients(daft.Scatter(batches))       # a GroupFuture: one future per member
-    trainers.apply(daft.all_reduce(grads))                  # each member gets its own
+    trainers.apply(daft.all_reduce(grads))                  # each member gets one result
     critic.score(trainers.sample(prompt)).get()             # one actor gets the list
 
-A method of a group is called on every member, all dispatched before anything waits. An argument
-goes to every member as it is, but a `Scatter` gives each member an item of its own, and so does the
-`GroupFuture` of a group of the same size. Collectives are tasks of daft's own that run where the
-members are; a reduction is a left fold in the order of the members, the same bits everywhere.
+A method of a group is dispatched to all members. Every member gets the same arguments, except that
+a `Scatter`, or a `GroupFuture` of the same size, gives each member one item. Collectives run in the
+members' processes; reductions are left folds in the order of the members.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from dtensor.numerics import REDUCTIONS
 
 
 class Scatter:
-    """An argument of a group's method: of ``items`` one for each member."""
+    """An argument of a group's method that gives each member one of ``items``."""
 
     __slots__ = ("items",)
 
@@ -50,7 +49,8 @@ class Scatter:
 
 
 class GroupFuture:
-    """A future for each member, in their order. To an actor's method it is the list of values."""
+    """The futures of a group's members, in order. As an argument of an actor's method it is the
+    list of their values."""
 
     __slots__ = ("futures", "group")
 
@@ -59,11 +59,12 @@ class GroupFuture:
         self.futures: tuple[TaskFuture, ...] = tuple(futures)
 
     def get(self, timeout: float | None = None) -> list[Any]:
-        """The members' values; `timeout` is for each. Raises the first failure in their order."""
+        """Return the members' values. `timeout`: seconds for each. Raises the first failure in the
+        order of the members."""
         return [future.get(timeout) for future in self.futures]
 
     def done(self) -> bool:
-        """Whether `get` would not wait for any member."""
+        """Whether `get` would return without waiting."""
         return all([future.done() for future in self.futures])
 
     def __len__(self) -> int:
@@ -83,10 +84,17 @@ class GroupFuture:
 
 
 class WorkerGroup:
-    """`size` actors of a class `cls`, on processes of their own, made of `args` and `kwargs`; a
-    `Scatter` among these gives each its own. `name` becomes "name-0", "name-1", ...; `resources`
-    are each one's, as of `spawn`. Its methods are the class's, and give a `GroupFuture`. ValueError
-    for fewer than one."""
+    """`size` actors of class `cls`, each in its own process.
+
+    The group has the methods of the class, which return a `GroupFuture`.
+
+    Args:
+        args, kwargs: of `cls`. A `Scatter` gives each actor one item.
+        name: the actors are named "name-0", "name-1", ...
+        resources: of each actor's process, as in `spawn`.
+
+    Raises ValueError if `size` is less than 1.
+    """
 
     __slots__ = ("_members",)
 
@@ -102,7 +110,7 @@ class WorkerGroup:
         if size < 1:
             raise ValueError(f"A group has at least 1 member, got {size}.\n  at {user_line()}")
         session = current_session()
-        given = [_own(size, i, args, kwargs) for i in range(size)]
+        member_arguments = [_arguments_of(size, i, args, kwargs) for i in range(size)]
         spawned = [
             session.spawn(
                 cls,
@@ -112,7 +120,7 @@ class WorkerGroup:
                 resources=resources,
                 host=None,
             )
-            for i, (own_args, own_kwargs) in enumerate(given)
+            for i, (own_args, own_kwargs) in enumerate(member_arguments)
         ]
         self._members = tuple(map(ActorHandle, spawned))
 
@@ -126,7 +134,7 @@ class WorkerGroup:
         return iter(self._members)
 
     def __getattr__(self, name: str) -> GroupMethod:
-        getattr(self._members[0], name)  # raises for what is no public method
+        getattr(self._members[0], name)  # raises if it is not a public method
         return GroupMethod(self._members, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> GroupFuture:
@@ -138,29 +146,35 @@ class WorkerGroup:
 
 @dataclass(frozen=True, slots=True)
 class GroupMethod:
+    """A method of a group."""
+
     members: tuple[ActorHandle, ...]
     name: str
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """A `GroupFuture`, or of a method that yields the list of the members' streams."""
+        """Call the method on all members. Return a `GroupFuture`; for a generator, the list of the
+        members' streams."""
         size = len(self.members)
-        given = [_own(size, i, args, kwargs) for i in range(size)]
+        member_arguments = [_arguments_of(size, i, args, kwargs) for i in range(size)]
         futures = [
             getattr(member, self.name)(*own_args, **own_kwargs)
-            for member, (own_args, own_kwargs) in zip(self.members, given, strict=True)
+            for member, (own_args, own_kwargs) in zip(self.members, member_arguments, strict=True)
         ]
-        if any(isinstance(each, TaskStream) for each in futures):
+        if any(isinstance(future, TaskStream) for future in futures):
             return futures
         return GroupFuture([info_of(member) for member in self.members], futures)
 
 
 def all_reduce(futures: GroupFuture, op: Op = "sum") -> GroupFuture:
-    """Each member gets the fold of all members' values: pytrees of tensors and numbers ("softmax":
-    of float tensors ``[..., 3]``). `futures` are what a method of the group gave, `op` is "sum",
-    "max", "min" or "softmax". Values that do not fit are an error where a result is read.
+    """Reduce the values of all members; each member gets the result.
 
-    Compiled, with more than 2 members, each folds a piece and sends it on, which moves
-    2 (n-1)/n of the value per member instead of n-1 times the value.
+    Args:
+        futures: the result of a method of the group. Values are pytrees of tensors and numbers.
+        op: "sum", "max", "min", or "softmax" (of float tensors ``[..., 3]``).
+
+    Values that differ in structure or shape raise when a result is read. In a compiled function
+    with more than 2 members, each member reduces one piece, which moves 2 (n-1)/n of the value per
+    member instead of n-1 times the value.
     """
     if op not in REDUCTIONS:
         names = tuple(REDUCTIONS)
@@ -188,34 +202,35 @@ def all_reduce(futures: GroupFuture, op: Op = "sum") -> GroupFuture:
 
 
 def all_gather(futures: GroupFuture) -> GroupFuture:
-    """Each member gets the list of all members' values; `futures` are what a method of the group
-    gave. A member that failed is an error for all, raised where one of the results is read."""
+    """Give each member the list of all members' values. `futures`: the result of a method of the
+    group. If a member has failed, reading any of the results raises its error."""
     parts = list(futures)
     return GroupFuture(futures.group, [operation(m, "value", parts) for m in futures.group])
 
 
 def broadcast(future: TaskFuture, group: WorkerGroup) -> GroupFuture:
-    """Each member of `group` gets the value of one future, or its failure as an error where it is
-    read."""
+    """Give each member of `group` the value of a future. If it has failed, reading a result raises
+    its error."""
     members = [info_of(member) for member in group]
     return GroupFuture(members, [operation(member, "value", future) for member in members])
 
 
-def _own(
+def _arguments_of(
     size: int, index: int, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What member `index` is given."""
+    """Return the arguments of member `index` of `size`. Raises ValueError if a `Scatter` or a
+    `GroupFuture` has another number of items."""
 
-    def pick(given: Any) -> Any:
-        if isinstance(given, Scatter | GroupFuture):
-            items = given.items if isinstance(given, Scatter) else given.futures
+    def pick(argument: Any) -> Any:
+        if isinstance(argument, Scatter | GroupFuture):
+            items = argument.items if isinstance(argument, Scatter) else argument.futures
             if len(items) != size:
                 raise ValueError(
-                    f"A group of {size} is given {given!r}, one item per member.\n"
+                    f"A group of {size} is given {argument!r}, one item per member.\n"
                     f"  at {user_line()}\n"
                     f"  Fix: give {size} items, or list(...) to give every member all of them."
                 )
             return items[index]
-        return given
+        return argument
 
     return tuple(map(pick, args)), {key: pick(given) for key, given in kwargs.items()}

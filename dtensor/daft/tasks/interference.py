@@ -1,26 +1,15 @@
-"""What two programs on the same actors have in common, and whether their runs may overlap.
+"""Compare two programs on the same actors: what they share, and whether their order matters.
 
     print(interference(train, evaluate))
 
     interference of train and evaluate
-      may overlap    yes, submitted in one order
-      timing         changes no result
       order          decides the results: 1 conflict in state
-      actors         rank 0, rank 1
-      channels       (0, 1) "values"
-      conflicts in state
+      ...
         w of rank 0, read-write
           train writes it at (rank 0, instr 3 call update(w, g) writes w)  train.py:31
-          evaluate reads it at (rank 0, instr 0 y = call net(w, x))  evaluate.py:8
 
-Runs have one total order, in which one controller submits them, and each actor carries out its
-parts in that order, one after the other. So an actor may be in the later of two runs while another
-is still in the earlier: they overlap. Given that, programs that are sound alone cannot hang, and
-their values are those of one run after the other, whatever they share: the proof is in
-docs/design/0019-runs-on-their-own-ranks.md, and tests/daft/pairs.py tries all interleavings. The
-shared state decides the results of *another order of submission*: that is found here.
-
-It believes what calls declare to write, and knows nothing of values that share storage.
+Every actor executes runs in the order of submission, so runs may overlap without hanging or
+changing results. Another order changes results if one program writes state that the other uses.
 """
 
 from __future__ import annotations
@@ -45,8 +34,8 @@ from dtensor.daft.verification.verifier import check_state, verify
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A program with what its runs are bound to: `stored` inputs, that are names in the ranks'
-    tables (`Stored`), and outputs that are kept there (`keep`). To the order they are state too."""
+    """A program with bindings to values in the ranks' tables, which count as state. `stored`: input
+    -> name in the tables (`Stored`). `keep`: output -> name under which it is kept."""
 
     program: Program
     stored: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -58,10 +47,8 @@ Loadable: TypeAlias = Program | Bound | LoweredTasks
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """How a program uses a value of state: its first instruction that writes it, or else reads it.
-
-    `instruction` is "" for what a run does before or after the instructions.
-    """
+    """How a program uses a value of state: the first instruction that writes it, or else reads it.
+    `instruction`: "" if the run uses it before or after its instructions."""
 
     program: str
     writes: bool
@@ -69,14 +56,14 @@ class Use:
     source: str | None = None
 
     def __str__(self) -> str:
-        where = self.instruction or "as its runs are bound"
+        place = self.instruction or "as its runs are bound"
         line = f"  {self.source}" if self.source else ""
-        return f"{self.program} {'writes' if self.writes else 'reads'} it at {where}{line}"
+        return f"{self.program} {'writes' if self.writes else 'reads'} it at {place}{line}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conflict:
-    """State of an actor that both use and one at least writes."""
+    """A value of an actor's state that both programs use and at least one writes."""
 
     actor: str
     value: str
@@ -94,11 +81,7 @@ class Conflict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interference:
-    """What the programs `first` and `second` share: actors, channels, state in conflict.
-
-    There is no field for hanging, nor for results that depend on timing: what a cluster loads and
-    runs has neither.
-    """
+    """What the programs `first` and `second` share: actors, channels, and conflicts in state."""
 
     first: str
     second: str
@@ -108,12 +91,12 @@ class Interference:
 
     @property
     def independent(self) -> bool:
-        """Whether no actor takes part in both, so that their runs need no order at all."""
+        """Whether no actor takes part in both programs, so that their runs need no order."""
         return not self.actors
 
     @property
     def commutes(self) -> bool:
-        """Whether runs submitted in the other order give the same results (Bernstein, 1966)."""
+        """Whether both orders of submission give the same results (Bernstein, 1966)."""
         return not self.conflicts
 
     def __str__(self) -> str:
@@ -134,45 +117,49 @@ class Interference:
 
 
 def interference(first: Loadable, second: Loadable) -> Interference:
-    """What two programs share: `first` and `second` are of one cluster, or two compiled functions'
-    (`LoweredTasks`) of one launch.
+    """Return what two programs of one cluster, or two compiled functions of one launch, share.
 
-    `ProgramError` for one that is not sound, and for two that no cluster loads together.
+    Raises TypeError if only one is a compiled function (`LoweredTasks`), ProgramError if a program
+    is not sound or no cluster can load both.
     """
-    frozen = isinstance(first, LoweredTasks)
-    if frozen != isinstance(second, LoweredTasks):
+    is_lowered = isinstance(first, LoweredTasks)
+    if is_lowered != isinstance(second, LoweredTasks):
         raise TypeError(
             f"A compiled function's program and a cluster's have no actor in common: "
             f"{type(first).__name__}, {type(second).__name__}.\n"
             f"  Fix: compare two of one sort."
         )
-    one, other = _Footprint(first), _Footprint(second)
-    if not frozen:
-        if one.program.size != other.program.size:
+    used_by_first, used_by_second = _Footprint(first), _Footprint(second)
+    if not is_lowered:
+        if used_by_first.program.size != used_by_second.program.size:
             raise ProgramError(
-                f"Programs {one.program.name!r} and {other.program.name!r} are for clusters of "
-                f"{one.program.size} and {other.program.size} ranks.\n"
+                f"Programs {used_by_first.program.name!r} and {used_by_second.program.name!r} are "
+                f"for clusters of {used_by_first.program.size} and "
+                f"{used_by_second.program.size} ranks.\n"
                 f"  Fix: give both a list, empty or not, for every rank of one cluster."
             )
-        check_state([one.program], other.program)
-        for footprint in (one, other):
+        check_state([used_by_first.program], used_by_second.program)
+        for footprint in (used_by_first, used_by_second):
             verify(footprint.program)
-    channels = set[Key]() if frozen else one.channels & other.channels
+    channels = set[Key]() if is_lowered else used_by_first.channels & used_by_second.channels
     return Interference(
-        first=one.program.name,
-        second=other.program.name,
-        actors=tuple(title for place, title in one.actors.items() if place in other.actors),
-        channels=tuple(sorted(channels)),  # a compiled function's connections are its own
+        first=used_by_first.program.name,
+        second=used_by_second.program.name,
+        actors=tuple(
+            title for place, title in used_by_first.actors.items() if place in used_by_second.actors
+        ),
+        channels=tuple(sorted(channels)),  # compiled functions share no connections
         conflicts=tuple(
-            Conflict(actor=one.actors[place], value=value, first=use, second=same)
-            for (place, value), use in sorted(one.uses.items(), key=lambda item: item[0])
-            if (same := other.uses.get((place, value))) and (use.writes or same.writes)
+            Conflict(actor=used_by_first.actors[place], value=value, first=use, second=other_use)
+            for (place, value), use in sorted(used_by_first.uses.items(), key=lambda item: item[0])
+            if (other_use := used_by_second.uses.get((place, value)))
+            and (use.writes or other_use.writes)
         ),
     )
 
 
 class _Footprint:
-    """The actors, channels and state that a program uses. A rank is an actor's place."""
+    """The actors, channels and state that a program uses. A cluster's ranks count as actors."""
 
     def __init__(self, given: Loadable) -> None:
         self.program = given if isinstance(given, Program) else given.program
@@ -191,13 +178,13 @@ class _Footprint:
             ]
             self.channels.update(key_of(rank, start) for start in starts)
             for value, use in _uses(rank, bound):
-                known = self.uses.get((place, value))
-                if known is None or (use.writes and not known.writes):
+                earlier = self.uses.get((place, value))
+                if earlier is None or (use.writes and not earlier.writes):
                     self.uses[place, value] = use
 
 
 def _uses(rank: int, bound: Bound) -> Iterator[tuple[str, Use]]:
-    """Values of a rank's table, in the order in which a run uses them."""
+    """Yield the uses of values in a rank's table, in the order of a run."""
     program, rank_program = bound.program, bound.program.ranks[rank]
     shared = {name: name for name in rank_program.state}
     shared |= {name: bound.stored[name] for name in rank_program.inputs if name in bound.stored}

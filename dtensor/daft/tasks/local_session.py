@@ -1,11 +1,11 @@
-"""Actors in the controller's process: a task runs when it is dispatched. Deterministic.
+"""Run actors in the controller's process. A task runs when it is dispatched. Deterministic.
 
     with daft.launch():
         a = daft.spawn(Model)
-        a.execute(x).get()         # what Ray gives too, to the bit
+        a.execute(x).get()         # bitwise equal to the result on Ray
 
-Invariants: actors share no memory with each other or the controller, as if each were a process of
-its own: everything goes through messages. `calls` counts as if they were.
+Values are sent as messages, so actors share no memory with each other or the controller. `calls`
+counts as if each actor were in a process of its own.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from dtensor.daft.verification.verifier import verify
 
 
 class LocalSession(Session):
+    """A session whose actors live in this process."""
+
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
         self._seed = seed
@@ -79,19 +81,21 @@ class LocalSession(Session):
 
     def run(self, loaded: int, inputs: Sequence[TaskFuture | Tensor | None]) -> list[TaskFuture]:
         frozen, engine = self._loaded[loaded]
-        fed: Inputs = {rank: {} for rank in range(len(frozen.actors))}
+        engine_inputs: Inputs = {rank: {} for rank in range(len(frozen.actors))}
         for index, (given, ranks) in enumerate(zip(inputs, frozen.arguments, strict=True)):
             if isinstance(given, Tensor):
                 self.bytes_sent += given.numel() * len(ranks)
             for rank in ranks:
-                fed[rank][argument(index)] = given.value if isinstance(given, TaskFuture) else given
+                engine_inputs[rank][argument(index)] = (
+                    given.value if isinstance(given, TaskFuture) else given
+                )
         with self.lock:
             self.calls += len(frozen.processes)
             try:
-                results = engine.run(fed)
+                results = engine.run(engine_inputs)
                 if isinstance(results, UndoneRun):
                     raise results.faults[0].error
-            except BaseException:  # an interrupt leaves half-made transfers: not for the next run
+            except BaseException:  # transfers may be half done: use a new engine from now on
                 self._loaded[loaded] = (frozen, self._engine(frozen))
                 raise
         return [

@@ -1,15 +1,12 @@
-"""Recorded tasks, frozen into a `Program`: one list of instructions for each actor.
+"""Lower recorded tasks to a `Program`: one list of instructions for each actor.
 
     tasks        y = a.execute(x);  z = b.execute(y)
     actor a      v0 = call a.execute(self, x0); send v0 to 1; wait v0; free v0
     actor b      v0 = recv from 0; wait v0; v1 = call b.execute(self, v0); free v0
 
-Every value is a message (`values.py`), so its size is known only when it is there: buffers are
-`u8[*]`. A value goes once to each actor that uses it, as soon as it is made. Lists are projections
-of one order, in which each `Wait` comes after the starts that it needs: so no such program can
-hang, and the verifier, which knows nothing of this argument, checks it.
-
-It knows nothing of sessions, and does not run anything.
+Every value is a message of unknown size (`values.py`), so buffers are `u8[*]`. A value is sent once
+to each actor that uses it, as soon as it exists. All lists are parts of one order in which each
+`Wait` follows the starts that it needs, so the program cannot hang.
 """
 
 from __future__ import annotations
@@ -32,13 +29,13 @@ from dtensor.daft.verification.verifier import Report, verify
 MESSAGE = Buffer((), torch.uint8, variable=True)
 CHANNEL = "values"
 SELF = "self"
-LAG = 2
-"""Calls of the sender after which it waits for a send: the receiver may be behind by as much."""
+SEND_LAG = 2
+"""The sender waits for a send after this many further calls. The receiver may lag by as many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recorded:
-    """A task; `inputs` are values: argument i is -1 - i, the result of task j is j."""
+class RecordedTask:
+    """A task of a recorded function. `inputs`: -1 - i is argument i, j the result of task j."""
 
     actor: int
     task: Task
@@ -50,8 +47,9 @@ class Recorded:
 class LoweredTasks:
     """A program and where it runs: rank r is actor `actors[r]`, host h is process `processes[h]`.
 
-    `results`: (rank, value) of each result, `titles` the tasks that make them. `arguments`: for
-    each argument, the ranks that use it. `undeclared`: for each rank, tasks of unknown size.
+    `results`: (rank, value) of each result; `titles`: the tasks that return them. `arguments`: the
+    ranks that use each argument. `undeclared`: for each rank, its tasks without `daft.returns`,
+    whose results have unknown sizes.
     """
 
     program: Program
@@ -76,7 +74,7 @@ class LoweredTasks:
         for name, own, peak, unknown in zip(
             self.names, self.program.ranks, self.report.peak_bytes, self.undeclared, strict=True
         ):
-            # Arguments have the size that the caller gives them.
+            # the sizes of arguments are known only at a call
             bound = " + ".join((f"{peak} bytes", *own.inputs))
             if unknown:
                 bound = f"unknown: {', '.join(unknown)}"
@@ -88,7 +86,8 @@ class LoweredTasks:
 
 @dataclass(frozen=True, slots=True)
 class Invoke:
-    """What a `Call` runs: a task, with the arguments that were recorded."""
+    """The function of a `Call`: runs a task with its recorded arguments. `owned`: the inputs that
+    have no later reader, see `Task.run`."""
 
     task: Task
     arguments: Tensor
@@ -100,12 +99,16 @@ class Invoke:
 
 def lower_tasks(
     name: str,
-    tasks: Sequence[Recorded],
+    tasks: Sequence[RecordedTask],
     results: Sequence[int],
     process_of: dict[int, int],
     num_arguments: int,
 ) -> LoweredTasks:
-    """`results` are tasks whose values come back. `ProgramError` if the program is not sound."""
+    """Lower tasks to a verified program.
+
+    `results`: the tasks whose values are returned to the controller. `process_of`: the process of
+    each actor. Raises ProgramError if the program is not sound.
+    """
     lowering = _Lowering(tasks, frozenset(results))
     actors = lowering.actors
     processes = sorted({process_of[actor] for actor in actors})
@@ -133,7 +136,7 @@ def lower_tasks(
 
 
 def argument(index: int) -> str:
-    """What the program calls argument `index`."""
+    """Return the name of argument `index` in the program."""
     return f"x{index}"
 
 
@@ -143,20 +146,26 @@ def _name(value: int) -> str:
 
 @dataclass(slots=True)
 class _ActorList:
-    """One actor's list while it grows."""
+    """The list of one actor, while it is built.
+
+    `started`: values whose receive has started and was not waited for. `sent`: value -> number of
+    calls until its send is waited for. `done`: the tasks so far. `unknown`: those of unknown size.
+    """
 
     instructions: list[Instruction] = field(default_factory=list[Instruction])
     inputs: list[str] = field(default_factory=list[str])
     outputs: list[str] = field(default_factory=list[str])
     nbytes: dict[str, int] = field(default_factory=dict[str, int])
-    started: set[int] = field(default_factory=set[int])  # received, and not waited for
-    sent: dict[int, int] = field(default_factory=dict[int, int])  # value -> calls since, to go
-    done: set[int] = field(default_factory=set[int])  # tasks, so far
+    started: set[int] = field(default_factory=set[int])
+    sent: dict[int, int] = field(default_factory=dict[int, int])
+    done: set[int] = field(default_factory=set[int])
     unknown: list[str] = field(default_factory=list[str])
 
 
 class _Lowering:
-    def __init__(self, tasks: Sequence[Recorded], results: frozenset[int]) -> None:
+    """Builds the lists of all actors, task by task."""
+
+    def __init__(self, tasks: Sequence[RecordedTask], results: frozenset[int]) -> None:
         self.tasks = tasks
         self.results = results
         self.actors = list(dict.fromkeys(task.actor for task in tasks))
@@ -164,17 +173,18 @@ class _Lowering:
         self.rank_of = [index[task.actor] for task in tasks]
         self.ranks = [_ActorList() for _ in self.actors]
         self.functions: dict[str, Function] = {}
-        # For each value, the last task of each rank that uses it.
+        # value -> rank -> the last task of the rank that uses it
         self.last: dict[int, dict[int, int]] = defaultdict(dict)
         for number, task in enumerate(tasks):
             for value in task.inputs:
                 self.last[value][self.rank_of[number]] = number
 
     def program(self, name: str) -> Program:
+        """Lower all tasks, and return the program."""
         for number in range(len(self.tasks)):
-            self._task(number)
+            self._lower_task(number)
         for rank in range(len(self.ranks)):
-            self._settle(rank, everything=True)
+            self._finish_sends(rank, everything=True)
         ranks = tuple(
             RankProgram(
                 instructions=tuple(own.instructions),
@@ -195,7 +205,8 @@ class _Lowering:
     def undeclared(self) -> tuple[tuple[str, ...], ...]:
         return tuple(tuple(dict.fromkeys(own.unknown)) for own in self.ranks)
 
-    def _task(self, number: int) -> None:
+    def _lower_task(self, number: int) -> None:
+        """Append the instructions of a task: wait for its inputs, call it, send its result."""
         recorded, rank = self.tasks[number], self.rank_of[number]
         actor_list, task, name = self.ranks[rank], recorded.task, _name(number)
         used = list(dict.fromkeys(recorded.inputs))
@@ -206,9 +217,11 @@ class _Lowering:
         if arrived:
             actor_list.started -= set(arrived)
             actor_list.instructions.append(Wait(tuple(map(_name, arrived))))
-        ended = [v for v in used if v >= 0 and self.last[v][rank] == number]
+        last_uses = [v for v in used if v >= 0 and self.last[v][rank] == number]
         owned = tuple(
-            i for i, v in enumerate(recorded.inputs) if v in ended and self._is_free(v, rank)
+            i
+            for i, v in enumerate(recorded.inputs)
+            if v in last_uses and self._has_no_other_reader(v, rank)
         )
         source = task.issued[0] if task.issued else None
         call = Call(
@@ -221,36 +234,39 @@ class _Lowering:
         )
         actor_list.instructions.append(call)
         actor_list.done.add(number)
-        self._declare(rank, number, name)
-        self._settle(rank)
-        self._send(number, source)
+        self._declare_size(rank, number, name)
+        self._finish_sends(rank)
+        self._send_result(number, source)
         unused = number not in self.last and number not in self.results
-        freed = [v for v in ended if v not in actor_list.sent and self._is_free(v, rank)]
+        freed = [
+            v for v in last_uses if v not in actor_list.sent and self._has_no_other_reader(v, rank)
+        ]
         freed += [number] if unused else []
         if freed:
             actor_list.instructions.append(Free(tuple(map(_name, freed))))
         if number in self.results:
             actor_list.outputs.append(name)
 
-    def _send(self, number: int, source: str | None) -> None:
-        """To each other actor that uses it, which starts to receive it at this point too."""
+    def _send_result(self, number: int, source: str | None) -> None:
+        """Send a result to each other actor that uses it, and start to receive it there."""
         rank, name = self.rank_of[number], _name(number)
         for to in sorted(self.last.get(number, {})):
             if to == rank:
                 continue
             self.ranks[rank].instructions.append(Send(name, to, CHANNEL, MESSAGE, source=source))
-            self.ranks[rank].sent[number] = LAG
+            self.ranks[rank].sent[number] = SEND_LAG
             other = self.ranks[to]
             other.instructions.append(Recv(name, rank, CHANNEL, MESSAGE, source=source))
             other.started.add(number)
-            self._declare(to, number, name)
+            self._declare_size(to, number, name)
 
-    def _settle(self, rank: int, everything: bool = False) -> None:
-        """Wait for sends, LAG calls after they started, and free what is not used any more."""
+    def _finish_sends(self, rank: int, everything: bool = False) -> None:
+        """Wait for sends that started `SEND_LAG` calls ago, and free values without later uses.
+        ``everything``: wait for all sends, at the end of the list."""
         actor_list = self.ranks[rank]
         for value in list(actor_list.sent):
             actor_list.sent[value] -= 1
-            used = self.last[value].get(rank, value)  # its last use here
+            used = self.last[value].get(rank, value)  # the last task of this rank that uses it
             if not everything and (actor_list.sent[value] > 0 or used not in actor_list.done):
                 continue
             del actor_list.sent[value]
@@ -258,21 +274,21 @@ class _Lowering:
             if value not in self.results:
                 actor_list.instructions.append(Free((_name(value),)))
 
-    def _is_free(self, value: int, rank: int) -> bool:
-        """Whether nobody else reads the rank's copy: no send, not the controller."""
+    def _has_no_other_reader(self, value: int, rank: int) -> bool:
+        """Whether neither a send nor the controller reads the rank's copy of the value."""
         made_here = self.rank_of[value] == rank
         sent = made_here and any(to != rank for to in self.last[value])
         return not sent and not (made_here and value in self.results)
 
-    def _declare(self, rank: int, number: int, name: str) -> None:
+    def _declare_size(self, rank: int, number: int, name: str) -> None:
         actor_list, task = self.ranks[rank], self.tasks[number].task
         if task.returns is None:
             actor_list.unknown.append(task.title)
         else:
             actor_list.nbytes[name] = sum(buffer.nbytes for buffer in task.returns)
 
-    def _function(self, recorded: Recorded, owned: tuple[int, ...]) -> str:
-        """Tasks that differ in nothing share a function."""
+    def _function(self, recorded: RecordedTask, owned: tuple[int, ...]) -> str:
+        """Return the name of the task's function. Equal tasks share one."""
         task, count = recorded.task, 1
         name = task.title
         while name in self.functions:

@@ -1,4 +1,4 @@
-"""`compile`: the tasks of a function, recorded once with futures that have no values yet.
+"""`compile`: record the tasks of a function once, and run them as one program.
 
     def fn(x, scale=True):
         return b.execute(a.execute(x))
@@ -7,12 +7,9 @@
     step(x).get()                 # recorded, verified and loaded here, at the first call
     step(y)                       # one asynchronous call to each process that takes part
 
-The arguments of `fn` become arguments of the program, leaf by leaf, except `None`, `bool` and
-`str`: these are constants, and others cause a new recording, like another structure. Other values
-that `fn` reads are frozen into the program at that time. Interpreted (a plain call of `fn`) and
-compiled give the same bits.
-
-`fn` sees no values. Reading one is an error with the user's line.
+The leaves of `fn`'s arguments become arguments of the program, except None, bools and strings: they
+are constants, and a new value or structure causes a new recording. Other values that `fn` reads are
+frozen at that time. `fn` sees only futures; reading a value raises.
 """
 
 from __future__ import annotations
@@ -36,7 +33,7 @@ from dtensor.daft.tasks.actors import (
 )
 from dtensor.daft.tasks.futures import FutureOwner, TaskFuture, user_line
 from dtensor.daft.tasks.groups import GroupFuture
-from dtensor.daft.tasks.lower_tasks import LoweredTasks, Recorded, lower_tasks
+from dtensor.daft.tasks.lower_tasks import LoweredTasks, RecordedTask, lower_tasks
 from dtensor.daft.tasks.task import Task
 from dtensor.daft.tasks.values import encode
 from dtensor.private_torch import pytree
@@ -50,12 +47,13 @@ class Recording(FutureOwner):
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self.tasks: list[Recorded] = []
+        self.tasks: list[RecordedTask] = []
 
     def argument(self, index: int, title: str) -> TaskFuture:
         return TaskFuture(self, -1, title, -1 - index)
 
     def submit(self, actor: ActorInfo, task: Task, args: object) -> TaskFuture:
+        """Record a task, and return the future of its result."""
         if actor.session is not self.session:
             raise ProgramError(
                 f"Actor {actor.name!r} is of another launch than the one that the function is "
@@ -63,16 +61,18 @@ class Recording(FutureOwner):
             )
         encoded = encode(args)
         inputs: list[int] = []
-        for given in encoded.placeholders:
-            if not isinstance(given, TaskFuture) or given.owner is not self:
+        for placeholder in encoded.placeholders:
+            if not isinstance(placeholder, TaskFuture) or placeholder.owner is not self:
                 raise ProgramError(
-                    f"A compiled function uses {given!r}, which is neither one of its arguments "
-                    f"nor made in it.\n  at {user_line()}\n"
+                    f"A compiled function uses {placeholder!r}, which is neither one of its "
+                    f"arguments nor made in it.\n  at {user_line()}\n"
                     f"  Fix: make it an argument of the function."
                 )
-            inputs.append(given.value)
+            inputs.append(placeholder.value)
         self.tasks.append(
-            Recorded(actor=actor.key, task=task, arguments=encoded.message, inputs=tuple(inputs))
+            RecordedTask(
+                actor=actor.key, task=task, arguments=encoded.message, inputs=tuple(inputs)
+            )
         )
         return TaskFuture(self, actor.key, task.title, len(self.tasks) - 1)
 
@@ -92,14 +92,18 @@ class Recording(FutureOwner):
 
 
 @dataclass(frozen=True, slots=True)
-class _Loaded:
-    """A recording; `returned` is the function's result, with futures that have no values."""
+class _LoadedRecording:
+    """A recording that is loaded in a session.
+
+    `number`: the session's number of the program. `returned`: the function's result, with futures
+    of the recording. `results`: the tasks that compute it.
+    """
 
     session: Session
-    frozen: LoweredTasks
+    lowered: LoweredTasks
     number: int
     returned: Any
-    results: tuple[int, ...]  # the tasks that make its result
+    results: tuple[int, ...]
 
 
 class Compiled(Generic[P]):
@@ -108,11 +112,11 @@ class Compiled(Generic[P]):
     def __init__(self, fn: Callable[P, Any]) -> None:
         self.fn = fn
         self.name: str = getattr(fn, "__name__", type(fn).__name__)
-        self._loaded: list[tuple[object, _Loaded]] = []
+        self._loaded: list[tuple[object, _LoadedRecording]] = []
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Any:
-        """The function's result; its futures resolve later, and may be arguments again."""
-        if recorder.get() is not None:  # inside another compiled function it is a part of that
+        """Run the function asynchronously. Return its result, with futures."""
+        if recorder.get() is not None:  # called within another compiled function: record it there
             return self.fn(*args, **kwargs)
         session = current_session()
         leaves, spec, key = _flatten(args, kwargs)
@@ -120,28 +124,29 @@ class Compiled(Generic[P]):
             (own for known, own in self._loaded if own.session is session and known == key), None
         )
         if loaded is None:
-            frozen, returned = self._record(session, leaves, spec)
+            lowered, returned = self._record(session, leaves, spec)
             results = tuple(_results(returned))
-            loaded = _Loaded(session, frozen, session.load(frozen), returned, results)
+            loaded = _LoadedRecording(session, lowered, session.load(lowered), returned, results)
             self._loaded = [(k, own) for k, own in self._loaded if not own.session.closed]
             self._loaded.append((key, loaded))
         inputs = [
             _input(session, leaf) if ranks else None
-            for leaf, ranks in zip(leaves, loaded.frozen.arguments, strict=True)
+            for leaf, ranks in zip(leaves, loaded.lowered.arguments, strict=True)
         ]
-        made = session.run(loaded.number, inputs)
-        futures = dict(zip(loaded.results, made, strict=True))
+        task_futures = session.run(loaded.number, inputs)
+        futures = dict(zip(loaded.results, task_futures, strict=True))
 
         if isinstance(loaded.returned, TaskFuture):
-            return _filled(futures, leaves, loaded.returned)
-        return pytree.tree_map(partial(_filled, futures, leaves), loaded.returned)
+            return _resolve(futures, leaves, loaded.returned)
+        return pytree.tree_map(partial(_resolve, futures, leaves), loaded.returned)
 
     def program(self, *args: P.args, **kwargs: P.kwargs) -> LoweredTasks:
-        """The program that a call with these arguments would run. It loads and runs nothing."""
+        """Return the program that a call with these arguments would run, without loading it."""
         leaves, spec, _ = _flatten(args, kwargs)
         return self._record(current_session(), leaves, spec)[0]
 
     def _record(self, session: Session, leaves: list[Any], spec: Any) -> tuple[LoweredTasks, Any]:
+        """Call the function once with futures as arguments. Return its program and its result."""
         recording = Recording(session)
         symbols = [
             leaf if _is_static(leaf) else recording.argument(i, f"argument {i} of {self.name}")
@@ -171,11 +176,10 @@ class Compiled(Generic[P]):
 
 
 def compile(fn: Callable[P, Any]) -> Compiled[P]:
-    """Freeze `fn`, which calls methods of actors and returns their futures, into one program.
+    """Compile `fn`, which calls methods of actors and returns their futures, to one program.
 
-    `ProgramError`, at the first call, for a function that reads values or a program that could
-    hang. A failure in a step fails only the values that depend on it; the actors continue.
-    TypeError unless `fn` is a function.
+    If a task fails, only the values that depend on it fail; the actors continue. Raises TypeError
+    if `fn` is not callable. The first call raises ProgramError if `fn` reads a value.
     """
     if not callable(fn):
         raise TypeError(f"compile takes a function of futures, not {fn!r}.\n  at {user_line()}")
@@ -183,7 +187,9 @@ def compile(fn: Callable[P, Any]) -> Compiled[P]:
 
 
 def _flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any, object]:
-    if not kwargs and all(type(arg) in _LEAVES for arg in args):  # most are, and it takes a while
+    """Return the leaves of the arguments, their pytree spec (None if the arguments are the leaves),
+    and the key of a recording: the structure and the constants."""
+    if not kwargs and all(type(arg) in _LEAVES for arg in args):  # common; pytree is slow
         leaves, spec, form = list(args), None, len(args)
     else:
         leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -193,7 +199,7 @@ def _flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], 
 
 
 def _futures(returned: Any) -> list[TaskFuture]:
-    """The futures in a function's result, one by one."""
+    """Return all futures in a function's result."""
     futures: list[TaskFuture] = []
     for leaf in pytree.tree_leaves(returned):
         if isinstance(leaf, TaskFuture | GroupFuture):
@@ -201,20 +207,20 @@ def _futures(returned: Any) -> list[TaskFuture]:
     return futures
 
 
-def _filled(futures: Mapping[int, TaskFuture], leaves: Sequence[Any], leaf: Any) -> Any:
-    """A leaf of a function's result, in a run. No closure: one that calls itself would keep values
-    and arguments until Python collects cycles."""
+def _resolve(futures: Mapping[int, TaskFuture], leaves: Sequence[Any], leaf: Any) -> Any:
+    """Return a leaf of a function's result in a run: futures of the run in place of recorded ones.
+    Not a closure: a recursive closure would keep the arguments alive until a garbage collection."""
     match leaf:
         case TaskFuture():
             return futures[leaf.value] if leaf.value >= 0 else leaves[-1 - leaf.value]
         case GroupFuture():
-            return GroupFuture(leaf.group, [_filled(futures, leaves, each) for each in leaf])
+            return GroupFuture(leaf.group, [_resolve(futures, leaves, future) for future in leaf])
         case _:
             return leaf
 
 
 def _results(returned: Any) -> list[int]:
-    """The tasks of the returned futures, each once."""
+    """Return the distinct tasks of the returned futures."""
     return list(dict.fromkeys(f.value for f in _futures(returned) if f.value >= 0))
 
 
@@ -223,6 +229,7 @@ def _is_static(leaf: object) -> bool:
 
 
 def _input(session: Session, leaf: Any) -> TaskFuture | Tensor:
+    """Return a leaf as an input of a run: a future, or the message of a value."""
     if isinstance(leaf, TaskFuture):
         (placeholder,) = session.inputs([leaf])
         return placeholder

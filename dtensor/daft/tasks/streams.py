@@ -1,12 +1,11 @@
-"""What a method gives that yields: its values one by one, as futures.
+"""Iterate over the values that a generator method of an actor yields, as futures.
 
     for batch in loader.batches(3):        # a TaskStream; each batch is a TaskFuture
         trainer.step(batch)                # the batch goes from the loader to the trainer
 
-Invariants: the method goes on when the next value is asked for, and no further, as one task among
-the others of its actor. To ask for the next value waits until it is there, or until the method has
-ended. What that raises is raised there. To interrupt that wait loses no value. A stream that nobody
-has any more is closed with the next task of its launch.
+`next` runs the generator up to its next `yield`, as one task of the actor, and waits for it. It
+raises what the generator raises. Interrupting the wait loses no value. A stream that is garbage is
+closed together with the next task of its launch.
 """
 
 from __future__ import annotations
@@ -19,33 +18,35 @@ from dtensor.daft.tasks.futures import TaskFuture
 
 
 class TaskStream(Iterator[TaskFuture]):
-    """``opened``: a future of the stream's number, at its actor."""
+    """The values of one generator. ``opened``: a future of the stream's number at its actor.
+    ``abandoned``: receives ``opened`` if the stream is garbage before it has ended."""
 
     def __init__(self, opened: TaskFuture, abandoned: deque[TaskFuture]) -> None:
         self._ended = False
         self._opened = opened
         self._abandoned = abandoned
-        self._advancing: TaskFuture | None = None
+        self._pending_advance: TaskFuture | None = None
 
     def __next__(self) -> TaskFuture:
-        if self._ended or not self._advanced():
+        if self._ended or not self._advance():
             self._ended = True
             raise StopIteration
         item = self._opened.owner.then(self._opened, "taken")
-        self._advancing = None
+        self._pending_advance = None
         return item
 
-    def _advanced(self) -> bool:
+    def _advance(self) -> bool:
+        """Run the generator to its next `yield`; return whether there is a value."""
         try:
-            if self._advancing is None:
-                self._advancing = self._opened.owner.then(self._opened, "advance")
-            return self._advancing.get()
-        except Exception:  # an interrupt leaves it to be asked for again
+            if self._pending_advance is None:
+                self._pending_advance = self._opened.owner.then(self._opened, "advance")
+            return self._pending_advance.get()
+        except Exception:  # after an interrupt, `_pending_advance` is waited for again
             self._ended = True
             raise
 
     def close(self) -> None:
-        """The method ends where it stands, as `close` of a generator has it. Twice is fine."""
+        """Close the generator where it is suspended. May be called again."""
         if not self._ended:
             self._ended = True
             self._opened.owner.then(self._opened, "closed").get()

@@ -1,23 +1,13 @@
-"""A task: one call of a method of an actor, as the actor's process runs it.
+"""Run a task: one call of a method of an actor, in the actor's process.
 
     task = Task(actor="a", name="execute", issued=("train.py:31 in main: y = a.execute(x)",))
     task.run(HostedObject(model), encode(((x,), {})).message, [])   # the message of the result
 
-Invariants: a task always ends in a message: its result, or a failure with the place where the
-controller issued the task and the place where the method failed. A task with a failed argument does
-not run: its result is that failure, so the root cause is passed on without a cascade. Arguments and
-results are copies; a method may change its arguments. It runs with one kernel thread and without
-the caller's autocast: the same bits in every backend and mode. An `async def` method is run to its
-end, in an event loop of the actor; the values of a generator are requested one by one
-(`streams.py`).
-
-A few tasks are not methods but `OPERATIONS`, which futures and groups need at the place of values.
-
-    OPERATIONS["fold"](REDUCTIONS["sum"], [grads0, grads1])      # leaf by leaf, in this order
-
-Values are pytrees. `piece` and `join` cut one into pieces and put them together again, so that a
-large all_reduce costs each member 2 (n-1)/n of the value instead of n-1 times; a fold acts on each
-element by itself, so that cutting changes no bit. They do not know actors.
+The result is a message: a value, or a failure. A task with a failed argument does not run; its
+result is that failure. Arguments and results are copies. Tasks run with one kernel thread and
+without the caller's autocast, so that all backends give the same bits. An `async def` method runs
+to its end in the actor's event loop; a generator yields its values one by one (`streams.py`).
+`OPERATIONS` are functions that run where a value is, such as the fold of an all_reduce.
 """
 
 from __future__ import annotations
@@ -55,12 +45,12 @@ from dtensor.daft.remote_exceptions import (
 from dtensor.daft.run.engine import local_execution
 from dtensor.daft.tasks.values import (
     Encoded,
-    Room,
+    MessageAllocator,
+    allocate_message,
     decode,
     encode,
     encode_failure,
     is_failure,
-    own_room,
 )
 from dtensor.numerics import Reduction
 from dtensor.private_torch import pytree
@@ -73,64 +63,67 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(slots=True)
 class HostedObject:
-    """An actor's object in its process; the first failures here, until they are read. `room`: the
-    allocator for the messages of its results."""
+    """An actor's object in its process.
+
+    `unborn`: the failure of its `__init__`, or of the actor's end; all methods return it.
+    `failures`: the first failures of methods. `room`: allocates the messages of results.
+    `streams`: open generators, by number. `items`: the last value of each stream.
+    """
 
     instance: object = None
     unborn: Tensor | None = None
     failures: list[Failure] = field(default_factory=list[Failure])
-    room: Room = own_room
+    room: MessageAllocator = allocate_message
     streams: dict[int, Iterator[Any]] = field(default_factory=dict[int, Iterator[Any]])
-    items: dict[int, Any] = field(default_factory=dict[int, Any])  # by stream, its last value
-    _opened: int = 0
+    items: dict[int, Any] = field(default_factory=dict[int, Any])
+    _num_streams: int = 0
     _loop: asyncio.AbstractEventLoop | None = None
 
-    def awaited(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """The coroutine's result, run in the event loop of this object."""
+    def run_coroutine(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Run a coroutine in the event loop of this object, and return its result."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
         try:
             asyncio.get_running_loop()
         except RuntimeError:
             return self._loop.run_until_complete(coroutine)
-        # in-process, inside a loop of the caller, as in a notebook: a thread has one loop
+        # the caller's thread already runs a loop (in-process, in a notebook): use another thread
         with ThreadPoolExecutor(1) as helper:
-            return helper.submit(self._alone, self._loop, coroutine).result()
+            return helper.submit(self._run_in_loop, self._loop, coroutine).result()
 
     @staticmethod
-    def _alone(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any]) -> Any:
+    def _run_in_loop(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any]) -> Any:
         with user_execution():
             return loop.run_until_complete(coroutine)
 
-    def open(self, given: Any) -> int:
-        """Open a method's generator, whose values are requested one by one; returns its number
-        here."""
-        if isinstance(given, AsyncGenerator):
-            given = self._items(given)  # pyright: ignore[reportUnknownArgumentType]
-        if not isinstance(given, Iterator):
-            raise TypeError(f"it yields its values, and gave a {type(given).__name__}")
-        self._opened += 1
-        self.streams[self._opened] = given
-        return self._opened
+    def open(self, iterator: Any) -> int:
+        """Store the generator that a method returned, and return its number in `streams`."""
+        if isinstance(iterator, AsyncGenerator):
+            iterator = self._iterate(iterator)  # pyright: ignore[reportUnknownArgumentType]
+        if not isinstance(iterator, Iterator):
+            raise TypeError(f"it yields its values, and gave a {type(iterator).__name__}")
+        self._num_streams += 1
+        self.streams[self._num_streams] = iterator
+        return self._num_streams
 
-    def _items(self, given: AsyncGenerator[Any, None]) -> Generator[Any]:
+    def _iterate(self, generator: AsyncGenerator[Any, None]) -> Generator[Any]:
         try:
             while True:
                 try:
-                    yielded = self.awaited(given.__anext__())  # type: ignore[arg-type]
+                    yielded = self.run_coroutine(generator.__anext__())  # type: ignore[arg-type]
                 except StopAsyncIteration:
                     return
                 yield yielded
         finally:
-            self.awaited(given.aclose())  # type: ignore[arg-type]
+            self.run_coroutine(generator.aclose())  # type: ignore[arg-type]
 
     def end(self, failure: Tensor) -> None:
-        """From now on the methods return this failure."""
+        """End the actor: its methods return this failure from now on."""
         self.close()
         self.instance, self.unborn, self._loop = None, failure, None
 
     def close(self) -> None:
-        """Close the generators."""
+        """Close the generators and the event loop."""
         for stream in self.streams.values():
             if isinstance(stream, Generator):
                 stream.close()
@@ -140,13 +133,13 @@ class HostedObject:
 
 
 def returns(*buffers: Buffer) -> Callable[[F], F]:
-    """Declare the tensors of a method's result, in order: they are checked, and bound the memory.
+    """Declare the shapes and dtypes of the tensors in a method's result, in order.
 
         @daft.returns(daft.Buffer((8, 16), torch.float32))
         def execute(self, x): ...
 
-    `buffers`: a shape and a dtype each. A result that differs is a TaskError of the call. A method
-    without it may return anything; a compiled step's memory is then unknown.
+    A call whose result differs raises TaskError. The memory of a compiled function is known only if
+    all its methods declare their results.
     """
 
     def declare(method: F) -> F:
@@ -157,6 +150,7 @@ def returns(*buffers: Buffer) -> Callable[[F], F]:
 
 
 def declared(cls: type, name: str) -> tuple[Buffer, ...] | None:
+    """Return the buffers that `returns` has declared for a method, or None."""
     for base in cls.__mro__:
         if name in vars(base):
             member = vars(base)[name]
@@ -167,7 +161,11 @@ def declared(cls: type, name: str) -> tuple[Buffer, ...] | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """`name`: of a method, or of one of our operations; `stream`: the method is a generator."""
+    """One call of a method of an actor.
+
+    `name`: of the method, or of one of `OPERATIONS`. `issued`: where the controller made the call.
+    `returns`: the declared result. `stream`: the method is a generator.
+    """
 
     actor: str
     name: str
@@ -177,7 +175,7 @@ class Task:
     stream: bool = False
 
     def plain(self) -> tuple[Any, ...]:
-        """A plain tuple for another process: a pickled dataclass takes four times as long."""
+        """Return a plain tuple, which pickles four times as fast. `of` is the inverse."""
         return self.actor, self.name, self.issued, self.operation, self.returns, self.stream
 
     @staticmethod
@@ -203,7 +201,7 @@ class Task:
         arguments: Tensor,
         inputs: Sequence[Tensor],
     ) -> None:
-        """Make the actor's object; a failure is kept, and its methods return it."""
+        """Create the actor's object. If that fails, all its methods return the failure."""
         instances: list[object] = []
 
         def keep(*args: Any, **kwargs: Any) -> None:
@@ -224,8 +222,11 @@ class Task:
         *,
         copies: bool = False,
     ) -> Tensor:
-        """The message of the result. `owned`: the inputs that have no later reader; `copies`: the
-        arguments have other readers."""
+        """Run the task and return the message of its result, or of its failure.
+
+        `owned`: the inputs without a later reader, whose memory is used without a copy. `copies`:
+        the arguments have other readers (in a compiled function), so they are copied.
+        """
         if subject.unborn is not None:
             return subject.unborn
         if self.name in STREAMING and self.operation:
@@ -233,7 +234,7 @@ class Task:
         elif self.operation:
             method = OPERATIONS[self.name]
         else:
-            method = functools.partial(_call, subject.instance, self.name)
+            method = functools.partial(_call_method, subject.instance, self.name)
         return self._run(subject, method, arguments, inputs, owned, copies)
 
     def _run(
@@ -248,7 +249,7 @@ class Task:
         for message in inputs:
             if is_failure(message):
                 return message
-        # in a compiled function, which `copies` its arguments, the engine has seen to the rest
+        # in a compiled function (`copies`) the engine has already set up the execution
         with torch.enable_grad() if copies else user_execution():
             try:
                 values = [decode(m, copy=i not in owned) for i, m in enumerate(inputs)]
@@ -256,7 +257,7 @@ class Task:
                 del values
                 result = method(*args, **kwargs)
                 if inspect.iscoroutine(result):
-                    result = subject.awaited(result)
+                    result = subject.run_coroutine(result)
                 if self.stream:
                     result = subject.open(result)
                 encoded = encode(result, room=subject.room)
@@ -272,6 +273,7 @@ class Task:
         return encoded.message
 
     def _check(self, encoded: Encoded) -> None:
+        """Raise if the result contains a future or a handle, or differs from its declaration."""
         if encoded.placeholders:
             raise TypeError(
                 f"{self.title} returned a future or a handle, which belongs to the controller.\n"
@@ -288,7 +290,8 @@ class Task:
             )
 
     def _failure(self, error: BaseException) -> Failure:
-        # the first frame is `_run` itself; an operation has no user's line
+        """Return the facts about an exception of the method."""
+        # skip the first frame, which is `_run`; an operation has no other frame
         trace = traceback_of(error)
         if trace is not None and trace.tb_next is not None:
             trace = trace.tb_next
@@ -303,22 +306,22 @@ class Task:
         )
 
 
-def _call(instance: object, name: str, *args: Any, **kwargs: Any) -> object:
+def _call_method(instance: object, name: str, *args: Any, **kwargs: Any) -> object:
     return getattr(instance, name)(*args, **kwargs)
 
 
 @contextmanager
 def user_execution() -> Generator[None]:
-    """One kernel thread and no autocast, as programs run; but a method may use autograd."""
+    """Set up torch for a method: one kernel thread and no autocast, but with autograd."""
     with local_execution(), torch.enable_grad():
         yield
 
 
-# -- daft's operations ---------------------------------------------------------------------------
+# -- operations --------------------------------------------------------------------------------
 
 
 def value(given: object) -> object:
-    """A copy of the argument, in the actor's process."""
+    """Return the argument, which has been copied to the actor's process."""
     return given
 
 
@@ -327,7 +330,8 @@ def item(given: Any, key: object) -> object:
 
 
 def fold(op: Reduction, parts: Sequence[object]) -> object:
-    """The parts' leaves, folded; tensors as `numerics.fold` does, numbers in the same order."""
+    """Fold the parts leaf by leaf, from left to right. Raises ValueError if the parts differ in
+    structure."""
     leaves, specs = zip(*map(_flatten, parts), strict=True)
     if any(spec != specs[0] for spec in specs):
         different = "\n".join(f"  member {i}: {spec}" for i, spec in enumerate(specs))
@@ -338,42 +342,49 @@ def fold(op: Reduction, parts: Sequence[object]) -> object:
 
 
 def piece(op: Reduction, given: object, index: int, num: int) -> tuple[list[Any], object]:
-    """Piece `index` of `num`: a part of each tensor's elements; other values are all in piece 0."""
+    """Return piece `index` of `num` of a value, and the value's form.
+
+    A piece has a part of the elements of each tensor. Numbers are in piece 0; others have 0 there.
+    A large all_reduce folds pieces, which moves 2 (n-1)/n of the value per member instead of n-1
+    times the value, with the same bits.
+    """
     leaves, _ = _flatten(given)
-    kept: list[Any] = []
+    pieces: list[Any] = []
     for leaf in leaves:
         if isinstance(leaf, Tensor):
             _check_fold(op, leaf)
-            kept.append(leaf.detach().reshape(-1, op.unit).tensor_split(num)[index])
+            pieces.append(leaf.detach().reshape(-1, op.unit).tensor_split(num)[index])
         else:
-            kept.append(leaf if index == 0 else 0)
-    return kept, _form(given)
+            pieces.append(leaf if index == 0 else 0)
+    return pieces, _structure(given)
 
 
 def fold_piece(op: Reduction, parts: Sequence[tuple[list[Any], object]]) -> list[Any]:
-    """The fold of all members' pieces; the forms tell whether the whole values fit together."""
+    """Fold the pieces of all members. Raises ValueError if the forms of their values differ."""
     forms = [form for _, form in parts]
     if any(form != forms[0] for form in forms):
         different = "\n".join(f"  member {i}: {form}" for i, form in enumerate(forms))
         raise ValueError(f"The members' values differ in shape, dtype or structure.\n{different}")
-    columns = zip(*(kept for kept, _ in parts), strict=True)
+    columns = zip(*(leaves for leaves, _ in parts), strict=True)
     return [_fold_leaf(op, column) for column in columns]
 
 
 def join(given: object, pieces: Sequence[list[Any]]) -> object:
-    """A value like `given`, from the folded pieces."""
+    """Join the folded pieces to a value with the structure of `given`."""
     leaves, spec = _flatten(given)
     joined: list[Any] = []
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
-            joined.append(torch.cat([kept[i] for kept in pieces]).reshape(leaf.shape))
+            joined.append(
+                torch.cat([piece_leaves[i] for piece_leaves in pieces]).reshape(leaf.shape)
+            )
         else:
             joined.append(pieces[0][i])
     return pytree.tree_unflatten(joined, spec)
 
 
 def advance(subject: HostedObject, number: int) -> bool:
-    """Whether a stream has one more value, which is then stored."""
+    """Advance a stream: store its next value, and return whether there is one."""
     stream = subject.streams.pop(number)
     try:
         subject.items[number] = next(stream)
@@ -410,7 +421,7 @@ OPERATIONS: Mapping[str, Callable[..., object]] = {
 
 
 def _flatten(given: object) -> tuple[list[Any], Any]:
-    """The leaves, tensors without their gradients, and the structure."""
+    """Return the leaves, with tensors detached, and the structure."""
     leaves, spec = pytree.tree_flatten(given)
     return [x.detach() if isinstance(x, Tensor) else x for x in leaves], spec
 
@@ -420,7 +431,7 @@ def _check_fold(op: Reduction, tensor: Tensor) -> None:
         raise ValueError(f"{op.name!r} reduces {op.wants}, got {tensor.dtype}{list(tensor.shape)}.")
 
 
-def _form(given: object) -> object:
+def _structure(given: object) -> object:
     leaves, spec = _flatten(given)
     return [
         (tuple(leaf.shape), str(leaf.dtype)) if isinstance(leaf, Tensor) else type(leaf).__name__
@@ -429,6 +440,7 @@ def _form(given: object) -> object:
 
 
 def _fold_leaf(op: Reduction, column: Sequence[Any]) -> object:
+    """Fold tensors of one shape and dtype, or numbers. Raises for other values."""
     first = column[0]
     if all(isinstance(part, Tensor) for part in column):
         if any(part.shape != first.shape or part.dtype != first.dtype for part in column):

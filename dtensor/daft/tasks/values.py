@@ -1,26 +1,14 @@
-"""The form of values between actors: one flat message of bytes for each.
+"""Encode values that are sent between actors: one flat message of bytes for each value.
 
-    message = encode({"loss": 0.5, "logits": torch.ones(2, 3)}).message     # u8, a snapshot
+    message = encode({"loss": 0.5, "logits": torch.ones(2, 3)}).message     # u8[n], a copy
     decode(message)                                                 # {"loss": 0.5, "logits": ...}
 
-A message is a head (kind, length of the pickle, numbers of buffers and of storages), the buffers'
-lengths, the storages' first bytes, the pickle, and the buffers, aligned. Buffers are the bytes of
-numpy arrays (the out-of-band data of pickle's protocol 5) and, of each storage that tensors of the
-value share, those that they span; anywhere in the value, in a user's own classes too. They are
-copied once, into the message; so a message never shares memory with its value, and one value is one
-transfer, whose size only the sender knows.
-
-A remote tensor is sent as its value: the module that defines such a class registers the function
-for it in `SENT_AS`.
-
-Invariants: a tensor comes out with its class, dtype, shape, strides, bits and attributes, on the
-CPU or, if the process has one, on the kind of device it came from; a leaf with its `requires_grad`
-and `grad`. A tensor that autograd has computed comes out without a gradient: what it was computed
-from is in another process. An array or tensor that a value holds twice is one again, and tensors
-that share a storage share one again. Refused are a hook on a gradient, and the `grad` of a tensor
-whose class says how it is pickled. Everything else is pickled by cloudpickle: classes and functions
-of a script, lambdas too. A failure is a message too, so that tasks that depend on a failed task get
-its root cause as their value.
+A message has a head (kind, numbers and lengths), a pickle, and the aligned bytes of numpy arrays
+and tensor storages, which are copied once. Tensors keep class, dtype, shape, strides, attributes,
+`requires_grad` and `grad`; tensors that share a storage share one again. A tensor computed by
+autograd is detached. Refused: a hook on a gradient, and the `grad` of a tensor whose class pickles
+itself. Other values are pickled by cloudpickle. A failure is a message of another kind, so tasks
+that depend on a failed task receive its root cause.
 """
 
 from __future__ import annotations
@@ -53,21 +41,21 @@ from dtensor.daft.errors import (
 from dtensor.numerics import contiguous_strides
 from dtensor.private_torch import DisableTorchFunctionSubclass, make_subclass
 
-_cloudpickle: Any = cloudpickle  # which has no types
+_cloudpickle: Any = cloudpickle  # has no type annotations
 
 ALIGN = 64
 SMALL_BYTES = 1 << 12
-"""A smaller message is in Python's memory, which is faster to get."""
+"""A smaller message is a Python bytearray, which is faster to allocate."""
 _HEAD = struct.Struct("<4Q")
 LARGE_BYTES = 1 << 22
-"""Bytes of a buffer from which on a second core copies half of it."""
+"""From this size on, a second thread copies half of a buffer."""
 
 Kind: TypeAlias = int
 VALUE = 0
-Room: TypeAlias = Callable[[int], Tensor]
-"""Allocates the memory of a message of so many bytes: u8."""
+MessageAllocator: TypeAlias = Callable[[int], Tensor]
+"""A function that allocates a message u8[nbytes]."""
 SENT_AS: dict[type, Callable[[Any], Tensor]] = {}
-"""By class, the function that returns the tensor to send in place of one."""
+"""Class of remote tensors -> a function that returns the tensor to send in place of an instance."""
 FAILURES: dict[int, type[DaftError]] = {
     1: TaskError,
     2: ActorLost,
@@ -77,16 +65,16 @@ FAILURES: dict[int, type[DaftError]] = {
 _DTYPES = {name: dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _PLAIN = frozenset("?bhilqBHILQefdFD")
-"""numpy's characters of plain dtypes."""
+"""Characters of numpy dtypes whose arrays are sent as bytes."""
 _PICKLING = frozenset(
     ("__reduce_ex__", "__reduce__", "__getstate__", "__setstate__", "__slots__")
     + ("__torch_dispatch__",)
 )
-"""A class that defines one of these controls how it is pickled, or holds more than elements."""
+"""Names that a tensor class defines if it controls its pickling or holds more than elements."""
 
 
 class Placeholder:
-    """A placeholder, anywhere in a value, for a value that an actor has or will have."""
+    """An object within a value that stands for a value of an actor (a future) or for an actor."""
 
 
 def _code(code: CodeType) -> tuple[Any, ...]:
@@ -96,14 +84,14 @@ def _code(code: CodeType) -> tuple[Any, ...]:
 
 
 class ByValuePickler(_cloudpickle.Pickler):
-    """cloudpickle's pickler with the file of each function, which cloudpickle 3.1.2 leaves out: a
-    traceback on an actor shows the user's file and line."""
+    """cloudpickle's pickler, which also pickles the file name of each function. (cloudpickle 3.1.2
+    omits it.) So tracebacks on actors show the user's file and line."""
 
     dispatch_table: ClassVar[Any] = ChainMap({CodeType: _code}, _cloudpickle.Pickler.dispatch_table)
 
 
 class _ValuePickler(ByValuePickler):
-    """Removes tensors and placeholders from the pickled value."""
+    """Pickles a value without its tensors' bytes and its placeholders, and collects these."""
 
     def __init__(self, file: io.BytesIO, take: Callable[[pickle.PickleBuffer], object]) -> None:
         super().__init__(  # pyright: ignore[reportUnknownMemberType]
@@ -112,7 +100,7 @@ class _ValuePickler(ByValuePickler):
         self.metas: list[tuple[torch.dtype, tuple[int, ...]]] = []
         self.placeholders: list[Placeholder] = []
         self.storages: dict[int, Span] = {}
-        self.is_sending = False  # a function of `SENT_AS` runs: an error is its own
+        self.is_sending = False  # while a function of `SENT_AS` runs, whose errors are not wrapped
 
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)  # pyright: ignore[reportUnknownVariableType]
@@ -120,8 +108,8 @@ class _ValuePickler(ByValuePickler):
             return self._tensor(obj)
         if kind is numpy.ndarray and _is_plain_array(obj):
             return _array, (pickle.PickleBuffer(obj), obj.dtype.char, obj.shape)
-        if obj is _array or obj is tensor_of or obj is placeholder or obj is _complete:
-            return obj.__name__  # a third of the usual time
+        if obj is _array or obj is tensor_of or obj is placeholder or obj is _set_attributes:
+            return obj.__name__  # takes a third of the time
         if isinstance(obj, Placeholder):
             self.placeholders.append(obj)
             return placeholder, (len(self.placeholders) - 1,)
@@ -135,6 +123,7 @@ class _ValuePickler(ByValuePickler):
         return super().reducer_override(obj)  # pyright: ignore
 
     def _tensor(self, tensor: Tensor) -> Any:
+        """Reduce a tensor to a reference to its storage, and collect the storage."""
         shape = tuple(tensor.shape)
         self.metas.append((tensor.dtype, shape))
         data = tensor.detach().resolve_conj().resolve_neg()
@@ -145,17 +134,17 @@ class _ValuePickler(ByValuePickler):
         span.add(data)
         strides = None if data.stride() == contiguous_strides(shape) else data.stride()
         at, device = data.storage_offset(), tensor.device.type
-        where = (span.index, _NAMES[tensor.dtype], shape, strides, at, device)
-        kind = type(tensor) if tensor.is_leaf else Tensor  # no gradient goes on from here
+        reference = (span.index, _NAMES[tensor.dtype], shape, strides, at, device)
+        kind = type(tensor) if tensor.is_leaf else Tensor
         wants_grad = tensor.is_leaf and tensor.requires_grad
         attributes, grad = dict(vars(tensor)), tensor.grad if tensor.is_leaf else None
         extra = bool(attributes) or grad is not None
         if kind is Tensor and not (wants_grad or extra):
-            return tensor_of, where
+            return tensor_of, reference
         if tensor.is_leaf and _has_hooks(tensor):
             raise TypeError(f"a tensor {tensor.dtype}{list(shape)} has a hook on its gradient")
-        made = tensor_of, (*where, kind is not Tensor, wants_grad)
-        return (*made, (attributes, grad), None, None, _complete) if extra else made
+        reduction = tensor_of, (*reference, kind is not Tensor, wants_grad)
+        return (*reduction, (attributes, grad), None, None, _set_attributes) if extra else reduction
 
     def _other_tensor(self, tensor: Tensor) -> Any:
         """Reduce a tensor of a subclass, or one that torch pickles, to its elements and class."""
@@ -166,19 +155,20 @@ class _ValuePickler(ByValuePickler):
             has_hooks = is_leaf and _has_hooks(tensor)
             if has_hooks or (own and grad is not None):
                 lost = "hook on its gradient" if has_hooks else "gradient"
-                what = f"a {kind.__name__} {tensor.dtype}{list(tensor.shape)}"
-                raise TypeError(f"{what} has a {lost}, which would be lost")
+                description = f"a {kind.__name__} {tensor.dtype}{list(tensor.shape)}"
+                raise TypeError(f"{description} has a {lost}, which would be lost")
             wants_grad = is_leaf and tensor.requires_grad
             if own or (kind is Tensor and not (tensor.requires_grad or grad is not None)):
                 return NotImplemented
-            elements = tensor.detach()  # of the class Tensor
+            elements = tensor.detach()  # a plain Tensor, since subclasses are disabled
         state = (dict(vars(tensor)), grad)
-        return _as_class, (elements, kind, wants_grad), state, None, None, _complete
+        return _as_class, (elements, kind, wants_grad), state, None, None, _set_attributes
 
 
 @dataclass(slots=True)
 class Span:
-    """The bytes of a storage that tensors of a value span: from a multiple of `ALIGN` on."""
+    """The range of a storage's bytes that tensors of a value use. It begins at a multiple of
+    `ALIGN`."""
 
     index: int
     storage: torch.UntypedStorage
@@ -186,6 +176,7 @@ class Span:
     end: int = 0
 
     def add(self, data: Tensor) -> None:
+        """Extend the range to the elements of a tensor of the storage."""
         size = data.element_size()
         begin = end = int(data.storage_offset()) * size
         if data.numel():
@@ -202,12 +193,13 @@ class Span:
 
 
 def placeholder(index: int) -> object:
-    """The placeholder of this number; the decoder has the values."""
+    """Stand for a placeholder in the pickle. `_Unpickler` replaces this function."""
     raise LookupError(f"placeholder {index} of a message that was decoded without values")
 
 
 class _Unpickler(pickle.Unpickler):
-    """``storages``: of each the bytes that tensors span, and which byte of it is the first."""
+    """Unpickles a message. ``storages``: for each, (its used bytes, the offset of the first one).
+    ``values``: the values of the placeholders."""
 
     def __init__(
         self,
@@ -240,9 +232,9 @@ class _Unpickler(pickle.Unpickler):
     ) -> Tensor:
         data, begin = self._spans[index]
         if index not in self._storages:
-            held = torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0)
-            held = held.cuda() if device == "cuda" and torch.cuda.is_available() else held
-            self._storages[index] = held.untyped_storage()
+            memory = torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0)
+            memory = memory.cuda() if device == "cuda" and torch.cuda.is_available() else memory
+            self._storages[index] = memory.untyped_storage()
         storage = self._storages[index]
         tensor = torch.empty(0, dtype=_DTYPES[dtype], device=storage.device)
         at -= begin // tensor.element_size()
@@ -253,7 +245,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def tensor_of(*_: object) -> Tensor:
-    """A tensor of one of the message's storages; the decoder has them."""
+    """Stand for a tensor in the pickle. `_Unpickler` replaces this function."""
     raise LookupError("a tensor of a message that was decoded without its storages")
 
 
@@ -261,8 +253,8 @@ def _as_class(elements: Tensor, kind: type[Tensor], wants_grad: bool) -> Tensor:
     return make_subclass(kind, elements, wants_grad)
 
 
-def _complete(tensor: Tensor, more: tuple[dict[str, Any], Tensor | None]) -> None:
-    """Gives a tensor its attributes and its gradient, which may refer to it."""
+def _set_attributes(tensor: Tensor, more: tuple[dict[str, Any], Tensor | None]) -> None:
+    """Set the attributes and the gradient of a tensor, after both were unpickled."""
     attributes, grad = more
     vars(tensor).update(attributes)
     if grad is not None:
@@ -271,21 +263,22 @@ def _complete(tensor: Tensor, more: tuple[dict[str, Any], Tensor | None]) -> Non
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """`tensors`: those of the value, in the order of the pickler."""
+    """An encoded value. `tensors`: (dtype, shape) of its tensors, in pickling order."""
 
     message: Tensor
     placeholders: tuple[Placeholder, ...]
     tensors: tuple[tuple[torch.dtype, tuple[int, ...]], ...]
 
 
-def own_room(nbytes: int) -> Tensor:
+def allocate_message(nbytes: int) -> Tensor:
     return torch.empty(nbytes, dtype=torch.uint8)
 
 
-def encode(value: object, kind: Kind = VALUE, room: Room = own_room) -> Encoded:
-    """The message of a value and the placeholders in it, in the order `decode` takes them."""
-    file, taken = io.BytesIO(), list[pickle.PickleBuffer]()
-    writer = _ValuePickler(file, taken.append)
+def encode(value: object, kind: Kind = VALUE, room: MessageAllocator = allocate_message) -> Encoded:
+    """Encode a value. The placeholders of the result are in the order of `decode`'s ``values``.
+    Raises TypeError if the value cannot be pickled."""
+    file, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
+    writer = _ValuePickler(file, buffers.append)
     try:
         writer.dump(value)
     except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
@@ -297,10 +290,10 @@ def encode(value: object, kind: Kind = VALUE, room: Room = own_room) -> Encoded:
             f"  Fix: give or return tensors, arrays and plain data."
         ) from error
     spans = list(writer.storages.values())
-    body, raws = file.getbuffer(), [buffer.raw() for buffer in taken]
-    raws += [span.raw() for span in spans]
-    numbers = [raw.nbytes for raw in raws] + [span.begin for span in spans]
-    lengths = numbers[: len(raws)]
+    body, data_of_buffers = file.getbuffer(), [buffer.raw() for buffer in buffers]
+    data_of_buffers += [span.raw() for span in spans]
+    numbers = [raw.nbytes for raw in data_of_buffers] + [span.begin for span in spans]
+    lengths = numbers[: len(data_of_buffers)]
     begin = _HEAD.size + 8 * len(numbers)
     offsets, total = _offsets(begin + len(body), lengths)
     if total < SMALL_BYTES:
@@ -309,17 +302,17 @@ def encode(value: object, kind: Kind = VALUE, room: Room = own_room) -> Encoded:
     else:
         message = room(total)
         view = message.numpy().data
-    _HEAD.pack_into(view, 0, kind, len(body), len(raws), len(spans))
+    _HEAD.pack_into(view, 0, kind, len(body), len(data_of_buffers), len(spans))
     struct.pack_into(f"<{len(numbers)}Q", view, _HEAD.size, *numbers)
     view[begin : begin + len(body)] = body
-    for raw, offset in zip(raws, offsets):
+    for raw, offset in zip(data_of_buffers, offsets):
         _copy(view[offset : offset + raw.nbytes], raw)
     return Encoded(message, tuple(writer.placeholders), tuple(writer.metas))
 
 
 def decode(message: Tensor, values: Sequence[object] = (), *, copy: bool = True) -> Any:
-    """The value. Without `copy` its tensors are the message's memory, which must have no other
-    reader."""
+    """Decode a message. ``values``: replace the placeholders. Without ``copy`` tensors share the
+    message's memory, which must have no other reader."""
     view = message.numpy().data
     kind, size, num, num_storages = _HEAD.unpack_from(view)
     assert kind == VALUE, "a failure has no value"
@@ -335,7 +328,7 @@ def decode(message: Tensor, values: Sequence[object] = (), *, copy: bool = True)
 
 
 def _offsets(end: int, lengths: Sequence[int]) -> tuple[list[int], int]:
-    """The begin of each buffer, after `end`, and the length of the message."""
+    """Return the aligned offset of each buffer after `end`, and the length of the message."""
     offsets = list[int]()
     for length in lengths:
         offsets.append(-(-end // ALIGN) * ALIGN)
@@ -344,7 +337,7 @@ def _offsets(end: int, lengths: Sequence[int]) -> tuple[list[int], int]:
 
 
 def pickled(value: object) -> bytes:
-    """The pickle of a message, with its tensors inside."""
+    """Pickle a value by `ByValuePickler`, including the bytes of its tensors."""
     file = io.BytesIO()
     ByValuePickler(file).dump(value)
     return file.getvalue()
@@ -356,7 +349,7 @@ def encode_failure(error: DaftError) -> Tensor:
 
 
 def failure_of(message: Tensor) -> DaftError | None:
-    """The error that a message carries, if it is one."""
+    """Return the error if the message is a failure, else None."""
     kind, size, *_ = _preamble(message)
     if kind == VALUE:
         return None
@@ -374,14 +367,14 @@ def _preamble(message: Tensor) -> tuple[int, int, int, int]:
 
 
 def _has_hooks(tensor: Tensor) -> bool:
-    held: Any = tensor
-    return bool(held._backward_hooks or held._post_accumulate_grad_hooks)
+    memory: Any = tensor
+    return bool(memory._backward_hooks or memory._post_accumulate_grad_hooks)
 
 
 def _pickles_itself(kind: type) -> bool:
-    """Whether a class of tensors says how it is pickled, or has more than elements and a dict."""
-    own = set(kind.__mro__[: kind.__mro__.index(Tensor)]) - {torch.nn.Parameter}
-    return any(_PICKLING & vars(cls).keys() for cls in own)
+    """Whether a tensor class controls its pickling, or has more state than elements and a dict."""
+    bases = set(kind.__mro__[: kind.__mro__.index(Tensor)]) - {torch.nn.Parameter}
+    return any(_PICKLING & vars(cls).keys() for cls in bases)
 
 
 def _array(data: Any, dtype: str, shape: tuple[int, ...]) -> numpy.ndarray[Any, Any]:
@@ -389,7 +382,7 @@ def _array(data: Any, dtype: str, shape: tuple[int, ...]) -> numpy.ndarray[Any, 
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is only its bytes; other tensors pickle themselves."""
+    """Whether a tensor is sent as bytes. Other tensors (sparse, quantized) pickle themselves."""
     return (
         tensor.layout == torch.strided
         and not tensor.is_quantized
@@ -402,17 +395,17 @@ def _is_plain_array(array: numpy.ndarray[Any, Any]) -> bool:
 
 
 def _copy(to: memoryview, raw: memoryview) -> None:
-    """A copy; numpy releases the GIL for long ones."""
+    """Copy bytes. numpy releases the GIL for long copies."""
     if raw.nbytes < ALIGN * ALIGN:
         to[:] = raw
         return
-    there, given = numpy.frombuffer(to, numpy.uint8), numpy.frombuffer(raw, numpy.uint8)
-    if len(given) < LARGE_BYTES or len(os.sched_getaffinity(0)) < 2:
-        numpy.copyto(there, given)
+    target, source = numpy.frombuffer(to, numpy.uint8), numpy.frombuffer(raw, numpy.uint8)
+    if len(source) < LARGE_BYTES or len(os.sched_getaffinity(0)) < 2:
+        numpy.copyto(target, source)
         return
-    half = len(given) // 2
-    other = _copier().submit(numpy.copyto, there[half:], given[half:])
-    numpy.copyto(there[:half], given[:half])
+    half = len(source) // 2
+    other = _copier().submit(numpy.copyto, target[half:], source[half:])
+    numpy.copyto(target[:half], source[:half])
     other.result()
 
 
@@ -421,4 +414,4 @@ def _copier() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, "copy of a value")
 
 
-os.register_at_fork(after_in_child=_copier.cache_clear)  # the child lacks its thread
+os.register_at_fork(after_in_child=_copier.cache_clear)  # a forked child lacks the thread

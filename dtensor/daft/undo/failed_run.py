@@ -1,14 +1,11 @@
-"""The records of a run that failed and was undone: its faults, and placeholders for its values.
+"""Describe a run that failed and was undone: its faults, and placeholders for its values.
 
     UndoneRun(faults=(Fault(site=(1, 4), error=TaskError(...)),), run=7, program=2)
 
-Each host returns its own record, and the controller finds the root: the first of all faults in an
-order of all instructions (`first_fault`). Ranks that only learned of the failure have no fault. An
-exception is kept with the frames that concern the user: generated code, which keeps its lines and
-lets go of its values, for they are the activations of a run; and the user's functions, whose values
-a debugger shows.
-
-Not here: the undoing (`engine.py`), a host's memory of it (`worker.py`).
+Each host returns its own record. The controller takes the fault that comes first in an order of all
+instructions as the root cause (`first_fault`). Ranks that only learned of the failure have no
+fault. `shortened` removes the frames of dtensor's and torch's internals from an exception, and the
+local values of generated code, which would keep the activations of the run alive.
 """
 
 from __future__ import annotations
@@ -28,18 +25,15 @@ from dtensor.daft.verification.pairing import Site
 
 @dataclass(frozen=True, slots=True)
 class Poisoned:
-    """A placeholder for a value that was not made, with the failure that prevented it."""
+    """A placeholder for a value that was not computed, with the failure that prevented it."""
 
     failure: Failure
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A failure that its run survived; `site` None: a failure of an earlier run, whose value this
-    one reads.
-
-    Pickles without the error's cause.
-    """
+    """A failure that was undone with its run. `site`: the failed instruction; None if the run read
+    a value that an earlier failed run should have made. Pickles without the error's cause."""
 
     site: Site | None
     error: DaftError
@@ -47,9 +41,11 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class UndoneRun:
-    """A run that changed nothing: the faults of the ranks here, in the order of the host's list;
-    empty if no rank here failed. `run` and `program`: its number and its program's; None for a
-    value that was read."""
+    """A host's record of a run that was undone.
+
+    `faults`: those of the host's ranks, in the order of the host's list; () if none of them failed.
+    `run` and `program`: the numbers of the run and its program; None for a value that was read.
+    """
 
     faults: tuple[Fault, ...]
     run: int | None = None
@@ -58,67 +54,70 @@ class UndoneRun:
 
 @dataclass(frozen=True, slots=True)
 class UndoneCounts:
-    """A host's counts of undone runs: they are in its table, as a value of no rank. `runs`: by key,
-    the undone runs that counted."""
+    """A host's undone runs. Stored in the host's table under COUNTERS, so snapshots include it.
+    `runs`: the numbers of the undone runs that were counted, by key of the count."""
 
     undone: tuple[UndoneRun, ...] = ()
     runs: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
 
 
 COUNTERS = -1, "counters"
-"""Its key in the table."""
+"""The key of `UndoneCounts` in a host's table."""
 
 
 class OthersFailed(Exception):
-    """Raised at a commit point, where other ranks have failed."""
+    """Raised at a commit point if other ranks have failed."""
 
 
 class CutShort(Exception):
-    """Raised between two instructions, after a signal's handler has raised."""
+    """Raised between two instructions if a signal handler has raised."""
 
 
 def first_fault(undone: Sequence[UndoneRun], order: Sequence[Site]) -> Fault | None:
-    """Among the hosts' records of one run, the fault that is first in an order of all instructions.
-    A consequence comes after its cause in each such order, and this one does not depend on
-    timing."""
-    place = {site: at for at, site in enumerate(order)}
-    faults = [fault for each in undone for fault in each.faults]
+    """Return the fault of one run that comes first in ``order``, an order of all instructions.
+
+    A consequence always comes after its cause in such an order. The result does not depend on
+    timing. None if no host has a fault.
+    """
+    position = {site: at for at, site in enumerate(order)}
+    faults = [fault for record in undone for fault in record.faults]
     last = len(order)
-    return min(faults, key=lambda f: place.get(f.site, last) if f.site else -1, default=None)
+    return min(faults, key=lambda f: position.get(f.site, last) if f.site else -1, default=None)
 
 
 def with_run(error: DaftError, run: int) -> DaftError:
+    """Return the same error with the number of the run in its text."""
     error_of_run = type(error)(replace(error.failure, step=run))
     error_of_run.__cause__ = error.__cause__
     return error_of_run
 
 
 def detached(error: DaftError) -> DaftError:
-    """The same failure, without the exception's frames."""
+    """Return the same error without the frames of the exception that user code raised."""
     failure = error.failure
     raised = None if failure.raised is None else failure.raised.detached()
     return type(error)(replace(failure, raised=raised))
 
 
-_INNER = (f"{Path(__file__).parents[1] / 'run'}/", f"{Path(torch.__file__).parent}/")
-_OURS = ("<dtensor ", f"{Path(__file__).parents[2]}/")
-"""Files of generated code, and of what it calls."""
+_HIDDEN_FILES = (f"{Path(__file__).parents[1] / 'run'}/", f"{Path(torch.__file__).parent}/")
+_CLEARED_FILES = ("<dtensor ", f"{Path(__file__).parents[2]}/")
+"""Prefixes of files: frames of the first are removed, frames of the second lose their values."""
 
 
 def shortened(error: BaseException) -> BaseException:
-    """The same exception, whose traceback keeps the generated code and the user's frames; only the
-    latter keep their values."""
+    """Remove frames of the engine and of torch from the exception's traceback, and the local values
+    of frames of generated code. The user's frames keep theirs, for a debugger."""
     frames: list[TracebackType] = []
-    here = traceback_of(error)
-    while here is not None:
-        file = here.tb_frame.f_code.co_filename
-        if not file.startswith(_INNER):
-            frames.append(here)
-            if file.startswith(_OURS):
-                with suppress(RuntimeError):  # it still runs
-                    here.tb_frame.clear()
-        here = here.tb_next
-    kept: TracebackType | None = None
+    traceback = traceback_of(error)
+    while traceback is not None:
+        file = traceback.tb_frame.f_code.co_filename
+        if not file.startswith(_HIDDEN_FILES):
+            frames.append(traceback)
+            if file.startswith(_CLEARED_FILES):
+                with suppress(RuntimeError):  # the frame is still executing
+                    traceback.tb_frame.clear()
+        traceback = traceback.tb_next
+    short: TracebackType | None = None
     for tb in reversed(frames):
-        kept = TracebackType(kept, tb.tb_frame, tb.tb_lasti, tb.tb_lineno)
-    return BaseException.with_traceback(error, kept)
+        short = TracebackType(short, tb.tb_frame, tb.tb_lasti, tb.tb_lineno)
+    return BaseException.with_traceback(error, short)

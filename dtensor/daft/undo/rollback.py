@@ -1,15 +1,14 @@
-"""A worker's snapshots in its own terms: puts, deletes, runs.
+"""Take snapshots around the puts, deletes and runs of a worker, so that they can be undone.
 
-    undoing = Rollback(table, Copies())
-    undoing.load(7, host_program)
-    undoing.begin_run(7, inputs, {}, {}, TableChange(12, committed=11))   # then it runs
-    undoing.end_run()                                                # its writes are its state
+    rollback = Rollback(table, MemorySnapshots())
+    rollback.load(7, host_program)
+    rollback.begin_run(7, inputs, {}, {}, TableChange(12, committed=11))
+    ...                                      # run the program
+    rollback.end()                           # or rollback.undo()
 
-The program declares the writes of a run: state that a call writes or makes, and `changed` inputs
-that are values of the table; the replayable ones of both belong to no change. A run also writes the
-outputs that it keeps, and drops values that are not needed any more.
-
-Invariant: the writes of a change that raised belong to the next one that ends.
+The writes of a run are known from its program: state that a call writes, `changed` inputs that are
+values of the table, outputs that are kept, and dropped values. Replayable writes are not undone.
+If a change raises, its writes count as writes of the next change that ends.
 """
 
 from __future__ import annotations
@@ -21,20 +20,23 @@ from dtensor.daft.ir.host_program import HostProgram
 from dtensor.daft.undo.failed_run import COUNTERS
 from dtensor.daft.undo.snapshots import Keys, Snapshots, SnapshotStore
 
-Named = Mapping[int, Iterable[str]]
+NamesByRank = Mapping[int, Iterable[str]]
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A run's input that is the value called ``name`` in the rank's table."""
+    """An input of a run: the value ``name`` in the rank's table."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class TableChange:
-    """A change of a host's table: its number; `committed`: once it has ended here, no state before
-    that one is needed; `taken`: the state after it must be kept."""
+    """A put, delete or run, which changes a host's table.
+
+    `committed`: after this change, no state before the change with that number is needed.
+    `taken`: whether the state after this change must be restorable.
+    """
 
     number: int
     committed: int = 0
@@ -45,67 +47,70 @@ UNNUMBERED = TableChange(0)
 
 
 class Rollback:
+    """The snapshots of a worker's table, and the writes of the change in progress."""
+
     def __init__(self, table: dict[tuple[int, str], object], store: SnapshotStore) -> None:
         self.snapshots: Snapshots = Snapshots(table, store)
         self._table = table
         self._outlives = store.outlives
-        self._writes: dict[int, _Writes] = {}  # by program
-        self._change = UNNUMBERED  # the current one, like the next fields
-        self._alone: Keys = ()
-        self._dropped: Keys = ()
-        self._written: tuple[Keys, Keys] = (), ()
+        self._writes: dict[int, _ProgramWrites] = {}  # by program
+        self._change = UNNUMBERED  # of the change in progress, like the next three
+        self._separate: Keys = ()
+        self._run_drops: Keys = ()
+        self._run_writes: tuple[Keys, Keys] = (), ()
 
     def load(self, handle: int, program: HostProgram) -> None:
-        self._writes[handle] = _Writes.of(program)
+        self._writes[handle] = _ProgramWrites.of(program)
 
     def unload(self, handle: int) -> None:
         del self._writes[handle]
 
-    def begin(self, change: TableChange, *named: Named) -> None:
-        """Begin a put or a delete of these."""
-        keys = tuple(key for some in named for key in _keys(some))
-        self._change, self._written, self._dropped = change, ((), ()), ()
-        self._alone += keys
-        self.snapshots.begin(keys if self._asked_for(change) else ())
+    def begin(self, change: TableChange, *named: NamesByRank) -> None:
+        """Begin a put or a delete of the named values."""
+        keys = tuple(key for names in named for key in _keys_of(names))
+        self._change, self._run_writes, self._run_drops = change, ((), ()), ()
+        self._separate += keys
+        self.snapshots.begin(keys if self._saves_previous(change) else ())
 
     def begin_run(
         self,
         handle: int,
         inputs: Mapping[int, Mapping[str, object]],
         keep: Mapping[str, str],
-        drop: Named,
+        drop: NamesByRank,
         change: TableChange,
     ) -> None:
+        """Begin a run of a program; ``handle``, ``keep`` and ``drop`` as in `HostRun`."""
         writes = self._writes[handle]
         if writes.alone:
-            self.snapshots.take()  # this run may be undone to it
-        self._change, self._dropped = change, _keys(drop) if drop else ()
-        state, _ = self._written = writes.keys(inputs)
+            self.snapshots.take()  # the state to which this run is undone
+        self._change, self._run_drops = change, _keys_of(drop) if drop else ()
+        state, _ = self._run_writes = writes.keys(inputs)
         if keep or drop:
-            self._alone += (*writes.kept(keep), *self._dropped)
-        if self._asked_for(change):
-            state = (*state, *self._alone, COUNTERS)
+            self._separate += (*writes.kept_outputs(keep), *self._run_drops)
+        if self._saves_previous(change):
+            state = (*state, *self._separate, COUNTERS)
         self.snapshots.begin(state)
 
-    def _asked_for(self, change: TableChange) -> bool:
-        """Whether the state before a change may be needed once it has ended. It is not in one
-        process that has all hosts, where a run is undone while it runs."""
+    def _saves_previous(self, change: TableChange) -> bool:
+        """Whether the state before a change may be needed after the change has ended. It is not
+        needed if this process has all hosts, since a failed run is then undone at once."""
         return self._outlives or change.committed < change.number
 
     def end(self) -> None:
-        """The change has written everything."""
-        state, replayed = self._written
-        self._end(state, self._alone, replayed)
+        """End the current change, after its last write."""
+        state, replayed = self._run_writes
+        self._end(state, self._separate, replayed)
 
     def undo(self) -> None:
-        """Undo the writes of the current run, but not its drops."""
+        """Undo the writes of the current run. Values that it drops stay dropped."""
         self.snapshots.roll_back(self.snapshots.ended)
-        for key in self._dropped:
+        for key in self._run_drops:
             self._table.pop(key, None)
 
     def end_undone(self) -> None:
-        """End a run whose only writes are that it was undone, and replayable values."""
-        self._end((), (*self._alone, COUNTERS), self._written[1])
+        """End a run that was undone: it has written only its counts and replayable values."""
+        self._end((), (*self._separate, COUNTERS), self._run_writes[1])
 
     def _end(self, state: Keys, alone: Keys, replayed: Keys) -> None:
         change = self._change
@@ -117,18 +122,21 @@ class Rollback:
             committed=change.committed,
             take=change.taken,
         )
-        self._alone = ()
+        self._separate = ()
 
     def roll_back(self, to: int) -> int:
-        self._alone = ()
+        self._separate = ()
         return self.snapshots.roll_back(to)
 
 
 @dataclass(frozen=True, slots=True)
-class _Writes:
-    """The writes of a program's runs to the table: `state`, and `replayable` state; of changed
-    `inputs`, whether they are replayable: they count if they are values of the table. `outputs`: by
-    rank, outputs that may be kept."""
+class _ProgramWrites:
+    """The keys of the table that runs of a program write.
+
+    `state` and `replayable`: state of the program. `inputs`: (rank, name, is replayable) of changed
+    inputs, which are writes only if the run passes a value of the table. `outputs`: the outputs of
+    each rank, which a run may keep. `alone`: see `HostProgram`.
+    """
 
     state: Keys
     replayable: Keys
@@ -137,7 +145,7 @@ class _Writes:
     alone: bool
 
     @staticmethod
-    def of(program: HostProgram) -> _Writes:
+    def of(program: HostProgram) -> _ProgramWrites:
         state: tuple[dict[tuple[int, str], None], ...] = ({}, {})
         inputs: list[tuple[int, str, bool]] = []
         for rank, rank_program in program.ranks.items():
@@ -151,11 +159,12 @@ class _Writes:
         outputs = tuple(
             (rank, frozenset(rank_program.outputs)) for rank, rank_program in program.ranks.items()
         )
-        return _Writes(tuple(state[0]), tuple(state[1]), tuple(inputs), outputs, program.alone)
+        return _ProgramWrites(
+            tuple(state[0]), tuple(state[1]), tuple(inputs), outputs, program.alone
+        )
 
     def keys(self, inputs: Mapping[int, Mapping[str, object]]) -> tuple[Keys, Keys]:
-        """The keys that a run with these inputs writes: those of its change, and the replayable
-        ones."""
+        """Return the keys that a run with these inputs writes: (ordinary keys, replayable keys)."""
         if not self.inputs:
             return self.state, self.replayable
         stored: tuple[list[tuple[int, str]], ...] = ([], [])
@@ -164,7 +173,7 @@ class _Writes:
                 stored[replayable].append((rank, value.name))
         return (*self.state, *stored[0]), (*self.replayable, *stored[1])
 
-    def kept(self, keep: Mapping[str, str]) -> Keys:
+    def kept_outputs(self, keep: Mapping[str, str]) -> Keys:
         return tuple(
             (rank, name)
             for rank, outputs in self.outputs
@@ -173,5 +182,5 @@ class _Writes:
         )
 
 
-def _keys(names: Named) -> Keys:
+def _keys_of(names: NamesByRank) -> Keys:
     return tuple((rank, name) for rank, own in names.items() for name in own)

@@ -1,22 +1,15 @@
-"""Copies of a host's values in a file that outlives its process, for the process that replaces it.
+"""Keep snapshots of a host's values in a shared-memory file that survives the host's process.
 
     store = SnapshotFile.create(folder, (0, 1))          # of the host of ranks 0 and 1
     record = store.keep(7, {(0, "w"): w}, {}, ())        # after change 7; w: f32[4]
     store.states(6, 7)                                   # it can restore states 6 and 7
-    SnapshotFile.open(folder, (0, 1)).found()            # elsewhere, later: (6, 7, [records])
+    SnapshotFile.open(folder, (0, 1)).found()            # in the next process: (6, 7, [records])
 
-The folder is the launch's own, in memory (/dev/shm): other file systems do not allow files of that
-length. The file is sparse: a page with the present states; a table of entries, 64 bytes each, which
-give a record's place in eight numbers; then regions. A record has one region for its tensors, end
-to end in steps of `STEP` bytes, one that describes them (JSON), and, if there are values other than
-tensors, one for those (a pickle: the folder is 0700, and another user's file is refused).
-
-Invariants: an entry's number is written last, and removed before its memory is reused; so each
-record that another process finds is whole, at whatever instruction this process dies. Stores of one
-thread reach shared memory in their order, and the kernel keeps it when the process is killed; it is
-lost when the machine goes down. Memory is reserved before it is written: if there is none, `keep`
-raises `OSError`, and no process is killed by SIGBUS. Pages are faulted in when they are reserved,
-and records of equal keys reuse the same ones in turn, so that a copy costs only memory bandwidth.
+The sparse file in /dev/shm has a page with the oldest and newest state, a table of 64-byte entries,
+and regions. A record has one entry and up to three regions: its tensors, their names and shapes
+(JSON), and other values (pickle). An entry's number is written last and cleared before its memory
+is reused, so each record that a later process finds is complete, whenever this process dies. Memory
+is reserved before it is written: `keep` raises OSError if there is none, rather than SIGBUS.
 """
 
 from __future__ import annotations
@@ -36,41 +29,45 @@ from pathlib import Path
 import torch
 
 from dtensor.daft.remote_exceptions import PICKLERS
-from dtensor.daft.undo.snapshots import Key, Keys, SnapshotRecord, SnapshotStore, alike, copy_all
+from dtensor.daft.undo.snapshots import Key, Keys, SnapshotRecord, SnapshotStore, can_copy, copy_all
 from dtensor.numerics import DTYPES, dtype_name
 
 STEP = 64
-"""Bytes: a value begins at a multiple."""
+"""Alignment of values in a region, in bytes."""
 _PAGE = mmap.PAGESIZE
 _MAGIC = 0x3153_5041_4E53_5444
-_SIZE = 1 << 62  # of the file; a limit of offsets, not of memory
-_ENTRY = 8  # numbers
-_DATA = 1 << 27  # the begin of regions, after space for two million entries
-_MAPPED = 1 << 30  # at once, of addresses and not of memory
-_LARGE = 1 << 16  # bytes of a region for which unused memory is freed first
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14
-_NOTHING = 0  # the number of an entry that is none
+_SIZE = 1 << 62  # length of the file; sparse, so it takes no memory
+_ENTRY = 8  # int64 numbers in an entry
+_DATA = 1 << 27  # offset of the first region, after space for two million entries
+_MAPPED = 1 << 30  # bytes of one mapping: address space, not memory
+_LARGE = 1 << 16  # bytes; before such a region is allocated, unused memory is freed
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, since Linux 5.14
+_UNUSED = 0  # the number of an unused entry
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
+    """A range of bytes in the file."""
+
     begin: int
     nbytes: int
 
 
 @dataclass(slots=True)
 class RecordPlace:
-    """The place of a record: its entry, its contents, and their regions."""
+    """Where a record is in the file: the index of its entry, and its regions."""
 
     entry: int
     views: dict[Key, torch.Tensor]
     data: Extent
-    told: Extent
-    told_bytes: int
-    more: Extent | None = None
+    description: Extent
+    description_bytes: int
+    pickled: Extent | None = None
 
 
 class SnapshotFile(SnapshotStore):
+    """Copies in shared memory, for the process that replaces this one."""
+
     outlives = True
 
     def __init__(self, descriptor: int) -> None:
@@ -80,9 +77,9 @@ class SnapshotFile(SnapshotStore):
         self._num_entries = 0
         self._free_entries: list[int] = []
         self._end = _DATA
-        self._small = range(0)  # the rest of a page for small regions
-        self._free: dict[int, list[Extent]] = {}  # by size
-        self._spare: dict[Keys, list[RecordPlace]] = {}
+        self._small_page = range(0)  # the unused part of the page that small regions share
+        self._free_regions: dict[int, list[Extent]] = {}  # by size
+        self._reusable: dict[Keys, list[RecordPlace]] = {}  # dropped records of tensors, by keys
 
     @staticmethod
     def path(folder: Path, ranks: Sequence[int]) -> Path:
@@ -90,12 +87,13 @@ class SnapshotFile(SnapshotStore):
 
     @staticmethod
     def beside(folder: Path, ranks: Sequence[int]) -> Path:
-        """The path of a file that is not complete yet."""
+        """Return the path of a file that is not complete yet."""
         return SnapshotFile.path(folder, ranks).with_suffix(".part")
 
     @staticmethod
     def create(folder: Path, ranks: Sequence[int], *, beside: bool = False) -> SnapshotFile:
-        """`FileExistsError` if there is one; with `beside`, an incomplete one is removed."""
+        """Create the file of these ranks. Raises FileExistsError if it exists. ``beside``: create
+        it under the path of incomplete files, and remove an older one there."""
         path = SnapshotFile.path(folder, ranks)
         if beside:
             path = SnapshotFile.beside(folder, ranks)
@@ -110,24 +108,24 @@ class SnapshotFile(SnapshotStore):
 
     @staticmethod
     def open(folder: Path, ranks: Sequence[int]) -> SnapshotFile:
-        """The file of a dead process. `FileNotFoundError` if there is none, `OSError` if it belongs
-        to another user or is no such file."""
+        """Open the file of a dead process. Raises FileNotFoundError if there is none, OSError if
+        it belongs to another user or is not a snapshot file."""
         path = SnapshotFile.path(folder, ranks)
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         status = os.fstat(descriptor)
         is_private = status.st_uid == os.getuid() and not stat.S_IMODE(status.st_mode) & 0o077
         if not is_private or status.st_size != _SIZE:
             os.close(descriptor)
-            raise OSError(f"{path} is no file of snapshots of this user's alone.")
+            raise OSError(f"{path} is not a snapshot file that only this user can access.")
         store = SnapshotFile(descriptor)
         if store._head[0] != _MAGIC:
             store.close()
-            raise OSError(f"{path} is no file of snapshots that was begun.")
+            raise OSError(f"{path} is not an initialized snapshot file.")
         return store
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that the file takes."""
+        """Bytes of memory that the file occupies."""
         return os.fstat(self._descriptor).st_blocks * 512
 
     # -- records ----------------------------------------------------------------------------------
@@ -141,34 +139,40 @@ class SnapshotFile(SnapshotStore):
         *,
         before: bool,
     ) -> SnapshotRecord:
-        spares = [] if others or gone else self._spare.get(tuple(tensors), [])
+        spares = [] if others or gone else self._reusable.get(tuple(tensors), [])
         place = spares.pop() if spares else None
-        if place is not None and not alike(tensors, place.views, device=False):
-            self._give_up(place)
+        if place is not None and not can_copy(tensors, place.views, device=False):
+            self._release(place)
             place = None
         if place is None:
-            place = self._placed(tensors, gone)
+            place = self._allocate_record(tensors, gone)
         copy_all(place.views.values(), tensors.values())
         if others:
-            data = _pickled(dict(others))
-            place.more = self._take(len(data))
-            self._bytes(place.more)[: len(data)] = _tensor(data)
-        more = place.more or Extent(0, 0)
-        told = place.told
+            data = _pickle(dict(others))
+            place.pickled = self._allocate(len(data))
+            self._region(place.pickled)[: len(data)] = _as_tensor(data)
+        pickled = place.pickled or Extent(0, 0)
+        description = place.description
         at = _PAGE // 8 + place.entry * _ENTRY
-        numbers = place.data.begin, place.data.nbytes, told.begin, told.nbytes, place.told_bytes
-        self._head[at + 1 : at + _ENTRY] = array("q", (*numbers, more.begin, more.nbytes))
+        numbers = (
+            place.data.begin,
+            place.data.nbytes,
+            description.begin,
+            description.nbytes,
+            place.description_bytes,
+        )
+        self._head[at + 1 : at + _ENTRY] = array("q", (*numbers, pickled.begin, pickled.nbytes))
         self._head[at] = 2 * number + before
         return SnapshotRecord(number, place.views, dict(others), gone, before, place)
 
     def drop(self, record: SnapshotRecord) -> None:
         place = record.place
         assert isinstance(place, RecordPlace)
-        self._head[_PAGE // 8 + place.entry * _ENTRY] = _NOTHING
+        self._head[_PAGE // 8 + place.entry * _ENTRY] = _UNUSED
         if len(place.views) > 1 and not record.others and not record.gone:
-            self._spare.setdefault(tuple(place.views), []).append(place)
+            self._reusable.setdefault(tuple(place.views), []).append(place)
         else:
-            self._give_up(place)
+            self._release(place)
 
     def states(self, oldest: int, newest: int) -> None:
         self._head[2] = oldest
@@ -181,64 +185,73 @@ class SnapshotFile(SnapshotStore):
         used: list[Extent] = []
         for entry in range(self._num_entries):
             at = _PAGE // 8 + entry * _ENTRY
-            told_number, *numbers = self._head[at : at + _ENTRY].tolist()
-            number, before = divmod(told_number, 2)
+            stored_number, *numbers = self._head[at : at + _ENTRY].tolist()
+            number, before = divmod(stored_number, 2)
             if not 0 < number <= newest:
-                self._head[at] = _NOTHING
+                self._head[at] = _UNUSED
                 self._free_entries.append(entry)
                 continue
-            data, told, more = Extent(*numbers[:2]), Extent(*numbers[2:4]), Extent(*numbers[5:7])
-            used += [data, told, more]
-            place = RecordPlace(entry, {}, data, told, numbers[4], more if more.nbytes else None)
-            records.append(self._record(number, bool(before), place))
+            data, description, pickled = (
+                Extent(*numbers[:2]),
+                Extent(*numbers[2:4]),
+                Extent(*numbers[5:7]),
+            )
+            used += [data, description, pickled]
+            place = RecordPlace(
+                entry, {}, data, description, numbers[4], pickled if pickled.nbytes else None
+            )
+            records.append(self._read_record(number, bool(before), place))
         self._end = max((r.begin + r.nbytes for r in used), default=_DATA)
-        self._forget_all_but(used)
+        self._release_unused(used)
         records.sort(key=lambda record: (record.number, record.before))
         return oldest, newest, records
 
     def close(self) -> None:
-        """Views stay while they are used; the file stays."""
+        """Close the file without deleting it. Existing tensors that are views of it stay valid."""
         self._windows.clear()
-        self._spare.clear()
+        self._reusable.clear()
         os.close(self._descriptor)
 
-    def _placed(self, tensors: Mapping[Key, torch.Tensor], gone: Keys) -> RecordPlace:
-        """Allocate a record of such values, and write its description."""
-        named = [
+    def _allocate_record(self, tensors: Mapping[Key, torch.Tensor], gone: Keys) -> RecordPlace:
+        """Allocate a record for such values, and write their names, dtypes and shapes."""
+        described = [
             (*key, dtype_name(value.dtype), list(value.shape)) for key, value in tensors.items()
         ]
-        text = json.dumps([named, gone]).encode()
-        told = self._take(len(text))
-        self._bytes(told)[: len(text)] = _tensor(text)
-        data = self._take(nbytes_of(tensors.values()))
-        views = self._views(data, named)
-        return RecordPlace(self._entry(), views, data, told, len(text))
+        text = json.dumps([described, gone]).encode()
+        description = self._allocate(len(text))
+        self._region(description)[: len(text)] = _as_tensor(text)
+        data = self._allocate(nbytes_of(tensors.values()))
+        views = self._views(data, described)
+        return RecordPlace(self._allocate_entry(), views, data, description, len(text))
 
-    def _record(self, number: int, before: bool, place: RecordPlace) -> SnapshotRecord:
-        text = self._bytes(place.told)[: place.told_bytes].numpy().tobytes()
-        named, gone = json.loads(text)
-        place.views = self._views(place.data, named)
+    def _read_record(self, number: int, before: bool, place: RecordPlace) -> SnapshotRecord:
+        """Read a record of a dead process. Its tensors are views of the file."""
+        text = self._region(place.description)[: place.description_bytes].numpy().tobytes()
+        described, gone = json.loads(text)
+        place.views = self._views(place.data, described)
         others: dict[Key, object] = {}
-        if place.more is not None:
-            others = pickle.loads(self._bytes(place.more).numpy().tobytes())
+        if place.pickled is not None:
+            others = pickle.loads(self._region(place.pickled).numpy().tobytes())
         absent = tuple((rank, name) for rank, name in gone)
         return SnapshotRecord(number, place.views, others, absent, before, place)
 
     def _views(
-        self, data: Extent, named: Iterable[tuple[int, str, str, list[int]]]
+        self, data: Extent, described: Iterable[tuple[int, str, str, list[int]]]
     ) -> dict[Key, torch.Tensor]:
-        window, begin = self._bytes(data), 0
+        """Return the tensors of a region. ``described``: (rank, name, dtype, shape) of each."""
+        window, begin = self._region(data), 0
         views: dict[Key, torch.Tensor] = {}
-        for rank, name, word, shape in named:
+        for rank, name, word, shape in described:
             dtype = DTYPES[word]
             end = begin + dtype.itemsize * torch.Size(shape).numel()
             views[rank, name] = window[begin:end].view(dtype).view(shape)
-            begin = _filled(end)
+            begin = _padded(end)
         return views
 
     # -- memory -----------------------------------------------------------------------------------
 
-    def _entry(self) -> int:
+    def _allocate_entry(self) -> int:
+        """Return the index of an unused entry, adding a page of entries if there is none."""
         if not self._free_entries:
             fresh = range(self._num_entries, self._num_entries + _PAGE // (8 * _ENTRY))
             self._reserve(_PAGE + self._num_entries * 8 * _ENTRY, _PAGE)
@@ -246,19 +259,20 @@ class SnapshotFile(SnapshotStore):
             self._free_entries += reversed(fresh)
         return self._free_entries.pop()
 
-    def _take(self, nbytes: int) -> Extent:
+    def _allocate(self, nbytes: int) -> Extent:
+        """Return a region of at least `nbytes` bytes: a free one of the same size, or a new one."""
         size = region_bytes(nbytes)
-        if free := self._free.get(size):
+        if free := self._free_regions.get(size):
             return free.pop()
         if size >= _LARGE:
-            self._give_back()
-        if size < _PAGE and len(self._small) < size:  # small ones share pages
-            page = self._take(_PAGE)
-            self._small = range(page.begin, page.begin + _PAGE)
+            self._release_pages()
+        if size < _PAGE and len(self._small_page) < size:
+            page = self._allocate(_PAGE)
+            self._small_page = range(page.begin, page.begin + _PAGE)
         if size < _PAGE:
-            begin, self._small = (
-                self._small.start,
-                range(self._small.start + size, self._small.stop),
+            begin, self._small_page = (
+                self._small_page.start,
+                range(self._small_page.start + size, self._small_page.stop),
             )
             return Extent(begin, size)
         begin = -(-self._end // _PAGE) * _PAGE
@@ -270,35 +284,37 @@ class SnapshotFile(SnapshotStore):
         return region
 
     def _reserve(self, begin: int, nbytes: int) -> None:
+        """Reserve memory for a range of the file. Raises OSError if there is none."""
         try:
             os.posix_fallocate(self._descriptor, begin, nbytes)
         except OSError as error:
-            there = os.fstatvfs(self._descriptor)
+            file_system = os.fstatvfs(self._descriptor)
             error.add_note(
                 f"A snapshot needs {nbytes:,} B more in its file system, beside its "
-                f"{self.nbytes:,} B; {there.f_bavail * there.f_frsize:,} B are free.\n"
+                f"{self.nbytes:,} B; {file_system.f_bavail * file_system.f_frsize:,} B are free.\n"
                 f"fix: more room there (mount -o remount,size=... /dev/shm), or snapshot_every=None"
             )
             raise
 
-    def _give_up(self, place: RecordPlace) -> None:
-        for region in (place.data, place.told, place.more):
+    def _release(self, place: RecordPlace) -> None:
+        for region in (place.data, place.description, place.pickled):
             if region is not None:
-                self._free.setdefault(region.nbytes, []).append(region)
+                self._free_regions.setdefault(region.nbytes, []).append(region)
         self._free_entries.append(place.entry)
 
-    def _give_back(self) -> None:
-        """Free whole unused pages."""
-        for places in self._spare.values():
+    def _release_pages(self) -> None:
+        """Return whole unused pages to the system."""
+        for places in self._reusable.values():
             for place in places:
-                self._give_up(place)
-        self._spare.clear()
-        for size in [size for size in self._free if size >= _PAGE]:
-            for region in self._free.pop(size):
+                self._release(place)
+        self._reusable.clear()
+        for size in [size for size in self._free_regions if size >= _PAGE]:
+            for region in self._free_regions.pop(size):
                 memory, offset = self._window(region)
                 memory.madvise(mmap.MADV_REMOVE, offset, region.nbytes)
 
-    def _forget_all_but(self, used: Iterable[Extent]) -> None:
+    def _release_unused(self, used: Iterable[Extent]) -> None:
+        """Return all pages outside the ``used`` regions to the system."""
         end = _DATA
         for region in sorted(used, key=lambda r: r.begin):
             begin = -(-end // _PAGE) * _PAGE
@@ -309,46 +325,47 @@ class SnapshotFile(SnapshotStore):
             end = max(end, region.begin + region.nbytes)
 
     def _window(self, region: Extent) -> tuple[mmap.mmap, int]:
-        memory, offset, _ = self._mapped(region)
+        memory, offset, _ = self._map(region)
         return memory, offset
 
-    def _bytes(self, region: Extent) -> torch.Tensor:
-        """u8[nbytes]"""
-        _, offset, there = self._mapped(region)
-        return there[offset : offset + region.nbytes]
+    def _region(self, region: Extent) -> torch.Tensor:
+        """Return the memory of a region as a tensor u8[nbytes]."""
+        _, offset, memory_view = self._map(region)
+        return memory_view[offset : offset + region.nbytes]
 
-    def _mapped(self, region: Extent) -> tuple[mmap.mmap, int, torch.Tensor]:
+    def _map(self, region: Extent) -> tuple[mmap.mmap, int, torch.Tensor]:
+        """Map a region. Return the mapping, the region's offset in it, and the mapping as u8[n]."""
         end = region.begin + region.nbytes
-        for where, memory, there in self._windows:
-            if where.start <= region.begin <= end <= where.stop:
-                return memory, region.begin - where.start, there
+        for window, memory, memory_view in self._windows:
+            if window.start <= region.begin <= end <= window.stop:
+                return memory, region.begin - window.start, memory_view
         begin = region.begin // _PAGE * _PAGE
-        where = range(begin, max(end, begin + _MAPPED))
-        memory = mmap.mmap(self._descriptor, len(where), offset=begin)
-        there = torch.frombuffer(memory, dtype=torch.uint8)
-        self._windows.append((where, memory, there))
-        return memory, region.begin - begin, there
+        window = range(begin, max(end, begin + _MAPPED))
+        memory = mmap.mmap(self._descriptor, len(window), offset=begin)
+        memory_view = torch.frombuffer(memory, dtype=torch.uint8)
+        self._windows.append((window, memory, memory_view))
+        return memory, region.begin - begin, memory_view
 
 
 def nbytes_of(values: Iterable[torch.Tensor]) -> int:
-    """Bytes of the region of a record with these values."""
-    return sum(_filled(value.numel() * value.dtype.itemsize) for value in values)
+    """Return the bytes that these values take in a record."""
+    return sum(_padded(value.numel() * value.dtype.itemsize) for value in values)
 
 
 def region_bytes(nbytes: int) -> int:
-    """Bytes allocated for `nbytes`: whole pages, or a power of two."""
+    """Return the bytes allocated for `nbytes`: whole pages, or a power of two below a page."""
     if nbytes >= _PAGE:
         return -(-nbytes // _PAGE) * _PAGE
     return max(STEP, 1 << (nbytes - 1).bit_length()) if nbytes else STEP
 
 
-def _filled(nbytes: int) -> int:
+def _padded(nbytes: int) -> int:
     return -(-nbytes // STEP) * STEP
 
 
-def _pickled(others: dict[Key, object]) -> bytes:
-    """A pickle; if that fails, one of the backend's pickler: with classes and functions of the
-    user's script, which the next process could not import."""
+def _pickle(others: dict[Key, object]) -> bytes:
+    """Pickle the values. If pickle fails, use the backend's pickler, which includes classes and
+    functions of the user's script that the next process cannot import."""
     try:
         return pickle.dumps(others, protocol=pickle.HIGHEST_PROTOCOL)
     except (pickle.PicklingError, AttributeError, TypeError):
@@ -357,12 +374,12 @@ def _pickled(others: dict[Key, object]) -> bytes:
         return file.getvalue()
 
 
-def _tensor(data: bytes) -> torch.Tensor:
+def _as_tensor(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _advise(memory: mmap.mmap, advice: int, begin: int, nbytes: int) -> None:
-    """Advice that an older kernel may not support."""
+    """Give the kernel advice; do nothing if it is too old to know it."""
     try:
         memory.madvise(advice, begin, nbytes)
     except OSError as error:

@@ -1,19 +1,13 @@
-"""The commit point: no rank writes state before all have agreed that none has failed.
+"""Check the commit point: no rank writes state before all ranks know that no rank has failed.
 
     rank 0    a = vote; s = all_reduce.sum(a) over (0, 1); wait s; commit s; call up(w) writes w
     rank 1    a = vote; s = all_reduce.sum(a) over (0, 1); wait s; commit s
 
-In a program that has votes, it must hold for each rank that has instructions:
-
-- it votes once, then has one commit point, which reads a sum of all *other* ranks' votes at least;
-- it calls nothing between the two, where a failure would be in no vote;
-- it writes no state before, but for what is replayable.
-
-So at their commit points all ranks know the same of all calls before, whichever interleaving ran:
-what a rank has of the votes comes of its own, and of all_reduces that it has waited for, and that
-is the same in each order. One order is followed here; `tests/daft/undo.py` tries them all.
-
-A program without votes is not looked at: if it writes state, its failures cannot be undone.
+In a program with votes, each rank that has instructions votes once and then commits once, on a sum
+of the votes of at least all other ranks. It calls nothing between its vote and its commit, since no
+vote would count a failure there, and before the commit it writes only replayable state. The check
+follows one order of execution, because the votes that a value sums are the same in every order.
+A program without votes is not checked: if it writes state, its failures cannot be undone.
 """
 
 from __future__ import annotations
@@ -37,14 +31,14 @@ from dtensor.daft.verification.pairing import Edges, Site, fault, instruction_at
 
 
 def check_commit(program: Program, partners: Edges, order: Sequence[Site]) -> None:
-    """`ProgramError` unless the commit point is sound. ``order``: of all instructions, in which
-    each wait comes after the starts that it needs."""
+    """Raise ProgramError unless the commit point is sound. ``order``: all instructions, in an order
+    in which each wait follows the starts that it needs."""
     if any(isinstance(instruction_at(program, site), Vote | Commit) for site in order):
-        _Votes(program, partners).run(order)
+        _VoteCheck(program, partners).run(order)
 
 
-class _Votes:
-    """Which votes each value is the sum of, along one order of all instructions."""
+class _VoteCheck:
+    """Follows one order of all instructions, and tracks whose votes each value is the sum of."""
 
     def __init__(self, program: Program, partners: Edges) -> None:
         self.program = program
@@ -52,10 +46,11 @@ class _Votes:
         self.active = frozenset(r for r, own in enumerate(program.ranks) if own.instructions)
         self.voted: set[int] = set()
         self.committed: set[int] = set()
-        # by value, the ranks whose votes it is the sum of; of what is still on its way, from where
+        # (rank, value) -> the ranks whose votes are in it
         self.votes: dict[tuple[int, str], frozenset[int]] = {}
-        self.coming: dict[tuple[int, str], tuple[Site, int]] = {}
-        self.given: dict[tuple[Site, int], frozenset[int]] = {}
+        # (rank, output of an all_reduce) -> the start, and the position of the output
+        self.in_flight: dict[tuple[int, str], tuple[Site, int]] = {}
+        self.contributions: dict[tuple[Site, int], frozenset[int]] = {}
 
     def run(self, order: Sequence[Site]) -> None:
         for site in order:
@@ -67,6 +62,7 @@ class _Votes:
             raise fault(self.program, site, fact, "give every rank a commit point, or none")
 
     def _step(self, site: Site) -> None:
+        """Check one instruction, and track the votes that it moves."""
         rank, _ = site
         instruction = instruction_at(self.program, site)
         if rank not in self.committed:
@@ -79,9 +75,9 @@ class _Votes:
             if early:
                 fact = f"it writes state {early[0]!r} before the rank's commit point"
                 raise fault(self.program, site, fact, "move it behind the commit point")
-        for value in instruction.outputs:  # what had the name before
+        for value in instruction.outputs:  # forget an earlier value with this name
             self.votes.pop((rank, value), None)
-            self.coming.pop((rank, value), None)
+            self.in_flight.pop((rank, value), None)
         match instruction:
             case Vote(value=value):
                 if rank in self.voted:
@@ -103,29 +99,34 @@ class _Votes:
                 assert_never(instruction)
 
     def _sum(self, site: Site, start: Collective) -> None:
+        """Record the votes that a member contributes to an all_reduce."""
         for place, (name, buffer) in enumerate(zip(start.inputs, start.in_buffers, strict=True)):
-            carried = self._carried(site[0], name)
+            carried = self._votes_in(site[0], name)
             if carried and buffer != WORD:
                 raise fault(self.program, site, f"a vote is sent as {buffer}", f"send {WORD}")
-            self.given[site, place] = carried
-            self.coming[site[0], start.outputs[place]] = site, place
+            self.contributions[site, place] = carried
+            self.in_flight[site[0], start.outputs[place]] = site, place
 
     def _commit(self, site: Site, value: str) -> None:
+        """Check that the value sums the votes of all other ranks."""
         rank, _ = site
         if rank in self.committed:
             raise fault(self.program, site, "the rank commits twice", "leave one out")
         if rank not in self.voted:
             raise fault(self.program, site, "the rank has not voted", "vote before it")
-        missing = sorted(self.active - self._carried(rank, value) - {rank})
+        missing = sorted(self.active - self._votes_in(rank, value) - {rank})
         if missing:
             fact = f"{value!r} is not the sum of all votes: those of ranks {missing} are not in it"
             raise fault(self.program, site, fact, "all_reduce the votes of all ranks before it")
         self.committed.add(rank)
 
-    def _carried(self, rank: int, value: str) -> frozenset[int]:
-        """The ranks whose votes are in a value. It is there, so all members have started."""
-        if (rank, value) in self.coming:
-            site, place = self.coming[rank, value]
+    def _votes_in(self, rank: int, value: str) -> frozenset[int]:
+        """Return the ranks whose votes are in a value. It has been waited for, so all members of
+        its all_reduce have started."""
+        if (rank, value) in self.in_flight:
+            site, place = self.in_flight[rank, value]
             members = (site, *self.partners[site])
-            return frozenset[int]().union(*(self.given[member, place] for member in members))
+            return frozenset[int]().union(
+                *(self.contributions[member, place] for member in members)
+            )
         return self.votes.get((rank, value), frozenset())

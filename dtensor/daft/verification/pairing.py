@@ -1,22 +1,14 @@
-"""Who waits for whom: pairing the starts of all ranks, running their lists in thought, and merging
-those of the ranks that share a host.
+"""Match the sends, receives and collectives of all ranks; find hangs; order the lists of each host.
 
-The k-th `Send` from s to d on a channel meets the k-th `Recv` at d from s on it; the k-th
-collective of a (group, channel) meets the k-th of every member. A start never blocks. A `Wait`
-blocks until the partners of what it completes have *started*: that is rendezvous, where a sender
-waits too. Buffered sends block less, so what cannot hang here cannot hang there. A channel is
-first in, first out on each rank, so that a partner that has started has also started all that
-came before on the channel: its transport thread needs no edges of its own.
+The k-th `Send` on a channel matches the k-th `Recv`; the k-th collective of a (group, channel)
+matches the k-th of every member. A start never blocks. A `Wait` blocks until the partners of the
+starts that it completes have started (rendezvous; buffered sends block less). A start never delays
+another rank, so all orders of execution end in the same state, and one simulated order shows
+whether a program can hang (as in Kahn networks; `tests/daft` compares it with all interleavings).
 
-Starting can only help others, never hinder them, so every order of execution ends in the same
-place: one run in thought decides for all (the argument of Kahn networks; `tests/daft` compares
-it with trying all interleavings).
-
-Merging, ranks 0 and 1 on one host, each `send, recv, wait`: seed 0 gives send 0, send 1, recv 0,
-recv 1, wait 0, wait 1. Another seed gives another legal interleaving, and the same results. Every
-rank keeps its own order; all hosts' lists are parts of *one* order in which every `Wait` comes
-after the starts that it needs, so that a single thread never blocks on a rank of its own host, and
-hosts never block each other for good.
+The merged lists of all hosts are parts of one order in which every `Wait` follows the starts that
+it needs. So the single thread of a host never blocks on a rank of the same host, and hosts cannot
+block each other forever. With seed 0, lists `a b` and `c d` of one host become `a c b d`.
 """
 
 from __future__ import annotations
@@ -53,13 +45,13 @@ def instruction_at(program: Program | HostProgram, site: Site) -> Instruction:
 
 
 def show_site(program: Program, site: Site) -> str:
-    """`(rank 1, instr 7 wait h)`."""
+    """Return text such as `(rank 1, instr 7 wait h)`."""
     text = excerpt(instruction_at(program, site))
     return f"(rank {site[0]}, instr {site[1]} {text})"
 
 
 def fault(program: Program, site: Site, fact: str, fix: str) -> ProgramError:
-    """What is wrong with an instruction, and what to do."""
+    """Return the error for an instruction: the fact, the user's line, and the fix."""
     source = instruction_at(program, site).source
     return ProgramError(
         f"Program {program.name!r}, {show_site(program, site)}: {fact}.\n"
@@ -69,7 +61,7 @@ def fault(program: Program, site: Site, fact: str, fix: str) -> ProgramError:
 
 
 def starts_of_waits(instructions: Sequence[Instruction]) -> dict[int, tuple[int, ...]]:
-    """For each `Wait` of one rank's list, the indices of the starts that it completes."""
+    """Return the indices of the starts that each `Wait` of a list completes, by its index."""
     pending: dict[str, list[int]] = defaultdict(list)
     starts_by_wait: dict[int, tuple[int, ...]] = {}
     completed: set[int] = set()
@@ -85,7 +77,8 @@ def starts_of_waits(instructions: Sequence[Instruction]) -> dict[int, tuple[int,
 
 
 def pair(program: Program) -> dict[Site, tuple[Site, ...]]:
-    """For each start, its partners' starts. Raises `ProgramError` for one that has none."""
+    """Return the matching starts of the other ranks for each start. Raises ProgramError if a start
+    has no partner."""
     starts: dict[Key, dict[int, list[Site]]] = {}
     for rank, rank_program in enumerate(program.ranks):
         for index, instruction in enumerate(rank_program.instructions):
@@ -105,6 +98,7 @@ def pair(program: Program) -> dict[Site, tuple[Site, ...]]:
 
 
 def _unmatched(program: Program, key: Key, members: Mapping[int, list[Site]]) -> ProgramError:
+    """Return the error for a key with different numbers of starts on its ranks."""
     ranks, channel, sort = key
     counts = [len(members[rank]) for rank in ranks]
     site = max(members.values(), key=len)[min(counts)]
@@ -123,7 +117,7 @@ def _unmatched(program: Program, key: Key, members: Mapping[int, list[Site]]) ->
 
 
 def wait_edges(program: Program, partners: Edges) -> dict[Site, tuple[Site, ...]]:
-    """For each `Wait`, the starts on other ranks that must have been made before it ends."""
+    """Return, for each `Wait`, the starts on other ranks that must happen before it can end."""
     edges: dict[Site, tuple[Site, ...]] = {}
     for rank, rank_program in enumerate(program.ranks):
         for index, starts in starts_of_waits(rank_program.instructions).items():
@@ -134,9 +128,10 @@ def wait_edges(program: Program, partners: Edges) -> dict[Site, tuple[Site, ...]
 def rehearse(
     program: Program, lists: Sequence[Sequence[Site]], edges: Edges, seed: int = 0
 ) -> list[Site]:
-    """Run lists one instruction at a time, each in its own order, and return the order of all.
+    """Simulate the lists together and return one order of all their instructions.
 
-    Seed 0: lockstep. Raises `ProgramError` for lists that can hang.
+    Seed 0 takes one instruction of each list in turn; other seeds draw the next list at random.
+    Raises ProgramError if the lists can hang.
     """
     rng = random.Random(seed) if seed else None
     executed: set[Site] = set()
@@ -179,7 +174,7 @@ def _explain_hang(
     executed: set[Site],
     blocked: Mapping[int, Site],
 ) -> ProgramError:
-    """The circle of waits that the lists ended in, each `blocked` at a wait: a line for each."""
+    """Return the error that shows the circle of waits. `blocked`: the next wait of each list."""
     list_of = {site: index for index, sites in enumerate(lists) for site in sites}
     path: list[Site] = [next(iter(blocked.values()))]
     missing: list[Site] = []
@@ -205,12 +200,10 @@ def _explain_hang(
 
 
 def merge(program: Program, hosts: Hosts, seed: int = 0) -> tuple[HostList, ...]:
-    """For each host, (rank, instruction) in the order in which its thread runs them.
+    """Return the (rank, instruction) list that the thread of each host runs.
 
-    Args:
-        program: one that `verify` takes; ProgramError for one that can hang.
-        hosts: for each, the ranks that it hosts.
-        seed: picks one of the legal orders.
+    `hosts`: the ranks of each host. `seed`: selects one of the legal orders. Raises ProgramError if
+    the program can hang.
     """
     return tuple(
         tuple((site[0], instruction_at(program, site)) for site in sites)
@@ -221,7 +214,7 @@ def merge(program: Program, hosts: Hosts, seed: int = 0) -> tuple[HostList, ...]
 def merge_sites(
     program: Program, hosts: Hosts, seed: int = 0, edges: Edges | None = None
 ) -> tuple[tuple[Site, ...], ...]:
-    """As `merge`, but (rank, index) pairs. Raises `ProgramError` for a program that can hang."""
+    """Like `merge`, with (rank, index) in place of (rank, instruction)."""
     check_hosts(program, hosts)
     edges = wait_edges(program, pair(program)) if edges is None else edges
     lists = [

@@ -1,24 +1,13 @@
-"""The verifier: no verified program can hang, use a value that is not there, or leak one.
+"""Verify a program: it cannot hang, use a value that does not exist, or leak a value.
 
     report = verify(program)          # or with hosts=((0, 1), (2, 3)): two ranks to an actor
-    report.peak_bytes                 # most bytes alive at once, per rank
+    report.peak_bytes                 # maximum of bytes alive at once, per rank
 
-It raises `ProgramError` for the first fault, with the instruction, the user's line and a fix:
-
-- values: used before their definition or before the `Wait` of what makes them, used after `Free`,
-  defined twice, written or freed while a start still reads them, never freed, never waited for;
-- partners: a start without one; members of a collective that disagree on kind, op, shape, dtype;
-- lent values that are not freed before more is started with their key;
-- order: waits that form a circle, in the lists as the actors run them (see `pairing.py`);
-- storage: a write in place to what a value shares storage with, where that is read later, is being
-  sent, or is returned;
-- the commit point, in programs that have one: all ranks have one, it reads the sum of all their
-  votes, no rank calls anything between its vote and its commit point, and none writes state before
-  that is not replayable.
-
-It is pure. It assumes that each `Call` ends, that its function makes what it declares, and that
-`nbytes` and `shares` tell the truth: values whose size is not declared count as nothing, and those
-that are not said to share storage have their own.
+Raises ProgramError for the first fault, with the instruction, the user's line and a fix. Faults
+are: values used too early, too late or twice, or never freed; starts without a partner; members of
+a collective that disagree on kind, op, shape or dtype; waits that form a circle (pairing.py); a
+write to storage that a value shares, if the value is read later; an unsound commit point
+(commit.py). The declared `nbytes` and `shares`, and the results of functions, are trusted.
 """
 
 from __future__ import annotations
@@ -68,9 +57,10 @@ from dtensor.numerics import REDUCTIONS
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """`peak_bytes[rank]`: the most bytes of declared values alive at once.
+    """The result of `verify`.
 
-    `lists[host]`: the sites (rank, index) in the order in which the host's thread runs them.
+    `peak_bytes[rank]`: the maximum of bytes of declared values alive at once. `lists[host]`: the
+    sites (rank, index) in the order in which the host's thread runs them.
     """
 
     peak_bytes: tuple[int, ...]
@@ -78,10 +68,8 @@ class Report:
 
 
 def verify(program: Program, hosts: Hosts | None = None, seed: int = 0) -> Report:
-    """Check a program as `hosts` run it (default: one rank to a host), merged with `seed`.
-
-    Raises `ProgramError` for one that is malformed, could hang or leaks, with who waits for whom.
-    """
+    """Verify a program as `hosts` run it (default: one rank per host). `seed`: selects the order of
+    the merged lists. Raises ProgramError for the first fault."""
     if hosts is None:
         hosts = tuple((rank,) for rank in range(program.size))
     peaks = tuple(_RankCheck(program, rank).run() for rank in range(program.size))
@@ -95,17 +83,17 @@ def verify(program: Program, hosts: Hosts | None = None, seed: int = 0) -> Repor
 
 
 def check_state(loaded: Iterable[Program], program: Program) -> None:
-    """`ProgramError` unless state that `program` shares with others has one size in all of them:
-    each one's bound on memory rests on it. A size that is not declared agrees with any."""
+    """Raise ProgramError if a state value has another size in `program` than in a loaded program,
+    because `peak_bytes` would be wrong. Undeclared sizes are not compared."""
     state_sizes = [_state_sizes(program, rank) for rank in range(program.size)]
     for other in loaded if any(state_sizes) else ():
-        for rank, sizes in enumerate(state_sizes[: other.size]):  # ranks may have joined since
-            theirs = _state_sizes(other, rank)
-            for name in sorted(sizes.keys() & theirs.keys()):
-                if sizes[name] != theirs[name]:
+        for rank, sizes in enumerate(state_sizes[: other.size]):  # ranks may have joined later
+            other_sizes = _state_sizes(other, rank)
+            for name in sorted(sizes.keys() & other_sizes.keys()):
+                if sizes[name] != other_sizes[name]:
                     raise ProgramError(
                         f"State {name!r} of rank {rank} has {sizes[name]} bytes in program "
-                        f"{program.name!r}, and {theirs[name]} in {other.name!r} on the same "
+                        f"{program.name!r}, and {other_sizes[name]} in {other.name!r} on the same "
                         f"actors.\n  Fix: declare one size for it, or give one of them another "
                         f"name."
                     )
@@ -118,7 +106,7 @@ def _state_sizes(program: Program, rank: int) -> dict[str, int]:
 
 
 class _RankCheck:
-    """The data flow of one rank's list."""
+    """Checks the data flow of one rank's list, instruction by instruction."""
 
     def __init__(self, program: Program, rank: int) -> None:
         self.program = program
@@ -136,14 +124,16 @@ class _RankCheck:
                 f"{rank_program.inputs} and state {rank_program.state}."
             )
         self.freed: set[str] = set()
-        self.making: dict[str, int] = {}  # value -> the start that makes it
-        self.reading: dict[str, set[int]] = defaultdict(set)  # value -> starts that read it
-        self.started: set[str] = set()  # values that some start has named
-        self.sharers: dict[str, set[str]] = defaultdict(set)  # by what they share storage with
+        self.being_made: dict[str, int] = {}  # value -> the start that makes it
+        self.being_read: dict[str, set[int]] = defaultdict(set)  # value -> starts that read it
+        self.named_by_starts: set[str] = set()  # values that some start has named
+        self.sharers: dict[str, set[str]] = defaultdict(
+            set
+        )  # input or state -> values that share its storage
         for value, other in rank_program.shares:
             if other not in self.live:
                 raise ProgramError(
-                    f"Rank {rank} of program {program.name!r}: {value!r} is said to share the "
+                    f"Rank {rank} of program {program.name!r}: {value!r} is declared to share the "
                     f"storage of {other!r}, which is neither an input nor state."
                 )
             self.sharers[other].add(value)
@@ -152,14 +142,15 @@ class _RankCheck:
         )
         if strange:
             raise ProgramError(
-                f"Rank {rank} of program {program.name!r}: {strange} are said to be replayable or "
-                f"changed, and are neither state nor inputs that are changed."
+                f"Rank {rank} of program {program.name!r}: {strange} are declared replayable or "
+                f"changed, but are neither state nor inputs."
             )
-        self.stale: dict[str, str] = {}  # value -> what it shares storage with, written since
-        self.lent: dict[str, Key] = {}  # values that were waited for -> their key
+        self.stale: dict[str, str] = {}  # value -> the written value that shares its storage
+        self.lent: dict[str, Key] = {}  # received and lent value -> its key
         self.bytes = sum(self.sizes.get(value, 0) for value in self.live)
 
     def run(self) -> int:
+        """Check all instructions. Return the maximum of bytes alive at once."""
         peak = self.bytes
         for index, instruction in enumerate(self.own.instructions):
             self.index = index
@@ -193,10 +184,10 @@ class _RankCheck:
         for value in call.writes:
             if value not in call.inputs:
                 raise self._fault(
-                    f"{value!r} is written but is no input", "pass it to the function"
+                    f"{value!r} is written but is not an input", "pass it to the function"
                 )
-            self._not_read(value, "written")
-            self._not_seen(value)
+            self._check_not_read(value, "written")
+            self._mark_sharers_stale(value)
         for value in call.outputs:
             self._define(value, self.sizes.get(value, 0))
 
@@ -213,7 +204,7 @@ class _RankCheck:
         for value, of in self.lent.items():
             if of == key:
                 raise self._fault(f"{value!r} is lent by the same key", f"free {value} before this")
-        reads, makes = _touches(start)
+        reads, makes = _values_of(start)
         for value in reads:
             self._use(value)
         for value, buffer in makes:
@@ -222,16 +213,16 @@ class _RankCheck:
             elif isinstance(start, Recv) and start.lent:
                 raise self._fault(f"{value!r} is lent, and of unknown size", "receive it")
             self._define(value, self.sizes.get(value, 0))
-            self.making[value] = self.index
+            self.being_made[value] = self.index
         for value in reads:
-            self.reading[value].add(self.index)
+            self.being_read[value].add(self.index)
         if isinstance(start, Send):
-            self.started.add(start.value)
-        self.started |= {value for value, _ in makes}
+            self.named_by_starts.add(start.value)
+        self.named_by_starts |= {value for value, _ in makes}
 
     def _wait(self, wait: Wait) -> None:
         for value in wait.values:
-            if value not in self.started:
+            if value not in self.named_by_starts:
                 raise self._fault(
                     f"nothing was started that makes or sends {value!r}",
                     "wait for a sent value, a received one, or an output of a collective",
@@ -239,43 +230,44 @@ class _RankCheck:
         for index in self.waits[self.index]:
             start = self.own.instructions[index]
             assert isinstance(start, Send | Recv | Collective)
-            reads, makes = _touches(start)
+            reads, makes = _values_of(start)
             for name, _ in makes:
-                self.making.pop(name, None)
+                self.being_made.pop(name, None)
                 if isinstance(start, Recv) and start.lent:
                     self.lent[name] = key_of(self.rank, start)
             for name in reads:
-                self.reading[name].discard(index)
+                self.being_read[name].discard(index)
 
     def _free(self, value: str) -> None:
         self.stale.pop(value, None)
         self._use(value)
-        self._not_read(value, "freed")
+        self._check_not_read(value, "freed")
         if value in self.own.state:
             raise self._fault(f"{value!r} is state, which outlives the run", "do not free it")
         self.live.discard(value)
         self.freed.add(value)
         self.stale.pop(value, None)
-        self.started.discard(value)
+        self.named_by_starts.discard(value)
         self.lent.pop(value, None)
         self.bytes -= self.sizes.get(value, 0)
 
-    def _not_seen(self, written: str) -> None:
-        """A value that shares its storage is not read after this."""
+    def _mark_sharers_stale(self, written: str) -> None:
+        """Record that values sharing the storage of ``written`` must not be read from now on."""
         for value in sorted(self.sharers.get(written, ())):
             if value in self.live:
-                self._not_read(value, f"changed, by a write to {written!r},")
+                self._check_not_read(value, f"changed, by a write to {written!r},")
                 self.stale[value] = written
 
     def _use(self, value: str) -> None:
+        """Check that a value can be read at this point."""
         if value in self.stale:
             raise self._fault(
                 f"{value!r} shares the storage of {self.stale[value]!r}, which has been written "
                 f"since",
                 "copy it before the write, or write to a copy",
             )
-        if value in self.making:
-            start = show_site(self.program, (self.rank, self.making[value]))
+        if value in self.being_made:
+            start = show_site(self.program, (self.rank, self.being_made[value]))
             raise self._fault(
                 f"{value!r} is used before the wait for {start}", f"wait {value} before this"
             )
@@ -287,9 +279,9 @@ class _RankCheck:
                 "define it before, or name it in the rank's inputs or state",
             )
 
-    def _not_read(self, value: str, done: str) -> None:
-        if self.reading[value]:
-            start = show_site(self.program, (self.rank, min(self.reading[value])))
+    def _check_not_read(self, value: str, done: str) -> None:
+        if self.being_read[value]:
+            start = show_site(self.program, (self.rank, min(self.being_read[value])))
             raise self._fault(f"{value!r} is {done} while {start} reads it", "wait before this")
 
     def _define(self, value: str, size: int) -> None:
@@ -297,8 +289,8 @@ class _RankCheck:
         if value in self.live:
             if value not in self.own.state:
                 raise self._fault(f"{value!r} is defined twice", "free it first or rename it")
-            self._not_read(value, "overwritten")
-            if value in self.making:
+            self._check_not_read(value, "overwritten")
+            if value in self.being_made:
                 raise self._fault(f"{value!r} is overwritten before its wait", "wait before this")
             return
         self.live.add(value)
@@ -306,7 +298,8 @@ class _RankCheck:
         self.bytes += size
 
     def _end(self) -> None:
-        pending = set(self.making.values()).union(*self.reading.values())
+        """Check the end of the list: nothing is pending, leaked or missing."""
+        pending = set(self.being_made.values()).union(*self.being_read.values())
         if pending:
             self.index = min(pending)
             raise self._fault("it is never waited for", "add a wait")
@@ -345,8 +338,8 @@ class _RankCheck:
         return fault(self.program, (self.rank, self.index), fact, fix)
 
 
-def _touches(start: Start) -> tuple[tuple[str, ...], tuple[tuple[str, Buffer], ...]]:
-    """The values that a start reads, and those that it makes."""
+def _values_of(start: Start) -> tuple[tuple[str, ...], tuple[tuple[str, Buffer], ...]]:
+    """Return the values that a start reads, and (value, buffer) of those that it makes."""
     match start:
         case Send():
             buffers = ()
@@ -360,12 +353,11 @@ def _touches(start: Start) -> tuple[tuple[str, ...], tuple[tuple[str, Buffer], .
 
 
 def _check_agreement(program: Program, partners: Edges) -> None:
-    """Raises `ProgramError` for the first operation whose partners disagree.
+    """Raise ProgramError for the first operation whose partners have declared different buffers.
 
-    What may differ by rank: the input of an all_gather, the pieces of an all_to_all and
-    reduce_scatter; then each piece must be what the other side expects. A sum of bf16 may come out
-    in bf16, or in f32 on all ranks. It looks at declared buffers only; the engine compares them
-    with the values when they are there.
+    The inputs of an all_gather and the pieces of an all_to_all or reduce_scatter may differ by
+    rank, but each piece must be what its receiver declares. The engine compares the actual tensors
+    with the declared buffers during a run.
     """
     for site in sorted(partners):
         start = instruction_at(program, site)
@@ -375,7 +367,7 @@ def _check_agreement(program: Program, partners: Edges) -> None:
                 recv = instruction_at(program, other)
                 assert isinstance(recv, Recv)
                 if recv.buffer != start.buffer:
-                    raise _disagree(program, [site, other], "send and receive other buffers")
+                    raise _mismatch(program, [site, other], "send and receive other buffers")
             case Collective():
                 if site[0] == start.group[0]:
                     sites = {rank: index for rank, index in (site, *partners[site])}
@@ -393,18 +385,18 @@ def _check_collective(program: Program, sites: Sequence[Site]) -> None:
         assert isinstance(member, Collective)
         members.append(member)
     if len({(member.kind, member.op) for member in members}) != 1:
-        raise _disagree(program, sites, "differ in kind or op")
+        raise _mismatch(program, sites, "differ in kind or op")
     first = members[0]
     ins = [member.in_buffers for member in members]
     outs = [member.out_buffers for member in members]
-    if not _fit(first, ins, outs):
-        raise _disagree(program, sites, "do not fit together")
+    if not _buffers_fit(first, ins, outs):
+        raise _mismatch(program, sites, "do not fit together")
 
 
-def _fit(
+def _buffers_fit(
     collective: Collective, ins: Sequence[tuple[Buffer, ...]], outs: Sequence[tuple[Buffer, ...]]
 ) -> bool:
-    """Whether what each member declares to get is what all declare to give it."""
+    """Whether each member's output buffers are what the input buffers of all members result in."""
     does, size = collective.does, len(ins)
     if not all(does.takes(len(own), at, size) for at, own in enumerate(ins)):
         return False
@@ -418,24 +410,25 @@ def _fit(
             fits = outs[to] == tuple(chain(*parts))
         else:
             fits = all(part == parts[0] for part in parts)
-            fits = fits and _reduced(parts[0], outs[to], collective.op)
+            fits = fits and _is_reduction(parts[0], outs[to], collective.op)
         if not fits:
             return False
     return True
 
 
-def _reduced(ins: Sequence[Buffer], outs: Sequence[Buffer], op: Op | None) -> bool:
-    """Whether a reduction gives these: of one shape each, and of one dtype, or a sum of narrow
-    floats left in the float32 that it is accumulated in, or one of float32 rounded to such."""
+def _is_reduction(ins: Sequence[Buffer], outs: Sequence[Buffer], op: Op | None) -> bool:
+    """Whether reducing ``ins`` can give ``outs``: shapes are equal, and dtypes too, unless the
+    reduction accumulates 16-bit floats in float32."""
     widens = op is not None and REDUCTIONS[op].widens
     return len(ins) == len(outs) and all(
-        a.shape == b.shape and (a.dtype == b.dtype or (widens and _accumulated(a.dtype, b.dtype)))
+        a.shape == b.shape
+        and (a.dtype == b.dtype or (widens and _is_accumulation(a.dtype, b.dtype)))
         for a, b in zip(ins, outs, strict=True)
     )
 
 
-def _accumulated(given: torch.dtype, result: torch.dtype) -> bool:
-    others = {given, result} - {torch.float32}
+def _is_accumulation(operand: torch.dtype, result: torch.dtype) -> bool:
+    others = {operand, result} - {torch.float32}
     return len(others) == 1 and all(d.is_floating_point and d.itemsize < 4 for d in others)
 
 
@@ -443,7 +436,7 @@ def _one_dtype(buffers: Iterable[Buffer]) -> bool:
     return len({buffer.dtype for buffer in buffers}) <= 1
 
 
-def _disagree(program: Program, sites: Sequence[Site], fact: str) -> ProgramError:
+def _mismatch(program: Program, sites: Sequence[Site], fact: str) -> ProgramError:
     lines: list[str] = []
     for site in sites:
         instruction = instruction_at(program, site)

@@ -47,7 +47,7 @@ from dtensor.daft import (
 )
 from dtensor.daft.cluster.inprocess import InProcessCluster
 from dtensor.daft.ir.code import Body, CodeLine
-from dtensor.daft.run.timestamps import drained, times_of
+from dtensor.daft.run.timestamps import time_when_idle, times_of
 from dtensor.runtime.lower.rank_builder import MAX_LINES
 from dtensor.runtime.lower.step_end import step_optimizer
 from dtensor.runtime.optimizer.shard_optimizer import (
@@ -392,7 +392,7 @@ def _update(*names: Sequence[str]) -> str:
 
 def _function(name: str, body: Body, dtype: torch.dtype, device: torch.device) -> Function:
     if device.type == "cuda":  # a call is over when the device has done its work
-        body = replace(body, lines=(*body.lines, CodeLine("drained(device)")))
+        body = replace(body, lines=(*body.lines, CodeLine("time_when_idle(device)")))
     bindings: dict[str, object] = dict(
         AdamW=torch.optim.AdamW,
         ShardOptimizer=ShardOptimizer,
@@ -402,7 +402,7 @@ def _function(name: str, body: Body, dtype: torch.dtype, device: torch.device) -
         attention=torch.ops.dt.attention.default,
         attention_backward=torch.ops.dt.attention_backward.default,
         device=device,
-        drained=drained,
+        time_when_idle=time_when_idle,
         dtype=dtype,
         full=torch.full,
         gelu=torch.ops.aten.gelu.default,

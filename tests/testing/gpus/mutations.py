@@ -44,7 +44,16 @@ STATEMENTS = {
     "wait", "wait_event", "wait_stream", "record", "record_stream", "synchronize", "_connect",
     "zero_", "use_once", "copy_all", "foreach_copy_", "query",
 }  # fmt: skip
-COPIES = {"clone", "contiguous", "copied", "_copied", "copy_to", "private_copy", "cpu"}
+COPIES = {
+    "clone",
+    "contiguous",
+    "copied",
+    "_clone",
+    "_copy_value",
+    "copy_to",
+    "private_copy",
+    "cpu",
+}
 WIRE: Mapping[str, ModuleType] = {"nccl.py": nccl, "exchange.py": exchange}
 OTHERS: Mapping[str, tuple[ModuleType, tuple[str, ...]]] = {
     "transport.py": (transport, ("by hand", "training")),
@@ -92,7 +101,7 @@ IMPLIED: Mapping[tuple[str, str], str] = {
     ): "it goes to another device, to which `to` copies (documentation of torch.Tensor.to)",
     ("records.py", "self.tensor.detach().resolve_conj().resolve_neg().cpu()"): _OWN,
     ("records.py", "self.tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()"): _OWN,
-    ("snapshots.py", "_copied(record.others[key])"): _AGAIN,
+    ("snapshots.py", "_copy_value(record.others[key])"): _AGAIN,
     ("snapshots.py", "saved.clone()"): _AGAIN,
     (
         "engine.py",
