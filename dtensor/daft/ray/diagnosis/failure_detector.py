@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
-from dtensor.daft.diagnosis.diagnosis import COMPUTES, FOR_NOBODY, SILENT_S, Waits, ends_of
+from dtensor.daft.diagnosis.diagnosis import BUSY_SHARE, FOR_NOBODY, SILENT_S, Waits, ends_of
 from dtensor.daft.errors import ActorLost, DaftError, Failure, TaskError
 from dtensor.daft.ray.bootstrap.machines import START_S
 from dtensor.daft.ray.bootstrap.progress import Progress
@@ -36,7 +36,7 @@ CUT_OFF_S = 0.5
 """How long it waits for the end of a process whose connection broke. Also how long it searches for
 a root cause if losses are recovered from, since the recovery checks again which hosts are alive."""
 RUNNABLE = 0.9
-"""A process computes, even if it uses less than `COMPUTES` of a core, if its thread was on a core
+"""A process computes, even if it uses less than `BUSY_SHARE` of a core, if its thread was on a core
 or waited for a core for this share of `deadline_s`."""
 
 
@@ -55,7 +55,7 @@ class _Used:
     def computes(self, before: _Used, seconds: float) -> bool:
         """Return whether the host has computed in the `seconds` since `before`."""
         return (
-            self.cpu_s - before.cpu_s >= COMPUTES * seconds
+            self.cpu_s - before.cpu_s >= BUSY_SHARE * seconds
             or self.runnable_s - before.runnable_s >= RUNNABLE * seconds
         )
 
