@@ -184,13 +184,13 @@ OTHER = dt.Mesh(tp=2, name="other")
 @pytest.mark.parametrize("use", [of_ops, of_transfers, of_saves])
 def test_programs_in_flight_stay(use: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that ended are unloaded when one more is loaded, the ones used last excepted."""
-    from dtensor.daft.cluster.cluster import _Called
+    from dtensor.daft.cluster.cluster import _CallFuture
 
     monkeypatch.setattr("dtensor.api.store.store.MAX_LOADED", 3)
     monkeypatch.setattr("dtensor.api.eager.execute_op.MAX_PROGRAMS", 3)
     with dt.launch(MESH, OTHER) as run:
         with monkeypatch.context() as patch:
-            patch.setattr(_Called, "done", lambda self: False)
+            patch.setattr(_CallFuture, "done", lambda self: False)
             for length in range(2, 8):
                 use(run, length)
                 gc.collect()
@@ -204,7 +204,7 @@ def test_programs_in_flight_stay(use: Any, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_moves_program_stays_while_it_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dtensor.daft.cluster.cluster import _Called
+    from dtensor.daft.cluster.cluster import _CallFuture
 
     monkeypatch.setattr("dtensor.api.store.store.MAX_LOADED", 1)
     torch.manual_seed(0)
@@ -212,7 +212,7 @@ def test_a_moves_program_stays_while_it_is_in_flight(monkeypatch: pytest.MonkeyP
     replicas = [dt.replica(model, OTHER, {}) for model in models]
     with dt.launch(MESH, OTHER) as run:
         with monkeypatch.context() as patch:
-            patch.setattr(_Called, "done", lambda self: False)
+            patch.setattr(_CallFuture, "done", lambda self: False)
             for model, replica in zip(models, replicas, strict=True):
                 dt.sync(model, replica)
             assert len(handles(run)) == 3
