@@ -101,7 +101,7 @@ Program 'test' can hang: 2 waits form a circle.
         ([Call("one", (), ("x",))], "defined twice"),
         ([Free(("w",))], "outlives the run"),
         ([Wait(("x",))], "nothing was started"),
-        ([Call("take", ("x",), (), ("w",))], "is no input"),
+        ([Call("take", ("x",), (), ("w",))], "is not an input"),
         ([Recv("a", 1, "c", B), Call("take", ("a",), ())], "before the wait for"),
         ([Recv("a", 1, "c", B), Free(("a",))], "before the wait for"),
         ([Send("x", 1, "c", B), Call("take", ("x",), (), ("x",))], "is written while"),
