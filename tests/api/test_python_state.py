@@ -1046,6 +1046,22 @@ def test_a_dict_with_methods_of_its_own_is_read_as_a_dict() -> None:
     assert found == pytest.approx([2 * wanted, 3 * wanted], rel=1e-5)
 
 
+class WithDefault(dict[str, float]):
+    def __getitem__(self, key: str) -> float:
+        return self.get(key, 1.0)
+
+
+def test_the_first_item_of_an_empty_dict_with_its_own_lookup_is_seen() -> None:
+    scales = WithDefault()
+    scaled_sum = dt.compile(lambda x: (x * scales["a"]).sum(), MESH)
+    x = torch.ones(4)
+    with dt.launch(MESH):
+        found = [float(scaled_sum(x))]
+        scales["a"] = 2.0
+        found.append(float(scaled_sum(x)))
+    assert found == [4.0, 8.0]
+
+
 def test_attributes_of_the_parallelized_model_are_the_modules() -> None:
     """As a user of plain torch sets them: on what `parallelize` has returned."""
     plain, net = Net(), Net()

@@ -351,6 +351,7 @@ _OBJECTS: dict[str, ClassGuard] = {
             *("builtins", "string.Template", "struct.Struct", "_struct.Struct", "numpy.ufunc"),
             *("dtensor", "multiprocessing.context"),
             *("torch._C", "torch.Size", "_ctypes.CField", "_weakref", "numpy._core"),
+            "_collections._tuplegetter",  # the descriptor of a named tuple's field
         ),
         "by identity",
     ),

@@ -689,8 +689,8 @@ class _Walker:
         if (items := raw_items(value)) is not None:  # a container with its own lookup
             state.containers.append(value)
             if issubclass(kind, dict):
-                keys = dict.keys(value)
-                self.fingerprint.add(path, *(k if type(k) in PLAIN else id(k) for k in keys))
+                keys = [k if type(k) in PLAIN else id(k) for k in dict.keys(value)]
+                self.fingerprint.add(path, "keys", *keys)
             self._items(path, items)
         if module_of(kind).partition(".")[0] == "dtensor":  # holds the user's modules
             for part in space.values():
