@@ -94,10 +94,6 @@ def _run_bias_backward(grad: Tensor, x: Tensor, bias: Tensor, kind: str) -> tupl
     return laid_as(x, dx), laid_as(bias, dbias)
 
 
-def _fake_pair(grad: Tensor, a: Tensor, b: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(a), torch.empty_like(b)
-
-
 for _name, _run, _backward in (
     ("gated(Tensor a, Tensor b", _run_gated, _run_gated_backward),
     ("bias_gelu(Tensor x, Tensor bias", _run_bias, _run_bias_backward),
@@ -106,7 +102,7 @@ for _name, _run, _backward in (
     define(
         f"{_name.replace('(', '_backward(Tensor grad, ')}, str kind) -> (Tensor, Tensor)",
         _backward,
-        _fake_pair,
+        lambda grad, a, b, kind: (torch.empty_like(a), torch.empty_like(b)),
     )
 
 

@@ -85,12 +85,9 @@ def _run_add_layer(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tenso
     return laid_as(x, total), y, mean, rstd
 
 
-def _empty_statistics(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.new_empty((*x.shape[:-1], 1), dtype=dtype)
-
-
 def _fake_rms(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x, dtype=rest[-1]), _empty_statistics(x, accumulation_dtype(x.dtype))
+    rstd = x.new_empty((*x.shape[:-1], 1), dtype=accumulation_dtype(x.dtype))
+    return torch.empty_like(x, dtype=rest[-1]), rstd
 
 
 def _fake_add_layer(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -39,10 +39,6 @@ def rope_backward(grad: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) ->
     return (grad * cos + rotated).to(dtype)
 
 
-def _fake(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return torch.empty_like(x, dtype=torch.promote_types(x.dtype, cos.dtype))
-
-
 def _run(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return laid_as(x, rope(x, cos, sin))
 
@@ -51,7 +47,11 @@ def _run_backward(grad: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) ->
     return laid_as(grad, rope_backward(grad, cos, sin, dtype))
 
 
-define("rope(Tensor x, Tensor cos, Tensor sin) -> Tensor", _run, _fake)
+define(
+    "rope(Tensor x, Tensor cos, Tensor sin) -> Tensor",
+    _run,
+    lambda x, cos, _: torch.empty_like(x, dtype=torch.promote_types(x.dtype, cos.dtype)),
+)
 define(
     "rope_backward(Tensor grad, Tensor cos, Tensor sin, ScalarType dtype) -> Tensor",
     _run_backward,

@@ -146,8 +146,11 @@ class SyncPlan:
             what = f"* rank {pair[0]} -> {pair[1]}"
             yield what, f"{len(messages):,}", f"{len(labels):,}", f"{sent:,}"
         for rank, nbytes in sorted(self._kept().items()):
-            kept = (t for t in self.transfers.values() if _keeps(t, rank))
-            yield f"  rank {rank} keeps", "", f"{sum(1 for _ in kept):,}", f"{nbytes:,}"
+            num_kept = sum(
+                any(plan.stays(piece) and piece.target_rank == rank for piece in plan.pieces)
+                for plan in self.transfers.values()
+            )
+            yield f"  rank {rank} keeps", "", f"{num_kept:,}", f"{nbytes:,}"
 
     def _kept(self) -> dict[int, int]:
         """Return the bytes that each rank keeps, by rank."""
@@ -269,10 +272,6 @@ def _cut_intervals(intervals: Intervals, max_length: int) -> Iterator[Intervals]
 
 
 # -- text ------------------------------------------------------------------------------------------
-
-
-def _keeps(plan: TransferPlan, rank: int) -> bool:
-    return any(plan.stays(piece) and piece.target_rank == rank for piece in plan.pieces)
 
 
 def _count(num: int, noun: str) -> str:

@@ -146,7 +146,8 @@ def _segments(call: OpCall) -> Rule:
     x, lengths = (meta.shape for meta in call.operands)
     before, rows, after = _terms_around(len(lengths) - 1, len(x))
     text = f"{before} {rows} {after}, {before} s! -> {before} o! {after}"
-    return make(call, text, linear=_SUM if _sums(call, 1) else (), localize=_unsafe_if_empty)
+    is_sum = call.args[1] == "sum" and not dict(call.kwargs).get("initial")
+    return make(call, text, linear=_SUM if is_sum else (), localize=_unsafe_if_empty)
 
 
 def _unsafe_if_empty(call: OpCall, local: Local) -> OpCall:
@@ -173,10 +174,6 @@ def _terms_around(dim: int, rank: int) -> tuple[str, str, str]:
     """Return the terms of the dims before ``dim``, of ``dim`` (whole), and of the dims after."""
     dims = dim_names(rank, (dim,))
     return " ".join(dims[:dim]), dims[dim], " ".join(dims[dim + 1 :])
-
-
-def _sums(call: OpCall, position: int) -> bool:
-    return call.args[position] == "sum" and not dict(call.kwargs).get("initial")
 
 
 _BACKWARD: Groups = ((0,),)

@@ -27,10 +27,6 @@ from dtensor.sharding.rules.tables.localizers import contiguous, unless_empty
 from dtensor.sharding.rules.tables.unsplittable import Unsplittable
 
 
-def _embedding(call: OpCall) -> Rule:
-    return make(call, "v d, ... -> ... d", linear=((0,),), localize=_embedding_localizer)
-
-
 def _embedding_localizer(call: OpCall, local: Local) -> OpCall:
     num_ids = call.operands[0].shape[0]
     if local.operand_shape(0)[0] == num_ids:
@@ -98,7 +94,9 @@ def _stats(call: OpCall) -> Rule:
 
 
 RULES: dict[str, Builder] = {
-    "aten.embedding.default": _embedding,
+    "aten.embedding.default": pattern(
+        "v d, ... -> ... d", linear=((0,),), localize=_embedding_localizer
+    ),
     "aten.embedding_dense_backward.default": _embedding_backward,
     "aten.embedding_renorm.default": Unsplittable(
         "each index that occurs scales its row, and the norm is over the whole row"
