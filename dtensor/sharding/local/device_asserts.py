@@ -61,6 +61,7 @@ def _from_either_end(x: Tensor, dim: int, index: Tensor, *rest: object) -> None:
 
 
 def _index(x: Tensor, indices: Sequence[Tensor | None], *rest: object) -> None:
+    """Check each index tensor against the dim that it indexes; masks are not checked."""
     dim = 0
     for index in indices:
         if index is not None and index.dtype in (torch.bool, torch.uint8):
@@ -98,6 +99,7 @@ def _labels(x: Tensor, target: Tensor, *rest: object) -> None:
 
 
 def _repeats(repeats: Tensor, *, output_size: int | None = None) -> None:
+    """Check that the repeats are not negative and have the sum ``output_size``."""
     if repeats.is_meta or repeats.numel() == 0:
         return
     if bool((repeats < 0).any()):

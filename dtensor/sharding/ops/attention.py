@@ -96,6 +96,7 @@ def _attention_math_backward(
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of `_attention_math` with respect to q, k and v."""
     p = (_scores(q, k, is_causal, scale) - lse[..., None]).exp()
     inner = (grad.to(p.dtype) * out.to(p.dtype)).sum(-1, keepdim=True)
     ds = (p * ((grad @ v.mT).to(p.dtype) - inner) * scale).to(q.dtype)
@@ -124,6 +125,7 @@ def efficient_backward(
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
+    """Run the kernel of the device and head dim; return the output and its log-sum-exp."""
     lse_dtype = accumulation_dtype(q.dtype)
     if is_empty(q, k):
         lse = torch.full(q.shape[:3], float("-inf"), dtype=lse_dtype, device=q.device)
@@ -173,6 +175,7 @@ def _attention_backward(
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v, with the strides of q, k and v."""
     groups = k.shape[1]
     if is_empty(q, k):
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
@@ -238,6 +241,7 @@ def _embedding_shard(weight: Tensor, ids: Tensor, rows: Sequence[int], num_ids: 
 def _embedding_shard_backward(
     grad: Tensor, ids: Tensor, num_rows: int, rows: Sequence[int], padding_idx: int
 ) -> Tensor:
+    """Return the gradient of the rank's rows; other ranks' ids and padding add nothing."""
     is_local, local = local_index(ids, rows, num_rows)
     is_local &= ids != padding_idx
     if num_rows == 0:

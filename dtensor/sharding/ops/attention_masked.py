@@ -68,6 +68,7 @@ def written_out_backward(
     lse: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v by plain ops."""
     groups = k.shape[1]
     k, v = repeat_groups(k, q.shape[1]), repeat_groups(v, q.shape[1])
     p, ds = _weights_and_grad(grad, q, k, v, mask, out, lse, scale)
@@ -127,6 +128,7 @@ def _seen_and_hidden(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, 
 def _attention_masked(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
+    """Run the kernel of the device and head dim; return the output and its log-sum-exp."""
     lse_dtype = accumulation_dtype(q.dtype)
     if is_empty(q, k):
         return torch.zeros_like(q), torch.zeros(q.shape[:3], dtype=lse_dtype, device=q.device)
@@ -157,6 +159,7 @@ def _attention_masked_backward(
     lse: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v, with the strides of q, k and v."""
     if is_empty(q, k):
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     if q.device.type == "cpu":
@@ -191,6 +194,7 @@ def _padded(bias: Tensor, q: Tensor, k: Tensor) -> Tensor:
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Return empty results. Raises ValueError if the mask does not broadcast to [b h t s]."""
     check_heads(q, k, v)
     full = (*q.shape[:3], k.shape[2])
     fits = mask.dim() <= 4 and all(
@@ -229,6 +233,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 
 
 def _grad(ctx: Any, grad: Tensor | None, _lse: None) -> tuple[Any, ...]:
+    """Return the gradients of the inputs; the mask's gradient only if it is needed."""
     if grad is None:
         return (None,) * 5
     saved = ctx.saved_tensors

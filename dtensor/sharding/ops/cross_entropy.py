@@ -46,6 +46,7 @@ def _empty_rows(logits: Tensor, *more: int) -> Tensor:
 def _ce_stats(
     logits: Tensor, target: Tensor, ignore_index: int, vocab: Sequence[int] = ()
 ) -> Tensor:
+    """Return m, s and t of each row, for the columns ``vocab`` of the vocabulary."""
     is_local, local = local_index(target, vocab, logits.shape[1])
     is_local &= target != ignore_index
     stats = _empty_rows(logits, 3)
@@ -66,6 +67,7 @@ def _ce_stats(
 
 
 def _ce_loss(stats: Tensor, target: Tensor, ignore_index: int, num_classes: int = -1) -> Tensor:
+    """Return the loss of each row. Raises IndexError for a target out of range."""
     maximum, total, target_logit = stats.unbind(1)
     used = target != ignore_index
     loss = torch.where(used, total.log() + maximum - target_logit, 0)
@@ -92,6 +94,7 @@ def _ce_backward(
     ignore_index: int,
     vocab: Sequence[int] = (),
 ) -> Tensor:
+    """Return grad * (softmax(logits) - one_hot(target)), 0 for ignored rows."""
     unused = (target == ignore_index)[:, None]
     is_local, local = local_index(target, vocab, logits.shape[1])
     wide = torch.promote_types(logits.dtype, stats.dtype)

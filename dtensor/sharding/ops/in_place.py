@@ -154,6 +154,7 @@ def _check_shard(
     size: int,
     *_: Any,
 ) -> None:
+    """Check the indices of a call of `indexing.write_shard`."""
     check_range(index, size, -size)
 
 

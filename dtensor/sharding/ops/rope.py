@@ -67,6 +67,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _grad(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    """Return the gradients of x, cos and sin; None for cos and sin if they need none."""
     cos, sin, *saved_x = ctx.saved_tensors
     dx = torch.ops.dt.rope_backward(grad, cos, sin, ctx.dtype)
     if not saved_x:

@@ -37,6 +37,7 @@ def uniform_of(seed: Tensor, at: Tensor) -> Tensor:
 def _next_tokens(
     logits: Tensor, at: Tensor, request: Tensor, knobs: Tensor
 ) -> tuple[Tensor, Tensor]:
+    """Return the token and the logprob of each row."""
     scaled = logits.to(accumulation_dtype(logits.dtype))
     token = scaled.max(1).indices
     temperature, top_p = knobs.unbind(1)

@@ -196,6 +196,7 @@ def holds_identity(spec: TensorSpec, rank: int) -> bool:
 def _pieces(
     here: StoredTensor, there: StoredTensor, distinct: bool, sent: dict[int, int]
 ) -> list[Piece]:
+    """Return the pieces of all target ranks, and add their bytes to ``sent``."""
     holders: dict[Where, list[int]] = {}
     for rank, number in here.numbers.items():
         holders.setdefault(here.where(rank), []).append(number)

@@ -137,6 +137,7 @@ def seconds(src: TensorSpec, dst: TensorSpec, topology: Topology, *, whole: bool
 def _path(
     src: TensorSpec, dst: TensorSpec, topology: Topology, whole: bool
 ) -> tuple[Move, ...] | None:
+    """Return the path of `moves`; None if there is none."""
     if src.shape != dst.shape or src.dtype != dst.dtype or src.mesh != dst.mesh:
         raise PlanningError(f"{src} and {dst} are not two shardings of one value")
     direct = _search(src, dst, topology)

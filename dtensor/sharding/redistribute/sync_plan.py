@@ -125,6 +125,7 @@ class SyncPlan:
         )
 
     def _value_rows(self) -> Iterator[tuple[str, ...]]:
+        """Yield a row of text for each piece of each value."""
         for label, plan in self.transfers.items():
             head = (f"  {label}", str(plan.source), f"-> {plan.target}")
             for piece in plan.pieces:
@@ -139,6 +140,7 @@ class SyncPlan:
                 yield *head, "  empty", ""
 
     def _pair_rows(self) -> Iterator[tuple[str, ...]]:
+        """Yield a row of text for each pair that communicates, and each rank that keeps values."""
         yield "pair", "messages", "values", "bytes"
         for pair, sent in self.bytes_by_pair.items():
             messages = [m for m in self.messages if (m.source_rank, m.target_rank) == pair]
@@ -279,6 +281,7 @@ def _count(num: int, noun: str) -> str:
 
 
 def _aligned(rows: list[tuple[str, ...]], sides: str) -> list[str]:
+    """Return the rows as lines with aligned columns; ``sides``: "<" or ">" for each column."""
     widths = [max((len(row[i]) for row in rows), default=0) for i in range(len(sides))]
     return [
         "   ".join(

@@ -162,6 +162,7 @@ class TensorSpec:
         )
 
     def _dim_text(self, dim: int) -> str:
+        """Return the text of a dim: its size, or its splits."""
         size = self.shape[dim]
         splits = [
             (axis, p) for axis, p in self.sharding.items() if isinstance(p, Shard) and p.dim == dim
@@ -213,6 +214,7 @@ def alike(a: TensorSpec, b: TensorSpec) -> bool:
 
 
 def _split_text(shard: Shard, size: int, axes: Sequence[str]) -> str:
+    """Return the text of a dim that these axes split: ``3*4@(tp,dp)*16``."""
     names = axes[0] if len(axes) == 1 else f"({','.join(axes)})"
     unit = shard.unit
     tail = f"*{unit}" if unit > 1 else ""

@@ -73,6 +73,7 @@ def _flops(
 
 
 def _convolution(call: OpCall) -> Rule:
+    """Return the rule "n (g i) x, (g o) i k, (g o) -> n (g o) y", with terms by `_terms`."""
     args = positional(call)
     x, weight = call.operands[0].shape, call.operands[1].shape
     terms = _terms(call, x, weight, args[3:])
@@ -90,6 +91,7 @@ def _convolution(call: OpCall) -> Rule:
 
 
 def _local_groups(call: OpCall, local: Local) -> OpCall:
+    """Pass the rank's number of groups, or replace a convolution without elements."""
     args = positional(call)
     x, weight, y = local.operand_shape(0), local.operand_shape(1), local.result_shape()
     if not math.prod(x) * math.prod(weight):
@@ -104,6 +106,7 @@ def _groups(x: tuple[int, ...], weight: tuple[int, ...], y: tuple[int, ...], swa
 
 
 def _convolution_backward(call: OpCall) -> Rule:
+    """Return the rule of the gradients of x, the weight and the bias."""
     args = positional(call)
     x, weight = call.operands[1].shape, call.operands[2].shape
     terms = _terms(call, x, weight, args[4:10])
@@ -119,6 +122,7 @@ def _convolution_backward(call: OpCall) -> Rule:
 
 
 def _local_backward(call: OpCall, local: Local) -> OpCall:
+    """Pass the rank's groups and bias size, or replace a backward without elements."""
     args = positional(call)
     y, x, weight = (local.operand_shape(i) for i in range(3))
     if not math.prod(y) * math.prod(x) * math.prod(weight):

@@ -65,6 +65,7 @@ def _created_by(target: Callable[..., Any], num_tensors: int = 0) -> Localizer:
 
 
 def _arange(call: OpCall) -> Rule:
+    """Return the rule of arange, "-> n", whose shard is computed from global positions."""
     start: Any = 0
     step: Any = 1
     match call.name:
@@ -90,6 +91,7 @@ def _triangle(call: OpCall) -> Rule:
 
 
 def _local_triangle(call: OpCall, local: Local) -> OpCall:
+    """Call `local_forms.triangle` if the rows or columns of the matrices are split."""
     shape = call.operands[0].shape
     if local.operand_shape(0)[-2:] == shape[-2:]:
         return call

@@ -86,6 +86,7 @@ def _index_terms(call: OpCall, position: int = 1) -> tuple[str, list[str], list[
 
 
 def _index(call: OpCall) -> Rule:
+    """Return the rule of x[i, :, j]; a single indexed dim may be split."""
     if not any(isinstance(item, Operand) for item in call.args[1]):
         dims = " ".join(dim_names(len(call.operands[0].shape)))
         return make(call, f"{dims} -> {dims}", linear=_LINEAR)
@@ -103,6 +104,7 @@ def _indexed_dim(call: OpCall) -> int:
 
 
 def _index_put(call: OpCall) -> Rule:
+    """Return the rule of x[i, :, j] = y, or of += with ``accumulate``."""
     if not any(isinstance(item, Operand) for item in call.args[1]):
         raise no_rule(call, "it names no index tensor")
     x, terms, result = _index_terms(call)
@@ -178,6 +180,7 @@ def _localizer_along(call: OpCall, kind: Write | Literal["index"]) -> Localizer 
 
 
 def _index_select(call: OpCall) -> Rule:
+    """Return the rule of index_select, "d0 w, i -> d0 i" along dim 1."""
     rank = len(call.operands[0].shape)
     row = "w!" if call.operands[0].dtype == torch.bool else "w"
     left = _along(call, "i", source=False, row=row)
@@ -211,6 +214,7 @@ def _index_reduce(call: OpCall) -> Rule:
 
 
 def _index_fill(call: OpCall) -> Rule:
+    """Return the rule of index_fill, whose value may be a number or a scalar tensor."""
     left = _along(call, "i!", source=False)
     groups: Groups = ((0,),) if call.arg(3, "value") == 0 else ()
     if isinstance(call.arg(3, "value"), Operand):
@@ -229,6 +233,7 @@ def _take(call: OpCall) -> Rule:
 
 
 def _put(call: OpCall) -> Rule:
+    """Return the rule of put. The index splits only in an op that adds."""
     x, index, source = (meta.shape for meta in call.operands)
     adds = bool(call.arg(3, "accumulate", False)) and call.operands[0].dtype != torch.bool
     term = whole_dims("wd", len(x))

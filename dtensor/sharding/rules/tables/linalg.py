@@ -124,6 +124,7 @@ def _checked(call: OpCall) -> Rule:
 
 
 def _transform(call: OpCall) -> Rule:
+    """Return the rule of a Fourier transform, whose transformed dims are whole."""
     rank = len(call.operands[0].shape)
     whole = resolve_dims(call.args[1], rank) if call.args[1] else ()
     before = dim_names(rank, whole)

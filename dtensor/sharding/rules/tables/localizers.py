@@ -44,6 +44,7 @@ def contiguous(localize: Localizer | None = None) -> Localizer:
 
 
 def _zeros(call: OpCall, local: Local) -> OpCall:
+    """Return a call that creates zeros in place of the op's results."""
     if not call.multiple:
         (meta,) = call.results
         assert meta is not None

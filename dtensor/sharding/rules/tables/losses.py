@@ -121,6 +121,7 @@ def _points(shape: tuple[int, ...]) -> tuple[str, str]:
 
 
 def _nll(call: OpCall) -> Rule:
+    """Return the rule of nll_loss. Raises NoRule for its mean over several rows."""
     reduction = call.arg(3, "reduction", _MEAN)
     x, target = _points(call.operands[0].shape)
     if reduction == _MEAN and target:

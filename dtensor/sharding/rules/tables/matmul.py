@@ -296,6 +296,8 @@ def _held_groups(call: OpCall, local: Local, operand: int | None) -> list[int] |
 
 
 def _experts_backward(call: OpCall) -> Rule:
+    """Return the rule of the gradients of a grouped product's rows and matrices."""
+
     def localize(call: OpCall, local: Local) -> OpCall:
         from dtensor.sharding.local.grouped_matmul import grouped_mm_backward
 

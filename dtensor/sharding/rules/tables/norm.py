@@ -132,6 +132,7 @@ def _group_terms(rank: int) -> tuple[str, str]:
 
 
 def _group_norm(call: OpCall) -> Rule:
+    """Return the rule of group norm, in which groups split together with their channels."""
     args = positional(call)
     x, channels = _group_terms(len(call.operands[0].shape))
     left = [x, *(channels for _ in call.operands[1:])]

@@ -99,6 +99,7 @@ def _vector_norm(call: OpCall) -> Rule:
 
 
 def _mean(call: OpCall) -> Rule:
+    """Return the rule of a mean, in which each rank divides its sum by the global count."""
     shape = call.operands[0].shape
     of_all = call.name == "aten.mean.default"
     dims = tuple(range(len(shape))) if of_all else resolve_dims(call.arg(1, "dim"), len(shape))

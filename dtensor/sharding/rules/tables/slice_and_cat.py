@@ -80,6 +80,7 @@ def _local_bounds(held: Intervals, lo: int, hi: int, step: int) -> tuple[int, in
 
 
 def _slice(call: OpCall) -> Rule:
+    """Return the rule of a slice, "d0 (a + s + c) -> d0 s" along dim 1."""
     shape = call.operands[0].shape
     dim, lo, hi, step = _slice_arguments(call, 0, shape)
 
@@ -94,6 +95,7 @@ def _slice(call: OpCall) -> Rule:
 
 
 def _slice_backward(call: OpCall) -> Rule:
+    """Return the rule of the gradient of a slice, "d0 s -> d0 (a + s + c)"."""
     shape: tuple[int, ...] = tuple(call.args[1])
     dim, lo, hi, step = _slice_arguments(call, 1, shape)
 
@@ -117,6 +119,7 @@ def _narrow(call: OpCall) -> Rule:
 
 
 def _slice_scatter(call: OpCall) -> Rule:
+    """Return the rule of slice_scatter, "d0 (a + s + c), d0 s -> d0 (a + s + c)"."""
     shape = call.operands[0].shape
     dim, lo, hi, step = _slice_arguments(call, 1, shape)
 
@@ -153,6 +156,7 @@ def _select_backward(call: OpCall) -> Rule:
 
 
 def _split(call: OpCall) -> Rule:
+    """Return the rule of a split, "d0 (s0 + s1) -> d0 s0, d0 s1" along dim 1."""
     dims = dim_names(len(call.operands[0].shape))
     dim: int = call.arg(2, "dim", 0) % len(dims)
     parts = [(f"s{i}", m.shape[dim]) for i, m in enumerate(call.results) if m is not None]
@@ -174,6 +178,7 @@ def _unbind(call: OpCall) -> Rule:
 
 
 def _cat(call: OpCall) -> Rule:
+    """Return the rule of cat, "d0 s0, d0 s1 -> d0 (s0 + s1)" along dim 1."""
     rank = len(call.result.shape)
     dims = dim_names(rank)
     dim: int = call.arg(1, "dim", 0) % rank
@@ -202,6 +207,7 @@ def _all_operands(call: OpCall) -> Groups:
 
 
 def _pad(call: OpCall) -> Rule:
+    """Return the rule of padding, "d0 -> (a0 + d0 + c0)"; dims that are cropped are whole."""
     shape = call.operands[0].shape
     pad: list[int] = list(call.args[1])
     value: Any = call.arg(2, "value", 0)

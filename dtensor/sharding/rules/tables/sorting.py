@@ -24,6 +24,7 @@ def _bucketize(call: OpCall) -> Rule:
 
 
 def _searchsorted(call: OpCall) -> Rule:
+    """Return the rule of searchsorted; the sequence splits unless it has a sorter."""
     sorter = operand_index(call, 6, "sorter")
     factor = "s" if sorter is None else "s!"
     shared = len(call.operands[0].shape) == 1

@@ -43,6 +43,7 @@ def _embedding_backward(call: OpCall) -> Rule:
 
 
 def _embedding_backward_localizer(call: OpCall, local: Local) -> OpCall:
+    """Pass the rank's global rows if the gradient's rows are split."""
     grad, ids, num_rows, padding = call.args[:4]
     num_local_rows = local.result_shape()[0]
     if num_local_rows == num_rows:

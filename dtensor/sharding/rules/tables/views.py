@@ -98,6 +98,7 @@ class _Matching:
 
 
 def _view(call: OpCall) -> Rule:
+    """Return the rule of a view, whose factors `factorize` finds."""
     matching = factorize(call.operands[0].shape, call.result.shape)
     return Rule(
         operands=(tuple((tuple(factors),) for factors in matching.left),),
@@ -178,6 +179,7 @@ def _expand(call: OpCall) -> Rule:
 
 
 def _repeat(call: OpCall) -> Rule:
+    """Return the rule of repeat, "d0 -> (r0 d0)" for each dim."""
     before, repeats = call.operands[0].shape, tuple(call.args[1])
     new = len(repeats) - len(before)
     source = dim_names(len(before))
