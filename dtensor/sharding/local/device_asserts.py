@@ -25,15 +25,15 @@ from dtensor.sharding.local.in_range import check_range, record_check, was_check
 aten: Any = torch.ops.aten
 
 
-def _embedding(weight: Tensor, ids: Tensor, *rest: object) -> None:
+def _embedding(weight: Tensor, ids: Tensor, *args: object) -> None:
     check_range(ids, weight.shape[0])
 
 
-def _embedding_backward(grad: Tensor, ids: Tensor, num_rows: int, *rest: object) -> None:
+def _embedding_backward(grad: Tensor, ids: Tensor, num_rows: int, *args: object) -> None:
     check_range(ids, num_rows)
 
 
-def _bags(weight: Tensor, ids: Tensor, offsets: Tensor, *rest: object, **more: object) -> None:
+def _bags(weight: Tensor, ids: Tensor, offsets: Tensor, *args: object, **kwargs: object) -> None:
     """Check that the offsets of the bags start with 0 and do not decrease."""
     check_range(ids, weight.shape[0])
     num_ids = ids.numel()
@@ -50,17 +50,17 @@ def _bags(weight: Tensor, ids: Tensor, offsets: Tensor, *rest: object, **more: o
     record_check(offsets, check)
 
 
-def _along_dim(x: Tensor, dim: int, index: Tensor, *rest: object, **more: object) -> None:
+def _along_dim(x: Tensor, dim: int, index: Tensor, *args: object, **kwargs: object) -> None:
     """Check indices from 0 into one dim, as of gather and scatter."""
     check_range(index, x.shape[dim] if x.dim() else 1)
 
 
-def _from_either_end(x: Tensor, dim: int, index: Tensor, *rest: object) -> None:
+def _from_either_end(x: Tensor, dim: int, index: Tensor, *args: object) -> None:
     """Check indices into one dim, which may be negative."""
     check_range(index, x.shape[dim], -x.shape[dim])
 
 
-def _index(x: Tensor, indices: Sequence[Tensor | None], *rest: object) -> None:
+def _index(x: Tensor, indices: Sequence[Tensor | None], *args: object) -> None:
     """Check each index tensor against the dim that it indexes; masks are not checked."""
     dim = 0
     for index in indices:
@@ -76,7 +76,7 @@ def _nll(x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignor
     check_range(target, x.shape[1 if x.dim() > 1 else 0], ignored=ignored)
 
 
-def _flat(x: Tensor, index: Tensor, *rest: object) -> None:
+def _flat(x: Tensor, index: Tensor, *args: object) -> None:
     """Check indices into the flattened x, as of take and put."""
     check_range(index, x.numel(), -x.numel())
 
@@ -85,15 +85,15 @@ def _nll_backward(grad: Tensor, *args: Any) -> None:
     _nll(*args[:5])
 
 
-def _margin(x: Tensor, target: Tensor, *rest: object) -> None:
+def _margin(x: Tensor, target: Tensor, *args: object) -> None:
     check_range(target, x.shape[-1] if x.dim() else 1)
 
 
-def _margin_backward(grad: Tensor, x: Tensor, target: Tensor, *rest: object) -> None:
+def _margin_backward(grad: Tensor, x: Tensor, target: Tensor, *args: object) -> None:
     _margin(x, target)
 
 
-def _labels(x: Tensor, target: Tensor, *rest: object) -> None:
+def _labels(x: Tensor, target: Tensor, *args: object) -> None:
     """Check classes, which end with -1."""
     check_range(target, x.shape[-1] if x.dim() else 1, -1)
 
@@ -117,7 +117,7 @@ def _lengths(
     offsets: Tensor | None = None,
     axis: int = 0,
     unsafe: bool = False,
-    **more: object,
+    **kwargs: object,
 ) -> None:
     """Check for negative lengths if ``unsafe`` skips torch's own check."""
     if not unsafe or lengths is None or lengths.is_meta or lengths.numel() == 0:
@@ -139,7 +139,7 @@ def _masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> None:
         )
 
 
-def _probabilities(x: Tensor, target: Tensor, *rest: object) -> None:
+def _probabilities(x: Tensor, target: Tensor, *args: object) -> None:
     """Check that all elements are in [0, 1]; NaN is not."""
     if x.is_meta or x.numel() == 0:
         return
@@ -157,7 +157,7 @@ def _excerpt(numbers: Tensor) -> str:
     return f"[{shown}{', ...' if numbers.numel() > 8 else ''}]"
 
 
-def _unpool(x: Tensor, index: Tensor, size: Sequence[int], *rest: object) -> None:
+def _unpool(x: Tensor, index: Tensor, size: Sequence[int], *args: object) -> None:
     """Check indices into one plane of the result; ``size``: the sizes of the plane."""
     check_range(index, math.prod(size))
 

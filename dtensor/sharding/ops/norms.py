@@ -65,33 +65,33 @@ def add_layer_norm(
     return (total, *torch.native_layer_norm(total, [x.shape[-1]], weight, bias, eps))
 
 
-def _run_rms(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    y, rstd = rms_norm(x, *rest)
+def _run_rms(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    y, rstd = rms_norm(x, *args)
     return laid_as(x, y), rstd.contiguous()
 
 
-def _run_rms_backward(grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    dx, dweight = rms_norm_backward(grad, x, *rest)
+def _run_rms_backward(grad: Tensor, x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    dx, dweight = rms_norm_backward(grad, x, *args)
     return laid_as(x, dx), dweight.contiguous()
 
 
-def _run_add_rms(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    total, y, rstd = add_rms_norm(x, *rest)
+def _run_add_rms(x: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    total, y, rstd = add_rms_norm(x, *args)
     return laid_as(x, total), laid_as(x, y), rstd.contiguous()
 
 
-def _run_add_layer(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    total, y, mean, rstd = add_layer_norm(x, *rest)
+def _run_add_layer(x: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    total, y, mean, rstd = add_layer_norm(x, *args)
     return laid_as(x, total), y, mean, rstd
 
 
-def _fake_rms(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _fake_rms(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     rstd = x.new_empty((*x.shape[:-1], 1), dtype=accumulation_dtype(x.dtype))
-    return torch.empty_like(x, dtype=rest[-1]), rstd
+    return torch.empty_like(x, dtype=args[-1]), rstd
 
 
-def _fake_add_layer(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    weight, bias, eps = rest[1:]
+def _fake_add_layer(x: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    weight, bias, eps = args[1:]
     total = torch.empty_like(x)
     return (total, *aten.native_layer_norm(total, [x.shape[-1]], weight, bias, eps))
 
@@ -107,7 +107,7 @@ define(
     f"add_rms_norm(Tensor x, Tensor residual, Tensor weight, {_OPTIONS}) "
     "-> (Tensor, Tensor, Tensor)",
     _run_add_rms,
-    lambda x, residual, *rest: (torch.empty_like(x), *_fake_rms(x, *rest)),
+    lambda x, residual, *args: (torch.empty_like(x), *_fake_rms(x, *args)),
 )
 define(
     "add_layer_norm(Tensor x, Tensor residual, Tensor weight, Tensor bias, float eps) "

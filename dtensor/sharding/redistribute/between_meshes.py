@@ -97,13 +97,13 @@ class TransferPlan:
         by_rank: defaultdict[int, int] = defaultdict(int)
         for (source, _), sent in self.bytes_by_pair.items():
             by_rank[source] += sent
-        most = max(by_rank.values(), default=0)
+        max_sent = max(by_rank.values(), default=0)
         return "\n".join(
             [
                 f"transfer {self.source} on {self.source.mesh} -> "
                 f"{self.target} on {self.target.mesh}",
                 *lines,
-                f"  {self.bytes_sent} bytes sent, at most {most} by one rank",
+                f"  {self.bytes_sent} bytes sent, at most {max_sent} by one rank",
             ]
         )
 

@@ -109,7 +109,7 @@ class SyncPlan:
         for (source, target), sent in pairs.items():
             out[source] += sent
             into[target] += sent
-        most = max(out.values(), default=0), max(into.values(), default=0)
+        max_out, max_in = max(out.values(), default=0), max(into.values(), default=0)
         return "\n".join(
             [
                 f"{self.what} of {self.name}: {_count(len(self.transfers), 'value')}, {meshes}",
@@ -118,8 +118,8 @@ class SyncPlan:
                 "",
                 *_aligned(list(self._pair_rows()), "<>>>"),
                 "",
-                f"{self.bytes_sent:,} bytes sent in {_count(num, 'message')}, at most {most[0]:,} "
-                f"by one rank and {most[1]:,} to one; {self.bytes_kept:,} are there already",
+                f"{self.bytes_sent:,} bytes sent in {_count(num, 'message')}, at most {max_out:,} "
+                f"by one rank and {max_in:,} to one; {self.bytes_kept:,} are there already",
                 f"predicted {self.seconds * 1e6:,.1f} us, {self.topology.title}",
             ]
         )

@@ -186,11 +186,11 @@ class _Frozen(dict[str, float]):
         return hash(tuple(sorted(self.items())))
 
 
-def _lookup(value: float | Mapping[str, float], axis: str, what: str) -> float:
+def _lookup(value: float | Mapping[str, float], axis: str, name: str) -> float:
     if not isinstance(value, Mapping):
         return value
     if axis not in value:
         raise PlanningError(
-            f"the topology states no {what} for axis {axis!r}; it has {sorted(value)}"
+            f"the topology states no {name} for axis {axis!r}; it has {sorted(value)}"
         )
     return value[axis]
