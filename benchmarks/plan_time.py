@@ -21,8 +21,8 @@ from typing import TypeVar
 import torch
 
 from benchmarks.smallest import parsed
-from dtensor.api.model.stating.stages import stage_of
-from dtensor.api.model.stating.stated_placements import input_pins, planner_pins, resolve
+from dtensor.api.model.stating.stages import resolve_stages
+from dtensor.api.model.stating.stated_placements import input_pins, planner_pins, resolve_placements
 from dtensor.daft import verify
 from dtensor.frontend.capture.capture import capture
 from dtensor.frontend.dataflow.to_dataflow import dataflow
@@ -74,13 +74,13 @@ def measure(
             [*(f"blocks.{i}.*" for i in range(half, layers)), "norm*", "head*"],
         ]
     }
-    held = stage_of(model, mesh, stages)
+    held = resolve_stages(model, mesh, stages)
     flow = timed("stages", lambda: dataflow(graph, held.held, held.num_stages))
     rules = timed("rules", lambda: planner.rules_of(flow))
     arguments = {i.label: i.meta for i in flow.inputs if i.kind == "argument"}
     named = planner_pins(
         flow,
-        resolve(model, mesh, MEGATRON, stage_axis=held.axis),
+        resolve_placements(model, mesh, MEGATRON, stage_axis=held.axis),
         input_pins(arguments, dict(dp=Shard(0)), mesh, stage_axis=held.axis),
     )
     training = Training(

@@ -154,7 +154,11 @@ def blocks() -> dict[str, Request]:
     """Transformer blocks under Megatron's pins, the batch over dp."""
     from torch import nn
 
-    from dtensor.api.model.stating.stated_placements import input_pins, planner_pins, resolve
+    from dtensor.api.model.stating.stated_placements import (
+        input_pins,
+        planner_pins,
+        resolve_placements,
+    )
     from dtensor.frontend.capture.capture import capture
     from dtensor.frontend.dataflow.to_dataflow import dataflow
     from dtensor.sharding.spec.mesh import Mesh
@@ -177,7 +181,9 @@ def blocks() -> dict[str, Request]:
         names = [n for n, _ in model.named_parameters()]
         pins = {g: p for g, p in MEGATRON.items() if any(g.strip("*") in n for n in names)}
         named = planner_pins(
-            flow, resolve(model, mesh, pins), input_pins(arguments, dict(dp=Shard(0)), mesh)
+            flow,
+            resolve_placements(model, mesh, pins),
+            input_pins(arguments, dict(dp=Shard(0)), mesh),
         )
         found[name] = Request(
             name=name, flow=flow, mesh=mesh, pins=named.pins, pinned_by=named.pinned_by

@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dtensor.api.model.stating.stages import stage_of
-from dtensor.api.model.stating.stated_placements import input_pins, planner_pins, resolve
+from dtensor.api.model.stating.stages import resolve_stages
+from dtensor.api.model.stating.stated_placements import input_pins, planner_pins, resolve_placements
 from dtensor.frontend.capture.capture import capture
 from dtensor.frontend.dataflow.to_dataflow import dataflow
 from dtensor.runtime.lower.timetable import ONE_BY_ONE, GridTimetable
@@ -71,11 +71,11 @@ def plan_model(
 ) -> Plan:
     """The plan of one training step (``train``), or of loss and gradients alone."""
     graph = capture(loss_fn, (model, *batch), grads="loss")
-    held = stage_of(model, mesh, stages)
+    held = resolve_stages(model, mesh, stages)
     flow = dataflow(graph, held.held, held.num_stages)
     flow.verify()
     arguments = {i.label: i.meta for i in flow.inputs if i.kind == "argument"}
-    resolved = resolve(model, mesh, pins, stage_axis=held.axis)
+    resolved = resolve_placements(model, mesh, pins, stage_axis=held.axis)
     named = planner_pins(flow, resolved, input_pins(arguments, inputs, mesh, stage_axis=held.axis))
     training = None
     if train:

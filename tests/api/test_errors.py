@@ -18,7 +18,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
 import dtensor as dt
-from dtensor.api.model.stating.stated_placements import input_pins, planner_pins, resolve
+from dtensor.api.model.stating.stated_placements import input_pins, planner_pins, resolve_placements
 from dtensor.errors import PlanningError
 from dtensor.frontend.capture.capture import capture
 from dtensor.frontend.dataflow.to_dataflow import dataflow
@@ -55,7 +55,7 @@ def train(
     model = MLP()
     flow = dataflow(capture(loss, (model, *batch), grads="loss"))
     metas = {i.label: i.meta for i in flow.inputs if i.kind == "argument"}
-    found = planner_pins(flow, resolve(model, mesh, {}), input_pins(metas, inputs, mesh))
+    found = planner_pins(flow, resolve_placements(model, mesh, {}), input_pins(metas, inputs, mesh))
     return plan(
         Request(
             name="train",

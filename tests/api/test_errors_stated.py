@@ -14,7 +14,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import nn
 
-from dtensor.api.model.stating.stages import stage_of
+from dtensor.api.model.stating.stages import resolve_stages
 from dtensor.api.model.stating.stated_placements import input_pins, resolve
 from dtensor.errors import PlanningError
 from dtensor.sharding.ops.call import Meta
@@ -204,7 +204,7 @@ fix: state the placements of all arguments at once, or of each by name""",
 
 
 def staged(*lists: list[str], axis: str = "pp") -> str:
-    return refused(stage_of, GPT(layers=2), MESH, {axis: list(lists)})
+    return refused(resolve_stages, GPT(layers=2), MESH, {axis: list(lists)})
 
 
 def test_stage_lists() -> None:
@@ -255,7 +255,7 @@ stages names the axis "pipe", which is not in the mesh.
 fix: write "pp\"""",
     )
     assert_expected_inline(
-        refused(stage_of, GPT(), MESH, {"pp": ["embed*", "head*"]}),
+        refused(resolve_stages, GPT(), MESH, {"pp": ["embed*", "head*"]}),
         """\
 stages has patterns where it should have one list of patterns for each stage.
   pp: ['embed*', 'head*']

@@ -24,30 +24,30 @@ def net() -> nn.Module:
 def test_an_object_keeps_its_first_name() -> None:
     module = net()
     labels = Labels(module)
-    first = labels.see()
-    assert first.stands()
+    first = labels.snapshot()
+    assert first.is_current()
     assert all(name == label for name, label in first.labels.items())
     module.up, module.down = module.down, module.up
-    assert not first.stands()
-    swapped = labels.see()
+    assert not first.is_current()
+    swapped = labels.snapshot()
     assert swapped.labels["up.weight"] == "down.weight"
     assert swapped.names["up.weight"] == "down.weight"
     assert swapped.number != first.number
     module.up, module.down = module.down, module.up
-    assert labels.see().number == first.number
+    assert labels.snapshot().number == first.number
 
 
 def test_no_label_is_given_twice() -> None:
     module = net()
     labels = Labels(module)
-    old, kept = module.down.weight, labels.see()
+    old, kept = module.down.weight, labels.snapshot()
     for number in (2, 3):
         module.down = nn.Linear(8, 4)
-        assert labels.see().labels["down.weight"] == f"down.weight#{number}"
+        assert labels.snapshot().labels["down.weight"] == f"down.weight#{number}"
     assert labels.of(old) == kept.labels["down.weight"] == "down.weight"
     assert labels.of(nn.Parameter(torch.ones(1))) is None
     module.down.weight = old
-    again = labels.see()
+    again = labels.snapshot()
     assert (again.labels["down.weight"], again.labels["down.bias"]) == (
         "down.weight",
         "down.bias#3",
@@ -78,25 +78,25 @@ def rebuilt(module: nn.Module) -> None:
 def test_each_way_of_changing_a_module_is_seen(change: object) -> None:
     module = net()
     module.extra = nn.Parameter(torch.ones(2))
-    seen = Labels(module).see()
-    assert seen.stands()
+    seen = Labels(module).snapshot()
+    assert seen.is_current()
     assert callable(change)
     change(module)
-    assert not seen.stands()
+    assert not seen.is_current()
 
 
 def test_a_tie_is_one_object() -> None:
     module = net()
     module.tied = nn.Linear(4, 8)
     labels = Labels(module)
-    labels.see()
+    labels.snapshot()
     module.tied.weight = module.up.weight
-    seen = labels.see()
+    seen = labels.snapshot()
     assert seen.labels["tied.weight"] == "up.weight"
     assert seen.names["up.weight"] == "up.weight"
     assert "tied.weight" not in seen.tensors
     module.up.weight = nn.Parameter(torch.ones(8, 4))
-    assert labels.see().names["up.weight"] == "tied.weight"
+    assert labels.snapshot().names["up.weight"] == "tied.weight"
 
 
 # -- what was stated follows -----------------------------------------------------------------------
@@ -173,4 +173,4 @@ def test_what_nobody_has_any_more_is_forgotten() -> None:
     assert model.labels.known == present
     module.down = module.up
     model.look()
-    assert model._told.placed.keys() <= present
+    assert model._former.placements.keys() <= present

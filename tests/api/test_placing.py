@@ -9,8 +9,13 @@ import torch
 from torch import nn
 
 from dtensor.api.model.stating.patterns import expand, matches, names_of
-from dtensor.api.model.stating.stages import NO_STAGES, stage_of
-from dtensor.api.model.stating.stated_placements import InputPins, input_pins, planner_pins, resolve
+from dtensor.api.model.stating.stages import NO_STAGES, resolve_stages
+from dtensor.api.model.stating.stated_placements import (
+    InputPins,
+    input_pins,
+    planner_pins,
+    resolve_placements,
+)
 from dtensor.errors import PlanningError
 from dtensor.frontend.capture.capture import capture
 from dtensor.frontend.dataflow.to_dataflow import dataflow
@@ -133,29 +138,31 @@ BRACKETED = {
 def test_a_name_matches_itself_alone(case: str) -> None:
     pattern, expected = BRACKETED[case]
     placed = dict(tp=ColumnParallel()) if case == "a role" else ROWS
-    found = resolve(Bracketed(), TP, {pattern: placed})
+    found = resolve_placements(Bracketed(), TP, {pattern: placed})
     assert {p.name for p in found if p.pattern is not None} == expected
 
 
 def test_stages_of_names_with_brackets() -> None:
     first = ["a[0].weight", "a[0].bias"]
-    plan = stage_of(Bracketed(), Mesh(pp=2), {"pp": [first, ["a0.*"]]})
+    plan = resolve_stages(Bracketed(), Mesh(pp=2), {"pp": [first, ["a0.*"]]})
     assert (plan.held["a[0].weight"], plan.held["a0.weight"]) == ((0,), (1,))
     with pytest.raises(PlanningError, match=r'fix: "a\[\[\]0\].\*" matches 2 of 2'):
-        stage_of(nn.ModuleDict({"a[0]": nn.Linear(4, 4)}), Mesh(pp=2), {"pp": [["a[0].*"], ["b"]]})
+        resolve_stages(
+            nn.ModuleDict({"a[0]": nn.Linear(4, 4)}), Mesh(pp=2), {"pp": [["a[0].*"], ["b"]]}
+        )
 
 
 @pytest.mark.parametrize("case", FOUND)
 def test_what_patterns_place(case: str) -> None:
     kind, placements, expected = FOUND[case]
-    found = resolve(kind(), TP, placements)
+    found = resolve_placements(kind(), TP, placements)
     assert {p.name: p.placements for p in found if p.pattern is not None} == {
         name: {"tp": placement} for name, placement in expected.items()
     }
 
 
 def test_each_parameter_and_buffer_has_an_entry_with_its_pattern() -> None:
-    found = resolve(Normed(), TP, {"up.*": dict(tp=Row())})
+    found = resolve_placements(Normed(), TP, {"up.*": dict(tp=Row())})
     assert [(p.name, p.pattern) for p in found[:3]] == [
         ("up.weight", "up.*"),
         ("up.bias", "up.*"),
@@ -165,10 +172,10 @@ def test_each_parameter_and_buffer_has_an_entry_with_its_pattern() -> None:
 
 
 def test_axes_keep_their_order_and_are_checked_at_size_one() -> None:
-    found = resolve(MLP(), Mesh(dp=2, tp=2), {"up.weight": dict(tp=Row(), dp=Row())})
+    found = resolve_placements(MLP(), Mesh(dp=2, tp=2), {"up.weight": dict(tp=Row(), dp=Row())})
     assert list(found[0].placements) == ["tp", "dp"]
     with pytest.raises(PlanningError, match="dim 2 is not there"):
-        resolve(MLP(), Mesh(tp=1), {"up.weight": dict(tp=Shard(2))})
+        resolve_placements(MLP(), Mesh(tp=1), {"up.weight": dict(tp=Shard(2))})
 
 
 # -- stages ---------------------------------------------------------------------------------------
@@ -178,33 +185,33 @@ PP = Mesh(pp=2, tp=2)
 
 def test_stages_hold_parameters_and_ties_are_held_by_both() -> None:
     first, last = ["embed*", "positions*", "blocks.0.*"], ["blocks.1.*", "norm*"]
-    plan = stage_of(GPT(tied=True), PP, {"pp": [first, [*last, "head*"]]})
+    plan = resolve_stages(GPT(tied=True), PP, {"pp": [first, [*last, "head*"]]})
     assert (plan.axis, plan.num_stages) == ("pp", 2)
     assert plan.held["embed.weight"] == (0, 1)
     assert plan.held["blocks.0.mlp.up.weight"] == (0,)
     assert plan.held["norm.bias"] == (1,)
     assert set(plan.held) == {name for name, _ in GPT(tied=True).named_parameters()}
-    one_name = stage_of(GPT(tied=True), PP, {"pp": [first, last]})  # of two is enough
+    one_name = resolve_stages(GPT(tied=True), PP, {"pp": [first, last]})  # of two is enough
     assert one_name.held["embed.weight"] == (0,)
 
 
 def test_a_buffer_goes_with_the_parameters_of_its_module_or_as_stated() -> None:
-    plan = stage_of(Normed(), PP, {"pp": [["up*"], ["norm.weight", "norm.bias", "down*"]]})
+    plan = resolve_stages(Normed(), PP, {"pp": [["up*"], ["norm.weight", "norm.bias", "down*"]]})
     assert plan.held["norm.running_mean"] == plan.held["norm.num_batches_tracked"] == (1,)
     assert "table" not in plan.held  # its module's parameters are on both stages
-    plan = stage_of(Normed(), PP, {"pp": [["up*"], ["norm*", "down*", "table"]]})
+    plan = resolve_stages(Normed(), PP, {"pp": [["up*"], ["norm*", "down*", "table"]]})
     assert plan.held["table"] == (1,)
 
 
 def test_the_number_of_stages_is_a_multiple_of_the_axis() -> None:
     lists = [["embed*", "positions*"], ["blocks.0.*"], ["blocks.1.*"], ["norm*", "head*"]]
-    assert stage_of(GPT(), PP, {"pp": lists}).num_stages == 4
+    assert resolve_stages(GPT(), PP, {"pp": lists}).num_stages == 4
     with pytest.raises(PlanningError, match="no multiple of the axis pp"):
-        stage_of(GPT(), PP, {"pp": [[*lists[0], *lists[1]], *lists[2:]]})
+        resolve_stages(GPT(), PP, {"pp": [[*lists[0], *lists[1]], *lists[2:]]})
 
 
 def test_no_stages() -> None:
-    assert stage_of(GPT(), TP, None) == NO_STAGES
+    assert resolve_stages(GPT(), TP, None) == NO_STAGES
 
 
 # -- arguments -------------------------------------------------------------------------------------
@@ -252,7 +259,9 @@ def test_pins_under_the_names_of_the_flow() -> None:
     flow = dataflow(graph)
     found = planner_pins(
         flow,
-        resolve(MLP(), TP, {"*.weight": dict(tp=Row()), "up.bias": dict(tp=Replicate())}),
+        resolve_placements(
+            MLP(), TP, {"*.weight": dict(tp=Row()), "up.bias": dict(tp=Replicate())}
+        ),
         input_pins({"x": Meta((8, 16), torch.float32)}, dict(tp=Replicate()), TP),
     )
     assert found.pins == {

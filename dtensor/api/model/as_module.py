@@ -1,11 +1,9 @@
-"""What people call on an `nn.Module` and a parallelized one has too, or refuses with what to write.
+"""Methods of `nn.Module` that a parallelized module has too, or refuses with a fix.
 
-    model.to(torch.bfloat16)       # of its module, in place; gives the model
-    model.to("cuda")               # PlanningError: a launch says which device the ranks have
-    model(x)                       # TypeError: wrap the call in dt.compile
-    AveragedModel(model)           # TypeError: AveragedModel(model.module)
-
-Not here: what a parallelized module is (parallel.py).
+model.to(torch.bfloat16)       # casts model.module in place; returns the model
+model.to("cuda")               # PlanningError: a launch states the device of the ranks
+model(x)                       # TypeError: wrap the call in dt.compile
+AveragedModel(model)           # TypeError: AveragedModel(model.module)
 """
 
 from __future__ import annotations
@@ -21,59 +19,58 @@ from dtensor.errors import PlanningError, not_pickled
 
 
 class AsModule:
-    """Methods of `nn.Module`, by those of ``module``; what gives the module gives the model."""
+    """Methods of `nn.Module` that call those of ``module``; they return this model, not it."""
 
     module: nn.Module
 
     def train(self, mode: bool = True) -> Self:
-        """As torch's: puts the module in training mode."""
+        """Put the module in training mode, as in torch."""
         self.module.train(mode)
         return self
 
     def eval(self) -> Self:
-        """As torch's: puts the module in evaluation mode."""
+        """Put the module in evaluation mode, as in torch."""
         return self.train(False)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """As torch's, of all parameters."""
+        """Set ``requires_grad`` of all parameters, as in torch."""
         self.module.requires_grad_(requires_grad)
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """As torch's for a dtype. PlanningError for a device: a launch says which the ranks have,
-        and the module stays where it is."""
-        given = (*args, *kwargs.values())
-        for device in (x for x in given if isinstance(x, str | int | torch.device)):
-            number = isinstance(device, int)  # of a GPU; or a flag
-            if isinstance(device, bool):
+        """Cast the module to a dtype, as in torch. Raises PlanningError for a GPU: a launch states
+        the device of the ranks, and the module stays on the controller."""
+        values = (*args, *kwargs.values())
+        for device in (x for x in values if isinstance(x, str | int | torch.device)):
+            if isinstance(device, bool):  # non_blocking, copy
                 continue
-            if number or torch.device(device).type != "cpu":
-                raise _moved(f"to({device!r})")
+            if isinstance(device, int) or torch.device(device).type != "cpu":
+                raise _device_error(f"to({device!r})")
         self.module.to(*args, **kwargs)
         return self
 
     def cuda(self, device: object = None) -> Self:
         """Raises PlanningError: see `to`."""
-        raise _moved("cuda()")
+        raise _device_error("cuda()")
 
     def cpu(self) -> Self:
-        """As torch's."""
+        """Return the model: its module is on the CPU."""
         return self.to("cpu")
 
     def float(self) -> Self:
-        """As torch's."""
+        """Cast the module to float32."""
         return self.to(torch.float32)
 
     def double(self) -> Self:
-        """As torch's."""
+        """Cast the module to float64."""
         return self.to(torch.float64)
 
     def half(self) -> Self:
-        """As torch's."""
+        """Cast the module to float16."""
         return self.to(torch.float16)
 
     def bfloat16(self) -> Self:
-        """As torch's."""
+        """Cast the module to bfloat16."""
         return self.to(torch.bfloat16)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -90,8 +87,8 @@ class AsModule:
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Another model, of a copy of the module. TypeError in torch's AveragedModel, which would
-        find no parameters in it and average nothing without a word."""
+        """Return a model over a copy of the module. Raises TypeError in torch's AveragedModel,
+        which would find no parameters and silently average nothing."""
         if sys._getframe(2).f_globals.get("__name__") == "torch.optim.swa_utils":
             raise TypeError(
                 "AveragedModel finds no parameters in a parallelized model: its module has them.\n"
@@ -110,7 +107,7 @@ class AsModule:
         )
 
 
-def _moved(call: str) -> PlanningError:
+def _device_error(call: str) -> PlanningError:
     return PlanningError(
         f"model.{call} does not move a parallelized model: its shards are where the ranks are, and "
         f"a launch says on which device.\n"

@@ -1,19 +1,13 @@
-"""The values that a model on the meta device starts from, made where they are needed.
+"""Initial values of a model on the meta device, which each rank makes for its own shards.
 
     with torch.device("meta"):
         model = GPT(config)
     model = dt.parallelize(model, mesh, placements, init="reset")
 
-What initialises the model runs once, here, and is recorded; each rank carries out what its own
-shards need of it, by counter-based numbers. No process holds the model, no rank needs the user's
-code, and the values are the same bits on every mesh. What `load_state_dict` brings replaces them;
-so does a checkpoint (on_disk.py), of which ranks read their own shards when they need them.
-
-Rejected: running it on every rank on real memory, one module at a time. Then each rank makes the
-whole model, a function that keeps state or asks numpy gives each rank other values, one that reads
-another module's parameters finds none, and what a constructor draws has no parameter's name yet.
-
-Not here: recording and making (frontend.initial).
+The initialisation runs once on the controller, where it is only recorded (frontend/initial). Each
+rank then computes its own shards from the recording, with counter-based random numbers. So no
+process holds the full model, no rank needs the user's code, and the values have the same bits on
+every mesh. `load_state_dict` and a checkpoint (on_disk.py) replace initial values.
 """
 
 from __future__ import annotations
@@ -39,7 +33,7 @@ __all__ = ["Init", "InitialValues"]
 
 
 class MetaHolder(Protocol):
-    """What of a model is on a cluster: of home.py."""
+    """The values of a model on a cluster: a part of `ModelHome` (store/home.py)."""
 
     changed: bool
     unsaved: bool
@@ -49,11 +43,11 @@ class MetaHolder(Protocol):
 
 
 class InitialValues:
-    """Recipes of a module's parameters and buffers on the meta device, or values loaded since, or
-    where they are on disk; all by label.
+    """The sources of the values of parameters and buffers on the meta device, all by label.
 
-    ``holders``: the ranks that have it, from when it is put there; ``remedy``: what a user
-    does where a value is nowhere, if it is not to initialise or to load it.
+    recipes: recorded initialisations. loaded: values of a state dict. on_disk: values in a
+    checkpoint. holders: the home of a value that was put on ranks. remedy: the fix in the error for
+    a value without a source, or None for the usual one.
     """
 
     def __init__(self, module: nn.Module, init: Init | None, seen: SeenModule) -> None:
@@ -68,19 +62,21 @@ class InitialValues:
             self.recipes = {seen.labels[name]: recipe for name, recipe in recipes.items()}
 
     def source(self, label: str) -> Recipe | OnDisk | None:
-        """How a rank makes its shard; None where the whole value is at hand."""
-        if label in self.loaded or self._changed(label):
+        """Return the recipe or file from which a rank makes its shard. Return None if there is
+        none, or if `value` has a newer value."""
+        if label in self.loaded or self._is_changed(label):
             return None
         return self.on_disk.get(label) or self.recipes.get(label)
 
-    def _changed(self, label: str) -> bool:
+    def _is_changed(self, label: str) -> bool:
         return label in self.holders and self.holders[label].changed
 
     def value(self, label: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The whole value; ``tensor`` is the module's own, on the meta device or not."""
+        """Return the full value; ``tensor``: the tensor in the module, which may be on the meta
+        device. Raises PlanningError if there is no value."""
         if not tensor.is_meta:
             return tensor
-        if self._changed(label):
+        if self._is_changed(label):
             return self.holders[label].gather([label])[label]
         if label in self.loaded:
             return self.loaded[label]
@@ -98,58 +94,59 @@ class InitialValues:
         return make(recipe, Place.whole(recipe.view.size).pieces, torch.device("cpu"))
 
     def load(self, module: nn.Module, seen: SeenModule, state: Mapping[str, Any]) -> None:
-        """Keep the state's values of what is on the meta device."""
+        """Store the state dict's values of parameters and buffers on the meta device."""
         for key, label in labels_in_state(module, seen).items():
             if key in state and label in seen.tensors and seen.tensors[label].is_meta:
                 self.forget([label])
                 self.loaded[label] = state[key].detach().cpu().clone()
 
     def leave_on_disk(self, stored: Mapping[str, OnDisk]) -> None:
-        """From now on these are the values of what is on the meta device."""
+        """Use these values, which stay in files, for parameters and buffers on the meta device."""
         self.forget(stored)
         self.on_disk.update(stored)
 
     def forget(self, labels: Iterable[str]) -> None:
-        """They have another value from now on."""
+        """Drop their values, except recipes, because new ones are about to be set."""
         for label in labels:
-            for known in (self.holders, self.loaded, self.on_disk):
-                known.pop(label, None)
+            for values in (self.holders, self.loaded, self.on_disk):
+                values.pop(label, None)
 
 
 def labels_in_state(module: nn.Module, seen: SeenModule) -> dict[str, str]:
-    """Every key of the module's state dict to the label of the tensor that stands there.
+    """Return the label of the tensor under each key of the module's state dict.
 
-    A key is the tensor's name, but for ties, and where a hook renames: that of torch's checkpoint
-    wrapper leaves itself out. One whose tensor is none of the module's is its own label.
+    A key may differ from the tensor's name: if the tensor is tied, or a hook renames keys, as in
+    torch's checkpoint wrapper. If a tensor is not in the module, its key serves as label.
     """
     labels = {id(tensor): label for label, tensor in seen.tensors.items()}
-    held = module.state_dict(keep_vars=True)
-    return {key: labels.get(id(value), key) for key, value in held.items()}
+    state = module.state_dict(keep_vars=True)
+    return {key: labels.get(id(value), key) for key, value in state.items()}
 
 
 def init_program(
     shards: Sequence[Mapping[str, tuple[Recipe | OnDisk, Pieces]]], device: torch.device
 ) -> Program:
-    """One call per parameter and rank, each giving the shard under the parameter's name."""
+    """Return a program in which each rank makes its shards, with one call per parameter.
+    ``shards``: by rank, name -> source and intervals of the shard."""
     from dtensor.api.values.on_disk import OnDisk, part_of
 
     functions: dict[tuple[str, Pieces], Function] = {}
     ranks: list[RankProgram] = []
-    for wanted in shards:
+    for shards_of_rank in shards:
         calls: list[Call] = []
         nbytes: list[tuple[str, int]] = []
-        for name, (recipe, pieces) in sorted(wanted.items()):
+        for name, (recipe, pieces) in sorted(shards_of_rank.items()):
             match recipe:
                 case Recipe():
                     lines = [step.source for step in recipe.steps if step.source]
                     size, dtype, verb, by = recipe.view.size, recipe.view.dtype, "initialise", make
                 case OnDisk():
                     lines, size, dtype, verb, by = [], recipe.shape, recipe.dtype, "read", part_of
-            given = {"device": device, "make": by, "pieces": pieces, "recipe": recipe}
+            bindings = {"device": device, "make": by, "pieces": pieces, "recipe": recipe}
             function = Function(
                 name=f"init_{len(functions)}",
                 source="def forward():\n    return (make(recipe, pieces, device),)\n",
-                bindings=tuple(given.items()),
+                bindings=tuple(bindings.items()),
                 lines=(None, *lines[-1:]),
             )
             function = functions.setdefault((recipe.name, pieces), function)
@@ -157,7 +154,9 @@ def init_program(
             local = torch.Size(Place(size, pieces).local_shape)
             nbytes.append((name, local.numel() * dtype.itemsize))
         ranks.append(
-            RankProgram(instructions=tuple(calls), outputs=tuple(wanted), nbytes=tuple(nbytes))
+            RankProgram(
+                instructions=tuple(calls), outputs=tuple(shards_of_rank), nbytes=tuple(nbytes)
+            )
         )
     return Program(
         name="initialise",

@@ -3,17 +3,8 @@
     model = parallelize(GPT(config), Mesh(tp=2), {"*.mlp.up.weight": dict(tp=Row()), ...})
     model.module                       # the original; its parameters keep their identity
 
-The wrapper holds no tensors. Where a program runs, the cluster holds shards, made from the
-controller's values at first use. Reading the module's tensors fetches them (home.py).
-
-``zero=`` is checked here:
-
-    zero_of({"dp": 3}, mesh, None)                  # ("dp", 3)
-    zero_of({"dp": 3}, Mesh(dp=1), None)            # None: one rank has nothing to split over
-
-Not here: the meaning of ``zero=`` (sharding/plan/passes), placements
-(model/stating/stated_placements.py), stages (model/stating/stages.py), ``recompute=``
-(model/stating/recomputed.py).
+The wrapper holds no tensors. When a program first runs, the ranks get shards of the controller's
+values. Reading a tensor of the module then fetches its value (api/store/home.py).
 """
 
 from __future__ import annotations
@@ -28,12 +19,12 @@ from torch import nn
 from dtensor.api.model.as_module import AsModule
 from dtensor.api.model.initial_values import Init, InitialValues
 from dtensor.api.model.labels import Labels, SeenModule
-from dtensor.api.model.stating.recomputed import recompute_of
+from dtensor.api.model.stating.recomputed import checked_recompute
 from dtensor.api.model.stating.roles_of_weights import StatedRoles
-from dtensor.api.model.stating.stages import Auto, StagePlan, Stages, stage_of
+from dtensor.api.model.stating.stages import Auto, StagePlan, Stages, resolve_stages
 from dtensor.api.model.stating.stated_placements import (
     ParameterPlacement,
-    resolve,
+    resolve_placements,
     restated,
     some_axis,
 )
@@ -55,24 +46,24 @@ from dtensor.sharding.spec.placements import REPLICATE, Placement
 
 class ParallelModule(AsModule):
     """The result of `parallelize`: a module, its mesh, and the stated placements of its parameters.
-    It goes into `train_step`, and is an argument of compiled functions.
+    It is the model of `train_step`, and an argument of compiled functions.
 
-    ``module`` is the user's module, unchanged, with the same parameters; ``mesh`` is its mesh,
-    ``placements`` has an entry for each parameter and buffer, ``zero`` is the axis over which state
-    is stored split, and the level, or None. Other attributes are the module's, read and set:
-    ``model.scale = 2.0`` sets ``model.module.scale``.
+    ``module`` is the user's module, unchanged, with the same parameters; ``mesh`` is its mesh.
+    ``placements`` has an entry for each parameter and buffer. ``zero`` is the axis over which state
+    is sharded with the level, or None. Other attributes are those of the module, also when they are
+    set: ``model.scale = 2.0`` sets ``model.module.scale``.
     """
 
-    # Of the others, ``stage_plan``: the parameters of each stage; ``seen``: the module's contents
-    # at the last look, and ``labels`` the labels of its tensors, also of those that have left it;
-    # ``settled``: by label, the placements that programs chose for unstated parameters, and
-    # ``settlement`` how often that grew; ``loads``: how often `load_state_dict` gave values to
-    # tensors on the meta device; ``source``: the policy of a replica (replica.py), ``version``: how
-    # often the replica took its values; ``switches``: how often a switch placed the model anew
-    # (mesh_history.py); ``steps``: the number of the next training step, on which random numbers
-    # depend; ``initial``: the initial values of parameters on the meta device; ``misaligned``: the
-    # treatment of pins that do not line up with a program; ``recompute``: globs over names of
-    # modules whose forward runs again in the backward.
+    # Internal attributes:
+    # seen: the module's contents at the last `look`. labels: of all tensors that it has or had.
+    # patterns, misaligned, recompute: the arguments of `parallelize`. stage_plan: the parameters of
+    # each stage. initial: sources of the values of parameters on the meta device.
+    # settled: label -> the placements that programs chose for a parameter without stated ones.
+    # settlement: a count that grows with ``settled``. steps: the number of the next training step,
+    # on which random numbers depend. loads: how often `load_state_dict` set tensors on the meta
+    # device. switches: how often `run.switch` placed the model differently.
+    # source: the policy of a replica (move/replica.py), else None. version: how often the replica
+    # took the policy's values.
 
     def __init__(
         self,
@@ -87,9 +78,9 @@ class ParallelModule(AsModule):
         patterns: Mapping[str, StatedRoles] | None = None,
     ) -> None:
         self.labels = Labels(module)
-        self.seen: SeenModule = self.labels.see()
+        self.seen: SeenModule = self.labels.snapshot()
         self.patterns: Mapping[str, StatedRoles] = patterns or {}
-        self._told: _StatedOf = _StatedOf({}, {})
+        self._former: _Statements = _Statements({}, {})  # at the look before, by label
         self.misaligned: OnMisaligned = misaligned
         self.recompute = recompute
         self.zero = zero
@@ -108,43 +99,48 @@ class ParallelModule(AsModule):
 
     @property
     def stages(self) -> dict[str, list[list[str]] | Auto]:
-        """The axis and the patterns of each stage, as `parallelize` takes them: {} without stages;
-        with "auto", the chosen ones once a program has run. `plan.stages` has those of a plan."""
+        """The axis and the patterns of each stage, as in the argument of `parallelize`; {} without
+        stages. With "auto", the patterns are known once a program has run; `plan.stages` has those
+        of a plan."""
         return self.stage_plan.stated()
 
     def look(self) -> None:
-        """Take note of the module's present contents. A stated placement follows its parameter; a
-        new parameter is placed by its name.
+        """Record the module's present contents in ``seen``. A stated placement follows its
+        parameter to another name; a new parameter gets the placement stated for its name.
 
-        PlanningError for a new one that is in no stage, or does not fit the placement stated for
-        it; then nothing was noted.
+        Raises PlanningError, and records nothing, if a new parameter is in no stage or cannot have
+        its placement.
         """
-        if self.seen.stands():
+        if self.seen.is_current():
             return
-        from dtensor.api.model.stating.restate import resolve_anew, stages_anew
+        from dtensor.api.model.stating.restate import resolve_placements_again, resolve_stages_again
 
-        before, now = self.seen, self.labels.see()
-        told = self._told.with_those_of(self)
-        here = {now.names[label]: label for label in now.names}
-        placements = resolve_anew(
+        before, now = self.seen, self.labels.snapshot()
+        former = self._former.updated(self)
+
+        def by_name(values: Mapping[str, Any]) -> dict[str, Any]:
+            return {name: values[label] for label, name in now.names.items() if label in values}
+
+        placements = resolve_placements_again(
             self.module,
             self.mesh,
             self.patterns,
-            {name: told.placed[label] for name, label in here.items() if label in told.placed},
+            by_name(former.placements),
         )
-        stages = stages_anew(
+        stages = resolve_stages_again(
             self.module,
             self.stage_plan,
-            {name: told.held[label] for name, label in here.items() if label in told.held},
+            by_name(former.stages),
             {name for name, label in now.labels.items() if before.labels.get(name) == label},
         )
         self.placements, self.stage_plan = placements, stages
-        self.seen, self._told = now, told.of(self.labels.known)
-        self.settled = {n: own for n, own in self.settled.items() if n in self.labels.known}
+        self.seen, self._former = now, former.restricted(self.labels.known)
+        known = self.labels.known
+        self.settled = {label: p for label, p in self.settled.items() if label in known}
 
     def claim_homes(self, ranks: tuple[int, ...]) -> None:
-        """Fix the rank of each stage, by the schedule of a training step, for all programs of the
-        model. Raises if a program that ran has put values on other ranks."""
+        """Fix the rank of each stage for all programs of the model, as a training step's schedule
+        needs it. Raises PlanningError if a program has already put values on other ranks."""
         before = self.homes
         if ranks == before:
             return
@@ -162,8 +158,8 @@ class ParallelModule(AsModule):
         stage_ranks: tuple[int, ...],
         stages: StagePlan,
     ) -> None:
-        """Fix the choices of the first program that runs for all later ones: its stages, and the
-        placements of unstated parameters, by label."""
+        """Fix the choices of a program that runs, for all later programs: the stages, and the
+        placements of parameters without stated ones (``chosen``, by label)."""
         if self.stage_plan.waiting:
             self.stage_plan = stages
         self.stage_plan = replace(self.stage_plan, ranks=stage_ranks)
@@ -178,7 +174,7 @@ class ParallelModule(AsModule):
         stage_ranks: tuple[int, ...],
         stages: StagePlan,
     ) -> bool:
-        """Whether a plan agrees with the settled choices."""
+        """Return whether a plan's choices agree with the fixed ones: see `settle`."""
         if not self.settled:
             return True
         same_stages = self.stage_plan.patterns == stages.patterns
@@ -189,21 +185,21 @@ class ParallelModule(AsModule):
 
     @property
     def homes(self) -> tuple[int, ...]:
-        """By stage, its rank on the stages' axis."""
+        """The coordinate of each stage on the axis of stages."""
         stages = self.stage_plan
         num = self.mesh.axis_size(stages.axis) if stages.axis else 1
         return stages.ranks or dealt(stages.num_stages, num)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The module's parameters, for an optimizer."""
+        """Return the module's parameters, for an optimizer."""
         return self.module.parameters()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The module's parameters, with their names."""
+        """Return the module's parameters with their names."""
         return self.module.named_parameters()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The module's state dict, as in torch: current, also inside a launch."""
+        """Return the module's state dict with current values, also inside a launch."""
         if self.source is not None:
             raise RuntimeError(
                 f"the values of a replica are on {self.mesh} alone, its module has none.\n"
@@ -212,13 +208,13 @@ class ParallelModule(AsModule):
         return self.module.state_dict()
 
     def __getattr__(self, name: str) -> Any:
-        # only for names that the wrapper itself lacks: config, submodules
+        # called only if the wrapper has no attribute of this name
         if name == "module":
             raise AttributeError(name)
         return getattr(self.module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # like reads, so that the next step uses the new value
+        # set the module's attribute, which the next step reads
         attributes = self.__dict__
         if name in attributes or "module" not in attributes or hasattr(type(self), name):
             super().__setattr__(name, value)
@@ -239,23 +235,25 @@ class ParallelModule(AsModule):
 
 
 @dataclass(frozen=True, slots=True)
-class _StatedOf:
-    """The stated placements of parameters and buffers, and their stages, by label; also of those
-    that have left the module."""
+class _Statements:
+    """The stated placements and the stages of parameters and buffers, by label, including those
+    that were removed from the module."""
 
-    placed: Mapping[str, ParameterPlacement]
-    held: Mapping[str, tuple[int, ...]]
+    placements: Mapping[str, ParameterPlacement]
+    stages: Mapping[str, tuple[int, ...]]
 
-    def with_those_of(self, model: ParallelModule) -> _StatedOf:
+    def updated(self, model: ParallelModule) -> _Statements:
+        """Return these statements with the present ones of ``model`` added."""
         labels, held = model.seen.labels, model.stage_plan.held
-        placed = {labels[stated.name]: stated for stated in model.placements}
-        here = {labels[name]: stages for name, stages in held.items() if name in labels}
-        return _StatedOf({**self.placed, **placed}, {**self.held, **here})
+        placements = {labels[stated.name]: stated for stated in model.placements}
+        stages = {labels[name]: numbers for name, numbers in held.items() if name in labels}
+        return _Statements({**self.placements, **placements}, {**self.stages, **stages})
 
-    def of(self, known: Set[str]) -> _StatedOf:
-        """Without labels that are no longer known."""
-        placed = {label: own for label, own in self.placed.items() if label in known}
-        return _StatedOf(placed, {label: own for label, own in self.held.items() if label in known})
+    def restricted(self, labels: Set[str]) -> _Statements:
+        """Return the statements about these labels."""
+        placements = {label: p for label, p in self.placements.items() if label in labels}
+        stages = {label: numbers for label, numbers in self.stages.items() if label in labels}
+        return _Statements(placements, stages)
 
 
 @checked_call
@@ -270,33 +268,35 @@ def parallelize(
     recompute: Sequence[str] | None = None,
     misaligned: str = "redistribute",
 ) -> ParallelModule:
-    """Place a module's parameters by globs over their names; the module is not changed.
+    """State placements of a module's parameters, by globs over their names. The module is not
+    changed.
 
         >>> net = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Linear(16, 4))
         >>> placements = {"0.weight": dict(tp=dt.Row()), "1.weight": dict(tp=dt.Column())}
         >>> model = dt.parallelize(net, dt.Mesh(tp=2), placements)
 
     Args:
-        placements: glob -> axis -> placement. ``*`` crosses dots, ``{0..11}`` and ``{a,b}`` are
-            alternatives; the first match wins. The planner places the others. With
-            ColumnParallel or RowParallel the glob is over names of modules.
-        stages: one axis and its list of stages, each a list of globs: pipeline stages. Or "auto"
-            for the axis (without an axis: pp): the plan chooses one stage for each rank, or as
-            many as `Auto` states, so that the slowest is fast. ``plan.stages`` has them; the choice
-            of the first program that runs is final, and ``model.stages`` has it then.
-        init: for a module on the meta device: how each rank makes its own parameters:
-            "reset" (each part's own reset_parameters), a function of the model, called after those,
-            or a function without arguments that builds the model once more.
-        zero: one axis and a level: over it are stored split at 1 the optimizer's state, at 2 the
-            gradients too, at 3 the parameters too, which are gathered before use and then freed.
-        recompute: globs over names of modules whose activations are not kept for the backward but
-            computed again; `train_step` takes it too.
-        misaligned: the treatment of a placement that does not line up with a program's use of the
-            dim (352 rows over 4 ranks, used as 22 heads of 16). "redistribute" ends the split
-            there: the activation is gathered or exchanged before that op, and the plan names the
-            op, the bytes and a placement that lines up. "error" refuses the placement. "gather"
-            stores the parameter, its gradient and the optimizer's state with it, gathers the
-            parameter before use, and computes as if it were Replicate().
+        placements: glob -> axis -> placement. ``*`` crosses dots; ``{0..11}`` and ``{a,b}`` are
+            alternatives; the first glob that matches wins. The planner places parameters without a
+            match. With ColumnParallel or RowParallel the glob is over names of modules.
+        stages: pipeline stages: one axis -> a list of stages, each a list of globs. With "auto" in
+            place of the list (or alone, for the axis pp), the plan chooses one stage for each rank,
+            or as many as `Auto` states, so that the slowest stage is as fast as possible.
+            ``plan.stages`` has the choice; that of the first program that runs is final, and is
+            then in ``model.stages``.
+        init: how each rank makes its parameters of a module on the meta device: "reset" (the
+            reset_parameters of each submodule), a function of the model, called after those, or a
+            function without arguments that builds the model again.
+        zero: one axis -> a level. Over the axis, level 1 stores the optimizer's state sharded, 2
+            also the gradients, 3 also the parameters, which are gathered before use and then freed.
+        recompute: globs over names of modules whose activations are not stored for the backward but
+            computed again. `train_step` has this argument too.
+        misaligned: what to do if a placement does not line up with a program's use of the dim (352
+            rows over 4 ranks, used as 22 heads of 16). "redistribute" gathers or exchanges the
+            activation before that op; the plan names the op, the bytes and a placement that lines
+            up. "error" refuses the placement. "gather" stores the parameter, its gradient and the
+            optimizer's state with the placement, gathers the parameter before use, and computes as
+            if it were Replicate().
 
     Raises:
         PlanningError: a glob without a match, an axis that the mesh lacks, a placement that does
@@ -311,18 +311,26 @@ def parallelize(
         check_module(path, part)
     for name, x in named_tensors(module).items():
         check_dense(name, x)
-    plan = stage_of(module, mesh, stages)
-    placed = resolve(module, mesh, placements or {}, stage_axis=plan.axis)
-    again = () if recompute is None else recompute_of(recompute, module)
-    split = zero_of(zero, mesh, plan.axis)
+    plan = resolve_stages(module, mesh, stages)
+    placed = resolve_placements(module, mesh, placements or {}, stage_axis=plan.axis)
+    recomputed = () if recompute is None else checked_recompute(recompute, module)
+    zero_axis = checked_zero(zero, mesh, plan.axis)
     check_word("misaligned", misaligned, get_args(OnMisaligned))
-    stores = cast(OnMisaligned, misaligned)
-    patterns = dict(placements or {})
-    return ParallelModule(module, mesh, placed, plan, init, split, again, stores, patterns)
+    return ParallelModule(
+        module,
+        mesh,
+        placed,
+        plan,
+        init,
+        zero_axis,
+        recomputed,
+        cast(OnMisaligned, misaligned),
+        dict(placements or {}),
+    )
 
 
 def check_parallel(verb: str, model: object) -> None:
-    """PlanningError for a model that is not parallelized."""
+    """Raise PlanningError if the model is not parallelized."""
     if not isinstance(model, ParallelModule):
         raise PlanningError(
             f"{verb} takes a parallelized module, not {type(model).__name__}; "
@@ -331,7 +339,7 @@ def check_parallel(verb: str, model: object) -> None:
 
 
 def not_the_models(parameter: torch.Tensor) -> PlanningError:
-    """The error for an optimizer's parameter that was never in the module."""
+    """Return the error for a parameter of an optimizer that never was in the module."""
     return PlanningError(
         f"the optimizer holds a parameter of shape {list(parameter.shape)} that is not one of the "
         f"model's.\nfix: build it over model.parameters(); to train a criterion's parameters too, "
@@ -340,23 +348,21 @@ def not_the_models(parameter: torch.Tensor) -> PlanningError:
 
 
 def chosen_by(plan: Plan) -> dict[str, dict[str, Placement]]:
-    """By name of a parameter or buffer, its placements on every axis that a stage has."""
+    """Return the placements of each parameter and buffer on all axes except that of the stages."""
     placements: dict[str, dict[str, Placement]] = {}
     for item in plan.inputs:
         if item.kind in ("parameter", "buffer"):
-            split = restated(item.base)
-            unsplit = [a for a in plan.mesh.axes if a in item.spec.mesh.axes and a not in split]
-            placements[item.label] = {**split, **dict.fromkeys(unsplit, REPLICATE)}
+            sharded = restated(item.base)
+            axes = [a for a in plan.mesh.axes if a in item.spec.mesh.axes and a not in sharded]
+            placements[item.label] = {**sharded, **dict.fromkeys(axes, REPLICATE)}
     return placements
 
 
-# -- zero= -----------------------------------------------------------------------------------------
-
-
-def zero_of(
+def checked_zero(
     zero: Mapping[str, int] | None, mesh: Mesh, stage_axis: str | None
 ) -> tuple[str, int] | None:
-    """The axis and the level. PlanningError for an invalid value."""
+    """Return the axis and level of ``zero=``, or None if nothing would be sharded: without an axis,
+    at level 0, or on an axis of size 1. Raises PlanningError for an invalid value."""
     if zero is not None and not isinstance(zero, Mapping):
         axis = "dp" if "dp" in mesh.axes else some_axis(mesh)
         fix = f'zero={{"{axis}": 3}}' if mesh.axes else "leave zero= out, the mesh has no axis"

@@ -17,9 +17,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dtensor.api.model.models import Models
-from dtensor.api.model.stating.auto_stages import cut
+from dtensor.api.model.stating.auto_stages import choose_stages
 from dtensor.api.model.stating.recomputed import recomputed_modules
-from dtensor.api.model.stating.stages import NO_STAGES, StagePlan, stage_at, with_parts
+from dtensor.api.model.stating.stages import (
+    NO_STAGES,
+    StagePlan,
+    stage_holding,
+    stages_of_arguments,
+)
 from dtensor.api.model.stating.stated_placements import (
     InputPins,
     ParameterPlacement,
@@ -108,7 +113,7 @@ def request_of(captured: CapturedCall) -> tuple[Request, StagePlan]:
 def _request(captured: CapturedCall, stages: StagePlan) -> Request:
     graph, models, mesh = captured.graph, captured.models, captured.mesh
     options = captured.options
-    stage_of = _stage_of_arguments(captured, stages)
+    stage_of = _argument_stages(captured, stages)
     flow = dataflow(graph, stages.held, stages.num_stages, stages.homes, stage_of)
     results = options.results(graph, flow) if options.results else {}
     if returned := returned_leaves(graph, results):
@@ -160,13 +165,13 @@ def _stages(captured: CapturedCall) -> StagePlan:
     """Return the stages of the models. "auto" chooses them by a plan without stages."""
     models, options = captured.models, captured.options
     if not models:
-        return with_parts(NO_STAGES, list(captured.specs.values()), captured.mesh)
+        return stages_of_arguments(NO_STAGES, list(captured.specs.values()), captured.mesh)
     stages = _common_stages(models)
     if not stages.waiting:
         return stages
     one_by_one = replace(captured, options=replace(options, timetable=ONE_BY_ONE))
     unstaged = _request(one_by_one, replace(stages, num_stages=1))
-    return cut(models.module, stages, unstaged, plan, options.timetable.in_flight)
+    return choose_stages(models.module, stages, unstaged, plan, options.timetable.in_flight)
 
 
 def _common_stages(models: Models) -> StagePlan:
@@ -191,7 +196,7 @@ def _common_stages(models: Models) -> StagePlan:
     return replace(plan, held=held, homes=homes)
 
 
-def _stage_of_arguments(captured: CapturedCall, stages: StagePlan) -> dict[str, int]:
+def _argument_stages(captured: CapturedCall, stages: StagePlan) -> dict[str, int]:
     """Return the stage of each DTensor argument that only a part of the mesh holds, by input."""
     graph, stage_of = captured.graph, dict[str, int]()
     for node, entry in zip(graph.placeholders, graph.inputs, strict=True):
@@ -206,7 +211,7 @@ def _stage_of_arguments(captured: CapturedCall, stages: StagePlan) -> dict[str, 
                 f"gradients an argument is read on all of it.\n"
                 f"fix: pass {entry.name}.full_tensor()"
             )
-        stage = stage_at(entry.name, spec, stages, captured.mesh)
+        stage = stage_holding(entry.name, spec, stages, captured.mesh)
         if stages.num_stages > 1:  # it is 1 while "auto" has not chosen the stages
             stage_of[node.name] = stage
     return stage_of

@@ -12,7 +12,7 @@ import torch
 
 from dtensor.api.model.parallel import ParallelModule, check_parallel
 from dtensor.api.model.statements import Options
-from dtensor.api.model.stating.recomputed import recompute_of
+from dtensor.api.model.stating.recomputed import checked_recompute
 from dtensor.api.step import loss_scale
 from dtensor.api.step.plan_call import checked_capture
 from dtensor.api.step.training import StepOptions, TrainStep
@@ -156,7 +156,7 @@ def train_step(
         check_masters(optimizer)
     rule_of(optimizer, master_weights)
     check_word("batch_norm", batch_norm, ("whole_batch", "per_microbatch"))
-    recomputed = () if recompute is None else recompute_of(recompute, model.module)
+    recomputed = () if recompute is None else checked_recompute(recompute, model.module)
     check_recompute(model, recomputed)
     planning = Options(
         inputs=inputs,

@@ -1,16 +1,13 @@
-"""`stages="auto"`: the stages whose slowest is as fast as can be, by the prices of the plan.
+"""`stages="auto"`: choose the stages so that the slowest stage is as fast as possible.
 
     model = parallelize(GPT(config), Mesh(pp=2, tp=2), MEGATRON, stages="auto")
     train_step(model, loss_fn, opt).plan(tokens, targets).stages
     # {"pp": [["embed.*", "blocks.{0..2}.*"], ["blocks.3.*", "head.*"]]}
 
-The program is planned once without stages; what that says of each unit (a module that computes with
-parameters) is a chain, and the chain is cut where the dearest stage is cheapest. The result is
-patterns, read as stated ones are, so that who states them gets the same plan. Once a program
-has run it holds for the model: parameters stay where they are, whatever else is planned.
-
-Not here: units (frontend/dataflow/units.py), prices and the search for the best cut
-(sharding/plan/stages/).
+The program is planned without stages. Its units (modules that compute with parameters) form a chain
+with the plan's prices, which sharding/plan/stages/ cuts so that the most expensive stage is as
+cheap as possible. The result is a list of patterns: a user who states them gets the same plan. The
+choice of the first program that runs is final.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ from dataclasses import replace
 from torch import nn
 
 from dtensor.api.model.stating.patterns import listing, names_of
-from dtensor.api.model.stating.stages import StagePlan, stage_of
+from dtensor.api.model.stating.stages import StagePlan, resolve_stages
 from dtensor.errors import PlanningError
 from dtensor.frontend.dataflow.units import Units, units_of
 from dtensor.sharding.plan.dataflow import Dataflow
@@ -34,21 +31,22 @@ from dtensor.sharding.plan.text.words import collapse
 from dtensor.sharding.spec.mesh import Mesh
 
 
-def cut(
+def choose_stages(
     module: nn.Module,
     stages: StagePlan,
     request: Request,
     make: Callable[[Request], Plan],
     in_flight: Sequence[int] = (),
 ) -> StagePlan:
-    """``stages`` with its stages chosen.
+    """Return ``stages`` with patterns for each stage.
 
     Args:
-        request: of the program, its flow without stages.
+        request: the request of the program, whose flow has no stages.
         make: plans a request.
-        in_flight: by stage, the microbatches that the schedule holds at a time.
+        in_flight: by stage, how many microbatches are in flight at a time.
 
-    Raises PlanningError where the program has too few modules with parameters.
+    Raises PlanningError if the program has too few modules with parameters, or uses parameters
+    again so that no cut goes forward.
     """
     axis = stages.axis
     assert axis is not None
@@ -67,12 +65,12 @@ def cut(
         depth=depth_of(units_found),
         axis=axis,
     )
-    a_rank = stages.num_stages // mesh.axis_size(axis)
+    stages_per_rank = stages.num_stages // mesh.axis_size(axis)
     parts = partition(
         chain,
         stages.num_stages,
         in_flight=in_flight,
-        memory_bytes=request.topology.memory_bytes / a_rank,
+        memory_bytes=request.topology.memory_bytes / stages_per_rank,
     )
     if parts is None:
         raise _reused(units_found, stages)
@@ -82,28 +80,29 @@ def cut(
         for unit in range(parts.bounds[number], parts.bounds[number + 1])
     }
     homes = {name: {stage[unit] for unit in units} for name, units in units_found.of_name().items()}
-    every = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    parameters = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     first = {label: stage[units[0]] for label, units in uses.items()}
-    for named in names:  # a tied parameter's other names, by which no op uses it
+    for named in names:  # the names of a tied parameter by which no op uses it
         if named.name in first:
             for name in named.names:
                 homes.setdefault(name, {first[named.name]})
-    _neighbours(every, homes)
-    patterns = [_patterns(every, homes, number) for number in range(stages.num_stages)]
-    chosen = stage_of(module, mesh, {axis: patterns})
+    _add_unused(parameters, homes)
+    patterns = [_patterns(parameters, homes, number) for number in range(stages.num_stages)]
+    chosen = resolve_stages(module, mesh, {axis: patterns})
     return replace(chosen, auto=True, ranks=stages.ranks)
 
 
 def units_in(module: nn.Module, flow: Dataflow) -> Units:
-    """The units of a program of the module, without stages."""
+    """Return the units of a program of the module. ``flow``: without stages."""
     aliases = {n.name: n.names for n in names_of(module) if n.kind == "parameter"}
     return units_of(flow, aliases, _containers(module))
 
 
 def depth_of(units: Units) -> tuple[int, ...]:
-    """By unit but the first, how many modules are around both it and the one before."""
+    """Return, for each unit except the first, how many modules contain both it and the unit
+    before."""
     owners = [unit.owner for unit in units.units]
-    return tuple(_shared_path(a, b) for a, b in itertools.pairwise(owners))
+    return tuple(_num_common(a, b) for a, b in itertools.pairwise(owners))
 
 
 def _containers(module: nn.Module) -> frozenset[str]:
@@ -114,21 +113,21 @@ def _containers(module: nn.Module) -> frozenset[str]:
     )
 
 
-def _shared_path(one: str, other: str) -> int:
-    """How many modules two are both within."""
+def _num_common(first: str, second: str) -> int:
+    """Return the length of the common prefix of two module names, in parts."""
     count = 0
-    for a, b in zip(one.split("."), other.split("."), strict=False):
+    for a, b in zip(first.split("."), second.split("."), strict=False):
         if a != b:
             break
         count += 1
     return count
 
 
-def _neighbours(every: Sequence[str], homes: dict[str, set[int]]) -> None:
-    """Parameters that nothing uses go where the nearest one before them is, in the innermost module
-    around them that has any; else the nearest one behind."""
-    used = [name for name in every if name in homes]
-    place = {name: number for number, name in enumerate(every)}
+def _add_unused(parameters: Sequence[str], homes: dict[str, set[int]]) -> None:
+    """Add the stages of parameters that no op uses to ``homes``: that of the used parameter before
+    it in the innermost enclosing module that has one, or of the one after it if there is none."""
+    used = [name for name in parameters if name in homes]
+    place = {name: number for number, name in enumerate(parameters)}
     for name, number in place.items():
         if name in homes:
             continue
@@ -146,18 +145,20 @@ def _neighbours(every: Sequence[str], homes: dict[str, set[int]]) -> None:
 # -- patterns --------------------------------------------------------------------------------------
 
 
-def _patterns(every: Sequence[str], homes: Mapping[str, set[int]], stage: int) -> list[str]:
-    """Globs that match the stage's parameters, whole modules where the stage has them whole."""
-    only_here = {name for name in every if homes[name] == {stage}}
+def _patterns(parameters: Sequence[str], homes: Mapping[str, set[int]], stage: int) -> list[str]:
+    """Return globs that match the stage's parameters: one for a module that is only on the stage,
+    otherwise one per parameter."""
+    exclusive = {name for name in parameters if homes[name] == {stage}}
+    held = {name for name in parameters if stage in homes[name]}
     patterns: list[str] = []
-    _within("", every, only_here, {n for n in every if stage in homes[n]}, patterns)
+    _add_patterns("", parameters, exclusive, held, patterns)
     return list(collapse(patterns))
 
 
-def _within(
-    path: str, names: Iterable[str], only_here: set[str], held: set[str], patterns: list[str]
+def _add_patterns(
+    path: str, names: Iterable[str], exclusive: set[str], held: set[str], patterns: list[str]
 ) -> None:
-    """The patterns for what is under ``path``, in the module's order."""
+    """Append the patterns for the parameters ``names`` below ``path``, in the module's order."""
     start = f"{path}." if path else ""
     groups: dict[str, list[str]] = {}
     for name in names:
@@ -165,10 +166,10 @@ def _within(
     for part, inside in groups.items():
         if inside == [part]:  # a parameter
             patterns += [part] if part in held else []
-        elif only_here.issuperset(inside):
+        elif exclusive.issuperset(inside):
             patterns.append(f"{part}.*")
         elif held.intersection(inside):
-            _within(part, inside, only_here, held, patterns)
+            _add_patterns(part, inside, exclusive, held, patterns)
 
 
 # -- errors ----------------------------------------------------------------------------------------
@@ -177,10 +178,10 @@ def _within(
 def _too_few(units: Units, stages: StagePlan, mesh: Mesh) -> PlanningError:
     have = [unit.owner or ", ".join(unit.names) for unit in units.units]
     size = mesh.axis_size(stages.axis or "")
-    most = len(have) // size * size
+    max_stages = len(have) // size * size
     fix = "state the stages by patterns, or leave stages= out"
-    if most:
-        fix = f'stages={{"{stages.axis}": dt.Auto(num_stages={most})}}'
+    if max_stages:
+        fix = f'stages={{"{stages.axis}": dt.Auto(num_stages={max_stages})}}'
     elif have:
         fix = f"a mesh with {stages.axis}={len(have)}"
     return PlanningError(

@@ -1,15 +1,12 @@
-"""Globs over the names of parameters and buffers, and what to say when one matches nothing.
+"""Globs over the names of parameters and buffers, and the error for a glob that matches nothing.
 
     names = names_of(model)                    # canonical name, other names, meta, kind
     matches("blocks.{0..3}.*.weight", "blocks.2.mlp.up.weight")      # True
 
-A glob is fnmatch's (``*`` crosses dots, ``?``, ``[0-1]``) with bash's braces: ``{a,b}`` and the
-numeric range ``{0..11}``; other braces stand for themselves. A name matches itself alone, whatever
-is in it; in a glob a bracket of a name is ``[[]``. A glob means a tensor when it matches any of the
-tensor's names, so a tied parameter can be called by each of them.
-
-Invariants: names are in the order of the module; the canonical name of a tied tensor is its first,
-as in a captured graph. Placements and stages are not known here.
+Globs are those of fnmatch (``*`` crosses dots, ``?``, ``[0-1]``) with braces as in bash: ``{a,b}``
+and the range ``{0..11}``; other braces are literal. A full name matches only itself, even if it
+contains special characters; in a glob, a literal bracket is ``[[]``. A glob matches a tied tensor
+if it matches any of its names. The canonical name of a tied tensor is its first.
 """
 
 from __future__ import annotations
@@ -36,7 +33,7 @@ _MAX_SHOWN = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedTensor:
-    """A parameter or buffer: all its names, of which ``name``, the first, is the canonical one."""
+    """A parameter or buffer with all its names; ``name`` is the first, the canonical name."""
 
     name: str
     names: tuple[str, ...]
@@ -51,7 +48,8 @@ class NamedTensor:
 
 
 def names_of(module: nn.Module) -> tuple[NamedTensor, ...]:
-    """Parameters, then buffers, in the module's order; ties found by identity."""
+    """Return the parameters, then the buffers, in the module's order. Tied names have the same
+    tensor object."""
     tensors = named_tensors(module)
     names: dict[str, list[str]] = {}
     for name, first in first_names(module).items():
@@ -59,16 +57,16 @@ def names_of(module: nn.Module) -> tuple[NamedTensor, ...]:
     return tuple(
         NamedTensor(
             name=first,
-            names=tuple(every),
+            names=tuple(all_names),
             kind="parameter" if isinstance(tensors[first], nn.Parameter) else "buffer",
             meta=meta_of(tensors[first]),
         )
-        for first, every in names.items()
+        for first, all_names in names.items()
     )
 
 
 def is_patterns(value: object) -> bool:
-    """Whether it is a list of globs, and not one alone."""
+    """Return whether the value is a sequence of globs; False for a single string."""
     return (
         isinstance(value, Sequence)
         and not isinstance(value, str)
@@ -77,8 +75,8 @@ def is_patterns(value: object) -> bool:
 
 
 def matches(glob: str, name: str, known: Collection[str] = ()) -> bool:
-    """Whether the whole of ``name`` is of the form ``glob``; PlanningError for stray braces.
-    ``known``: names; a glob that is one of them is not a form but that name alone."""
+    """Return whether the glob matches the full name. A glob that is one of the names ``known``
+    matches only itself. Raises PlanningError for unpaired braces."""
     if glob == name or glob in known:
         return glob == name
     return any(fnmatch.fnmatchcase(name, plain) for plain in expand(glob))
@@ -86,7 +84,7 @@ def matches(glob: str, name: str, known: Collection[str] = ()) -> bool:
 
 @lru_cache(maxsize=4096)
 def expand(glob: str) -> tuple[str, ...]:
-    """The globs without braces that ``glob`` stands for: ``b.{0..1}`` is ``b.0`` and ``b.1``."""
+    """Return the globs without braces that ``glob`` stands for: ("b.0", "b.1") for "b.{0..1}"."""
     for braces in _BRACES.finditer(glob):
         inside = braces[1]
         numbers = _RANGE.fullmatch(inside)
@@ -100,7 +98,7 @@ def expand(glob: str) -> tuple[str, ...]:
                 )
         elif "," in inside:
             parts = [part.strip() for part in inside.split(",")]
-        else:  # a name may have braces
+        else:  # literal braces of a name
             continue
         head, tail = glob[: braces.start()], glob[braces.end() :]
         return tuple(chain.from_iterable(expand(head + part + tail) for part in parts))
@@ -123,39 +121,39 @@ def no_match(
     *,
     kind: Literal["parameter", "module"] = "parameter",
 ) -> PlanningError:
-    """The error for a glob over parameters (``names``: with buffers), or over modules, without a
-    match: the nearest names, and a glob that was tried."""
-    alone = kind == "parameter"
-    paths = [p for p, _ in module.named_modules(remove_duplicate=alone) if p]
-    known = [name for named in names for name in named.names] if alone else paths
-    others = paths if alone else [named.name for named in names if named.kind == "parameter"]
-    also = [name for name in others if matches(glob, name)]
+    """Return the error for a glob over parameters and buffers (``names``), or over modules, that
+    matches nothing. The error has the nearest names, and a similar glob that matches."""
+    of_parameters = kind == "parameter"
+    paths = [p for p, _ in module.named_modules(remove_duplicate=of_parameters) if p]
+    known = [name for named in names for name in named.names] if of_parameters else paths
+    parameters = [named.name for named in names if named.kind == "parameter"]
+    other_kind, others = ("module", paths) if of_parameters else ("parameter", parameters)
+    matched_others = [name for name in others if matches(glob, name)]
     lines = [f'the pattern "{glob}" of {where} matches no {kind}.']
-    if also:
-        lines.append(
-            f"  it matches the names of {'module' if alone else 'parameter'}s: {listing(also)}"
-        )
+    if matched_others:
+        lines.append(f"  it matches the names of {other_kind}s: {listing(matched_others)}")
     near = nearest(glob, known)
     lines.append(f"  nearest names: {', '.join(near)}" if near else f"  {kind}s: {listing(known)}")
-    tried = _repaired(glob, known, kind)
-    if tried is None:
+    repaired = _repaired(glob, known, kind)
+    if repaired is None:
         lines.append(f"fix: name a {kind} as in model.named_{kind}s(), or remove the pattern")
-    elif alone:
-        count = sum(named.matched_by(tried) for named in names)
-        lines.append(f'fix: "{tried}" matches {count} of {len(names)} parameters and buffers')
+    elif of_parameters:
+        count = sum(named.matched_by(repaired) for named in names)
+        lines.append(f'fix: "{repaired}" matches {count} of {len(names)} parameters and buffers')
     else:
-        count = sum(matches(tried, path) for path in paths)
-        lines.append(f'fix: "{tried}" matches {count} of {len(paths)} modules')
+        count = sum(matches(repaired, path) for path in paths)
+        lines.append(f'fix: "{repaired}" matches {count} of {len(paths)} modules')
     return PlanningError("\n".join(lines))
 
 
 def _repaired(glob: str, names: Sequence[str], kind: Literal["parameter", "module"]) -> str | None:
-    """A glob near this one that matches something: an ending, a start, or one word put right."""
+    """Return a similar glob that matches a name, or None: with another start or end, an escaped
+    bracket, or one misspelt word corrected."""
     stem, (first, _, rest) = glob.rpartition(".")[0], glob.partition(".")
-    of_weights = [f"{glob}.weight", f"{glob}.*", f"*.{glob}", f"*.{glob}.weight"]
-    of_modules = [stem, f"{glob}.*", f"*.{glob}", f"*{glob}*"]
+    weight_globs = [f"{glob}.weight", f"{glob}.*", f"*.{glob}", f"*.{glob}.weight"]
+    module_globs = [stem, f"{glob}.*", f"*.{glob}", f"*{glob}*"]
     trials = [glob.replace("[", "[[]")]
-    trials += of_weights if kind == "parameter" else of_modules
+    trials += weight_globs if kind == "parameter" else module_globs
     words = sorted({word for name in names for word in name.split(".")})
     parts = glob.split(".")
     for at, part in enumerate(parts):
@@ -166,12 +164,12 @@ def _repaired(glob: str, names: Sequence[str], kind: Literal["parameter", "modul
 
 
 def nearest(word: str, known: Iterable[str]) -> list[str]:
-    """Up to three of ``known`` that are spelt like ``word``, the nearest first."""
+    """Return up to three of the words ``known`` that are spelt like ``word``, the nearest first."""
     return difflib.get_close_matches(word, list(dict.fromkeys(known)), 3, cutoff=0.5)
 
 
 def listing(words: Sequence[str]) -> str:
-    """At most eight of the words, and how many more there are."""
+    """Return a text with at most eight of the words, and the number of the others."""
     shown = ", ".join(words[:_MAX_SHOWN]) or "none"
     more = len(words) - _MAX_SHOWN
     return f"{shown}, and {more} more" if more > 0 else shown

@@ -1,12 +1,10 @@
-"""``recompute=``: the modules whose activations are computed again, checked.
+"""Check ``recompute=``, and resolve it to modules (sharding/plan/passes/recompute.py uses them).
 
-    globs = recompute_of(["blocks.*"], model)       # ("blocks.*",)
+    globs = checked_recompute(["blocks.*"], model)  # ("blocks.*",)
     recomputed_modules(globs, model, flow)          # frozenset({"blocks.0", "blocks.0.attn", ...})
 
-A glob means a module when it matches any of its names. Of nested modules that match, the outermost
-that is called is one region; a container that is never called (nn.ModuleList) is none.
-
-Not here: what recomputation means (sharding/plan/passes/recompute.py).
+A glob matches a module if it matches any of its names. If nested modules match, the outermost one
+that is called is recomputed as one region. A container that is never called (nn.ModuleList) is not.
 """
 
 from __future__ import annotations
@@ -20,8 +18,9 @@ from dtensor.errors import PlanningError
 from dtensor.sharding.plan.dataflow import Dataflow
 
 
-def recompute_of(recompute: Sequence[str], module: nn.Module) -> tuple[str, ...]:
-    """The globs. PlanningError for what is no list of globs, and for a glob without a match."""
+def checked_recompute(recompute: Sequence[str], module: nn.Module) -> tuple[str, ...]:
+    """Return the globs. Raises PlanningError for a value that is not a list of globs, and for a
+    glob that matches no module."""
     if isinstance(recompute, str):
         raise PlanningError(
             f"recompute={recompute!r} is one text where it should be a list of patterns.\n"
@@ -41,34 +40,34 @@ def recompute_of(recompute: Sequence[str], module: nn.Module) -> tuple[str, ...]
 
 
 def recomputed_modules(globs: Sequence[str], module: nn.Module, flow: Dataflow) -> frozenset[str]:
-    """Every name of the modules that the globs match.
+    """Return all names of the modules that the globs match.
 
-    PlanningError for a glob of which the program calls no module: nothing would run again. It may
-    match none, in a module that was changed since.
+    Raises PlanningError for a glob that matches only modules that the program does not call. A glob
+    may match no module, because the model may have changed since the globs were checked.
     """
     modules: set[str] = set()
     called = {c.partition("@")[0] for op in flow.ops if op.phase == "forward" for c in op.calls}
     names = _modules(module)
     for glob in globs:
-        same = {id(m) for name, m in names.items() if matches(glob, name, names)}
-        mine = {name for name, m in names.items() if id(m) in same}
-        if mine and not mine & called:
-            raise _not_called(glob, sorted(mine), called)
-        modules |= mine
+        ids = {id(m) for name, m in names.items() if matches(glob, name, names)}
+        matched = {name for name, m in names.items() if id(m) in ids}
+        if matched and not matched & called:
+            raise _not_called(glob, sorted(matched), called)
+        modules |= matched
     return frozenset(modules)
 
 
 def _modules(module: nn.Module) -> dict[str, nn.Module]:
-    """Full names, a shared module under each of its own; without the root, which has none."""
+    """Return all submodules by full name. A shared module is there under each of its names."""
     return {n: m for n, m in module.named_modules(remove_duplicate=False) if n}
 
 
-def _not_called(glob: str, mine: Sequence[str], called: set[str]) -> PlanningError:
-    inside = sorted(c for c in called if any(c.startswith(f"{name}.") for name in mine))
+def _not_called(glob: str, matched: Sequence[str], called: set[str]) -> PlanningError:
+    inside = sorted(c for c in called if any(c.startswith(f"{name}.") for name in matched))
     inside = [c for c in inside if not any(c.startswith(f"{outer}.") for outer in inside)]
     lines = [
         f'the pattern "{glob}" of recompute matches no module that the program calls.',
-        f"  it matches: {listing(mine)}",
+        f"  it matches: {listing(matched)}",
     ]
     if inside:
         count = sum(matches(f"{glob}.*", name) for name in inside)

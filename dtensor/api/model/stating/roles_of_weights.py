@@ -1,16 +1,12 @@
-"""`ColumnParallel` and `RowParallel`: placements of a module's weight by what it does.
+"""`ColumnParallel` and `RowParallel`: placements of a weight by its role in the program.
 
     {"*.mlp.up": dict(tp=dt.ColumnParallel()), "*.mlp.down": dict(tp=dt.RowParallel())}
 
-The pattern is over names of *modules*. Which dim of the weight is meant, the captured program says:
-column-parallel splits the output dim of the product that the weight feeds, row-parallel the dim
-that the product sums over; so nn.Linear (out, in) and Hugging Face's Conv1D (in, out) are stated
-alike. Of an embedding, column-parallel splits the features, row-parallel the rows of the table.
-The bias is left to the planner: it follows a column split, and is added once after a row split.
-
-Invariants: a role is resolved when a program is planned; ``blocks`` and ``unit`` go to the weight's
-placement as they are. Not here: that the placement lines up with the program, which the planner
-says.
+The pattern is over names of *modules*. When a program is planned, its graph shows which dim of the
+weight is meant: column-parallel shards the output dim of the weight's product, row-parallel the dim
+that the product sums over. So nn.Linear (out, in) and Hugging Face's Conv1D (in, out) have the same
+roles. In an embedding, column-parallel shards the features, row-parallel the rows of the table. The
+planner places the bias: it follows a column split, and is added once after a row split.
 """
 
 from __future__ import annotations
@@ -30,23 +26,23 @@ from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.module_roles import ColumnParallel, Role, RowParallel
 from dtensor.sharding.spec.placements import Placement, Shard
 
-StatedRoles = Mapping[str, Placement | Role]  # axis -> what was stated, in the user's order
+StatedRoles = Mapping[str, Placement | Role]  # axis -> placement or role, in the user's order
 
 
 @dataclass(frozen=True, slots=True)
 class StatedModule:
-    """The module that a role was stated of, and the mesh that it was stated on."""
+    """The module for which a role was stated, and the mesh on which it was stated."""
 
     module: str
     mesh: Mesh
 
 
-def owners_of(
+def weights_of_modules(
     pattern: str, module: nn.Module, names: Sequence[NamedTensor], mesh: Mesh
 ) -> dict[str, StatedModule]:
-    """Canonical name of each weight of the modules that ``pattern`` matches, to its module.
+    """Return the weights of the modules that ``pattern`` matches: canonical name -> module.
 
-    A weight is a parameter of the module itself with at least two dims. PlanningError where the
+    A weight is a parameter of the module itself with at least two dims. Raises PlanningError if the
     pattern matches no module, or a matched module has parameters but no weight.
     """
     by_name = {name: named for named in names for name in named.names}
@@ -70,12 +66,12 @@ def owners_of(
         raise PlanningError(
             f'"{pattern}" states a role of modules that have no parameters of their own.\n'
             f"  it matches {listing(matched)}\n"
-            f"fix: name the modules that hold weights{_inside(matched, by_name)}"
+            f"fix: name the modules that hold weights{_suggestion(matched, by_name)}"
         )
     return owners
 
 
-def _inside(matched: Sequence[str], by_name: Mapping[str, NamedTensor]) -> str:
+def _suggestion(matched: Sequence[str], by_name: Mapping[str, NamedTensor]) -> str:
     inner = [
         name.rpartition(".")[0]
         for name, named in by_name.items()
@@ -87,11 +83,11 @@ def _inside(matched: Sequence[str], by_name: Mapping[str, NamedTensor]) -> str:
 def _no_module(pattern: str, module: nn.Module, names: Sequence[NamedTensor]) -> PlanningError:
     lines = [f'the pattern "{pattern}" states a role and matches no module.']
     paths = [path for path, _ in module.named_modules(remove_duplicate=False) if path]
-    hit = [named for named in names if named.matched_by(pattern)]
+    parameters = [named for named in names if named.matched_by(pattern)]
     shorter = pattern.rpartition(".")[0]
-    if hit:
-        lines.append(f"  it matches parameters: {listing([str(named) for named in hit])}")
-    if hit and shorter and any(matches(shorter, path) for path in paths):
+    if parameters:
+        lines.append(f"  it matches parameters: {listing([str(named) for named in parameters])}")
+    if parameters and shorter and any(matches(shorter, path) for path in paths):
         lines.append(f'fix: write "{shorter}", the module')
     else:
         near = nearest(pattern, paths)
@@ -101,7 +97,7 @@ def _no_module(pattern: str, module: nn.Module, names: Sequence[NamedTensor]) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolver:
-    """Roles to placements in one program."""
+    """Resolves roles to placements in one program."""
 
     flow: Dataflow
     rules: Mapping[str, Rule]
@@ -114,10 +110,8 @@ class Resolver:
     def placements(
         self, item: Input, stated: StatedRoles, owner: StatedModule, pattern: str
     ) -> dict[str, Placement]:
-        """What was stated of the weight ``item`` of a module, each role as a placement.
-
-        That it fits the weight is checked by the caller.
-        """
+        """Return the stated placements of the weight ``item``, with each role resolved. The caller
+        checks that they fit the weight. Raises PlanningError for a role without a clear dim."""
         placements: dict[str, Placement] = {}
         module = owner.module
         for axis, role in stated.items():
@@ -133,10 +127,11 @@ class Resolver:
         return placements
 
     def _contraction(self, item: Input, module: str, pattern: str, role: Role) -> Contraction:
-        """The product that the module makes of the weight; a tied one has one in each module."""
-        every = contractions_of(self.flow, self.rules, item.name, self.batch)
-        here = [c for c in every if f"{c.op.module}.".startswith(f"{module}.")]
-        contractions = here or list(every)
+        """Return the product that the weight feeds in the module (a tied weight feeds one in each
+        of its modules). Raises PlanningError for no product, and for products over other dims."""
+        products = contractions_of(self.flow, self.rules, item.name, self.batch)
+        in_module = [c for c in products if f"{c.op.module}.".startswith(f"{module}.")]
+        contractions = in_module or list(products)
         dims = {(c.output_dim, c.contracted_dim) for c in contractions}
         if len(dims) == 1:
             return contractions[0]

@@ -1,17 +1,13 @@
-"""Which stage holds which parameter, as stated by patterns per stage.
+"""Resolve ``stages=``: which pipeline stage holds which parameter.
 
-    stage_of(model, Mesh(pp=2, tp=2), {"pp": [["embed*", "blocks.[0-1].*"],
-                                              ["blocks.[2-3].*", "norm*", "head*"]]})
+    resolve_stages(model, Mesh(pp=2, tp=2), {"pp": [["embed*", "blocks.[0-1].*"],
+                                                    ["blocks.[2-3].*", "norm*", "head*"]]})
     # StagePlan(axis="pp", num_stages=2, held={"embed.weight": (0,), ...})
 
-Invariants: every parameter is held by exactly one stage, but for a tied one, which each of its
-names may put on another stage, and one that several stages name in full, without a wildcard; the
-number of stages is a multiple of the axis. A buffer that no
-pattern matches goes where the parameters of its module are (or of the module around it, and so
-on); where those are on several stages it is left out of ``held`` and is kept where it is used.
-
-Not here: how "auto" chooses (auto_stages.py), which stage an op runs on
-(frontend/dataflow/assign_stages.py), when it runs (the schedule).
+The number of stages is a multiple of the axis size. Each parameter is on one stage, except that
+each name of a tied parameter may be on another one, and several stages may list a name without a
+wildcard. A buffer without a match goes to the stage of the parameters of its innermost enclosing
+module that has any. If those are on several stages, the buffer is kept where it is used.
 """
 
 from __future__ import annotations
@@ -39,7 +35,7 @@ from dtensor.sharding.spec.spec import TensorSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Auto:
-    """Stages that a plan chooses, ``num_stages`` of them; default one for each rank."""
+    """Lets the plan choose ``num_stages`` stages; by default one for each rank of the axis."""
 
     num_stages: int | None = None
 
@@ -50,17 +46,18 @@ class Auto:
 
 Patterns = Sequence[Sequence[str]]
 Stages = Mapping[str, Patterns | Literal["auto"] | Auto] | Literal["auto"]
-"""What `parallelize` takes: an axis and its lists of patterns, or "auto" for the axis pp."""
+"""The argument ``stages`` of `parallelize`: an axis -> a list of patterns for each stage, "auto" or
+an `Auto`; or "auto" alone for the axis pp."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
-    """``held``: canonical name of a parameter or buffer to the stages that hold it, ascending.
+    """The stages of a module. Without stages ``axis`` is None, ``num_stages`` 1, ``held`` empty.
 
-    ``homes``: by each name of a parameter, the stages that its own patterns put it on.
-    ``ranks``: by stage, its coordinate on the axis; empty: stages are dealt out in turn.
-    ``patterns``: by stage. ``auto``: a plan chooses them; until one has run there are none.
-    Without stages ``axis`` is None, ``num_stages`` 1 and ``held`` empty.
+    held: canonical name of a parameter or buffer -> the stages that hold it, ascending.
+    homes: any name of a parameter -> the stages whose patterns match that name.
+    ranks: the coordinate of each stage on the axis; if empty, stages are assigned in turn.
+    patterns: of each stage. auto: a plan chooses the patterns; they are empty until one has run.
     """
 
     axis: str | None
@@ -75,11 +72,11 @@ class StagePlan:
 
     @property
     def waiting(self) -> bool:
-        """Whether the stages are still to be chosen."""
+        """Whether the stages are still to be chosen ("auto")."""
         return self.auto and not self.patterns
 
     def stated(self) -> dict[str, list[list[str]] | Auto]:
-        """As `parallelize` takes it."""
+        """Return the argument ``stages`` of `parallelize` that states these stages."""
         if self.axis is None:
             return {}
         if self.waiting:
@@ -90,18 +87,18 @@ class StagePlan:
 NO_STAGES = StagePlan(axis=None, num_stages=1, held={})
 
 
-def with_parts(stages: StagePlan, specs: Sequence[TensorSpec], mesh: Mesh) -> StagePlan:
-    """The stages of a program whose models have ``stages``, for arguments that lie so: without
-    models, an argument on a part of an axis makes the axis one of stages, one for each rank."""
+def stages_of_arguments(stages: StagePlan, specs: Sequence[TensorSpec], mesh: Mesh) -> StagePlan:
+    """Return the stages of a program with arguments of these specs. If the models have no stages
+    and an argument is on a part of an axis, that axis has one stage for each rank."""
     axis = next((spec.on[0][0] for spec in specs if spec.on), None)
     if stages.axis is not None or axis is None:
         return stages
     return StagePlan(axis=axis, num_stages=mesh.axis_size(axis), held={})
 
 
-def stage_at(name: str, spec: TensorSpec, stages: StagePlan, mesh: Mesh) -> int:
-    """The stage on which an argument lies, the first of its ranks. PlanningError where its part of
-    the mesh is no stage's."""
+def stage_holding(name: str, spec: TensorSpec, stages: StagePlan, mesh: Mesh) -> int:
+    """Return the first stage that holds an argument which only a part of the mesh has. Raises
+    PlanningError if that part is not the ranks of a stage."""
     if stages.axis is None or [axis for axis, _ in spec.on] != [stages.axis]:
         has = f"stages over {stages.axis}" if stages.axis else "no stages"
         raise PlanningError(
@@ -113,9 +110,9 @@ def stage_at(name: str, spec: TensorSpec, stages: StagePlan, mesh: Mesh) -> int:
     return ranks.index(spec.on[0][1])
 
 
-def stage_of(module: nn.Module, mesh: Mesh, stages: Stages | None) -> StagePlan:
-    """The stages of a module. Raises PlanningError for a parameter in no stage or in two, a
-    pattern without a match, and a number of stages that the axis does not divide."""
+def resolve_stages(module: nn.Module, mesh: Mesh, stages: Stages | None) -> StagePlan:
+    """Return the stages of a module. Raises PlanningError for a parameter in no stage or in two, a
+    pattern without a match, and a number of stages that is not a multiple of the axis."""
     if not stages:
         return NO_STAGES
     if stages == "auto":
@@ -140,27 +137,29 @@ def stage_of(module: nn.Module, mesh: Mesh, stages: Stages | None) -> StagePlan:
                 raise no_match(pattern, f"stage {index}", module, names)
     known = {name for named in names for name in named.names}
     by_name = {
-        name: tuple(i for i, own in enumerate(lists) if any(matches(g, name, known) for g in own))
+        name: tuple(
+            i for i, globs in enumerate(lists) if any(matches(g, name, known) for g in globs)
+        )
         for named in names
         for name in named.names
     }
-    check_once(lists, by_name)
+    check_unique(lists, by_name)
     held: dict[str, tuple[int, ...]] = {}
     for named in names:
-        stages_of = sorted({stage for name in named.names for stage in by_name[name]})
-        if stages_of:
-            held[named.name] = tuple(stages_of)
+        holding = sorted({stage for name in named.names for stage in by_name[name]})
+        if holding:
+            held[named.name] = tuple(holding)
     missing = [n for n in names if n.kind == "parameter" and n.name not in held]
     if missing:
-        raise in_no_stage(missing, lists, by_name)
+        raise missing_stage_error(missing, lists, by_name)
     parameters = [n for n in names if n.kind == "parameter"]
     for named in names:
         if named.name not in held:
-            around = stage_around(named, parameters, by_name)
-            if around is not None:
-                held[named.name] = (around,)
-    homes = {name: stages_of for name, stages_of in by_name.items() if stages_of}
-    for named in names:  # of a tied parameter each name says where its own module's ops are
+            stage = enclosing_stage(named, parameters, by_name)
+            if stage is not None:
+                held[named.name] = (stage,)
+    homes = {name: holding for name, holding in by_name.items() if holding}
+    for named in names:  # each name of a tied parameter has the stage of its module's ops
         if len(named.names) == 1 and named.name in held:
             homes[named.name] = held[named.name]
     return StagePlan(
@@ -171,7 +170,8 @@ def stage_of(module: nn.Module, mesh: Mesh, stages: Stages | None) -> StagePlan:
 def _axis_of(
     mesh: Mesh, stages: Mapping[str, Patterns | str | Auto] | str
 ) -> tuple[str, tuple[tuple[str, ...], ...] | int]:
-    """The axis and its patterns by stage, or how many stages are to be chosen."""
+    """Return the axis, and the patterns of each stage or the number of stages to choose. Raises
+    PlanningError for a malformed value."""
     if not isinstance(stages, Mapping) or len(stages) != 1:
         axes = listing(list(stages)) if isinstance(stages, Mapping) else type(stages).__name__
         raise PlanningError(
@@ -196,7 +196,7 @@ def _axis_of(
             + (f'fix: write "{near[0]}"' if near else f"fix: Mesh({axis}={number}, ...)")
         )
     if isinstance(lists, Auto):
-        return axis, _number(mesh, axis, lists)
+        return axis, _num_stages(mesh, axis, lists)
     empty = [str(i) for i, patterns in enumerate(lists) if not patterns]
     if empty:
         raise PlanningError(
@@ -215,7 +215,7 @@ def _axis_of(
     return axis, tuple(tuple(patterns) for patterns in lists)
 
 
-def _number(mesh: Mesh, axis: str, auto: Auto) -> int:
+def _num_stages(mesh: Mesh, axis: str, auto: Auto) -> int:
     size = mesh.axis_size(axis)
     number = size if auto.num_stages is None else auto.num_stages
     if number < 1 or number % size:
@@ -227,38 +227,38 @@ def _number(mesh: Mesh, axis: str, auto: Auto) -> int:
     return number
 
 
-def check_once(lists: Sequence[Sequence[str]], by_name: Mapping[str, tuple[int, ...]]) -> None:
-    """PlanningError for a name that patterns of several stages match, if none is the name."""
-    twice = {
+def check_unique(lists: Sequence[Sequence[str]], by_name: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise PlanningError for a name that several stages match, unless each lists it literally."""
+    ambiguous = {
         name: stages
         for name, stages in by_name.items()
         if len(stages) > 1 and not all(name in lists[stage] for stage in stages)
     }
-    if not twice:
+    if not ambiguous:
         return
-    lines = [f"{len(twice)} {_plural(len(twice))} matched by more than one stage."]
-    for name, stages in list(twice.items())[:8]:
+    lines = [f"{len(ambiguous)} {_names_are(len(ambiguous))} matched by more than one stage."]
+    for name, stages in list(ambiguous.items())[:8]:
         by = " and ".join(
             f'stage {i} ("{next(p for p in lists[i] if matches(p, name, by_name))}")'
             for i in stages
         )
         lines.append(f"  {name}: {by}")
-    if len(twice) > 8:
-        lines.append(f"  and {len(twice) - 8} more")
+    if len(ambiguous) > 8:
+        lines.append(f"  and {len(ambiguous) - 8} more")
     lines.append("fix: narrow the patterns until each name is matched by one stage")
     raise PlanningError("\n".join(lines))
 
 
-def in_no_stage(
+def missing_stage_error(
     missing: Sequence[NamedTensor],
     lists: Sequence[Sequence[str]],
     by_name: Mapping[str, tuple[int, ...]],
 ) -> PlanningError:
-    """The error for parameters that no pattern matches."""
-    every = [pattern for patterns in lists for pattern in patterns]
-    lines = [f"{len(missing)} {_plural(len(missing))} in no stage."]
+    """Return the error for parameters that no pattern matches."""
+    all_patterns = [pattern for patterns in lists for pattern in patterns]
+    lines = [f"{len(missing)} {_names_are(len(missing))} in no stage."]
     for named in missing[:8]:
-        near = nearest(named.name, every)
+        near = nearest(named.name, all_patterns)
         at = next((i for i, p in enumerate(lists) if near and near[0] in p), None)
         lines.append(
             f"  {named}" + (f', nearest pattern "{near[0]}" of stage {at}' if near else "")
@@ -273,14 +273,15 @@ def in_no_stage(
     return PlanningError("\n".join(lines))
 
 
-def _plural(count: int) -> str:
+def _names_are(count: int) -> str:
     return "name is" if count == 1 else "names are"
 
 
-def stage_around(
+def enclosing_stage(
     buffer: NamedTensor, parameters: Sequence[NamedTensor], by_name: Mapping[str, tuple[int, ...]]
 ) -> int | None:
-    """The stage of the parameters of the innermost module around the buffer that has any."""
+    """Return the stage of the parameters of the innermost enclosing module that has any; None if
+    they are on several stages."""
     path = buffer.name.rpartition(".")[0]
     while path:
         inside = {

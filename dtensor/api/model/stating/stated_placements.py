@@ -1,18 +1,14 @@
-"""What the user states of placements, checked against the module, the mesh and the arguments.
+"""Check stated placements against the module, the mesh and the arguments, and make pins of them.
 
-    resolve(model, Mesh(tp=2), {"*.up.weight": dict(tp=Row()), "*.down.weight": dict(tp=Column())})
+    resolve_placements(model, Mesh(tp=2), {"*.up.weight": dict(tp=Row())})
     input_pins({"tokens": Meta((8, 16), i64)}, dict(dp=Row()), mesh)
-    planner_pins(flow, resolved, pinned)      # under the names of the Dataflow, for the planner
-    check_stated(dict(tp=Row()), '"*.up.weight"', mesh)   # they are placements, of axes there are
+    planner_pins(flow, resolved, pinned)                   # pins under the names of the Dataflow
     check_fit("up.weight", Meta((64, 16), f32), dict(tp=Shard(2)), '"*.up.weight"', mesh)   # raises
 
-Invariants: placements keep the order in which the user named the axes (on one dim the first is
-major); what comes back fits its tensor; a pattern that matches no tensor is an error. The first
-pattern that matches a tensor decides, so one whose tensors were all taken by earlier ones does
-nothing. A pattern that matches parameters says nothing of buffers; one that matches buffers alone
-places those. Every fix that names numbers was tried.
-
-Whether a placement lines up with what the program does is the planner's to say, not known here.
+Placements keep the user's order of axes (on one dim the first axis is major). The first pattern
+that matches a tensor decides; a pattern that matches no tensor is an error. A pattern that matches
+parameters ignores buffers; one that matches only buffers places those. The planner checks whether a
+placement lines up with the program.
 """
 
 from __future__ import annotations
@@ -29,7 +25,7 @@ from dtensor.api.model.stating.roles_of_weights import (
     Resolver,
     StatedModule,
     StatedRoles,
-    owners_of,
+    weights_of_modules,
 )
 from dtensor.errors import PlanningError, check_kind, shown
 from dtensor.sharding.ops.call import Meta
@@ -58,9 +54,9 @@ Stated = Mapping[str, Placement]  # axis -> placement, in the user's order
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterPlacement:
-    """What was stated of one parameter or buffer; ``pattern`` is None where nothing was.
+    """The stated placements of one parameter or buffer; ``pattern`` is None if there are none.
 
-    ``owner``: whose weight it is, where the pattern states a role of a module.
+    ``owner``: the module whose weight it is, if the pattern states a role.
     """
 
     name: str
@@ -71,7 +67,7 @@ class ParameterPlacement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputPins:
-    """By argument name: the pins, and the arguments whose dim 0 is the batch."""
+    """The pins of arguments by name, and the names of the arguments whose dim 0 is the batch."""
 
     pins: Mapping[str, Stated]
     batch: tuple[str, ...]
@@ -79,23 +75,23 @@ class InputPins:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerPins:
-    """The same under the names of a Dataflow's inputs: three fields of a planner's Request."""
+    """Pins under the names of a Dataflow's inputs: the fields of a `Request` with these names."""
 
     pins: Mapping[str, Stated]
     pinned_by: Mapping[str, str]
     batch: tuple[str, ...]
 
 
-def resolve(
+def resolve_placements(
     module: nn.Module,
     mesh: Mesh,
     placements: Mapping[str, StatedRoles],
     *,
     stage_axis: str | None = None,
 ) -> tuple[ParameterPlacement, ...]:
-    """One entry for each parameter and buffer of ``module``, in its order.
+    """Return one entry for each parameter and buffer of ``module``, in its order.
 
-    A pattern that states a role is one over modules (roles_of_weights.py).
+    A pattern that states a role matches names of modules (roles_of_weights.py).
 
     Raises PlanningError for a pattern without a match, an axis that is not in the mesh or is the
     stage axis, a value that is not a placement, and a placement that the tensor cannot have.
@@ -113,7 +109,7 @@ def resolve(
         check_kind("a key of placements", pattern, str, "a pattern", '{"*.weight": ...}')
         check_stated(stated, f'"{pattern}"', mesh, stage_axis, roles=True)
         if any(isinstance(p, Role) for p in stated.values()):
-            for name, owner in owners_of(pattern, module, names, mesh).items():
+            for name, owner in weights_of_modules(pattern, module, names, mesh).items():
                 if name not in chosen:
                     chosen[name], owners[name] = pattern, owner
             continue
@@ -144,15 +140,17 @@ def input_pins(
     stage_axis: str | None = None,
     absent: Collection[str] = (),
 ) -> InputPins:
-    """The pins of a function's tensor arguments, given by name in the order of the call.
+    """Return the pins of a function's tensor arguments.
 
-    ``inputs``: placements by axis, for each argument that has the batch dim (its dim 0 is as long
-    as that of the first argument that has dims); or such dicts by argument name, where "batch"
-    means each tensor of a pytree argument ("batch.0", "batch.ids"). ``absent``: the arguments that
-    are None in this call, of which placements may be stated too.
+    Args:
+        arguments: name -> meta, in the order of the call.
+        inputs: axis -> placement, for all arguments with the batch dim; or argument name -> such a
+            dict, where "batch" names each tensor of a pytree argument ("batch.0", "batch.ids").
+        absent: the arguments that are None in this call, which ``inputs`` may name too.
 
-    The batch is carried by the arguments whose dim 0 is as long as that of the first argument
-    pinned along dim 0, or of the first with dims; not by one that was named and left whole.
+    The size of the batch is dim 0 of the first argument whose pin shards dim 0, else of the first
+    argument with dims. Arguments with this dim 0 have the batch dim, except those that are named in
+    ``inputs`` without a pin on dim 0. Raises PlanningError if ``inputs`` does not fit.
     """
     inputs = {} if inputs is None else inputs
     if not isinstance(inputs, Mapping):
@@ -162,9 +160,9 @@ def input_pins(
         )
     by_name = [key for key, value in inputs.items() if isinstance(value, Mapping)]
     if by_name and len(by_name) < len(inputs):
-        rest = [key for key in inputs if key not in by_name]
+        axes = [key for key in inputs if key not in by_name]
         raise PlanningError(
-            f"inputs mixes arguments with axes: {listing(by_name)} by name, {listing(rest)} not.\n"
+            f"inputs mixes arguments with axes: {listing(by_name)} by name, {listing(axes)} not.\n"
             f"fix: state the placements of all arguments at once, or of each by name"
         )
     pins: dict[str, Stated] = {}
@@ -196,8 +194,8 @@ def input_pins(
 def planner_pins(
     flow: Dataflow, parameters: Sequence[ParameterPlacement], inputs: InputPins
 ) -> PlannerPins:
-    """The pins under the names of ``flow``. What the program does not use is left out; roles become
-    placements of the dims that this program shows."""
+    """Return the pins under the names of ``flow``, without tensors that the program does not use.
+    Roles become placements, by the products of this program."""
     pins: dict[str, Stated] = {}
     pinned_by: dict[str, str] = {}
     stated = {p.name: p for p in parameters if p.placements}
@@ -228,13 +226,14 @@ def planner_pins(
 
 
 def restated(spec: TensorSpec) -> dict[str, Placement]:
-    """A spec's placements in an order that makes it again: on one dim the major axis first."""
+    """Return a spec's placements other than Replicate, ordered so that stating them makes the same
+    spec: of the axes on one dim, the major one comes first."""
     placements: dict[str, Placement] = {
         axis: p for axis, p in spec.sharding.items() if not isinstance(p, Replicate)
     }
     for order in itertools.permutations(placements):
         stated = {axis: placements[axis] for axis in order}
-        with suppress(PlanningError):  # in another order a unit may not fit the pieces
+        with suppress(PlanningError):  # a unit may not fit the shards in a wrong order
             trial = make_spec(spec.shape, spec.dtype, spec.mesh, stated)
             if trial.placements == spec.placements:
                 return stated
@@ -245,11 +244,13 @@ def restated(spec: TensorSpec) -> dict[str, Placement]:
 
 
 def _batch(arguments: Mapping[str, Meta], pins: Mapping[str, Stated]) -> tuple[str, ...]:
-    def splits_rows(name: str) -> bool:
-        dims = len(arguments[name].shape)
-        return any(isinstance(p, Shard) and p.dim in (0, -dims) for p in pins[name].values())
+    """Return the names of the arguments with the batch dim: see `input_pins`."""
 
-    pinned = [name for name in pins if splits_rows(name)]
+    def shards_dim_0(name: str) -> bool:
+        num_dims = len(arguments[name].shape)
+        return any(isinstance(p, Shard) and p.dim in (0, -num_dims) for p in pins[name].values())
+
+    pinned = [name for name in pins if shards_dim_0(name)]
     with_dims = [name for name, meta in arguments.items() if meta.shape]
     if not with_dims:
         return ()
@@ -298,7 +299,7 @@ def _metas(arguments: Mapping[str, Meta]) -> str:
     return listing([f"{name}: {meta}" for name, meta in arguments.items()])
 
 
-# -- whether placements can be had -----------------------------------------------------------------
+# -- checks of placements --------------------------------------------------------------------------
 
 
 def check_stated(
@@ -309,8 +310,8 @@ def check_stated(
     *,
     roles: bool = False,
 ) -> None:
-    """PlanningError unless ``stated`` maps axes of the mesh to Replicate or Shard, or to a role
-    where those may be stated."""
+    """Raise PlanningError unless ``stated`` maps axes of the mesh to Replicate, Shard or, if
+    ``roles``, a role. ``where``: the name of the statement in the message."""
     if not isinstance(stated, Mapping):
         raise PlanningError(
             f"{where} states {show(stated)}, not placements by axis.\n"
@@ -352,7 +353,7 @@ def check_stated(
 
 
 def check_fit(name: str, meta: Meta, stated: Stated, where: str, mesh: Mesh) -> None:
-    """PlanningError where a tensor of ``meta`` cannot have the placements."""
+    """Raise PlanningError if a tensor with this meta cannot have the placements."""
     for axis, placement in stated.items():
         if isinstance(placement, Shard):
             problem = _misfit(placement, meta)
@@ -364,11 +365,11 @@ def check_fit(name: str, meta: Meta, stated: Stated, where: str, mesh: Mesh) -> 
                     f"  stated by {where}\n"
                     f"fix: {fix}"
                 )
-    _check_together(name, meta, stated, where, mesh)
+    _check_blocks_kept(name, meta, stated, where, mesh)
 
 
 def _misfit(shard: Shard, meta: Meta) -> tuple[str, str] | None:
-    """(the fact, a fix that was tried), or None where the shard fits."""
+    """Return why the shard does not fit and a fix that was checked, or None if it fits."""
     shape = meta.shape
     if not shape:
         return "it has no dims", "dt.Replicate(), the only placement of a scalar"
@@ -384,17 +385,18 @@ def _misfit(shard: Shard, meta: Meta) -> tuple[str, str] | None:
     return misfit(shard, size, f"dim {shard.dim % len(shape)} of {size}")
 
 
-def _check_together(name: str, meta: Meta, stated: Stated, where: str, mesh: Mesh) -> None:
-    """A minor axis splits the pieces of the major one of its dim; its own blocks would be lost."""
+def _check_blocks_kept(name: str, meta: Meta, stated: Stated, where: str, mesh: Mesh) -> None:
+    """Raise PlanningError if two axes shard one dim and the blocks stated for the minor axis would
+    be ignored, because it splits the shards of the major axis."""
     try:
-        lost = _lost_blocks(meta, stated, mesh)
+        lost = _axis_without_blocks(meta, stated, mesh)
     except PlanningError as error:
         raise PlanningError(f"{error}\n  {name}: {meta}\n  stated by {where}") from error
     if lost is None:
         return
-    rest = {axis: p for axis, p in stated.items() if axis != lost}
-    first = next(iter(rest))
-    if _lost_blocks(meta, {lost: stated[lost], **rest}, mesh) is None:
+    others = {axis: p for axis, p in stated.items() if axis != lost}
+    first = next(iter(others))
+    if _axis_without_blocks(meta, {lost: stated[lost], **others}, mesh) is None:
         fix = f"name {lost} before {first}, so that {first} splits its blocks"
     else:
         fix = f"state blocks on {first} alone"
@@ -407,22 +409,20 @@ def _check_together(name: str, meta: Meta, stated: Stated, where: str, mesh: Mes
     )
 
 
-def _lost_blocks(meta: Meta, stated: Stated, mesh: Mesh) -> str | None:
-    """The first axis whose stated blocks are not what it would split."""
+def _axis_without_blocks(meta: Meta, stated: Stated, mesh: Mesh) -> str | None:
+    """Return the first axis whose stated blocks the spec would ignore, or None."""
     spec = make_spec(meta.shape, meta.dtype, mesh, stated)
     for axis, placement in stated.items():
-        got, num = spec.placement(axis), mesh.axis_size(axis)
-        if isinstance(placement, Shard) and isinstance(got, Shard):
-            stated_placement = on_dim(placement, got.dim)
-            if stated_placement != one_block(stated_placement) and not same(
-                stated_placement, got, meta.shape, num
-            ):
+        actual, num = spec.placement(axis), mesh.axis_size(axis)
+        if isinstance(placement, Shard) and isinstance(actual, Shard):
+            wanted = on_dim(placement, actual.dim)
+            if wanted != one_block(wanted) and not same(wanted, actual, meta.shape, num):
                 return axis
     return None
 
 
 def _as_placement(value: object) -> str:
-    """What was probably meant, as one would write it."""
+    """Return the source text of the placement that the user probably meant by ``value``."""
     match value:
         case Replicate():
             return "dt.Replicate()"
@@ -459,5 +459,5 @@ def show(value: object) -> str:
 
 
 def some_axis(mesh: Mesh) -> str:
-    """An axis to show in an example: the last one, which is innermost."""
+    """Return an axis for the example in a message: the last, which is the innermost."""
     return mesh.axes[-1] if mesh.axes else "tp"
