@@ -1,17 +1,14 @@
-"""`dt.rule`: the rule of a user's own op, in one line.
+"""`dt.rule`: state how a user's own op may be sharded, in one line.
 
     dt.rule("mylib::scale", "b t d, d -> b t d", linear=("x", "weight"))
     dt.testing.certify("mylib::scale", x, weight)          # forward and backward, by brute force
 
-The pattern names the dims of every tensor operand and result, in einops' notation (see
-dtensor.sharding.rules.rule): a factor of the operands alone is contracted, ``k!`` must be whole on
-each rank, ``...`` stands for leading dims that broadcast. An op needs a rule for each op that its
-backward runs, too: the backward op of a custom op has its own line. Actors on Ray import the module
-that registers the op; the kernel of one from the script itself goes to them with the program, with
-copies of the globals that it names.
-
-Invariants: an op has one rule; stating the same rule again changes nothing, another one is an
-error. Whether a rule is right is not known here: that is what certify is for.
+The pattern names the dims of all tensor operands and results, in einops' notation (see
+dtensor.sharding.rules.rule). A factor that only operands have is contracted; a factor ``k!`` is not
+sharded; ``...`` stands for leading dims that broadcast. The ops of the backward need rules too.
+Actors on Ray import the module that registers the op. If that is the script itself, the kernel is
+sent with the program, with copies of the globals that it names. Stating another rule for an op is
+an error. Whether a rule is right is checked by `dt.testing.certify`.
 """
 
 from __future__ import annotations
@@ -39,7 +36,7 @@ Linear = str | int | Sequence[str | int | Sequence[str | int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpRule:
-    """A stated rule; called with an OpCall, it is that call's Rule. ``ops``: full names."""
+    """A stated rule. A call with an OpCall returns the Rule of that call. ``ops``: full names."""
 
     ops: tuple[str, ...]
     pattern: str
@@ -50,9 +47,9 @@ class OpRule:
     dtypes: Dtypes = "promote"
 
     def __call__(self, call: OpCall) -> Rule:
-        return with_dtypes(self.dtypes, self._made)(call)
+        return with_dtypes(self.dtypes, self._make)(call)
 
-    def _made(self, call: OpCall) -> Rule:
+    def _make(self, call: OpCall) -> Rule:
         groups = [g for g in (_indices(call, group) for group in self.linear) if g]
         return make(
             call,
@@ -74,24 +71,25 @@ def rule(
     flops: str = "",
     dtypes: Dtypes = "promote",
 ) -> OpRule:
-    """State how an op may be split.
+    """State how an op may be sharded.
 
     Args:
-        op: "mylib::op" (each of its overloads), "mylib::op.overload", "aten.mm.default" or the
+        op: "mylib::op" (all its overloads), "mylib::op.overload", "aten.mm.default" or the
             OpOverload itself.
         pattern: the dims of the tensor operands and results, "m k, k n -> m n".
-        linear: names (or numbers among the tensors) of operands in which the op is linear: each on
-            its own in ("a", "b"); those of an inner tuple jointly, as in [("x", "bias"), "w"].
-        reduce: how the parts of a contracted factor combine, as in `dt.Partial`.
-        localize: rewrites the call for one rank, where sizes or counts among its arguments are
-            global; see dtensor.sharding.ops.call.
+        linear: the operands in which the op is linear, by name or by number among the tensors:
+            separately in each of ("a", "b"); jointly in those of an inner tuple, as in
+            [("x", "bias"), "w"].
+        reduce: how partial results over a contracted factor combine, as in `dt.Partial`.
+        localize: rewrites the call for one rank, if its arguments contain global sizes or counts;
+            see dtensor.sharding.ops.call.
         flops: the factors whose product, doubled, is the number of operations: "m k n".
-        dtypes: which dtypes of tensor operands the op takes together: any mix ("promote"), one
-            dtype ("same"), or a function of the tuple of them. A call with others is a
-            PlanningError with its line, where otherwise the kernel fails on a rank.
+        dtypes: which dtypes of tensor operands the op accepts together: any mix ("promote"), one
+            dtype ("same"), or a function of the tuple of dtypes. A call with others raises
+            PlanningError with its line; otherwise the kernel would fail on a rank.
 
-    Raises PlanningError where the op is unknown or changes its arguments, where the pattern does
-    not fit its schema, and where the op has another rule.
+    Raises PlanningError if the op is unknown or changes its arguments, if the pattern does not fit
+    its schema, or if the op has another rule.
     """
     check_kind("the op", op, str | OpOverload, "an op or its name", '"mylib::scale"')
     check_kind("the pattern", pattern, str, "a text", '"m k, k n -> m n"')
@@ -114,19 +112,19 @@ def rule(
 
 
 def op_overloads(op: str | OpOverload) -> tuple[OpOverload, ...]:
-    """The overloads that ``op`` names; PlanningError where there are none."""
+    """Return the overloads that ``op`` names. Raises PlanningError if there are none."""
     if isinstance(op, OpOverload):
         return (op,)
     known = dispatch_get_all_op_names()
     wanted = op
     if "::" not in op:  # "aten.mm.default", "aten.mm"
-        namespace, _, rest = op.partition(".")
-        wanted = f"{namespace}::{rest}"
+        namespace, _, name = op.partition(".")
+        wanted = f"{namespace}::{name}"
     wanted = wanted.removesuffix(".default")
     overloads = [n for n in known if n == wanted]
     if not overloads or (wanted == op and "." not in wanted):
-        every = [n for n in known if n == wanted or n.startswith(f"{wanted}.")]
-        overloads = [n for n in every if not _overload(n)._schema.is_mutable] or every  # no out=
+        found = [n for n in known if n == wanted or n.startswith(f"{wanted}.")]
+        overloads = [n for n in found if not _overload(n)._schema.is_mutable] or found  # no out=
     if not overloads:
         near = nearest(wanted, known)
         raise PlanningError(
@@ -138,8 +136,8 @@ def op_overloads(op: str | OpOverload) -> tuple[OpOverload, ...]:
 
 
 def _overload(name: str) -> OpOverload:
-    namespace, _, rest = name.partition("::")
-    packet, _, overload = rest.partition(".")
+    namespace, _, op = name.partition("::")
+    packet, _, overload = op.partition(".")
     return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
 
 
@@ -153,7 +151,8 @@ def _groups(linear: Linear) -> tuple[Group, ...]:
 
 
 def _indices(call: OpCall, group: Group) -> tuple[int, ...]:
-    """The operands of a group in this call; () where a non-zero number stands for one of them."""
+    """Return the indices of a group's operands in this call; () if one is a nonzero number, because
+    the op is then affine, not linear, in the others."""
     indices: list[int] = []
     for member in group:
         if isinstance(member, int):
@@ -175,7 +174,7 @@ def _argument(call: OpCall, name: str) -> Any:
     return call.arg(names.index(name), name)
 
 
-# -- does it fit the schema ------------------------------------------------------------------------
+# -- checks against the schema ---------------------------------------------------------------------
 
 
 def _check(
@@ -244,12 +243,12 @@ def _check_count(
     names: Sequence[str],
     items: Sequence[Any],
 ) -> None:
-    """Optional tensors may be left out, a list of tensors may have any length."""
-    most = None if any(_is_list(i.type) for i in items) else len(items)
-    if count < least or (most is not None and count > most):
-        wanted = (
-            str(least) if most == least else f"{least} to {'any number' if most is None else most}"
-        )
+    """Raise PlanningError if a pattern has too few or too many terms. Optional tensors may be left
+    out; a list of tensors may have any length."""
+    largest = None if any(_is_list(i.type) for i in items) else len(items)
+    if count < least or (largest is not None and count > largest):
+        limit = "any number" if largest is None else largest
+        wanted = str(least) if largest == least else f"{least} to {limit}"
         raise PlanningError(
             f"the pattern {pattern!r} has {count} {what}, {op} has {wanted}: {listing(names)}.\n"
             f"  {op._schema}\n"
@@ -264,11 +263,12 @@ def _check_new_factors(
     results: Sequence[Sequence[str]],
     localize: Localizer | None,
 ) -> None:
-    """A factor that no operand has: every rank computes all of it, unless a localizer helps."""
+    """Raise PlanningError for a factor that only results have, unless it is marked with "!" or
+    there is a localizer: every rank would compute all of it."""
     written = [f for tokens in (*operands, *results) for f in _factors(tokens)]
-    held = {f.removesuffix("!") for tokens in operands for f in _factors(tokens)}
-    held |= {f.removesuffix("!") for f in written if f.endswith("!")}
-    new = [f for tokens in results for f in _factors(tokens) if f.removesuffix("!") not in held]
+    known = {f.removesuffix("!") for tokens in operands for f in _factors(tokens)}
+    known |= {f.removesuffix("!") for f in written if f.endswith("!")}
+    new = [f for tokens in results for f in _factors(tokens) if f.removesuffix("!") not in known]
     if not new or localize is not None:
         return
     if "..." in new:
@@ -287,7 +287,7 @@ def _check_new_factors(
 
 
 def _factors(tokens: Sequence[str]) -> list[str]:
-    """The names in a tensor's dims, each with its "!"."""
+    """Return the names of the factors in a tensor's dims, with their "!"."""
     factors: list[str] = []
     for token in tokens:
         inner = token.strip("()").replace("+", " ").split()

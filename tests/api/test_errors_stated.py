@@ -15,7 +15,7 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 from dtensor.api.model.stating.stages import resolve_stages
-from dtensor.api.model.stating.stated_placements import input_pins, resolve
+from dtensor.api.model.stating.stated_placements import input_pins, resolve_placements
 from dtensor.errors import PlanningError
 from dtensor.sharding.ops.call import Meta
 from dtensor.sharding.spec.mesh import Mesh
@@ -32,7 +32,7 @@ def refused(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
 
 
 def placed(placements: Any, module: nn.Module | None = None) -> str:
-    return refused(resolve, module or GPT(), MESH, placements, stage_axis="pp")
+    return refused(resolve_placements, module or GPT(), MESH, placements, stage_axis="pp")
 
 
 # -- placements ------------------------------------------------------------------------------------

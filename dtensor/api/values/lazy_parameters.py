@@ -5,17 +5,11 @@
     net.weight.sum()                             # holder.bring((net.weight,)), then torch's sum
     type(net.weight)                             # nn.Parameter again
 
-A lazy tensor has another class, and torch calls that class before any operation on such a tensor.
-Requests for a shape, a dtype or a gradient are answered without a fetch. Any other operation
-touches the value, as a read, a write or both: the holder fetches the value into the tensor's own
-memory and makes it a plain tensor again, and then the operation runs. So views, `.data`,
-`.numpy()`, deepcopy, pickle and fused kernels see current values, and tensors keep their identity.
-
-A holder whose values are lost raises; then only a write of the whole tensor (`copy_`, as in
-`load_state_dict`) works, without them.
-
-Reads of torch below that hook are not seen: `torch.tensor(p)`, `p` under `torch.func.grad`, memory
-that others share (docs/state.md lists them). Not here: the objects that hold values (home.py).
+A lazy tensor has a class whose `__torch_function__` torch calls before any operation. Shapes,
+dtypes and gradients need no fetch. For any other operation, the holder (store/home.py) first writes
+the value into the tensor's memory and makes the tensor plain again. If the value is lost, only a
+write of the full tensor works, such as `copy_` in `load_state_dict`. Reads below this hook are not
+noticed: docs/state.md lists them.
 """
 
 from __future__ import annotations
@@ -49,37 +43,37 @@ from dtensor.private_torch import (
 
 
 class ValueHolder(Protocol):
-    """The object that holds values."""
+    """An object that has the values of lazy tensors."""
 
     @property
     def gone(self) -> str:
-        """Why the values are lost for good, or ""."""
+        """Why the values are permanently lost, or ""."""
         ...
 
     def bring(self, tensors: Sequence[Tensor]) -> None:
-        """Make the tensors plain, with current memory. RuntimeError if ``gone``."""
+        """Fetch the values and make the tensors plain. Raises RuntimeError if they are lost."""
         ...
 
     def give_up(self, tensor: Tensor) -> None:
-        """Make the tensor plain without a fetch: all of it is about to be written."""
+        """Make the tensor plain without a fetch, because all of it is about to be written."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class _Whereabouts:
+class _Remote:
     holder: ValueHolder
     label: str
     kind: type[Tensor]  # the class of the plain tensor
 
 
 class LazyTensor:
-    """The first base of a tensor's class while its value is remote."""
+    """A base of a tensor's class while its value is remote."""
 
-    _whereabouts: _Whereabouts
-    _kind: type[Any]
+    _remote_value: _Remote
+    _kind: type[Any]  # the class of the plain tensor
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """`type(p)(data)` returns a tensor of the plain class."""
+        """Return a tensor of the plain class, for `type(p)(data)`."""
         return cls._kind(*args, **kwargs)
 
     @classmethod
@@ -91,14 +85,18 @@ class LazyTensor:
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _ASKS_NOTHING and not (func == Tensor.type and len(args) + len(kwargs) > 1):
-            if func == _GRAD:
-                _asked_for_gradient()
+        if func in _WITHOUT_FETCH and not (func == Tensor.type and len(args) + len(kwargs) > 1):
+            if func == _GET_GRAD:
+                _check_gradient_read()
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         first = args[0] if args else None
-        if func in _WRITES_ALL and isinstance(first, LazyTensor) and first._whereabouts.holder.gone:
-            return _write_all(func, first, args, kwargs)
+        if (
+            func in _FULL_WRITES
+            and isinstance(first, LazyTensor)
+            and first._remote_value.holder.gone
+        ):
+            return _overwrite(func, first, args, kwargs)
         if not fault_in((args, kwargs)):
             raise RuntimeError(
                 f"{func} reads a parameter whose value is on the ranks, where it cannot be fetched "
@@ -108,69 +106,70 @@ class LazyTensor:
         return func(*args, **kwargs)
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
-        """Torch does not call the hook for it; `parametrize.register_parametrization` calls it."""
+        """Fetch the value first: torch does not call `__torch_function__` for `set_`, which
+        `parametrize.register_parametrization` uses."""
         fault_in((self, args, kwargs))
         return Tensor.set_(self, *args, **kwargs)  # type: ignore[arg-type]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(_home(self), memo)
+        return copy.deepcopy(_fetched(self), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _home(self).__reduce_ex__(protocol)
+        return _fetched(self).__reduce_ex__(protocol)
 
     def __repr__(self, **options: Any) -> str:
-        return repr(_home(self))
+        return repr(_fetched(self))
 
 
 def evict(tensor: Tensor, holder: ValueHolder, label: str) -> None:
-    """Make the tensor lazy: ``holder`` has the value, under the name ``label``."""
-    kind = tensor._whereabouts.kind if isinstance(tensor, LazyTensor) else type(tensor)
+    """Make the tensor lazy: ``holder`` has the value under ``label``."""
+    kind = tensor._remote_value.kind if isinstance(tensor, LazyTensor) else type(tensor)
     if not isinstance(tensor, LazyTensor):
-        tensor.__class__ = _away_kind(kind)
-    tensor._whereabouts = _Whereabouts(holder, label, kind)  # type: ignore[attr-defined]
+        tensor.__class__ = _lazy_class(kind)
+    tensor._remote_value = _Remote(holder, label, kind)  # type: ignore[attr-defined]
 
 
 def make_plain(tensor: Tensor) -> None:
     """Make the tensor plain again, with the present contents of its memory."""
     assert isinstance(tensor, LazyTensor)
-    kind = tensor._whereabouts.kind
-    del tensor._whereabouts
+    kind = tensor._remote_value.kind
+    del tensor._remote_value
     tensor.__class__ = kind  # type: ignore[assignment]
 
 
 def holder_of(tensor: Tensor) -> ValueHolder | None:
-    """The holder of the value; None for a plain tensor."""
-    return tensor._whereabouts.holder if isinstance(tensor, LazyTensor) else None
+    """Return the holder of the value; None for a plain tensor."""
+    return tensor._remote_value.holder if isinstance(tensor, LazyTensor) else None
 
 
 def label_of(tensor: Tensor) -> str:
     assert isinstance(tensor, LazyTensor)
-    return tensor._whereabouts.label
+    return tensor._remote_value.label
 
 
 def fault_in(values: Any) -> bool:
-    """Fetch the lazy tensors in a pytree; returns whether there were any."""
-    away = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, LazyTensor)]
+    """Fetch the lazy tensors in a pytree. Return whether there were any."""
+    lazy = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, LazyTensor)]
     with CALL_LOCK:
-        for holder, tensors in by_holder(away):
+        for holder, tensors in by_holder(lazy):
             holder.bring(tensors)
-    return bool(away)
+    return bool(lazy)
 
 
 def by_holder(tensors: Iterable[Any]) -> list[tuple[ValueHolder, list[Tensor]]]:
-    """The lazy tensors, each once, by their holders."""
-    tensors_by_holder: dict[int, tuple[ValueHolder, dict[int, Tensor]]] = {}
+    """Group the lazy tensors by holder, each tensor once."""
+    groups: dict[int, tuple[ValueHolder, dict[int, Tensor]]] = {}
     for tensor in tensors:
         if isinstance(tensor, LazyTensor):
-            holder = tensor._whereabouts.holder
-            tensors_by_holder.setdefault(id(holder), (holder, {}))[1][id(tensor)] = tensor  # type: ignore[assignment]
-    return [(holder, list(held.values())) for holder, held in tensors_by_holder.values()]
+            holder = tensor._remote_value.holder
+            groups.setdefault(id(holder), (holder, {}))[1][id(tensor)] = tensor  # type: ignore[assignment]
+    return [(holder, list(group.values())) for holder, group in groups.values()]
 
 
 @contextmanager
 def plainly() -> Iterator[None]:
-    """Within, lazy tensors are read and written without a fetch, and no mode of torch's (fake
-    tensors, a default device, vmap, jit.trace) changes the operations."""
+    """Return a context in which lazy tensors are read and written without a fetch, and no mode of
+    torch (fake tensors, a default device, vmap, jit.trace) changes operations."""
     with ExitStack() as stack:
         tracing = get_tracing_state()
         stack.callback(set_tracing_state, tracing)  # type: ignore[attr-defined]
@@ -183,43 +182,42 @@ def plainly() -> Iterator[None]:
 
 
 def as_it_is() -> Any:
-    """Within, own code reads shapes and the like of tensors without the hook."""
+    """Return a context in which reading shapes, dtypes and the like skips `__torch_function__`."""
     return DisableTorchFunctionSubclass()
 
 
 @cache
-def _away_kind(kind: type[Tensor]) -> type[Any]:
+def _lazy_class(kind: type[Tensor]) -> type[Any]:
     name = f"Away{kind.__name__}"
-    return types.new_class(name, (LazyTensor, kind), exec_body=lambda own: own.update(_kind=kind))
+    return types.new_class(name, (LazyTensor, kind), exec_body=lambda body: body.update(_kind=kind))
 
 
-def _home(tensor: Any) -> Any:
+def _fetched(tensor: Any) -> Any:
     fault_in(tensor)
     return tensor
 
 
-def _write_all(
+def _overwrite(
     func: Callable[..., Any], tensor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Write all of the tensor without its lost values; it stays lazy if torch refuses."""
+    """Write the full tensor without fetching its lost value. It stays lazy if torch raises."""
     fault_in((args[1:], kwargs))
-    where: _Whereabouts = tensor._whereabouts
+    remote: _Remote = tensor._remote_value
     make_plain(tensor)
     try:
         result = func(*args, **kwargs)
     except BaseException:
-        evict(tensor, where.holder, where.label)
+        evict(tensor, remote.holder, remote.label)
         raise
-    where.holder.give_up(tensor)
+    remote.holder.give_up(tensor)
     return result
 
 
-def _asked_for_gradient() -> None:
-    """PlanningError if torch's own clipping reads the gradient: it would find none, and silently
-    clip nothing. Other readers outside torch get a warning, once per line; torch's own `zero_grad`
-    gets none."""
-    asks: types.FrameType | None = sys._getframe(2)
-    name = asks.f_globals.get("__name__", "")
+def _check_gradient_read() -> None:
+    """Raise PlanningError if torch's gradient clipping reads ``.grad``, because it would silently
+    clip nothing. Warn other readers outside torch, once per line."""
+    reader: types.FrameType | None = sys._getframe(2)
+    name = reader.f_globals.get("__name__", "")
     if not name.startswith("torch."):
         warnings.warn(
             "the parameter's .grad is None: its value is on the ranks, and so was its gradient, "
@@ -229,9 +227,9 @@ def _asked_for_gradient() -> None:
             stacklevel=3,
         )
     if name == "torch.nn.utils.clip_grad":
-        while asks is not None and not asks.f_code.co_name.startswith("clip_"):
-            asks = asks.f_back  # a comprehension, or a helper
-        name = asks.f_code.co_name if asks is not None else "clip_grad"
+        while reader is not None and not reader.f_code.co_name.startswith("clip_"):
+            reader = reader.f_back  # a comprehension, or a helper
+        name = reader.f_code.co_name if reader is not None else "clip_grad"
         raise PlanningError(
             f"torch.nn.utils.{name} finds no gradients: they are on the ranks, and the step has "
             f"consumed them\n"
@@ -240,8 +238,7 @@ def _asked_for_gradient() -> None:
         )
 
 
-# -- operations without a fetch
-# ------------------------------------------------------------------------------
+# -- operations without a fetch --------------------------------------------------------------------
 
 _PROPERTIES = """
     shape dtype device requires_grad is_leaf grad grad_fn ndim layout names output_nr retains_grad
@@ -249,30 +246,30 @@ _PROPERTIES = """
     is_maia is_meta is_mkldnn is_mps is_mtia is_nested is_quantized is_sparse is_sparse_csr
     is_vulkan is_xla is_xpu
 """
-# Not dim and is_floating_point: they are vmap's and jvp's last reads before they wrap the present
-# tensor.
+# dim and is_floating_point are missing on purpose: vmap and jvp read them last before they wrap the
+# tensor, so the fetch must happen there.
 _METHODS = """
     size ndimension numel nelement stride is_complex is_signed element_size
     __len__ register_hook register_post_accumulate_grad_hook __hash__ requires_grad_ get_device
     is_contiguous storage_offset is_same_size is_conj is_neg is_inference type
 """
-_FOUND = {**vars(TensorBase), **vars(Tensor)}  # those that this torch has
-_ASKS_NOTHING = frozenset(
+_ATTRIBUTES = {**vars(TensorBase), **vars(Tensor)}  # of tensors in this version of torch
+_WITHOUT_FETCH = frozenset(
     {
-        *(_FOUND[name].__get__ for name in _PROPERTIES.split() if name in _FOUND),
-        *(_FOUND[name] for name in _METHODS.split() if name in _FOUND),
-        *(_FOUND[name].__set__ for name in ("grad", "requires_grad")),
-        _FOUND["grad"].__delete__,
+        *(_ATTRIBUTES[name].__get__ for name in _PROPERTIES.split() if name in _ATTRIBUTES),
+        *(_ATTRIBUTES[name] for name in _METHODS.split() if name in _ATTRIBUTES),
+        *(_ATTRIBUTES[name].__set__ for name in ("grad", "requires_grad")),
+        _ATTRIBUTES["grad"].__delete__,
         torch.numel,
         torch.is_complex,
         torch.is_signed,
         torch.is_same_size,
     }
 )
-_GRAD = _FOUND["grad"].__get__
-_WRITES_ALL = frozenset(
+_GET_GRAD = _ATTRIBUTES["grad"].__get__
+_FULL_WRITES = frozenset(
     {Tensor.copy_, Tensor.fill_, Tensor.zero_, Tensor.normal_, Tensor.uniform_}
-    | {_FOUND["data"].__set__}
+    | {_ATTRIBUTES["data"].__set__}
 )
 
 
@@ -282,11 +279,11 @@ Entries = dict[Tensor, dict[str, Any]]
 
 
 class LazyOptimizerState(MutableMapping[Tensor, dict[str, Any]]):
-    """torch's ``optimizer.state``, parameter to its entries, while the ranks have it.
+    """torch's ``optimizer.state`` (parameter -> its entries) while the ranks or files have it.
 
-    ``stale``: the ranks have newer entries than ``entries``; ``on_disk``: or files have them, until
-    the first read; ``touched``: the user has read them, and may have written; ``gone``: why they
-    are lost for good, or "".
+    entries: those on the controller. stale: newer entries are on the ranks, or in the files of
+    ``on_disk``. touched: the user has read the state, and may have changed it. gone: why the
+    entries are permanently lost, or "".
     """
 
     def __init__(
@@ -300,7 +297,8 @@ class LazyOptimizerState(MutableMapping[Tensor, dict[str, Any]]):
         self.gone = ""
 
     def refresh(self) -> Entries:
-        """The current entries; it does not count as a touch. RuntimeError if they are lost."""
+        """Return the current entries, fetching them if they are stale. ``touched`` is unchanged.
+        Raises RuntimeError if they are lost."""
         if self.gone:
             raise RuntimeError(self.gone)
         if self.stale:
@@ -310,48 +308,48 @@ class LazyOptimizerState(MutableMapping[Tensor, dict[str, Any]]):
         return self.entries
 
     def to_place(self) -> Entries:
-        """The entries to put on ranks; for those on disk, their places in files."""
+        """Return the entries to put on ranks; if they are in files, their `OnDisk` records."""
         return dict(self.refresh() if self.on_disk is None else self.on_disk)
 
     def changed(self) -> None:
-        """From now on the ranks have newer entries."""
+        """Record that the ranks have newer entries."""
         self.stale = True
         self.entries = {}
 
     def plain(self) -> defaultdict[Tensor, Any]:
-        """A current state of torch's class; it does not count as a touch."""
+        """Return the current entries in torch's class. ``touched`` is unchanged."""
         return defaultdict(dict, self.refresh())
 
-    def _looked(self) -> Entries:
+    def _read(self) -> Entries:
         self.touched = True
         return self.refresh()
 
     def __getitem__(self, key: Tensor) -> dict[str, Any]:
-        return self._looked().setdefault(key, {})
+        return self._read().setdefault(key, {})
 
     def __setitem__(self, key: Tensor, value: dict[str, Any]) -> None:
-        self._looked()[key] = value
+        self._read()[key] = value
 
     def __delitem__(self, key: Tensor) -> None:
-        del self._looked()[key]
+        del self._read()[key]
 
     def __contains__(self, key: object) -> bool:
-        return key in self._looked()
+        return key in self._read()
 
     def __iter__(self) -> Iterator[Tensor]:
-        return iter(self._looked())
+        return iter(self._read())
 
     def __len__(self) -> int:
-        return len(self._looked())
+        return len(self._read())
 
     def __repr__(self) -> str:
-        return repr(defaultdict(dict, self._looked()))
+        return repr(defaultdict(dict, self._read()))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> defaultdict[Tensor, Any]:
-        return copy.deepcopy(defaultdict(dict, self._looked()), memo)
+        return copy.deepcopy(defaultdict(dict, self._read()), memo)
 
     def __copy__(self) -> defaultdict[Tensor, Any]:
-        return defaultdict(dict, self._looked())
+        return defaultdict(dict, self._read())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return defaultdict, (dict, dict(self._looked()))
+        return defaultdict, (dict, dict(self._read()))

@@ -1,23 +1,14 @@
-"""The seed, the numbers of steps and calls, and the random numbers' inputs of programs.
+"""The seed and the counts of steps and calls, from which programs draw random numbers.
 
     dt.manual_seed(7)          # every counter starts again from 0
     step(tokens, targets)      # random ops draw with (key of 7, step 0)
     step(tokens, targets)      # ... step 1
 
-A random number is a function of (seed, step, op, global element), so a run repeats under any
-placement, mesh and number of microbatches, and a step can be repeated alone. The seed is mixed with
-the purpose of the numbers (training, a compiled function by its name, a parameter by its name), so
-that no two purposes share numbers.
-
-If a step or call fails and is undone, the next one gets its number: the controller returns it when
-it learns of the failure, and the ranks, which know earlier, subtract it meanwhile (`Counted`).
-
-A checkpoint has the seed and every count (`counts`), and a resumed run continues with them
-(`restore_counts`), also in counters that are made later. Counters of one purpose are distinguished
-by the order in which they were made; surplus ones begin at 0.
-
-Invariants: torch's own generators are neither read nor advanced; the default seed is 0. A counter
-that was made under an earlier seed starts from 0 under the present one.
+A random number is a function of (seed, purpose, step, op, global element), so a run repeats under
+any placement, mesh and number of microbatches. The purpose is training, the name of a compiled
+function, or the name of a parameter. A checkpoint has the seed and all counts. If a step is undone,
+the next one gets its number: the controller takes the number back when it learns of the failure;
+the ranks, which know earlier, subtract it until then (`Counted`).
 """
 
 from __future__ import annotations
@@ -44,8 +35,8 @@ _present = _Present()
 
 
 def manual_seed(seed: int) -> None:
-    """Set the seed of all random numbers, and start every count of steps and calls from 0.
-    PlanningError for a seed that is no integer."""
+    """Set the seed of all random numbers, and start every count of steps and calls from 0. Raises
+    PlanningError if the seed is not an integer."""
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise PlanningError(f"manual_seed({seed!r}): a seed is an integer; fix: dt.manual_seed(0)")
     _present.seed = seed
@@ -54,21 +45,24 @@ def manual_seed(seed: int) -> None:
 
 
 def initial_seed() -> int:
-    """The seed of all random numbers: 0, or the last one of `manual_seed`."""
+    """Return the seed of all random numbers: that of the last `manual_seed`, by default 0."""
     return _present.seed
 
 
 @lru_cache(maxsize=1024)
 def key_of(seed: int, *purpose: str) -> int:
-    """A 63-bit key: the seed mixed with the purpose of the numbers."""
+    """Return a 63-bit hash of the seed and the purpose of the random numbers."""
     text = "\x00".join((str(seed), *purpose)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Counter:
-    """Counts steps or calls from 0, from 0 again after `manual_seed`. ``resets``: how often it was
-    set to another number; ``purpose``: its purpose, if `counts` must include it."""
+    """Counts steps or calls from 0, and from 0 again after `manual_seed`.
+
+    purpose: of the random numbers; "" if `counts` leaves the counter out. epoch: the number of the
+    seed under which it counts. resets: how often the count was set.
+    """
 
     purpose: str = ""
     count: int = 0
@@ -86,12 +80,13 @@ class Counter:
             saved.rotate(-1)
 
     def present(self) -> int:
+        """Return the number of the next step or call."""
         if self.epoch != _present.epoch:
             self.restore(0)
         return self.count
 
     def advance(self) -> int:
-        """The number of this step; the next step gets one more."""
+        """Return the number of this step, and count it."""
         number = self.present()
         self.count = number + 1
         return number
@@ -101,20 +96,21 @@ class Counter:
         self.resets += 1
 
     def give_back(self, resets: int) -> None:
-        """Return the number of an undone step, which advanced it after ``resets`` resets."""
+        """Take back the number of an undone step, unless the count was set since the step, when
+        ``resets`` was the number of resets."""
         self.present()
         if resets == self.resets:
             self.count -= 1
 
 
-_counters: dict[str, WeakValueDictionary[int, Counter]] = {}  # by number, in this order
+_counters: dict[str, WeakValueDictionary[int, Counter]] = {}  # by purpose and serial number
 _serial = itertools.count()
-_resumed: dict[str, deque[int]] = {}  # start values of counters that are made later
+_resumed: dict[str, deque[int]] = {}  # purpose -> start values of counters that are made later
 
 
 def counts() -> dict[str, list[int]]:
-    """By purpose, the counts of all existing counters, in the order in which they were made; then
-    counts of a resumed run whose counters were not made again."""
+    """Return the counts by purpose, in the order in which the counters were made. Counts of a
+    resumed run whose counters were not made again follow."""
     saved_counts: dict[str, list[int]] = {}
     for purpose in sorted(_counters.keys() | _resumed.keys()):
         numbers = [counter.present() for counter in _living(purpose)]
@@ -124,7 +120,8 @@ def counts() -> dict[str, list[int]]:
 
 
 def restore_counts(seed: int, saved: Mapping[str, Sequence[int]]) -> None:
-    """Continue with a seed and a result of `counts`; other counters are unchanged."""
+    """Continue with a seed and a result of `counts`. Counters of one purpose get its counts in the
+    order in which they were or will be made. Counters of other purposes are unchanged."""
     _present.seed = seed
     _resumed.clear()
     _resumed.update((purpose, deque(numbers)) for purpose, numbers in saved.items())
@@ -138,5 +135,5 @@ def _living(purpose: str) -> list[Counter]:
 
 
 def numbers_fed(step: int, *purpose: str) -> dict[str, object]:
-    """The inputs of a program with random ops, by the names of its Slots."""
+    """Return the inputs of a program's random ops: the key of the purpose, and the step."""
     return {SEED: key_of(_present.seed, *purpose), STEP: step}

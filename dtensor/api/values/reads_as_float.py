@@ -1,14 +1,11 @@
-"""Arithmetic, comparison and torch's and numpy's functions of what `float()` reads.
+"""Arithmetic, comparison, and torch's and numpy's functions for an object that `float()` reads.
 
     total += loss                   # total: float
     loss < 2;  f"{loss:.3f}";  sum(losses);  round(loss, 3);  math.isnan(loss);  np.mean(losses)
-    torch.isnan(loss);  torch.stack(losses);  tensor + loss     # of the scalar that `tensor` reads
+    torch.isnan(loss);  torch.stack(losses);  tensor + loss     # use loss.tensor()
 
-Each of them reads, and waits for what is under way; results are plain floats (bools, tensors).
-Equality is that of values, as hashing is by identity: as with a torch.Tensor.
-
-Not here: what is read (`api/step/loss.py`), and methods of a tensor, which an error sends to
-`tensor()`.
+Each operation reads the value, and waits for it if it is pending. Results are plain floats, bools
+or tensors. Two objects are equal if their values are; the hash is by identity, as for torch.Tensor.
 """
 
 from __future__ import annotations
@@ -25,12 +22,12 @@ import torch
 from dtensor.private_torch import pytree
 
 
-def _of_one(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda self, *rest: function(float(self), *rest)
+def _unary(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, *args: function(float(self), *args)
 
 
-def _of_two(function: Callable[[Any, Any], Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The operator with the number at its left, and at its right."""
+def _binary(function: Callable[[Any, Any], Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return the methods for the object as the left and as the right operand."""
     return (
         lambda self, other: function(float(self), _value(other)),
         lambda self, other: function(_value(other), float(self)),
@@ -42,30 +39,29 @@ def _value(x: object) -> Any:
 
 
 class ReadsAsFloat:
-    """Counts as the number that `float()` of it gives, in arithmetic, comparison and torch's
-    functions."""
+    """A base class of objects that behave as the number ``float(self)``."""
 
     @abstractmethod
     def __float__(self) -> float: ...
 
     @abstractmethod
     def tensor(self) -> torch.Tensor:
-        """The number as a scalar CPU tensor."""
+        """Return the number as a scalar CPU tensor."""
 
-    __add__, __radd__ = _of_two(operator.add)
-    __sub__, __rsub__ = _of_two(operator.sub)
-    __mul__, __rmul__ = _of_two(operator.mul)
-    __truediv__, __rtruediv__ = _of_two(operator.truediv)
-    __floordiv__, __rfloordiv__ = _of_two(operator.floordiv)
-    __mod__, __rmod__ = _of_two(operator.mod)
-    __divmod__, __rdivmod__ = _of_two(divmod)
-    __pow__, __rpow__ = _of_two(operator.pow)
-    __lt__, __gt__ = _of_two(operator.lt)
-    __le__, __ge__ = _of_two(operator.le)
-    __neg__, __pos__, __abs__ = map(_of_one, (operator.neg, operator.pos, operator.abs))
-    __bool__, __int__, __round__ = map(_of_one, (bool, int, round))
-    __trunc__, __floor__, __ceil__ = map(_of_one, (math.trunc, math.floor, math.ceil))
-    __str__, __format__ = map(_of_one, (str, format))
+    __add__, __radd__ = _binary(operator.add)
+    __sub__, __rsub__ = _binary(operator.sub)
+    __mul__, __rmul__ = _binary(operator.mul)
+    __truediv__, __rtruediv__ = _binary(operator.truediv)
+    __floordiv__, __rfloordiv__ = _binary(operator.floordiv)
+    __mod__, __rmod__ = _binary(operator.mod)
+    __divmod__, __rdivmod__ = _binary(divmod)
+    __pow__, __rpow__ = _binary(operator.pow)
+    __lt__, __gt__ = _binary(operator.lt)
+    __le__, __ge__ = _binary(operator.le)
+    __neg__, __pos__, __abs__ = map(_unary, (operator.neg, operator.pos, operator.abs))
+    __bool__, __int__, __round__ = map(_unary, (bool, int, round))
+    __trunc__, __floor__, __ceil__ = map(_unary, (math.trunc, math.floor, math.ceil))
+    __str__, __format__ = map(_unary, (str, format))
 
     def __eq__(self, other: object) -> Any:
         return float(self) == _value(other)
@@ -73,7 +69,8 @@ class ReadsAsFloat:
     __hash__ = object.__hash__
 
     def __iter__(self) -> NoReturn:
-        """As of a scalar tensor; torch's GradScaler asks for items of what is no tensor."""
+        """Raises TypeError, as for a scalar tensor. torch's GradScaler iterates over a loss that is
+        not a tensor."""
         raise TypeError(
             f"a {type(self).__name__} is one number, and has no items.\n"
             f"fix: float(loss); of a torch.amp.GradScaler: the step has run backward and the "

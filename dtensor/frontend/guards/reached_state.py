@@ -31,7 +31,7 @@ Roots = tuple[tuple[str, Any], ...]
 
 METHOD_OWNER = " (of a bound method)"
 """Suffix of the path of an object whose method in C is stored: `pop = items.pop` reaches items."""
-REMOTE_VALUE = "_whereabouts"
+REMOTE_VALUE = "_remote_value"
 """Attribute of a parameter whose value is on ranks (api/values/lazy_parameters.py)."""
 
 T = TypeVar("T")
