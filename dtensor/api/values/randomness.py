@@ -26,12 +26,12 @@ from dtensor.sharding.ops.call import SEED, STEP
 
 
 @dataclass(slots=True)
-class _Present:
+class _SeedState:
     seed: int = 0
     epoch: int = 0  # how often the seed was set
 
 
-_present = _Present()
+_state = _SeedState()
 
 
 def manual_seed(seed: int) -> None:
@@ -39,14 +39,14 @@ def manual_seed(seed: int) -> None:
     PlanningError if the seed is not an integer."""
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise PlanningError(f"manual_seed({seed!r}): a seed is an integer; fix: dt.manual_seed(0)")
-    _present.seed = seed
-    _present.epoch += 1
+    _state.seed = seed
+    _state.epoch += 1
     _resumed.clear()
 
 
 def initial_seed() -> int:
     """Return the seed of all random numbers: that of the last `manual_seed`, by default 0."""
-    return _present.seed
+    return _state.seed
 
 
 @lru_cache(maxsize=1024)
@@ -81,7 +81,7 @@ class Counter:
 
     def present(self) -> int:
         """Return the number of the next step or call."""
-        if self.epoch != _present.epoch:
+        if self.epoch != _state.epoch:
             self.restore(0)
         return self.count
 
@@ -92,7 +92,7 @@ class Counter:
         return number
 
     def restore(self, count: int) -> None:
-        self.epoch, self.count = _present.epoch, count
+        self.epoch, self.count = _state.epoch, count
         self.resets += 1
 
     def give_back(self, resets: int) -> None:
@@ -113,7 +113,7 @@ def counts() -> dict[str, list[int]]:
     resumed run whose counters were not made again follow."""
     saved_counts: dict[str, list[int]] = {}
     for purpose in sorted(_counters.keys() | _resumed.keys()):
-        numbers = [counter.present() for counter in _living(purpose)]
+        numbers = [counter.present() for counter in _existing_counters(purpose)]
         saved = _resumed.get(purpose, ())
         saved_counts[purpose] = [*numbers, *list(saved)[: max(0, len(saved) - len(numbers))]]
     return {purpose: numbers for purpose, numbers in saved_counts.items() if any(numbers)}
@@ -122,18 +122,18 @@ def counts() -> dict[str, list[int]]:
 def restore_counts(seed: int, saved: Mapping[str, Sequence[int]]) -> None:
     """Continue with a seed and a result of `counts`. Counters of one purpose get its counts in the
     order in which they were or will be made. Counters of other purposes are unchanged."""
-    _present.seed = seed
+    _state.seed = seed
     _resumed.clear()
     _resumed.update((purpose, deque(numbers)) for purpose, numbers in saved.items())
     for purpose in saved:
-        for counter in _living(purpose):
+        for counter in _existing_counters(purpose):
             counter._resume()
 
 
-def _living(purpose: str) -> list[Counter]:
+def _existing_counters(purpose: str) -> list[Counter]:
     return [counter for _, counter in sorted(_counters.get(purpose, {}).items())]
 
 
 def numbers_fed(step: int, *purpose: str) -> dict[str, object]:
     """Return the inputs of a program's random ops: the key of the purpose, and the step."""
-    return {SEED: key_of(_present.seed, *purpose), STEP: step}
+    return {SEED: key_of(_state.seed, *purpose), STEP: step}

@@ -53,16 +53,16 @@ def choose_stages(
     mesh = request.mesh
     unstaged = make(replace(request, mesh=mesh.without(axis), stage_axis=None, stage_ranks=()))
     names = names_of(module)
-    units_found = units_in(module, unstaged.flow)
-    if len(units_found.units) < stages.num_stages:
-        raise _too_few(units_found, stages, mesh)
-    uses = units_found.of_label()
+    found_units = units_in(module, unstaged.flow)
+    if len(found_units.units) < stages.num_stages:
+        raise _too_few_units_error(found_units, stages, mesh)
+    uses = found_units.of_label()
     chain = chain_of(
         unstaged,
-        units_found.flow,
+        found_units.flow,
         uses=uses,
-        reused=units_found.reused,
-        depth=depth_of(units_found),
+        reused=found_units.reused,
+        depth=depth_of(found_units),
         axis=axis,
     )
     stages_per_rank = stages.num_stages // mesh.axis_size(axis)
@@ -73,13 +73,13 @@ def choose_stages(
         memory_bytes=request.topology.memory_bytes / stages_per_rank,
     )
     if parts is None:
-        raise _reused(units_found, stages)
+        raise _reused_parameters_error(found_units, stages)
     stage = {
         unit: number
         for number in range(stages.num_stages)
         for unit in range(parts.bounds[number], parts.bounds[number + 1])
     }
-    homes = {name: {stage[unit] for unit in units} for name, units in units_found.of_name().items()}
+    homes = {name: {stage[unit] for unit in units} for name, units in found_units.of_name().items()}
     parameters = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     first = {label: stage[units[0]] for label, units in uses.items()}
     for named in names:  # the names of a tied parameter by which no op uses it
@@ -175,7 +175,7 @@ def _add_patterns(
 # -- errors ----------------------------------------------------------------------------------------
 
 
-def _too_few(units: Units, stages: StagePlan, mesh: Mesh) -> PlanningError:
+def _too_few_units_error(units: Units, stages: StagePlan, mesh: Mesh) -> PlanningError:
     have = [unit.owner or ", ".join(unit.names) for unit in units.units]
     size = mesh.axis_size(stages.axis or "")
     max_stages = len(have) // size * size
@@ -192,8 +192,8 @@ def _too_few(units: Units, stages: StagePlan, mesh: Mesh) -> PlanningError:
     )
 
 
-def _reused(units_found: Units, stages: StagePlan) -> PlanningError:
-    twice = [name for name, units in units_found.of_name().items() if len(units) > 1]
+def _reused_parameters_error(found_units: Units, stages: StagePlan) -> PlanningError:
+    twice = [name for name, units in found_units.of_name().items() if len(units) > 1]
     return PlanningError(
         f"no cut into {stages.num_stages} stages goes forward: parameters are used again after "
         f"others.\n"

@@ -172,7 +172,7 @@ def input_pins(
             check_stated(stated, f"inputs of {key}", mesh, stage_axis)
             matches = [name for name in arguments if _is_named(name, key)]
             if not matches and not any(_is_named(name, key) for name in absent):
-                raise _no_argument(key, arguments, absent)
+                raise _unknown_argument_error(key, arguments, absent)
             for name in matches:
                 check_fit(name, arguments[name], stated, "inputs", mesh)
                 pins[name] = dict(stated)
@@ -284,7 +284,7 @@ def _is_named(name: str, key: str) -> bool:
     return name == key or name.startswith(f"{key}.")
 
 
-def _no_argument(
+def _unknown_argument_error(
     name: str, arguments: Mapping[str, Meta], absent: Collection[str]
 ) -> PlanningError:
     near = nearest(name, [*arguments, *absent])
