@@ -19,7 +19,7 @@ from dtensor.errors import PlanningError, not_pickled
 
 
 class AsModule:
-    """Methods of `nn.Module` that call those of ``module``; they return this model, not it."""
+    """Methods of `nn.Module`, which call those of ``module`` and return the parallelized module."""
 
     module: nn.Module
 

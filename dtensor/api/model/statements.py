@@ -54,11 +54,11 @@ Pins = Mapping[str, Mapping[str, Placement]]
 class Options:
     """The arguments of planning besides the call.
 
-    inputs: placements of arguments as the user states them, or complete `InputPins`, which are used
-    without a look at the arguments. results: returns the pins of results, by index.
-    split_results: results without pins may stay sharded. training: the optimizer, with all
-    parameters that it trains. each_call: the step is captured at each call. per_microbatch: batch
-    norm takes its statistics over a microbatch.
+    inputs: the placements of arguments that the user stated, or complete `InputPins`, which are
+    used unchanged. results: returns the pins of results, by index. split_results: results without
+    pins may stay sharded. training: the optimizer, with all parameters that it trains. each_call:
+    the function is captured at each call. per_microbatch: batch norm takes its statistics over each
+    microbatch.
     """
 
     inputs: Mapping[str, Any] | InputPins | None = None
@@ -76,9 +76,10 @@ class Options:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapturedCall:
-    """A captured call, and what is stated about it.
+    """A captured call, and all that is stated about it: the input of `request_of`.
 
-    specs: index of a leaf -> its spec, for DTensors. absent: names of the arguments that are None.
+    name: of the program. specs: index of a leaf -> its spec, for DTensors and TensorSpecs. absent:
+    the names of the arguments that are None.
     """
 
     name: str
@@ -111,6 +112,7 @@ def request_of(captured: CapturedCall) -> tuple[Request, StagePlan]:
 
 
 def _request(captured: CapturedCall, stages: StagePlan) -> Request:
+    """Return the request for these stages."""
     graph, models, mesh = captured.graph, captured.models, captured.mesh
     options = captured.options
     stage_of = _argument_stages(captured, stages)
@@ -308,7 +310,7 @@ def returned_leaves(graph: Graph, pinned: Mapping[int, object]) -> dict[int, int
 
 
 def _training(options: Options, graph: Graph) -> Training | None:
-    """Return the optimizer's part, for the parameters that the program has."""
+    """Return ``options.training``, restricted to the parameters that the program has."""
     if options.training is None:
         return None
     parameters = {entry.name for entry in graph.inputs if isinstance(entry, Param)}

@@ -38,8 +38,9 @@ from dtensor.sharding.spec.spec import TensorSpec
 from dtensor.signals import act
 
 Grads = Literal["none", "loss", "tangents"]
-"""Which gradients a capture adds to the program: none, those of the parameters of a loss, or those
-of the leaves that require grad, for given cotangents of the results."""
+"""Which gradients a capture adds to the program: "none"; "loss": the gradients of a loss by the
+parameters; "tangents": the gradients by leaves that require grad, from cotangents of the results,
+which become inputs of the program."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,8 +61,8 @@ def refuse_early_hooks(optimizer: torch.optim.Optimizer) -> None:
 
 
 def step_without_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """Step the optimizer without gradients, which changes no parameter, for those who observe its
-    steps: schedulers, which replace the attribute `step`, and hooks."""
+    """Step the optimizer without gradients, so that schedulers (which replace its `step`) and hooks
+    notice the step. No parameter changes."""
     if known_rule(optimizer) is not None:
         _notify_observers(optimizer)
         return

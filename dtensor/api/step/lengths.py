@@ -122,8 +122,9 @@ class Lengths:
     def _export(
         self, program: _Program, call: Call, sizes: Sizes, ran: ExecutedCode | None
     ) -> Graph:
-        """Make an export for these sizes and those of the export before, and return its graph for
-        these. Raises if it is refused. ``ran``: the code that the first capture ran."""
+        """Make an export for ``sizes`` and the sizes of the previous export, and return its graph
+        for ``sizes``. Raises if the export is refused. ``ran``: the code that the first capture
+        ran."""
         from dtensor.frontend.capture.lengths import NotForLengths, export_for_lengths
 
         program.num_exports += 1

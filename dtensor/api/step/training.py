@@ -83,7 +83,7 @@ RUN_AHEAD = 2
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOptions:
     """The checked arguments of `train_step`, except the model, the loss and the optimizer.
-    ``planning``: those that planning any program needs."""
+    ``planning``: the arguments that compiled functions have too."""
 
     planning: Options
     schedule: Schedule
@@ -392,8 +392,9 @@ class TrainStep:
         """Return the full gradient of each parameter, by name, before clipping.
 
         With a batch, the gradients are computed at the present values, and nothing is changed.
-        Without one they are those of the last step, if `train_step` has ``keep_gradients=True``.
-        They have the parameter's dtype, as in torch; with master weights, narrow ones are float32.
+        Without a batch, the gradients of the last step are returned, which needs
+        ``keep_gradients=True``. A gradient has the parameter's dtype, as in torch; with master
+        weights, 16-bit gradients are returned as float32.
         """
         session = session_for(self.model.mesh)
         gradients: dict[str, torch.Tensor] = {}
@@ -451,7 +452,7 @@ class TrainStep:
                 loss.tensor()
 
     def _read(self, loss: Loss) -> None:
-        """Wait for a pending step before another one. Raises its error if it was not read."""
+        """Wait for a pending step. Raises the error of the step if its loss was not read."""
         try:
             if not loss.was_read:
                 loss.tensor()

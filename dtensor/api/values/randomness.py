@@ -45,7 +45,7 @@ def manual_seed(seed: int) -> None:
 
 
 def initial_seed() -> int:
-    """Return the seed of all random numbers: that of the last `manual_seed`, by default 0."""
+    """Return the seed that `manual_seed` set last, by default 0."""
     return _state.seed
 
 

@@ -124,8 +124,9 @@ def _num_common(first: str, second: str) -> int:
 
 
 def _add_unused(parameters: Sequence[str], homes: dict[str, set[int]]) -> None:
-    """Add the stages of parameters that no op uses to ``homes``: that of the used parameter before
-    it in the innermost enclosing module that has one, or of the one after it if there is none."""
+    """Add parameters that no op uses to ``homes``. Such a parameter gets the stage of the nearest
+    used parameter before it (if there is none, after it) in the innermost enclosing module that has
+    used parameters."""
     used = [name for name in parameters if name in homes]
     place = {name: number for number, name in enumerate(parameters)}
     for name, number in place.items():
