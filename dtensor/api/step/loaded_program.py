@@ -124,7 +124,7 @@ class LoadedProgram(ClusterProgram):
         store.forget(self.owner, values)
         store.put(self.owner, values)
 
-    def put_caught(self) -> None:
+    def put_captured(self) -> None:
         """Put the present values of tensors that the program captured as constants, if they have
         changed since they were put."""
         reads = self.planned.graph.reads
@@ -160,7 +160,7 @@ class LoadedProgram(ClusterProgram):
                 raise PlanningError(
                     f"the argument {name} has no values: it is a spec, or on the meta device.\n"
                     f"  {name}: {self.specs[name]}\n"
-                    f"fix: pass a tensor with values; .plan(...) takes what has none"
+                    f"fix: pass a tensor with values; .plan(...) needs none"
                 )
             elif name in self._replicated:
                 common[name] = _to_send(leaf)
@@ -322,7 +322,7 @@ def load(
             check_apart(named_tensors(planned.models.module), loaded.writes)
         programs[key] = loaded
     program = programs[key]
-    program.put_caught()
+    program.put_captured()
     return program
 
 

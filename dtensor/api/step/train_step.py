@@ -123,8 +123,8 @@ def train_step(
     check_parallel("train_step", model)
     if model.source is not None:
         raise PlanningError(
-            f"{model!r} is a replica: its values are the policy's, and the next dt.sync would put "
-            f"these in the place of what a step has trained.\n"
+            f"{model!r} is a replica: its values are the policy's, and the next dt.sync would "
+            f"overwrite what a step has trained.\n"
             f"fix: dt.train_step(policy, loss_fn, optimizer)"
         )
     fix = "dt.train_step(model, lambda model, x, y: ..., optimizer)"
@@ -143,8 +143,8 @@ def train_step(
     scaler = None if grad_scaler is None else loss_scale.checked_scaler(grad_scaler)
     if scaler is not None and detect_nan:
         raise PlanningError(
-            "detect_nan fails a step for what a grad_scaler skips it for: gradients that are not "
-            "finite.\nfix: leave one of them out"
+            "a step whose gradients are not finite fails by detect_nan, and is skipped by "
+            "grad_scaler.\nfix: leave one of them out"
         )
     if clip_grad_norm is not None:
         fix = "clip_grad_norm=1.0, or leave it out for no clipping"
