@@ -1,8 +1,10 @@
-"""The user's optimizer on the controller: its groups' parameters by name, its hooks and schedulers.
+"""The user's optimizer on the controller: names of its parameters, hooks and schedulers.
 
-groups = GroupNames(model, optimizer)
-groups()                        # (("up.weight", "down.weight"), ("up.bias",))
-step_without_gradients(opt)     # after each step of the ranks: for schedulers and hooks
+    groups = GroupNames(model, optimizer)
+    groups()                        # (("up.weight", "down.weight"), ("up.bias",))
+    step_without_gradients(opt)     # after each step on the ranks
+
+The ranks run the updates; schedulers and hooks on the controller only need to notice a step.
 """
 
 from __future__ import annotations

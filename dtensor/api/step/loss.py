@@ -1,8 +1,10 @@
 """`Loss`: the result of a training step, a future.
 
-loss = step(tokens, targets)     # a Loss; the step may still run
-loss.done()                      # False
-float(loss)                      # waits for the step; raises its error if it failed
+    loss = step(tokens, targets)     # a Loss; the step may still run
+    loss.done()                      # False
+    float(loss)                      # waits for the step
+
+If the step failed, reading its loss raises the error.
 """
 
 from __future__ import annotations

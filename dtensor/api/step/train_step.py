@@ -1,6 +1,8 @@
 """`train_step`: check its arguments, and make the `TrainStep`.
 
-step = train_step(model, loss_fn, opt, inputs=dict(dp=Row()), schedule=OneFOneB(microbatches=8))
+    step = train_step(model, loss_fn, opt, inputs=dict(dp=Row()), schedule=GPipe(microbatches=8))
+
+Checks that need a batch are made at the first plan or call.
 """
 
 from __future__ import annotations
@@ -143,8 +145,8 @@ def train_step(
     scaler = None if grad_scaler is None else loss_scale.checked_scaler(grad_scaler)
     if scaler is not None and detect_nan:
         raise PlanningError(
-            "a step whose gradients are not finite fails by detect_nan, and is skipped by "
-            "grad_scaler.\nfix: leave one of them out"
+            "detect_nan fails a step whose gradients are not finite, and grad_scaler skips it.\n"
+            "fix: leave one of them out"
         )
     if clip_grad_norm is not None:
         fix = "clip_grad_norm=1.0, or leave it out for no clipping"
