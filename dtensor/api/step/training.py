@@ -397,43 +397,54 @@ class TrainStep:
         weights, 16-bit gradients are returned as float32.
         """
         session = session_for(self.model.mesh)
-        gradients: dict[str, torch.Tensor] = {}
         if batch or kwargs:
-            call = self._bind(batch, kwargs)
-            with CALL_LOCK:
-                planned = self._plan(call)
-                roles = Roles(gradients=True, detect_nan=self.options.detect_nan)
-                program = load(session, planned, roles, planned.grid, owner=self)
-                session.place(planned.models, planned.plan, planned.stages)
-                name = f"{session.model_home(self.model).prefix}steps"
-                counted = session.counted(name, self.model.steps, takes=False)
-                numbers = numbers_fed(self.model.steps.present(), "train")
-                scaler, scale = self.options.grad_scaler, self._scale
-                fed = program.feed(call, numbers, {} if scaler is None else {SCALE: scale})
-                run = session.run(program.handle, fed, {}, counted)
-                program.last_run = weakref.ref(run)
-            results = run.get()
-            for label, spec in gradient_specs(planned).items():
-                shards = {rank: results[rank][f"gradient {label}"] for rank in holders_of(spec)}
-                gradients[label] = assemble_at(shards, spec)
+            planned, gradients, scale = self._compute_gradients(session, self._bind(batch, kwargs))
         else:
-            are_kept = self.options.keep_gradients and self._session is session
-            if not are_kept or self.last is None:
-                raise PlanningError(
-                    "no gradients of a last step are kept.\n"
-                    "fix: train_step(..., keep_gradients=True) and take a step in this launch, or "
-                    "pass a batch: step.gradients(*batch)"
-                )
-            planned = self.last
-            results = session.launch.store.get(self._stored_gradients(session, planned))
-            gradients = {name: value for name, value in results if value is not None}
-            scale = self._kept_scale
+            planned, gradients, scale = self._kept_gradients(session)
         if self.options.grad_scaler is not None:
             gradients = {name: value / scale for name, value in gradients.items()}
         if self.options.master_weights:
             return {n: g.float() if is_narrow(g.dtype) else g for n, g in gradients.items()}
         dtypes = {i.label: i.spec.dtype for i in planned.plan.inputs}
         return {n: g.to(dtypes[n]) for n, g in gradients.items()}
+
+    def _compute_gradients(
+        self, session: MeshSession, call: BoundCall
+    ) -> tuple[Planned, dict[str, torch.Tensor], float]:
+        """Return the plan, the scaled gradients of the call, and the loss scale."""
+        with CALL_LOCK:
+            planned = self._plan(call)
+            roles = Roles(gradients=True, detect_nan=self.options.detect_nan)
+            program = load(session, planned, roles, planned.grid, owner=self)
+            session.place(planned.models, planned.plan, planned.stages)
+            name = f"{session.model_home(self.model).prefix}steps"
+            counted = session.counted(name, self.model.steps, takes=False)
+            numbers = numbers_fed(self.model.steps.present(), "train")
+            scaler, scale = self.options.grad_scaler, self._scale
+            fed = program.feed(call, numbers, {} if scaler is None else {SCALE: scale})
+            run = session.run(program.handle, fed, {}, counted)
+            program.last_run = weakref.ref(run)
+        results = run.get()
+        gradients: dict[str, torch.Tensor] = {}
+        for label, spec in gradient_specs(planned).items():
+            shards = {rank: results[rank][f"gradient {label}"] for rank in holders_of(spec)}
+            gradients[label] = assemble_at(shards, spec)
+        return planned, gradients, scale
+
+    def _kept_gradients(
+        self, session: MeshSession
+    ) -> tuple[Planned, dict[str, torch.Tensor], float]:
+        """Return the plan of the last step, its scaled gradients, and its loss scale."""
+        planned = self.last
+        if not (self.options.keep_gradients and self._session is session) or planned is None:
+            raise PlanningError(
+                "no gradients of a last step are kept.\n"
+                "fix: train_step(..., keep_gradients=True) and take a step in this launch, or "
+                "pass a batch: step.gradients(*batch)"
+            )
+        results = session.launch.store.get(self._stored_gradients(session, planned))
+        gradients = {name: value for name, value in results if value is not None}
+        return planned, gradients, self._kept_scale
 
     def _stored_gradients(self, session: MeshSession, planned: Planned) -> dict[str, StoredTensor]:
         """Return the records of the gradients that a step leaves on the ranks, by name."""
