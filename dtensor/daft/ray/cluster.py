@@ -245,6 +245,7 @@ class RayCluster(HostedCluster):
         run: int | None = None,
         read: bool = True,
     ) -> list[AwaitedCall]:
+        """See `HostedCluster._call`. `method` may also be a method of `Ranks`."""
         flags = b""
         if method is Worker.run or method is Worker.begin:
             flags = marshal.dumps(kernel_flags(), 2)

@@ -263,6 +263,7 @@ class InFlight:
             self._bytes -= self.freed_bytes.popleft()
 
     def _record_answer(self, call: InFlightCall) -> None:
+        """Record the sizes of a call's results, and that it is no longer in flight."""
         submission, reply = call.of, call.reply
         sizes = 0
         if not reply.failed and reply.message is not None:

@@ -280,14 +280,14 @@ class ObjectStore:
                 self._sent.pop(key, None)
                 self._wanted.pop(key, None)
 
-    def forget(self, key: Key, there: Sequence[int]) -> None:
+    def forget(self, key: Key, processes: Sequence[int]) -> None:
         """Let the thread tell these processes to drop a value. Takes no lock, for finalizers."""
-        self._forgotten.append((key, there))
+        self._forgotten.append((key, processes))
         self._wake()
 
-    def tell_of_loss(self, host: int, there: int) -> None:
-        """Tell process `there` that process `host` has ended."""
-        self._say(there, (_LOST, host))
+    def tell_of_loss(self, host: int, to: int) -> None:
+        """Tell process `to` that process `host` has ended."""
+        self._say(to, (_LOST, host))
 
     def lost(self, host: int) -> None:
         """Record that a process has ended."""
@@ -373,7 +373,7 @@ class ObjectStore:
 
     # -- sending -----------------------------------------------------------------------------
 
-    def _say(self, to: int, what: tuple[Any, ...]) -> None:
+    def _say(self, to: int, message: tuple[Any, ...]) -> None:
         """Send a message, a kind and its arguments, to another process, after connecting to it."""
         with defer_signals(), self._lock:
             outgoing = self._outgoing.get(to)
@@ -381,7 +381,7 @@ class ObjectStore:
                 outgoing = self._outgoing[to] = _Outgoing(to)
             if outgoing.ended or self._closed:
                 return
-            outgoing.unsent.append(what)
+            outgoing.unsent.append(message)
             if outgoing.sock is not None:
                 self._write(outgoing)
             elif not outgoing.connecting:
@@ -395,6 +395,7 @@ class ObjectStore:
         self._say(to, (_CARD,))
 
     def _connect(self, outgoing: _Outgoing) -> None:
+        """Connect to a process, in a thread, and send the messages that wait for it."""
         if (peer := self._find(outgoing.to)) is None:
             self._end(outgoing)
             return
@@ -442,19 +443,19 @@ class ObjectStore:
         else:
             return
 
-    def _frame(self, outgoing: _Outgoing, what: tuple[Any, ...]) -> list[Data]:
+    def _frame(self, outgoing: _Outgoing, message: tuple[Any, ...]) -> list[Data]:
         """Return the bytes of a message. A large value is not copied; one in shared memory is
         lent."""
-        if what[0] == _VALUE:
-            _, key, message = what
-            packed = self._lent(message, outgoing.to)
-            if packed is None and message.numel() >= SHARED_BYTES:
-                data = message.numpy().data
-                what = _VALUE, key, pickle.PickleBuffer(data)
-                body = pickle.dumps(what, 5, buffer_callback=_out_of_band)
+        if message[0] == _VALUE:
+            _, key, value = message
+            packed = self._lent(value, outgoing.to)
+            if packed is None and value.numel() >= SHARED_BYTES:
+                data = value.numpy().data
+                message = _VALUE, key, pickle.PickleBuffer(data)
+                body = pickle.dumps(message, 5, buffer_callback=_out_of_band)
                 return encoded(0, ONE_WAY, (), Payload(body, [data]))
-            what = _VALUE, key, packed or message.numpy().tobytes()
-        return encoded(0, ONE_WAY, (), Payload.plain(what))
+            message = _VALUE, key, packed or value.numpy().tobytes()
+        return encoded(0, ONE_WAY, (), Payload.plain(message))
 
     def _end(self, outgoing: _Outgoing) -> None:
         """Close a connection whose process has ended."""
@@ -485,6 +486,7 @@ class ObjectStore:
             self._wake_write.send(b"1")
 
     def _serve(self) -> None:
+        """Read and write until the store is closed; this is the thread's function."""
         try:
             self._read_and_write()
         except BaseException as error:  # raised by the threads that wait for a value
@@ -529,6 +531,7 @@ class ObjectStore:
                 self._say(process, (_DROP, tuple(keys)))
 
     def _hang_up(self) -> None:
+        """Close all connections and shared memory."""
         with self._lock:
             self._handshakes.close()
             for outgoing in self._outgoing.values():
@@ -606,4 +609,5 @@ def _unreadable(process: int) -> Tensor:
 
 
 def _out_of_band(buffer: pickle.PickleBuffer) -> bool:
+    """Tell pickle not to write a buffer into the pickle."""
     return False

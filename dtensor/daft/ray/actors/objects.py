@@ -70,6 +70,7 @@ class Objects:
         arguments: Packed,
         given: Sequence[Given],
     ) -> Payload:
+        """Make an actor: an object of a pickled class. A failure is kept for its later calls."""
         subject = self._subjects[actor] = HostedObject(room=self._store.room)
         with self._failing() as failed:
             messages, arguments_message = list(map(self._message, given)), self._message(arguments)
@@ -89,6 +90,7 @@ class Objects:
         given: Sequence[Given],
         dropped: Sequence[Key],
     ) -> Payload:
+        """Call a method of an actor, as call `number`; keep the result as a value."""
         with self._failing() as results:
             if dropped:
                 self._store.drop(dropped)

@@ -66,6 +66,7 @@ class _ProcessPart:
 
     @staticmethod
     def all_of(frozen: LoweredTasks, number: int) -> list[_ProcessPart]:
+        """Return the parts of all processes in compiled function `number`."""
         parts: list[_ProcessPart] = []
         for ranks, process in zip(frozen.hosts, frozen.processes, strict=True):
             fed = [

@@ -27,6 +27,8 @@ from dtensor.daft.tasks.values import encode_failure
 
 
 class _Sent(Pending):
+    """A send that is complete."""
+
     def wait(self) -> tuple[Tensor, ...]:
         return ()
 

@@ -71,10 +71,11 @@ def _units(hosts: Hosts, groups: Sequence[Sequence[int]]) -> list[int]:
 def _unequal(
     hosts: Hosts, blocks: Sequence[int], rooms: Sequence[MachineCapacity], kind: str
 ) -> str:
+    """Return the text of the error for machines that cannot hold their blocks."""
     ends = [0, *accumulate(blocks)]
     facts = ""
     for room, (begin, end) in zip(rooms, pairwise(ends)):
-        ranks = [rank for own in hosts[begin:end] for rank in own]
+        ranks = [rank for ranks_of_actor in hosts[begin:end] for rank in ranks_of_actor]
         facts += f"\n  {room.machine}: {room.actors} {kind}s, ranks {ranks[0]} to {ranks[-1]}"
     for room in rooms[len(blocks) :]:
         facts += f"\n  {room.machine}: {room.actors} {kind}s, no ranks"

@@ -82,11 +82,12 @@ def is_quiet(sock: socket.socket) -> bool:
 
 
 def _look() -> None:
+    """Shut down silent connections, forever; this is the thread's function."""
     while True:
         time.sleep(LOOK_S)
         with _lock:
-            known = list(_listened_to.items())
-        for inode, descriptor in known:
+            sockets = list(_listened_to.items())
+        for inode, descriptor in sockets:
             try:
                 with _borrowed(inode, descriptor) as sock:
                     if _awaits_answer(sock) and _unheard_s(sock) > SILENT_S:
@@ -111,8 +112,8 @@ def _is_to_another(sock: socket.socket) -> bool:
         return False
     if sock.family not in (socket.AF_INET, socket.AF_INET6):
         return False
-    here, there = sock.getsockname()[0], sock.getpeername()[0]
-    return here != there and not there.removeprefix("::ffff:").startswith("127.")
+    own, peer = sock.getsockname()[0], sock.getpeername()[0]
+    return own != peer and not peer.removeprefix("::ffff:").startswith("127.")
 
 
 def _awaits_answer(sock: socket.socket) -> bool:

@@ -110,7 +110,7 @@ def start_cold(argv: list[str]) -> None:
 def worker_of(argv: list[str]) -> list[str] | None:
     """Return the script and arguments of a worker, given the arguments of Ray's command for it;
     None if the worker needs a runtime environment, or is not in Python."""
-    kept: list[str] = []
+    arguments: list[str] = []
     for word in argv:
         name, _, value = word.partition("=")
         if name == "--serialized-runtime-env-context":
@@ -123,8 +123,8 @@ def worker_of(argv: list[str]) -> list[str] | None:
             if value != "PYTHON":
                 return None
         else:
-            kept.append(word)
-    return kept if kept and kept[0].endswith(".py") else None
+            arguments.append(word)
+    return arguments if arguments and arguments[0].endswith(".py") else None
 
 
 # -- the server ------------------------------------------------------------------------------------
@@ -226,6 +226,8 @@ def _become(
 
 
 def main(argv: list[str]) -> None:
+    """Run the server, given a descriptor; or start a worker, given the arguments of Ray's
+    command."""
     if len(argv) == 1:
         import runpy
 

@@ -205,6 +205,8 @@ def _creation_time(path: Path) -> float:
 
 
 def _new_folder() -> OwnFolder:
+    """Create a launch's folder; elsewhere, with a warning, if the user's directory cannot be
+    used."""
     directory, prefix = own_directory(), f"{os.getpid()}-"
     try:
         make_own(directory)

@@ -37,16 +37,16 @@ END_S = 30.0
 
 
 @contextmanager
-def replaced(where: Any, **new: Any) -> Generator[None]:
+def replaced(owner: Any, **new: Any) -> Generator[None]:
     """Within the block, these attributes of a module or class of Ray are replaced."""
-    before = {name: getattr(where, name) for name in new}
+    before = {name: getattr(owner, name) for name in new}
     for name, value in new.items():
-        setattr(where, name, value)
+        setattr(owner, name, value)
     try:
         yield
     finally:
         for name, value in before.items():
-            setattr(where, name, value)
+            setattr(owner, name, value)
 
 
 class RayletEnded(Exception):
@@ -137,13 +137,13 @@ def _say_ports(node: Any) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         node._ray_params.runtime_env_agent_port = free.getsockname()[1]
-    said = {
+    ports = {
         _raylet.METRICS_AGENT_PORT_NAME: -1,  # as if the agent's requirements were not installed
         _raylet.METRICS_EXPORT_PORT_NAME: -1,
         _raylet.DASHBOARD_AGENT_LISTEN_PORT_NAME: -1,
         _raylet.RUNTIME_ENV_AGENT_PORT_NAME: node._ray_params.runtime_env_agent_port,
     }
-    for name, port in said.items():
+    for name, port in ports.items():
         _raylet.persist_port(node._session_dir, node._node_id, name, port)
 
 

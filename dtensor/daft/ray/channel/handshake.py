@@ -158,6 +158,7 @@ class Handshakes:
             sock.send(peer.nonce)
 
     def _read_claim(self, peer: _UnauthenticatedPeer) -> None:
+        """Read a part of a peer's claim. When it is complete, admit the peer or hang up."""
         try:
             received = peer.sock.recv(_CLAIM.size - len(peer.claim))
         except BlockingIOError:

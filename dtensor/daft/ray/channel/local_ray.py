@@ -169,13 +169,13 @@ class LocalRay:
         self._process.returncode = 0  # else Popen's finalizer would warn that it still runs
 
     # -- messages -------------------------------------------------------------------------------
-    def say(self, *what: object) -> None:
+    def say(self, *message: object) -> None:
         """Send a message. If that fails, `check` raises the reason."""
         with self._lock:
             self._read()
             if self._failure is None:
                 with suppress(OSError):
-                    self._sock.send(pickle.dumps(what))
+                    self._sock.send(pickle.dumps(message))
                     return
                 self._read()  # the reason may have arrived
                 self._set_ended()
@@ -192,6 +192,7 @@ class LocalRay:
             select.select([self._sock], [], [], left)
 
     def _read(self) -> None:
+        """Read and process the messages that have arrived."""
         while self._failure is None:
             try:
                 data = self._sock.recv(MESSAGE, socket.MSG_DONTWAIT)

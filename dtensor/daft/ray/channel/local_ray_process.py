@@ -44,9 +44,9 @@ class LocalRayProcess:
         self._actors: dict[int, RayActor] = {}
         self._exit_read_fd, self._exit_write_fd = os.pipe()  # numbers of ended actors, 8 bytes each
 
-    def say(self, *what: object) -> None:
+    def say(self, *message: object) -> None:
         with suppress(BrokenPipeError, ConnectionResetError):  # the next read notices it
-            self._sock.send(pickle.dumps(what))
+            self._sock.send(pickle.dumps(message))
 
     def serve(self) -> None:
         """Execute messages until the controller ends, or Ray was idle for too long."""
@@ -137,6 +137,7 @@ def _watch(parent: int, sock: socket.socket, told: int) -> None:
 
 
 def main(descriptor: str, controller: str, idle_s: str) -> None:
+    """Start Ray, execute the controller's messages, and end Ray."""
     sock = socket.socket(fileno=int(descriptor))
     try:
         parent = os.pidfd_open(int(controller))

@@ -204,13 +204,13 @@ def encoded(number: int, kind: Kind, functions: tuple[Function, ...], value: obj
 
 def unsent(pieces: Sequence[Data], sent: int) -> list[memoryview]:
     """Return the rest of the pieces after `sent` bytes."""
-    left: list[memoryview] = []
+    unsent_pieces: list[memoryview] = []
     for piece in pieces:
         view = memoryview(piece)
         if sent < len(view):
-            left.append(view[sent:])
+            unsent_pieces.append(view[sent:])
         sent = max(0, sent - len(view))
-    return left
+    return unsent_pieces
 
 
 def send(sock: socket.socket, pieces: Sequence[Data]) -> None:
@@ -246,18 +246,19 @@ class _Stream:
             middle = body + length
             if not count and middle + size <= self._end:
                 self._begin = middle + size
-                named, rest = self._room[body:middle], self._room[middle : middle + size]
-                return Message(number, kind, bytes(named), bytes(rest), [])
+                named, pickled = self._room[body:middle], self._room[middle : middle + size]
+                return Message(number, kind, bytes(named), bytes(pickled), [])
         return None
 
     def message(self) -> Generator[None, None, Message]:
+        """Read the next message."""
         number, kind, count, length, size = _HEAD.unpack((yield from self.take(_HEAD.size)))
         lengths = struct.unpack(f"<{count}Q", (yield from self.take(8 * count)))
         named = bytes((yield from self.take(length)))
         body = yield from self.take(size)
         buffers: list[Data] = []
-        for each in lengths:
-            buffers.append((yield from self.take(each)))
+        for buffer_length in lengths:
+            buffers.append((yield from self.take(buffer_length)))
         return Message(number, kind, named, body, buffers)
 
     def take(self, size: int) -> Generator[None, None, Data]:
@@ -274,14 +275,15 @@ class _Stream:
                 self._begin = self._end = 0
             return taken
         view = numpy.empty(size, numpy.uint8).data  # not filled with zeros
-        there = self._end - self._begin
-        view[:there] = self._room[self._begin : self._end]
+        filled = self._end - self._begin
+        view[:filled] = self._room[self._begin : self._end]
         self._begin = self._end = 0
-        while there < size:
-            there += yield from self._read(view[there:])
+        while filled < size:
+            filled += yield from self._read(view[filled:])
         return view
 
     def _read(self, into: memoryview) -> Generator[None, None, int]:
+        """Read at least one byte; return the number of bytes."""
         while True:
             try:
                 count = self._sock.recv_into(into)

@@ -205,9 +205,10 @@ class RunChannel:
         return [self._value(reply.message, reply) for reply in replies if reply.message is not None]
 
     def _value(self, message: Message, reply: Reply) -> Any:
+        """Return the result in a message. Raises an error of daft if it cannot be unpickled."""
         try:
             return message.value()
-        except BaseException as error:  # an exception of a user's class
+        except BaseException as error:  # the user's class may raise anything
             if interrupts(error):
                 raise
             sent = as_sent(error, self.rank_of(reply.host))
@@ -359,6 +360,7 @@ class RunChannel:
                     self._changed.notify_all()
 
     def _read(self, connection: _Connection) -> None:
+        """Read the answers that have arrived."""
         try:
             while (
                 connection.messages is not None
@@ -423,6 +425,8 @@ class RunChannel:
             self._writer.start()
 
     def _write_all(self) -> None:
+        """Read and write until no bytes are unwritten; this is the writing thread's function."""
+
         def written() -> bool:
             # A host that has not connected counts, too: it connects only when a thread reads.
             return not any(

@@ -124,7 +124,7 @@ class FailureDetector:
         self,
         controller: Controller,
         home: LaunchProcesses,
-        calls: RunChannel,
+        channel: RunChannel,
         *,
         deadline_s: float,
         call_deadline_s: float,
@@ -138,7 +138,7 @@ class FailureDetector:
         self.lost: dict[int, ActorLost] = {}
         self._controller = controller
         self._home = home
-        self._calls = calls
+        self._channel = channel
         self._due = due
         self._seen: dict[int, _Sighting] = {}
         self._warned: set[tuple[int, int, int]] = set()  # instructions: host, program, position
@@ -146,7 +146,7 @@ class FailureDetector:
 
     def get(
         self,
-        asked: Sequence[AwaitedCall],
+        calls: Sequence[AwaitedCall],
         timeout: float | None = None,
         *,
         needed: Collection[HostProcess] = (),
@@ -160,19 +160,19 @@ class FailureDetector:
         while True:
             left = SLICE_S if end is None else max(0.0, min(SLICE_S, end - time.monotonic()))
             try:  # other exceptions are the caller's fault, for example an unknown name
-                results = self._calls.get([each.ref for each in asked], left)
+                results = self._channel.get([call.ref for call in calls], left)
             except NotYet:
                 pass
             except HostFailed as failed:
-                root = self.root(asked, failed.hosts)
+                root = self.root(calls, failed.hosts)
                 raise root from root.__cause__
             except CallLost as lost:
-                root = self.root(asked, (), str(lost))
+                root = self.root(calls, (), str(lost))
                 raise root from root.__cause__
             else:
-                for each in asked:
-                    each.host.answered = True
-                    each.host.watch()
+                for call in calls:
+                    call.host.answered = True
+                    call.host.watch()
                 return results
             if self._controller.failure is not None:
                 raise self._controller.failure
@@ -180,11 +180,11 @@ class FailureDetector:
             self._home.check()
             if end is not None and time.monotonic() >= end:
                 raise TimeoutError(f"The result is not there after {timeout:g} s; ask again.")
-            self.look(asked, self.deadline_s if deadline_s is None else deadline_s)
+            self.look(calls, self.deadline_s if deadline_s is None else deadline_s)
             if self._due is not None:
                 self._late.look(time.monotonic() - began)
             if any(host.index in self.lost for host in needed):
-                raise self.root(asked, [host.index for host in needed])
+                raise self.root(calls, [host.index for host in needed])
 
     def find(self, hosts: Collection[int]) -> ActorLost | None:
         """Look for dead processes among these hosts. Return the first loss, None if all live."""
@@ -193,11 +193,11 @@ class FailureDetector:
                 self._lose_dead(host)
         return next((self.lost[h] for h in sorted(hosts) if h in self.lost), None)
 
-    def came(self, asked: Sequence[AwaitedCall]) -> bool:
+    def came(self, calls: Sequence[AwaitedCall]) -> bool:
         """Return whether all these calls were answered or lost."""
-        return self._calls.all_over([each.ref for each in asked])
+        return self._channel.all_over([call.ref for call in calls])
 
-    def look(self, asked: Sequence[AwaitedCall], deadline_s: float) -> None:
+    def look(self, calls: Sequence[AwaitedCall], deadline_s: float) -> None:
         """Mark dead hosts as lost. End a host that has stopped, that is in one call for too long,
         or that blocks these calls without progress."""
         now, lost = time.monotonic(), len(self.lost)
@@ -205,9 +205,11 @@ class FailureDetector:
             if host.counts and host.index not in self.lost:
                 self._look_at(host, host.counter.read(), now)
         if self._due is not None and len(self.lost) == lost:  # no host waits for a lost host
-            self._look_for_stalled(self._due, asked, now, deadline_s)
+            self._look_for_stalled(self._due, calls, now, deadline_s)
 
     def _look_at(self, host: HostProcess, at: Progress, now: float) -> None:
+        """Mark a host as lost if it is dead; end it if it has stopped, or is in one call too
+        long."""
         if host.gone or self._is_cut_off(host) or host.ended() is not None:
             self._lose_dead(host)
             return
@@ -272,7 +274,7 @@ class FailureDetector:
     def _is_cut_off(self, host: HostProcess) -> bool:
         """Return whether the connection to a process on another machine broke, which is the
         earliest sign of its end."""
-        return host.elsewhere and host.index in self._calls.broken()
+        return host.elsewhere and host.index in self._channel.broken()
 
     def end(self, host: HostProcess, reason: str, grace_s: float = 1.0) -> None:
         """End a host that cannot make progress, so that calls that wait for it fail."""
@@ -281,15 +283,15 @@ class FailureDetector:
         host.end(grace_s)
 
     def _look_for_stalled(
-        self, due: Due, asked: Sequence[AwaitedCall], now: float, deadline_s: float
+        self, due: Due, calls: Sequence[AwaitedCall], now: float, deadline_s: float
     ) -> None:
         """End one of the hosts that block these calls, if none of them has made progress for
         `deadline_s` and none computes."""
-        waiting = [each for each in asked if not self.came([each])]
-        called = {each.host.index for each in waiting}
+        waiting = [call for call in calls if not self.came([call])]
+        called = {call.host.index for call in waiting}
         last = due(waiting)
         holding = list[HostProcess]()  # the hosts that block the calls
-        moved = max((each.since or now for each in waiting), default=now)  # the last progress
+        moved = max((call.since or now for call in waiting), default=now)  # the last progress
         for index in sorted(called | last.keys()):
             host, seen = self._home.processes[index], self._seen.get(index)
             if seen is None and not host.answered:
@@ -301,13 +303,13 @@ class FailureDetector:
                 moved = max(moved, seen.since)
             if index in called or not seen.at.has_ended(last[index]):
                 holding.append(host)
-        if any(each.since != moved for each in waiting):
+        if any(call.since != moved for call in waiting):
             self._have_stalled(waiting, holding, moved)
         if now - moved <= deadline_s:
             return
         there = {host.index: host.counter.read() for host in self._home.processes}
         waits = self._controller.waits(there)
-        before = {index: used for each in waiting for index, used in each.used.items()}
+        before = {index: used for call in waiting for index, used in call.used.items()}
         if any(
             self._controller.at_work(host.index, there[host.index])
             and not waits.get(host.index, FOR_NOBODY).blockers
@@ -327,8 +329,8 @@ class FailureDetector:
     ) -> None:
         """Record that no host that blocks these calls has made progress since `moved`."""
         used = {host.index: _Used.of(host) for host in holding}
-        for each in waiting:
-            each.since, each.used = moved, used
+        for call in waiting:
+            call.since, call.used = moved, used
 
     def _suspect(
         self,
@@ -360,7 +362,7 @@ class FailureDetector:
         return min(suspects, key=priority), fact
 
     def root(
-        self, asked: Sequence[AwaitedCall], hosts: Collection[int], text: str = ""
+        self, calls: Sequence[AwaitedCall], hosts: Collection[int], text: str = ""
     ) -> DaftError:
         """Find the root cause of a failure of these calls. `hosts`: where it may be, all if empty;
         `text`: Ray's error, which may name a host. Searches for a while, because a death may be
@@ -368,8 +370,8 @@ class FailureDetector:
         begin = time.monotonic()
         while True:
             errors: list[DaftError] = []
-            for each in asked:
-                match self._calls.failure(each.ref):
+            for call in calls:
+                match self._channel.failure(call.ref):
                     case HostFailed(error=error):
                         errors.append(error)
                     case CallLost() as lost:
@@ -381,17 +383,17 @@ class FailureDetector:
                 gone = host.gone or self._is_cut_off(host) or host.ended() is not None
                 if gone or host.id in text:
                     self._lose_dead(host, text)
-            named = [host.index for host in processes if host.id in text]
-            among = (*named, *(sorted(hosts) or [host.index for host in processes]))
+            indices = [host.index for host in processes]
+            named_in_text = [host.index for host in processes if host.id in text]
+            candidates = (*named_in_text, *(sorted(hosts) or indices))
             roots: list[DaftError] = [e for e in errors if isinstance(e, TaskError)]
-            there = {host.index for host in processes}
-            roots += [self.lost[i] for i in among if i in self.lost and i in there]
-            lines = self._calls.broken()
-            cut_off = [host for host in processes if host.index in lines]
+            roots += [self.lost[i] for i in candidates if i in self.lost and i in indices]
+            broken = self._channel.broken()
+            cut_off = [host for host in processes if host.index in broken]
             settle_s = CUT_OFF_S if cut_off or self.stopped_s is not None else SETTLE_S
             if roots or time.monotonic() > begin + settle_s:
                 break
-            self._calls.listen(0.05)
+            self._channel.listen(0.05)
         if not roots:
             alive = "its connection to the controller broke, though the process is alive."
             roots = [self.lose(host, alive) for host in cut_off]

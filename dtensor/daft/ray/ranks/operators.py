@@ -93,6 +93,7 @@ class Needed:
 
     @staticmethod
     def of(program: Program, device: torch.device, known: Known) -> Needed:
+        """Find the custom ops that a program names, and those that their kernels refer to."""
         waiting: list[str] = []
         functions = False
         for value in (value for _, f in program.functions for _, value in f.bindings):
@@ -188,6 +189,7 @@ def _by_import(origin: OpOrigin) -> None:
 
 
 def _by_value(origin: OpOrigin) -> None:
+    """Register an op with its pickled kernel, or replace the kernel of an earlier registration."""
     if origin.kernel is None:
         return
     name, kernel = origin.name, _cloudpickle.loads(origin.kernel)
@@ -200,9 +202,9 @@ def _by_value(origin: OpOrigin) -> None:
         for device in tuple(definition._backend_fns):
             definition.register_kernel(device, run)
     elif name not in _kernels:
-        namespace, _, rest = origin.schema.partition("::")
+        namespace, _, schema = origin.schema.partition("::")
         library = torch.library.Library(namespace, "FRAGMENT")
-        library.define(rest)
+        library.define(schema)
         library.impl(name.partition("::")[2], run, "CompositeExplicitAutograd")
         _libraries.append(library)
     _kernels[name] = kernel

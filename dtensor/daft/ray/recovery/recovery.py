@@ -295,6 +295,7 @@ class Recovery:
         return any(key in self.gone for key in read)
 
     def _resend(self, call: SentCall) -> None:
+        """Send a call again, to the present process of its host."""
         message: HostCall = call.message
         membership, process = self._launch.membership, self._launch.membership.host(call.host)
         if message.plain:

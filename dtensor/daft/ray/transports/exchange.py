@@ -76,6 +76,8 @@ class Wire(ABC):
 
 @dataclass(frozen=True, slots=True)
 class _Posted(Pending):
+    """Messages in flight, and the function that computes the result from them."""
+
     works: Sequence[Work]
     finish: Finish
     held: Messages = field(default_factory=dict[int, Tensor])  # keeps buffers alive until sent

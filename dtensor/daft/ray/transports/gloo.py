@@ -109,6 +109,8 @@ class _InThread(Pending):
 
 
 class GlooWire(Wire):
+    """The wire of an actor, over one process group of all actors."""
+
     def __init__(self, group: Messenger, host_of: Sequence[int]) -> None:
         self._group: Messenger | None = group
         self._host_of = tuple(host_of)

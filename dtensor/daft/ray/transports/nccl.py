@@ -101,6 +101,8 @@ def nccl_groups(store: Store, device: torch.device, patience_s: float) -> MakeGr
 
 @dataclass(frozen=True, slots=True)
 class _Done(Pending):
+    """Work that has ended."""
+
     values: tuple[Tensor, ...]
 
     def wait(self) -> tuple[Tensor, ...]:
@@ -126,6 +128,8 @@ class _OnStream(Pending):
 
 
 class NcclWire(Wire):
+    """The wire of an actor, with a communicator for each number of its keys."""
+
     def __init__(self, ranks: Sequence[int], device: torch.device, make: MakeGroup) -> None:
         self._ranks = frozenset(ranks)
         self._device = device

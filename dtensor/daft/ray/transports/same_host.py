@@ -133,6 +133,7 @@ class SameHostTransport(Transport):
         self._neighbours.told = told
 
     def prepare(self, program: HostProgram, number: int = 0) -> Prepared:
+        """Load a program: lay out its messages, and publish this actor's window."""
         here = self._neighbours
         arena = lay_out(program, here.host_of, here.shares)
         title = sha256(repr((number, program.name, arena.lanes)).encode()).digest()
