@@ -259,9 +259,9 @@ class RayCluster(HostedCluster):
                 call, plain = self._message(host, method, part, run, flags)
                 call.kind, call.lent = REQUEST if read else ONE_WAY, read and method is Worker.put
                 if self._recovery is not None:
-                    call.given = Payload.of(call.given)
+                    call.arguments = Payload.of(call.arguments)
                 reply = self.channel.send(
-                    process.index, call.kind, call.functions, call.given, lent=call.lent
+                    process.index, call.kind, call.functions, call.arguments, lent=call.lent
                 )
                 if run is not None:
                     process.counter.asks(run)
@@ -284,18 +284,18 @@ class RayCluster(HostedCluster):
         """Return the call of a method of `Worker` or `Ranks` with these arguments, and the plain
         data that it contains. `flags`: the marshalled settings of torch's kernels, for a run."""
         if method is not Worker.run:
-            functions, given = (Ranks.ask, method), part
+            functions, arguments = (Ranks.ask, method), part
             if method in (Ranks.unload, Ranks.provide):
                 functions = (method,)
             elif run is not None:
-                functions, given = (Ranks.run, method), (run, part[0], *part)
-            return HostCall(functions, given, run), {}
+                functions, arguments = (Ranks.run, method), (run, part[0], *part)
+            return HostCall(functions, arguments, run), {}
         host_run: HostRun = part[0]
         program = host_run.program
         inputs, plain = self.loaded.plain.split(program, host_run.inputs)
         plain |= self.loaded.plain.flags(host, program, flags)
-        given = host_run._replace(inputs=inputs).plain(), plain
-        call = HostCall((Ranks.run_program,), given, run)
+        arguments = host_run._replace(inputs=inputs).plain(), plain
+        call = HostCall((Ranks.run_program,), arguments, run)
         if self._recovery is not None:
             call.plain = self.loaded.plain.known(program, plain)
             call.program = program
@@ -318,7 +318,7 @@ class RayCluster(HostedCluster):
             sent = SentCall(host=host, change=change, run=run, number=each.ref.number)
             if recovers:
                 sent.asked = each if each.call.kind == REQUEST else None
-                sent.message, sent.nbytes = each.call, each.call.given.nbytes
+                sent.message, sent.nbytes = each.call, each.call.arguments.nbytes
             self.log.add(sent)
         if self._recovery is not None:
             self._or_fail(self._recovery.sent)
@@ -333,10 +333,10 @@ class RayCluster(HostedCluster):
     def _count(self, places: Places) -> int:
         return len(places)
 
-    def ask(self, host: int, method: Method, *given: object) -> AwaitedCall:
+    def ask(self, host: int, method: Method, *arguments: object) -> AwaitedCall:
         """Call a method of `Ranks` in a host. The call is not logged."""
         process = self.membership.host(host)
-        reply = self.channel.send(process.index, REQUEST, (method,), given)
+        reply = self.channel.send(process.index, REQUEST, (method,), arguments)
         return AwaitedCall(process, reply, self.runs)
 
     def collect(self, asked: Sequence[AwaitedCall], timeout: float | None = None) -> list[Any]:

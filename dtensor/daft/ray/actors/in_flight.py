@@ -109,11 +109,11 @@ class ValueReference:
 
 @dataclass(slots=True)
 class Submission:
-    """Calls that were submitted together, one for each of `titles`. `given`: their arguments, which
-    it keeps alive; `nbytes`: the bytes that the calls are assumed to need."""
+    """Calls that were submitted together, one for each of `titles`. `inputs`: their arguments,
+    which it keeps alive; `nbytes`: the bytes that the calls are assumed to need."""
 
     titles: Sequence[str]
-    given: Sequence[RemoteValue]
+    inputs: Sequence[RemoteValue]
     nbytes: int
     unanswered: int
 
@@ -167,7 +167,7 @@ class InFlight:
         self._blocked_s = 0.0
         self._warned = False
 
-    def add(self, titles: Sequence[str], given: Sequence[RemoteValue], nbytes: int) -> Submission:
+    def add(self, titles: Sequence[str], inputs: Sequence[RemoteValue], nbytes: int) -> Submission:
         """Record calls that are about to be made. `nbytes`: the bytes that the controller sends."""
         with self._lock:
             for title in titles:
@@ -175,7 +175,7 @@ class InFlight:
                 method.num_in_flight += 1
                 nbytes += method.nbytes
             self._bytes += nbytes
-        return Submission(titles, given, nbytes, len(titles))
+        return Submission(titles, inputs, nbytes, len(titles))
 
     def called(
         self, process: int, title: str, of: Submission, reply: Reply, values: Sequence[RemoteValue]
@@ -276,4 +276,4 @@ class InFlight:
         submission.unanswered -= 1
         if not submission.unanswered:
             self._bytes -= submission.nbytes
-            submission.given = ()
+            submission.inputs = ()

@@ -68,12 +68,12 @@ class Objects:
         cls: bytes,
         task: tuple[Any, ...],
         arguments: Packed,
-        given: Sequence[Given],
+        inputs: Sequence[Given],
     ) -> Payload:
         """Make an actor: an object of a pickled class. A failure is kept for its later calls."""
         subject = self._subjects[actor] = HostedObject(room=self._store.room)
         with self._failing() as failed:
-            messages, arguments_message = list(map(self._message, given)), self._message(arguments)
+            messages, arguments_message = list(map(self._message, inputs)), self._message(arguments)
             self._counter.begin(-1, number)
             Task.of(task).create(subject, lambda: pickle.loads(cls), arguments_message, messages)
             self._counter.end()
@@ -87,14 +87,14 @@ class Objects:
         number: int,
         task: tuple[Any, ...],
         arguments: Packed,
-        given: Sequence[Given],
+        inputs: Sequence[Given],
         dropped: Sequence[Key],
     ) -> Payload:
         """Call a method of an actor, as call `number`; keep the result as a value."""
         with self._failing() as results:
             if dropped:
                 self._store.drop(dropped)
-            messages, arguments_message = list(map(self._message, given)), self._message(arguments)
+            messages, arguments_message = list(map(self._message, inputs)), self._message(arguments)
             self._counter.begin(-1, number)
             subject, every = self._subjects[actor], range(len(messages))
             results.append(Task.of(task).run(subject, arguments_message, messages, every))
@@ -124,11 +124,11 @@ class Objects:
         run: int,
         wanted: Sequence[tuple[int, str]],
         names: Sequence[tuple[int, str]],
-        given: Sequence[Packed],
+        inputs: Sequence[Packed],
         dropped: Sequence[Key],
     ) -> Payload:
         """Run a compiled function. `wanted`: (rank, name) of each result; `names`: (rank, name) of
-        each argument in `given`."""
+        each argument in `inputs`."""
         transport, engine = self._programs[number]
         transport.start(run)
         messages: dict[tuple[int, str], Tensor] = {}
@@ -138,7 +138,7 @@ class Objects:
             if isinstance(engine, DaftError):
                 raise engine
             fed: dict[int, dict[str, object]] = {rank: {} for rank in engine.program.ranks}
-            for (rank, name), each in zip(names, given, strict=True):
+            for (rank, name), each in zip(names, inputs, strict=True):
                 fed[rank][name] = self._message(each)
             self._counter.begin(number, run)
             results = engine.run(fed, self._counter.view)
@@ -170,11 +170,11 @@ class Objects:
             self._counter.end()
             results[:] = [encode_failure(_of_host(error))]
 
-    def _message(self, given: Packed) -> Tensor:
+    def _message(self, argument: Packed) -> Tensor:
         """Wait for an argument; return a private copy, since a method may change its arguments."""
-        if isinstance(given, bytes):
-            return torch.frombuffer(bytearray(given), dtype=torch.uint8)
-        key, holder = given
+        if isinstance(argument, bytes):
+            return torch.frombuffer(bytearray(argument), dtype=torch.uint8)
+        key, holder = argument
         try:  # a value from the controller is used by one call, and not kept
             return self._store.take(key, holder, keeps=holder != CONTROLLER)
         except HostGone as gone:

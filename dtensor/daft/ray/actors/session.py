@@ -144,10 +144,10 @@ class RaySession(Session):
     ) -> None:
         number = self._number(task.title, task.issued, arguments)
         values = [future.value.value for future in inputs]
-        given = [self._deliver(value, actor.process) for value in values]
+        delivered = [self._deliver(value, actor.process) for value in values]
         packed = self._packed(arguments, number, "arguments", actor.process)
         cls = pickled(actor.cls)
-        payload = (actor.key, number, cls, task.plain(), packed, given)
+        payload = (actor.key, number, cls, task.plain(), packed, delivered)
         self._call(actor.process, Objects.create, payload, task.title, values, arguments.numel())
 
     def dispatch(
@@ -157,10 +157,10 @@ class RaySession(Session):
         self._in_flight.wait_for_room((title,), self._look)
         number = self._number(title, task.issued, arguments)
         values = [future.value.value for future in inputs]
-        given = [self._deliver(value, process) for value in values]
+        delivered = [self._deliver(value, process) for value in values]
         packed = self._packed(arguments, number, "arguments", process)
         dropped = self._in_flight.to_drop(process)
-        payload = (actor.key, number, task.plain(), packed, given, dropped)
+        payload = (actor.key, number, task.plain(), packed, delivered, dropped)
         remote = RemoteValue(self._in_flight, process, number, number)
         self._call(process, Objects.call, payload, title, values, arguments.numel(), remote)
         return TaskFuture(self, actor.key, title, ValueReference(remote))
@@ -290,8 +290,8 @@ class RaySession(Session):
         frozen, parts = self._loaded[loaded]
         self._check_lost(frozen)
         issued, results = user_frames(), dict[tuple[int, str], RemoteValue]()
-        values = [given.value.value for given in inputs if isinstance(given, TaskFuture)]
-        nbytes = sum(given.numel() for given in inputs if isinstance(given, Tensor))
+        values = [item.value.value for item in inputs if isinstance(item, TaskFuture)]
+        nbytes = sum(item.numel() for item in inputs if isinstance(item, Tensor))
         titles = [part.title for part in parts]
         asked: list[HostProcess] = []
         with self.lock:
@@ -309,12 +309,12 @@ class RaySession(Session):
                             RemoteValue(self._in_flight, process, number, (run, value))
                             for _, value in part.wanted
                         ]
-                        given = [
-                            self._given(inputs[index], run, f"{name}<{rank}", process)
+                        arguments = [
+                            self._argument(inputs[index], run, f"{name}<{rank}", process)
                             for index, (rank, name) in zip(part.fed, part.names, strict=True)
                         ]
                         dropped = self._in_flight.to_drop(process)
-                        payload = (loaded, run, part.wanted, part.names, given, dropped)
+                        payload = (loaded, run, part.wanted, part.names, arguments, dropped)
                         reply = self._channel.send(
                             process, REQUEST, (Objects.run,), Payload.plain(payload)
                         )
@@ -331,13 +331,14 @@ class RaySession(Session):
             for result, title in zip(frozen.results, frozen.titles, strict=True)
         ]
 
-    def _given(
-        self, given: TaskFuture | Tensor | None, run: int, name: str, process: int
+    def _argument(
+        self, value: TaskFuture | Tensor | None, run: int, name: str, process: int
     ) -> Packed:
-        assert given is not None, "an unused argument is not fed"
-        if isinstance(given, TaskFuture):
-            return self._deliver(given.value.value, process)
-        return self._packed(given, run, name, process)
+        """Return an argument of a compiled function as it is sent to a process."""
+        assert value is not None, "an unused argument is not fed"
+        if isinstance(value, TaskFuture):
+            return self._deliver(value.value.value, process)
+        return self._packed(value, run, name, process)
 
     def _check_lost(self, frozen: LoweredTasks) -> None:
         """Raise `ActorLost` if a process of a compiled function is lost, before others are

@@ -63,18 +63,18 @@ def starting(seconds: float) -> Generator[None]:
     started: list[subprocess.Popen[bytes]] = []
     raylets: list[subprocess.Popen[bytes]] = []
 
-    def start_ray_process(command: Any, kind: str, *given: Any, **named: Any) -> Any:
-        started_process = start(command, kind, *given, **named)
+    def start_ray_process(command: Any, kind: str, *arguments: Any, **options: Any) -> Any:
+        started_process = start(command, kind, *arguments, **options)
         started.append(started_process.process)
         if kind == constants.PROCESS_TYPE_RAYLET:
             raylets.append(started_process.process)
         return started_process
 
-    def get_node(*given: Any, **named: Any) -> Any:
+    def get_node(*arguments: Any, **options: Any) -> Any:
         end = time.monotonic() + seconds
         while True:
             try:
-                return get(*given, **named)
+                return get(*arguments, **options)
             except RuntimeError:  # the node is not registered yet
                 for raylet in raylets:
                     if raylet.poll() is not None:
@@ -106,9 +106,9 @@ def few_processes() -> Generator[None]:
     if hasattr(_raylet, "persist_port"):  # an older Ray chooses its ports before
         start = _node.start_raylet
 
-        def start_raylet(node: Any, *given: Any, **named: Any) -> Any:
+        def start_raylet(node: Any, *arguments: Any, **options: Any) -> Any:
             _say_ports(node)
-            return start(node, *given, **named)
+            return start(node, *arguments, **options)
 
         new["start_raylet"] = start_raylet
     with replaced(_node, **new):
@@ -120,9 +120,9 @@ def workers_by(command: str) -> Generator[None]:
     """Within the block, a Ray that starts uses this script instead of Ray's `setup_worker.py`."""
     start = _node.start_raylet
 
-    def start_raylet(node: Any, *given: Any, **named: Any) -> Any:
+    def start_raylet(node: Any, *arguments: Any, **options: Any) -> Any:
         node._ray_params.setup_worker_path = command
-        return start(node, *given, **named)
+        return start(node, *arguments, **options)
 
     with replaced(_node, start_raylet=start_raylet):
         yield

@@ -61,12 +61,12 @@ class Host:
         self._unread: Exception | None = None
         self._hosted = kind(self._counter, *arguments)
 
-    def call(self, method: Callable[..., Any], *given: object) -> Any:
+    def call(self, method: Callable[..., Any], *arguments: object) -> Any:
         """Call a method of the hosted object and return its result. Raises the exception of an
         earlier one-way call, or of this call, as an error of daft."""
         unread, self._unread = self._unread, None
         try:
-            result = method(self._hosted, *given)  # even if unread: other hosts may wait for it
+            result = method(self._hosted, *arguments)  # even if unread: other hosts may wait for it
         except BaseException as error:
             if interrupts(error):
                 raise
@@ -78,10 +78,10 @@ class Host:
             raise unread
         return result
 
-    def tell(self, method: Callable[..., Any], *given: object) -> None:
+    def tell(self, method: Callable[..., Any], *arguments: object) -> None:
         """Call a method of the hosted object, and keep its exception for the next request."""
         try:
-            method(self._hosted, *given)
+            method(self._hosted, *arguments)
         except BaseException as error:
             if interrupts(error):
                 raise

@@ -14,18 +14,18 @@ def packed(*arguments: object) -> bytes:
 
 
 class HostActor:
-    """A `Host` in an actor's process. `given`: the packed arguments of its methods."""
+    """A `Host` in an actor's process. `packed_arguments`: the packed arguments of its methods."""
 
-    def __init__(self, counter: str, given: bytes) -> None:
+    def __init__(self, counter: str, packed_arguments: bytes) -> None:
         from dtensor.daft.ray.channel.host import Host
 
-        kind, arguments = pickle.loads(given)
+        kind, arguments = pickle.loads(packed_arguments)
         self._host = Host(counter, kind, *arguments)
 
-    def host(self, counter: str, given: bytes) -> None:
+    def host(self, counter: str, packed_arguments: bytes) -> None:
         """Host another object, in place of the present one."""
-        kind, arguments = pickle.loads(given)
+        kind, arguments = pickle.loads(packed_arguments)
         self._host.host(counter, kind, *arguments)
 
-    def serve(self, given: bytes) -> None:
-        self._host.serve(*pickle.loads(given))
+    def serve(self, packed_arguments: bytes) -> None:
+        self._host.serve(*pickle.loads(packed_arguments))

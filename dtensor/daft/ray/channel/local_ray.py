@@ -54,8 +54,8 @@ class LocalHost:
         """The actor's id in Ray's errors; "no actor" until the actor has started."""
         return self._ray.ids.get(self._number, "no actor")
 
-    def serve(self, given: bytes) -> None:
-        self._ray.say("host_serves", self._number, given)
+    def serve(self, packed_arguments: bytes) -> None:
+        self._ray.say("host_serves", self._number, packed_arguments)
 
     def ended(self, patience_s: float = 0.0) -> str | None:
         return self._ray.ended(self._number, patience_s)
@@ -89,9 +89,9 @@ class LocalRay:
                 for each in (self._sock, its):
                     each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MESSAGE)
                 module = "dtensor.daft.ray.channel.local_ray_process"
-                given = [str(its.fileno()), str(os.getpid()), str(idle_s)]
+                argv = [str(its.fileno()), str(os.getpid()), str(idle_s)]
                 self._process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", module, *given],
+                    [sys.executable, "-P", "-m", module, *argv],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,  # Ray reports killed workers there
                     pass_fds=[its.fileno()],
@@ -100,9 +100,11 @@ class LocalRay:
                 )
 
     # -- hosts ----------------------------------------------------------------------------------
-    def start(self, options: Mapping[str, object], counter: str, given: bytes) -> LocalHost:
+    def start(
+        self, options: Mapping[str, object], counter: str, packed_arguments: bytes
+    ) -> LocalHost:
         number = next(self._numbers)
-        self.say("start", number, dict(options), counter, given)
+        self.say("start", number, dict(options), counter, packed_arguments)
         return LocalHost(self, number)
 
     def ended(self, number: int, patience_s: float) -> str | None:

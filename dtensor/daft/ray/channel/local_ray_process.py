@@ -65,19 +65,21 @@ class LocalRayProcess:
                 data = self._sock.recv(MESSAGE)
                 if not data:
                     return
-                name, *given = pickle.loads(data)
-                getattr(self, name)(*given)
+                name, *arguments = pickle.loads(data)
+                getattr(self, name)(*arguments)
 
     # -- the controller's messages, by name -----------------------------------------------------
-    def start(self, number: int, options: Mapping[str, object], counter: str, given: bytes) -> None:
+    def start(
+        self, number: int, options: Mapping[str, object], counter: str, packed_arguments: bytes
+    ) -> None:
         from dtensor.daft.ray.channel.ray_actor import RayActor
 
-        actor = self._actors[number] = RayActor(options, counter, given)
+        actor = self._actors[number] = RayActor(options, counter, packed_arguments)
         self.say("started", number, actor.id)
 
-    def host_serves(self, number: int, given: bytes) -> None:
+    def host_serves(self, number: int, packed_arguments: bytes) -> None:
         actor = self._actors[number]
-        actor.serve(given)
+        actor.serve(packed_arguments)
         packed_number = number.to_bytes(8, "little")
 
         def report_end(_: object) -> None:

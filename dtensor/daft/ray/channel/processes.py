@@ -54,8 +54,9 @@ class Actor(Protocol):
         """The actor's id in Ray's errors."""
         ...
 
-    def serve(self, given: bytes) -> None:
-        """Let the host execute calls that come over a connection. `given`: packed credentials."""
+    def serve(self, packed_arguments: bytes) -> None:
+        """Let the host execute calls that come over a connection. `packed_arguments`: packed
+        credentials."""
         ...
 
     def ended(self, patience_s: float = 0.0) -> str | None:
@@ -76,12 +77,12 @@ def start_host(
 ) -> Actor:
     """Start a host of the object that `kind` returns. `options`: Ray's; `counter`: the path of the
     host's program counter."""
-    given = packed(kind, arguments)
+    packed_arguments = packed(kind, arguments)
     if local is not None:
-        return local.start(options, str(counter), given)
+        return local.start(options, str(counter), packed_arguments)
     from dtensor.daft.ray.channel.ray_actor import RayActor
 
-    return RayActor(options, str(counter), given)
+    return RayActor(options, str(counter), packed_arguments)
 
 
 class HostProcess:

@@ -23,15 +23,19 @@ _ray: Any = ray  # Ray's stubs leave most of its types unknown
 
 class RayActor:
     """An actor with a `Host`. `options`: Ray's; `counter`: the path of the host's program counter;
-    `given`: the packed constructor of the hosted object, and its arguments."""
+    `packed_arguments`: the packed constructor of the hosted object, and its arguments."""
 
-    def __init__(self, options: Mapping[str, object], counter: str, given: bytes) -> None:
+    def __init__(
+        self, options: Mapping[str, object], counter: str, packed_arguments: bytes
+    ) -> None:
         all_options: dict[str, Any] = dict(num_cpus=0, max_restarts=0, max_task_retries=0)
         all_options |= options
         if (environment := missing_environment()) is not None:
             # only if needed: a runtime environment adds half a second to every actor
             all_options["runtime_env"] = {"env_vars": environment}
-        self.actor: Any = _ray.remote(HostActor).options(**all_options).remote(counter, given)
+        self.actor: Any = (
+            _ray.remote(HostActor).options(**all_options).remote(counter, packed_arguments)
+        )
         self.serving: Any = None  # Ray's reference to the running call of `serve`
 
     @property
@@ -39,9 +43,10 @@ class RayActor:
         """The actor's id in Ray's errors."""
         return str(self.actor._actor_id.hex())
 
-    def serve(self, given: bytes) -> None:
-        """Let the host execute calls that come over a connection. `given`: packed credentials."""
-        self.serving = self.actor.serve.remote(given)
+    def serve(self, packed_arguments: bytes) -> None:
+        """Let the host execute calls that come over a connection. `packed_arguments`: packed
+        credentials."""
+        self.serving = self.actor.serve.remote(packed_arguments)
 
     def ended(self, patience_s: float = 0.0) -> str | None:
         """Wait up to `patience_s`; return Ray's reason if the actor has ended, else None."""

@@ -148,11 +148,11 @@ class RunChannel:
         host: int,
         kind: Kind,
         functions: tuple[Function, ...],
-        given: tuple[Any, ...] | Payload,
+        arguments: tuple[Any, ...] | Payload,
         *,
         lent: bool = False,
     ) -> Reply:
-        """Call `functions[0](*functions[1:], *given)` in a host. Return the call's `Reply`.
+        """Call `functions[0](*functions[1:], *arguments)` in a host. Return the call's `Reply`.
 
         The caller may change the arguments as soon as this returns; if they are `lent`, only after
         the call was answered or after `copy_lent`. Functions are cached, so they must not be
@@ -160,7 +160,7 @@ class RunChannel:
         """
         connection = self._connections[host]
         reply = Reply(next(connection.numbers), host)
-        pieces: Sequence[Data] = encoded(reply.number, kind, functions, given)
+        pieces: Sequence[Data] = encoded(reply.number, kind, functions, arguments)
         with defer_signals(), self._lock:
             if connection.broken:
                 reply.lost = True

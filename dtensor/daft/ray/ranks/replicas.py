@@ -136,12 +136,12 @@ class ReplicatedFile(SnapshotStore):
     def _tell_record(self, r: SnapshotRecord) -> None:
         self._tell(PeerCopy.keep, id(r), r.number, r.tensors, r.others, r.gone, r.before)
 
-    def _tell(self, method: Any, *given: object) -> None:
-        self._send(ONE_WAY, method, given)
+    def _tell(self, method: Any, *arguments: object) -> None:
+        self._send(ONE_WAY, method, arguments)
 
-    def _ask(self, method: Any, *given: object) -> None:
+    def _ask(self, method: Any, *arguments: object) -> None:
         """Call a method of the server's `PeerCopy`, and wait until the server has executed it."""
-        self._send(REQUEST, method, given)
+        self._send(REQUEST, method, arguments)
         if self._answers is None:
             return
         try:
@@ -153,10 +153,10 @@ class ReplicatedFile(SnapshotStore):
             if answer.kind != RESPONSE:
                 self._break_off(str(answer.value()))
 
-    def _send(self, kind: Kind, method: Any, given: tuple[object, ...]) -> None:
+    def _send(self, kind: Kind, method: Any, arguments: tuple[object, ...]) -> None:
         if self._sock is not None:
             try:
-                send(self._sock, encoded(0, kind, (method,), given))
+                send(self._sock, encoded(0, kind, (method,), arguments))
             except OSError as error:
                 self._break_off(str(error))
 

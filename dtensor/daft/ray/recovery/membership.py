@@ -42,7 +42,7 @@ class HostCall:
     refer to. `lent`: the caller does not change its buffers before the answer."""
 
     functions: tuple[Any, ...]
-    given: tuple[Any, ...] | Payload
+    arguments: tuple[Any, ...] | Payload
     run: int | None
     kind: Kind = REQUEST
     program: int | None = None
@@ -54,8 +54,8 @@ class HostCall:
 
     def keep_payload(self) -> None:
         """Copy the payload, unless its buffers are lent."""
-        if isinstance(self.given, Payload) and not self.lent:
-            self.given = self.given.kept()
+        if isinstance(self.arguments, Payload) and not self.lent:
+            self.arguments = self.arguments.kept()
 
 
 class Membership:
@@ -111,9 +111,9 @@ class Membership:
         """The host of each rank."""
         return tuple(host for host, ranks in enumerate(self.hosts) for _ in ranks)
 
-    def tell(self, process: HostProcess, method: Callable[..., Any], *given: object) -> None:
+    def tell(self, process: HostProcess, method: Callable[..., Any], *arguments: object) -> None:
         """Call a method of `Ranks` one-way."""
-        self.channel.send(process.index, ONE_WAY, (method,), given)
+        self.channel.send(process.index, ONE_WAY, (method,), arguments)
 
     def meeting(self, prefix: str, tags: Mapping[Key, int], patience_s: float) -> Rendezvous:
         """Return the rendezvous of the present hosts, and write their ranks and machines into the

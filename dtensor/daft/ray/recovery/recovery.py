@@ -139,7 +139,7 @@ class Recovery:
             self.settle()
             for call in log.calls:
                 if id(call.message) in lent:
-                    call.message.given, call.message.lent = call.message.given.kept(), False
+                    call.message.arguments, call.message.lent = call.message.arguments.kept(), False
 
     def _wait_for_some(self) -> None:
         """Wait until all hosts have ended their calls, and drop these calls from the log."""
@@ -301,7 +301,7 @@ class Recovery:
         if message.plain:
             membership.tell(process, Ranks.remember, message.plain)
         reply = self._channel.send(
-            process.index, message.kind, message.functions, message.given, lent=message.lent
+            process.index, message.kind, message.functions, message.arguments, lent=message.lent
         )
         if message.run is not None:
             process.counter.asks(message.run)
@@ -434,12 +434,16 @@ class Recovery:
     def _channel(self) -> RunChannel:
         return self._launch.membership.channel
 
-    def _ask(self, host: int, method: Callable[..., Any], *given: object) -> AwaitedCall:
+    def _ask(self, host: int, method: Callable[..., Any], *arguments: object) -> AwaitedCall:
         process = self._launch.membership.host(host)
-        return AwaitedCall(process, self._channel.send(process.index, REQUEST, (method,), given))
+        return AwaitedCall(
+            process, self._channel.send(process.index, REQUEST, (method,), arguments)
+        )
 
-    def _ask_all(self, method: Callable[..., Any], *given: object) -> list[AwaitedCall]:
-        return [self._ask(host, method, *given) for host in range(len(self._launch.membership.all))]
+    def _ask_all(self, method: Callable[..., Any], *arguments: object) -> list[AwaitedCall]:
+        return [
+            self._ask(host, method, *arguments) for host in range(len(self._launch.membership.all))
+        ]
 
     def _wait_long(self, asked: Sequence[AwaitedCall]) -> list[Any]:
         """Wait for calls that may take as long as sending all state of a host."""

@@ -134,17 +134,17 @@ class SameHostTransport(Transport):
 
     def prepare(self, program: HostProgram, number: int = 0) -> Prepared:
         """Load a program: lay out its messages, and publish this actor's window."""
-        here = self._neighbours
-        arena = lay_out(program, here.host_of, here.shares)
+        peers = self._neighbours
+        arena = lay_out(program, peers.host_of, peers.shares)
         title = sha256(repr((number, program.name, arena.lanes)).encode()).digest()
         sizes = {a: whole_pages(nbytes) for a, nbytes in enumerate(arena.window_bytes) if nbytes}
-        shared = _Shared(self, here, number, title, sizes)
+        shared = _Shared(self, peers, number, title, sizes)
         self._loaded.add(shared)
         begins = dict(self._others.prepare(program, number).begins)
-        if here.index in sizes:
-            here.segments[here.index].write(self._end, title)
-            here.announce(number, self._end)
-            self._end += sizes[here.index]
+        if peers.index in sizes:
+            peers.segments[peers.index].write(self._end, title)
+            peers.announce(number, self._end)
+            self._end += sizes[peers.index]
         for site, brings in arena.brings.items():
             rank, start = site[0], _start(program, site)
             key = key_of(rank, start)
@@ -164,15 +164,15 @@ class SameHostTransport(Transport):
             return
         self._loaded.remove(shared)
         shared.release()
-        here = self._neighbours
-        if here.index not in shared.sizes:
+        peers = self._neighbours
+        if peers.index not in shared.sizes:
             return
-        begins = {actor: here.announced(actor, shared.number) for actor in shared.sizes}
-        here.segments[here.index].write(begins[here.index] + FLAG, b"\1")
+        begins = {actor: peers.announced(actor, shared.number) for actor in shared.sizes}
+        peers.segments[peers.index].write(begins[peers.index] + FLAG, b"\1")
         wanted = shared.title + b"\1"
-        if all(at and here.segments[a].read(at, FLAG + 1) == wanted for a, at in begins.items()):
+        if all(at and peers.segments[a].read(at, FLAG + 1) == wanted for a, at in begins.items()):
             for actor, at in begins.items():
-                here.segments[actor].drop(at, shared.sizes[actor])
+                peers.segments[actor].drop(at, shared.sizes[actor])
 
     def close(self) -> None:
         for shared in self._loaded:
@@ -323,7 +323,7 @@ class _Views:
 
 
 class _Begin:
-    """Starts a message of one instruction. `given`: the buffers of each member; `links`: to each
+    """Starts a message of one instruction. `payloads`: the buffers of each member; `links`: to each
     other member, with the number of starts by which that must be ahead of this rank
     (`slots.py`)."""
 
@@ -333,17 +333,17 @@ class _Begin:
         self,
         start: Start,
         member: _Member,
-        given: tuple[tuple[Buffer, ...], ...],
+        payloads: tuple[tuple[Buffer, ...], ...],
         links: Sequence[tuple[_Link, int]],
     ) -> None:
         self._start = start
         self._member = member
-        self._given = given
+        self._buffers = payloads
         self._links = links
         self._post = calls().post
-        kind: object = given  # starts of one kind share their views
+        kind: object = payloads  # starts of one kind share their views
         if isinstance(start, Collective):
-            kind = given, start.kind, start.op, start.out_buffers
+            kind = payloads, start.kind, start.op, start.out_buffers
         self._views = member.views.setdefault(kind, [None] * member.lane.slots)
 
     def __call__(self, values: Sequence[Tensor]) -> Pending:
@@ -424,21 +424,21 @@ class _Begin:
         """Return the views of slot `at` for this start."""
         member, start = self._member, self._start
         divided = isinstance(start, Collective) and start.does.divided
-        mine = member.tensors(member.me, at, self._given[member.me])
+        mine = member.tensors(member.me, at, self._buffers[member.me])
         own_values = [(i, to) for i, to in enumerate(mine) if not divided or i != member.me]
         cut = pieces_of(start)
         claims = [member.claim(at, n) for n in range(len(cut))] if member.me == 0 else []
         if not member.met:
             return _Views(own=own_values, claims=claims)
-        brings = tuple(member.tensors(m, at, given) for m, given in enumerate(self._given))
+        brings = tuple(member.tensors(m, at, payloads) for m, payloads in enumerate(self._buffers))
         if not cut or not isinstance(start, Collective):
             return _Views(own=own_values, parts=brings)
         results = member.results(at, start.out_buffers)
-        given = [[tensor.view(-1) for tensor in part] for part in brings]
+        payloads = [[tensor.view(-1) for tensor in part] for part in brings]
         flat_results = [tensor.view(-1) for tensor in results]
         folds = [
             [
-                ([part[n][begin:end] for part in given], flat_results[n][begin:end])
+                ([part[n][begin:end] for part in payloads], flat_results[n][begin:end])
                 for n, begin, end in piece
             ]
             for piece in cut
