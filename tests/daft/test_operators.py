@@ -19,7 +19,7 @@ from tests.daft.programs import function, program
 from tests.extras import missing
 
 pytest.importorskip("ray", reason=missing("ray"))
-from dtensor.daft.ray.ranks.operators import Known, Needed, OpOrigin, is_registered
+from dtensor.daft.ray.ranks.operators import KnownOps, Needed, OpOrigin, is_registered
 
 ONE = "(Tensor x) -> Tensor"
 CPU = torch.device("cpu")
@@ -54,11 +54,11 @@ define("many", many, "(Tensor x, Tensor[] xs, int n, float p, ScalarType kind, *
 define("sine", torch.sin)
 
 
-def needed(*names: str, known: Known | None = None, device: torch.device = CPU) -> Needed:
+def needed(*names: str, known: KnownOps | None = None, device: torch.device = CPU) -> Needed:
     ops = {name: getattr(torch.ops.test_operators, name).default for name in names}
     source = "def forward():\n    return ()"
     made = program([], functions=[function("f", source, **ops)])
-    return Needed.of(made, device, known or Known())
+    return Needed.of(made, device, known or KnownOps())
 
 
 def origin(name: str, device: torch.device = CPU) -> OpOrigin:
@@ -69,7 +69,7 @@ def origin(name: str, device: torch.device = CPU) -> OpOrigin:
 def test_a_program_of_torchs_ops_needs_nothing() -> None:
     source = "def forward(x):\n    return (add(x, x),)"
     add = function("f", source, add=torch.ops.aten.add.Tensor, relu=torch.relu)
-    assert not Needed.of(program([], functions=[add]), CPU, Known())
+    assert not Needed.of(program([], functions=[add]), CPU, KnownOps())
 
 
 def test_the_kernel_of_an_op_is_found_and_not_run() -> None:
@@ -152,7 +152,7 @@ def test_what_is_lacking_comes_back_with_why() -> None:
         module="test_operators_nowhere",
         kernel=None,
         reason="its kernel cannot be found",
-        anew=False,
+        is_redefined=False,
     )
     ((name, why),) = replace(needed("double"), origins=(lost,)).provide()
     assert name == "test_operators::nowhere"
@@ -177,12 +177,12 @@ def custom(factor: float) -> CustomOpDef:
 def test_a_custom_op_that_is_defined_anew() -> None:
     """A process that has the first has the second's kernel after it."""
     first = custom(2.0)
-    known = Known()
+    known = KnownOps()
     (before,) = needed("custom", known=known).origins
     second = custom(3.0)
     program = needed("custom", known=known)
     (after,) = program.origins
-    assert (before.anew, after.anew) == (False, True)
+    assert (before.is_redefined, after.is_redefined) == (False, True)
     assert torch.ops.test_operators.custom(torch.ones(1)).item() == 3.0
     custom(2.0)  # that of a process which has not been told
     assert program.provide() == []

@@ -266,7 +266,7 @@ class RayCluster(HostedCluster):
                 if run is not None:
                     process.counter.asks(run)
                 if run is not None and plain:
-                    self.loaded.plain.note(run, part[0].program, plain)
+                    self.loaded.sent_inputs.note(run, part[0].program, plain)
                 asked.append(AwaitedCall(process, reply, self.runs))
                 if self._recovery is not None:  # the call may be sent again
                     call.keep_payload()
@@ -292,12 +292,12 @@ class RayCluster(HostedCluster):
             return HostCall(functions, arguments, run), {}
         host_run: HostRun = part[0]
         program = host_run.program
-        inputs, plain = self.loaded.plain.split(program, host_run.inputs)
-        plain |= self.loaded.plain.flags(host, program, flags)
+        inputs, plain = self.loaded.sent_inputs.split(program, host_run.inputs)
+        plain |= self.loaded.sent_inputs.flags(host, program, flags)
         arguments = host_run._replace(inputs=inputs).plain(), plain
         call = HostCall((Ranks.run_program,), arguments, run)
         if self._recovery is not None:
-            call.plain = self.loaded.plain.known(program, plain)
+            call.plain = self.loaded.sent_inputs.known(program, plain)
             call.program = program
             call.stored = tuple(
                 (rank, value.name)
@@ -349,8 +349,8 @@ class RayCluster(HostedCluster):
             raise
         self._raise_unread(asked)
         for each in asked:
-            if each.gone is not None:
-                raise each.gone
+            if each.lost_value is not None:
+                raise each.lost_value
         return results
 
     def _raise_unread(self, asked: Sequence[AwaitedCall], note: str = "") -> None:
@@ -402,7 +402,7 @@ class RayCluster(HostedCluster):
         with self._lock:
             self._check()
             del self._handles[handle.id]
-            self.loaded.plain.forget(handle.id)
+            self.loaded.sent_inputs.forget(handle.id)
             if self._recovery is None:
                 self._unload(handle)
             else:  # a run of the program may have to be repeated until it is stable
@@ -427,7 +427,7 @@ class RayCluster(HostedCluster):
         return 0 if self._recovery is None else len(self._recovery.recovered)
 
     def _reads(self, handle: Handle, inputs: Sequence[Mapping[str, object]]) -> None:
-        if self._recovery is not None and self._recovery.gone:
+        if self._recovery is not None and self._recovery.lost_values:
             stored_names = [
                 [v.name for v in inputs_of_rank.values() if isinstance(v, Stored)]
                 for inputs_of_rank in inputs
@@ -440,15 +440,15 @@ class RayCluster(HostedCluster):
             )
 
     def _finds(self, names: Sequence[Sequence[str]]) -> None:
-        if self._recovery is not None and self._recovery.gone:
+        if self._recovery is not None and self._recovery.lost_values:
             keys = ((rank, name) for rank, of_rank in enumerate(names) for name in of_rank)
             self._recovery.check_there(keys)
 
     def _makes(self, names: Sequence[Collection[str]]) -> None:
-        if self._recovery is not None and self._recovery.gone:
+        if self._recovery is not None and self._recovery.lost_values:
             for rank, names_of_rank in enumerate(names):
                 for name in names_of_rank:
-                    self._recovery.gone.pop((rank, name), None)
+                    self._recovery.lost_values.pop((rank, name), None)
 
     @property
     def recoveries(self) -> Sequence[Recovered]:

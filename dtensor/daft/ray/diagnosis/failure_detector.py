@@ -70,7 +70,7 @@ class AwaitedCall:
     since: float | None = None  # when a host that blocks the call last made progress
     used: Mapping[int, _Used] = field(default_factory=dict[int, "_Used"])  # by host, at that time
     call: Any = None  # the `HostCall`, if it may be sent again
-    gone: ActorLost | None = None  # the loss of a value that the call should read
+    lost_value: ActorLost | None = None  # the loss of a value that the call should read
 
 
 Due: TypeAlias = Callable[[Sequence[AwaitedCall]], Mapping[int, int]]

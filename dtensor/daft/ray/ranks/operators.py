@@ -75,7 +75,7 @@ class OpOrigin:
     module: str | None
     kernel: bytes | None
     reason: str  # why there is no pickled kernel, "" if there is one
-    anew: bool  # redefined since the launch began: an import may give the former definition
+    is_redefined: bool  # redefined since the launch began: an import may give the former definition
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +92,7 @@ class Needed:
         return bool(self.origins) or self.functions or self.reductions is not None
 
     @staticmethod
-    def of(program: Program, device: torch.device, known: Known) -> Needed:
+    def of(program: Program, device: torch.device, known_ops: KnownOps) -> Needed:
         """Find the custom ops that a program names, and those that their kernels refer to."""
         waiting: list[str] = []
         functions = False
@@ -103,20 +103,20 @@ class Needed:
                 functions = True
                 waiting += _names_in(value)
         if waiting or functions:
-            known.learn()
+            known_ops.learn()
         origins: dict[str, OpOrigin] = {}
         while waiting:
             name = waiting.pop()
             if name in origins or name.partition("::")[0] in KNOWN:
                 continue
-            origins[name], more = _origin(name, device, known)
+            origins[name], more = _origin(name, device, known_ops)
             waiting += more
         return Needed(
             origins=tuple(origins[name] for name in sorted(origins)),
             paths=tuple(os.path.abspath(path) for path in sys.path),
             libraries=tuple(sorted(torch.ops.loaded_libraries)),
             functions=functions,
-            reductions=_reductions(known),
+            reductions=_reductions(known_ops),
         )
 
     def provide(self) -> list[tuple[str, str]]:
@@ -136,9 +136,15 @@ class Needed:
         lacking: list[tuple[str, str]] = []
         for origin in origins:
             reasons = [origin.reason] if origin.reason else []
-            attempts = (_by_value,) if origin.anew else (_by_import, self._by_library, _by_value)
+            attempts = (
+                (_by_value,) if origin.is_redefined else (_by_import, self._by_library, _by_value)
+            )
             for attempt in attempts:
-                if not origin.anew and is_registered(origin.name) and origin.name not in _kernels:
+                if (
+                    not origin.is_redefined
+                    and is_registered(origin.name)
+                    and origin.name not in _kernels
+                ):
                     break
                 try:
                     attempt(origin)
@@ -146,7 +152,7 @@ class Needed:
                     if interrupts(error):
                         raise
                     reasons.append(reason_of(error))
-            if not is_registered(origin.name) or (origin.anew and reasons):
+            if not is_registered(origin.name) or (origin.is_redefined and reasons):
                 lacking.append((origin.name, "; ".join(reasons)))
         return lacking
 
@@ -156,13 +162,13 @@ class Needed:
                 torch.ops.load_library(path)
 
 
-def _reductions(known: Known) -> bytes | None:
+def _reductions(known_ops: KnownOps) -> bytes | None:
     """Return the pickled reductions that users registered, None if there are none."""
     registered = [REDUCTIONS[name] for name in REDUCTIONS if name not in BUILT_IN]
     if not registered:
         return None
-    known.learn()
-    with known.by_value():
+    known_ops.learn()
+    with known_ops.by_value():
         return pickled(registered)
 
 
@@ -213,7 +219,7 @@ def _by_value(origin: OpOrigin) -> None:
 # -- in the controller -----------------------------------------------------------------------------
 
 
-class Known:
+class KnownOps:
     """The custom ops and modules at the begin of the launch, or when they were first used. Actors
     may have these versions, which differ from later redefinitions in the controller."""
 
@@ -233,7 +239,7 @@ class Known:
             if not _is_installed(name, getattr(spec, "origin", None)):
                 self._specs[name] = spec
 
-    def is_anew(self, name: str, kernel: FunctionType | None) -> bool:
+    def is_redefined(self, name: str, kernel: FunctionType | None) -> bool:
         """Return whether an op was redefined, or its module reloaded, since it was recorded."""
         base, _ = _name_and_overload(name)
         reloaded = kernel is not None and kernel.__module__ in {m.__name__ for m in self._reloaded}
@@ -271,25 +277,30 @@ def _spec(module: object) -> object:
         return None
 
 
-def _origin(name: str, device: torch.device, known: Known) -> tuple[OpOrigin, list[str]]:
+def _origin(name: str, device: torch.device, known_ops: KnownOps) -> tuple[OpOrigin, list[str]]:
     """Return the origin of an op, and the names of the ops that its kernel refers to."""
     op = _overload(name)
     kernel, reason = _kernel_of(op, device)
     module = kernel.__module__ if kernel is not None else None
-    anew = known.is_anew(name, kernel)
+    redefined = known_ops.is_redefined(name, kernel)
     data, more = None, list[str]()
     if kernel is not None:
         try:
-            with known.by_value():
+            with known_ops.by_value():
                 data, more = _pickled(kernel)
         except Exception as error:  # the kernel may refer to any object
             reason = f"its kernel does not pickle: {type(error).__name__}: {error}"
-    if anew and reason:
+    if redefined and reason:
         reason = f"it was defined anew since the launch began, and {reason}"
     if module == "__main__" or (module is not None and _is_known_module(module)):
         module = None if data is not None else module
     return OpOrigin(
-        name=name, schema=str(op._schema), module=module, kernel=data, reason=reason, anew=anew
+        name=name,
+        schema=str(op._schema),
+        module=module,
+        kernel=data,
+        reason=reason,
+        is_redefined=redefined,
     ), more
 
 

@@ -24,7 +24,7 @@ from dtensor.daft.ir.host_program import host_programs
 from dtensor.daft.ir.instructions import Key
 from dtensor.daft.ir.program import Program
 from dtensor.daft.ray.channel.messages import Packed
-from dtensor.daft.ray.ranks.operators import Known, Needed
+from dtensor.daft.ray.ranks.operators import KnownOps, Needed
 from dtensor.daft.ray.ranks.ranks import Ranks, SentInputs, packed
 from dtensor.daft.ray.transports.communicators import Communicators
 from dtensor.daft.ray.transports.slots import CrossHostKeys
@@ -48,21 +48,22 @@ class ShippedProgram:
 
 
 class LoadedOnHosts:
-    """See the module. `tags`: message key to its tag; `plain`: the plain inputs that hosts have."""
+    """See the module. `tags`: message key to its tag; `sent_inputs`: the plain inputs that hosts
+    have."""
 
     def __init__(self, device: torch.device, *, keeps: bool) -> None:
         self.tags: dict[Key, int] = {}
-        self.plain: SentInputs = SentInputs()
+        self.sent_inputs: SentInputs = SentInputs()
         self.programs: dict[int, ShippedProgram] = {}
         self._communicators = Communicators()
         self._device = device
         self._keeps = keeps
-        self._known = Known()
+        self._known_ops = KnownOps()
         self._needed: dict[int, Needed] = {}  # by id of a program that is about to be sent
 
     def need(self, program: Program) -> Needed:
         """Return what hosts need before they load a program: custom ops, and settings."""
-        needed = self._needed[id(program)] = Needed.of(program, self._device, self._known)
+        needed = self._needed[id(program)] = Needed.of(program, self._device, self._known_ops)
         return needed
 
     def number(
@@ -93,7 +94,7 @@ class LoadedOnHosts:
         if self._device.type == "cpu" and len(places) > 1:  # they may share memory
             between = CrossHostKeys(program, [h for h, ranks in enumerate(hosts) for _ in ranks])
             parts = (replace(own, meetings=between.of(own.ranks)) for own in parts)
-        with self._known.by_value():
+        with self._known_ops.by_value():
             yield from zip(places, packed(parts), strict=True)
 
     def forget(self, program: int) -> None:
@@ -102,7 +103,7 @@ class LoadedOnHosts:
 
     def start_over(self) -> None:
         """Record that hosts have forgotten the plain data that they were sent."""
-        self.plain = SentInputs()
+        self.sent_inputs = SentInputs()
 
     def load_on(self, tell: Tell, host: int | None) -> None:
         """Send a new process what all programs need, and the host's parts of programs; no parts if

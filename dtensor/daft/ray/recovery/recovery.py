@@ -94,7 +94,9 @@ class Recovery:
     def __init__(self, launch: Recovering, changes: ChangeLog, max_restarts: int) -> None:
         self.epoch: int = 0
         self.recovered: list[Recovered] = []
-        self.gone: dict[tuple[int, str], ActorLost] = {}  # (rank, name) of lost values, until put
+        self.lost_values: dict[
+            tuple[int, str], ActorLost
+        ] = {}  # (rank, name) of lost values, until put
         self._launch = launch
         self._changes = changes
         self._max_restarts = max_restarts
@@ -228,16 +230,16 @@ class Recovery:
         channel = self._channel
         if membership.several:  # the connections to a lost machine break together
             channel.listen(TOGETHER_S)
-        gone = self._gone()
-        self._restarts += len(gone)
-        if not gone:  # a connection broke between hosts that are alive
+        lost_hosts = self._lost_hosts()
+        self._restarts += len(lost_hosts)
+        if not lost_hosts:  # a connection broke between hosts that are alive
             lost.failures.append(error.failure)
         if self._restarts > self._max_restarts:
             error.add_note(f"it was not replaced: {self._max_restarts} were (max_restarts)")
             raise error
-        old_ranks = [membership.hosts[host] for host in gone]
-        places = self._places(gone)
-        for host in gone:
+        old_ranks = [membership.hosts[host] for host in lost_hosts]
+        places = self._places(lost_hosts)
+        for host in lost_hosts:
             old = membership.host(host)
             process, by = membership.replace(host, places[host])
             lost.failures.append(launch.watch.lost[old.index].failure)
@@ -267,15 +269,15 @@ class Recovery:
             error.add_note(f"it was not replaced: ranks are at {there}, not at {cut}")
             raise error
         self._changes.rolled_back(cut)
-        if not gone:  # a connection to a replica server may have broken
+        if not lost_hosts:  # a connection to a replica server may have broken
             self._copies.clear()
         self.begin_copies(self._wait_long)
-        for host in gone:
-            self._note_gone(host, error)
-        poisoned = {call.run for call in again if self._reads_gone(call)}
+        for host in lost_hosts:
+            self._note_lost_values(host, error)
+        poisoned = {call.run for call in again if self._reads_lost_value(call)}
         for call in again:
             if call.asked is not None and call.run in poisoned:
-                call.asked.gone = next(iter(self.gone.values()))
+                call.asked.lost_value = next(iter(self.lost_values.values()))
         launch.loaded.start_over()
         for call in again:
             call.gave = call.gave or _succeeded(call)
@@ -285,14 +287,14 @@ class Recovery:
         self._check_again(again)
         return runs
 
-    def _reads_gone(self, call: SentCall) -> bool:
+    def _reads_lost_value(self, call: SentCall) -> bool:
         """Return whether a call starts a run that may read a lost value."""
         message: HostCall = call.message
         if message.program is None:
             return False
         ranks = self._launch.membership.hosts[call.host]
         read = (*message.stored, *self._launch.loaded.state(message.program, ranks))
-        return any(key in self.gone for key in read)
+        return any(key in self.lost_values for key in read)
 
     def _resend(self, call: SentCall) -> None:
         """Send a call again, to the present process of its host."""
@@ -316,7 +318,10 @@ class Recovery:
         succeeded = [
             (call, call.asked)
             for call in again
-            if call.gave and not call.undone and call.asked is not None and call.asked.gone is None
+            if call.gave
+            and not call.undone
+            and call.asked is not None
+            and call.asked.lost_value is None
         ]
         asked = [each for _, each in succeeded]
         while not self._channel.all_over([each.ref for each in asked], SLICE_S):
@@ -368,18 +373,18 @@ class Recovery:
         both = enumerate(keepers)
         self._places_of = [[membership.host(h).machine for h in b if h is not None] for b in both]
 
-    def _places(self, gone: Sequence[int]) -> dict[int, list[str]]:
+    def _places(self, lost_hosts: Sequence[int]) -> dict[int, list[str]]:
         """Return, for each lost host, the live machines that have its snapshots, or else the
         controller's machine."""
         membership, machines = self._launch.membership, dict[int, list[str]]()
-        living = membership.living(gone)
-        for host in gone:
+        living = membership.living(lost_hosts)
+        for host in lost_hosts:
             old = membership.host(host)
             places = [old.machine]
             keeper = self._copies.get(old.index)
             server = None if keeper is None else membership.place(keeper)
             if (
-                server is not None and server not in gone
+                server is not None and server not in lost_hosts
             ):  # the copy of a replaced server may be old
                 places.append(membership.host(server).machine)
             if not living.intersection(places):
@@ -389,7 +394,7 @@ class Recovery:
             ]
         return machines
 
-    def _note_gone(self, host: int, error: DaftError) -> None:
+    def _note_lost_values(self, host: int, error: DaftError) -> None:
         """Record the values of a lost host that are in no snapshot."""
         for rank, name in self._launch.loaded.replayable(self._launch.membership.hosts[host]):
             reason = (
@@ -398,15 +403,15 @@ class Recovery:
                 f"  fix: launch again and load a saved state, for example by dt.load_state_dict"
             )
             failure = Failure(rank=rank, known_as=error.failure.known_as, reason=reason)
-            self.gone[rank, name] = ActorLost(failure)
+            self.lost_values[rank, name] = ActorLost(failure)
 
     def check_there(self, keys: Iterable[tuple[int, str]]) -> None:
         """Raise `ActorLost` if one of these values, (rank, name), was lost."""
         for key in keys:
-            if key in self.gone:
-                raise ActorLost(self.gone[key].failure)
+            if key in self.lost_values:
+                raise ActorLost(self.lost_values[key].failure)
 
-    def _gone(self) -> list[int]:
+    def _lost_hosts(self) -> list[int]:
         """Return the hosts that are lost and not replaced."""
         launch = self._launch
         launch.watch.find([process.index for process in launch.membership.all])
@@ -485,7 +490,7 @@ class Recovery:
         launch = self._launch
         end = time.monotonic() + (SETTLE_S if raised is not None else 0.0)
         while True:
-            lost = self._gone()
+            lost = self._lost_hosts()
             if lost:
                 raise launch.watch.lost[launch.membership.host(lost[0]).index]
             if raised is None:

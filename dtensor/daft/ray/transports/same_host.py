@@ -130,7 +130,7 @@ class SameHostTransport(Transport):
     def tell_whom_it_awaits(self, told: Callable[[int], None]) -> None:
         """Let a wait call `told(rank)` every `SLICE_S`, with the rank that it waits for, -1 if that
         is unknown."""
-        self._neighbours.told = told
+        self._neighbours.report_wait = told
 
     def prepare(self, program: HostProgram, number: int = 0) -> Prepared:
         """Load a program: lay out its messages, and publish this actor's window."""
@@ -319,7 +319,7 @@ class _Views:
     pieces: Sequence[_Piece] = ()
     results: Sequence[Tensor] = ()
     done: int = 0  # the semaphore of pieces that others have folded
-    told: Sequence[int] = ()  # the other members' `done`
+    others_done: Sequence[int] = ()  # the other members' `done`
 
 
 class _Begin:
@@ -327,7 +327,7 @@ class _Begin:
     other member, with the number of starts by which that must be ahead of this rank
     (`slots.py`)."""
 
-    __slots__ = ("_given", "_links", "_member", "_post", "_start", "_views")
+    __slots__ = ("_buffers", "_links", "_member", "_post", "_start", "_views")
 
     def __init__(
         self,
@@ -408,7 +408,7 @@ class _Begin:
                 continue
             for parts, result in piece.folds:
                 result.copy_(fold(parts, op, result.dtype))
-            for done in views.told:
+            for done in views.others_done:
                 post(done)
         for _ in range(missing):
             take(views.done, self._check)
@@ -450,7 +450,7 @@ class _Begin:
             pieces=[_Piece(member.claim(at, n), fold) for n, fold in enumerate(folds)],
             results=results,
             done=member.done(member.me, at),
-            told=[member.done(m, at) for m in range(len(brings)) if m != member.me],
+            others_done=[member.done(m, at) for m in range(len(brings)) if m != member.me],
         )
 
 

@@ -49,7 +49,7 @@ class SharedMemoryPeers:
         self.host_of: tuple[int, ...] = tuple(host_of)
         self.segments: dict[int, Segment] = {index: segment}
         self.heads = {index: segment.map(0, self.head_bytes(index))}
-        self.told: Callable[[int], None] | None = None
+        self.report_wait: Callable[[int], None] | None = None
         self._same_place = {index}
         for rank, host in enumerate(host_of):
             for other in range(len(host_of)) if host == index else ():
@@ -131,8 +131,8 @@ class SharedMemoryPeers:
 
     def tell(self, rank: int) -> None:
         """Record that this actor waits for a rank, -1 if it is unknown for which."""
-        if self.told is not None:
-            self.told(rank)
+        if self.report_wait is not None:
+            self.report_wait(rank)
 
     def close(self) -> None:
         """Close all segments, so that actors that wait for this one fail."""
