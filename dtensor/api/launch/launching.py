@@ -1,19 +1,13 @@
-"""`launch`: starts the ranks of meshes, which end with a block; `run.switch` between two steps.
+"""`launch`: starts the ranks of meshes for the duration of a `with` block.
 
     with launch(Mesh(dp=4), backend="ray") as run:      # default: in-process
         step(x, y)
         run.switch(model, opt, Mesh(dp=2), {})          # f32[64@dp,16]: [16,16] to [32,16]
-    with launch(train, play):                           # train has ranks 0..n-1, play those after
-        ...
-    run = launch(Mesh(dp=4))                            # the same over the cells of a notebook
-    run.start()
-    run.close()
+    run = launch(train, play)                           # without a block, as in a notebook
+    run.start(); run.close()
 
-Arguments are checked before anything starts. Leaving the block by an exception brings home the
-values that can come, and notes the others on it. One launch runs at a time, and each starts once.
-While the last launch is made and not started, a step is an error: it would run in this process.
-
-Not here: values on the ranks (session.py), the work of a switch (switch.py).
+If an exception ends the block, its notes name values that could not be copied back. Invariants: one
+launch runs at a time, and each starts once. A step raises while a launch is made and not started.
 """
 
 from __future__ import annotations
@@ -66,9 +60,8 @@ _ANEW = "run = dt.launch(...), and start that one"
 
 class LaunchSession(MeshSession):
     """The result of `launch`: the session of its first mesh, with `switch` for use between two
-    steps. It prints its meshes and, where they are on several machines, the ranks of each.
-
-    The attributes of a `MeshSession` exist from `start` on.
+    steps. It prints its meshes and the ranks on each machine. The attributes of a `MeshSession`
+    exist from `start` on.
     """
 
     def __init__(
@@ -103,13 +96,13 @@ class LaunchSession(MeshSession):
                 lines.append(f"  {ranks_text(ranks)} on {machine}")
         return "\n".join(lines)
 
-    # -- its begin and its end --------------------------------------------------------------------
+    # -- start and end ----------------------------------------------------------------------------
 
     def start(self) -> Self:
-        """Start the ranks: programs from here to `close` run there. Returns the launch itself.
+        """Start the ranks, on which programs run until `close`. Return the launch itself.
 
-        If it runs already, it does nothing. A launch whose start has failed may be started again.
-        Raises PlanningError if another launch runs, or this one has ended.
+        Does nothing if the launch is running. A launch whose start has failed may be started again.
+        Raises PlanningError if another launch is running, or if this one has ended.
         """
         with defer_signals():
             with CALL_LOCK:
@@ -140,10 +133,11 @@ class LaunchSession(MeshSession):
         return self
 
     def close(self) -> None:
-        """Wait for calls in flight, bring the values home and end the ranks, as leaving the `with`
-        block does. Raises a failure that was not read.
+        """Wait for calls in flight, copy the values back and end the ranks, as at the end of the
+        `with` block. Raises a failure that was not read.
 
-        If it has ended, it does nothing; if it was never started, it cannot be started any more.
+        Does nothing if the launch has ended. A launch that was never started cannot be started any
+        more.
         """
         with defer_signals():
             if not self._ends():
@@ -164,7 +158,7 @@ class LaunchSession(MeshSession):
         try:
             return self.start()
         except BaseException:
-            self.close()  # no name refers to it: only the error is left
+            self.close()  # the user has no name for it
             raise
 
     def __exit__(
@@ -181,7 +175,8 @@ class LaunchSession(MeshSession):
                 self._leave_by(error)
 
     def end_with_process(self) -> None:
-        """As `close`, but the process's end reports the failures of saves (async_save.py)."""
+        """Close the launch at the end of the process, which reports the failures of saves itself
+        (async_save.py)."""
         with defer_signals():
             if self._ends():
                 try:
@@ -196,7 +191,8 @@ class LaunchSession(MeshSession):
         return PlanningError(f"the launch {why}.\n{lines}fix: {fix}")
 
     def _ends(self) -> bool:
-        """Mark it as ended, or given up; returns whether it ran."""
+        """Mark the launch as ended, or as given up if it never ran. Return whether it was
+        running."""
         with CALL_LOCK:
             before = self._state
             self._state = "ended" if before in ("running", "ended") else "given up"
@@ -205,14 +201,16 @@ class LaunchSession(MeshSession):
         return before == "running"
 
     def _leave_by(self, error: BaseException) -> None:
-        """Add notes to the error about values that are lost with the launch."""
+        """End the launch because of an error, with notes on the error about unread failures of
+        saves and about values that were lost."""
         note_unread(error, self.launch.saves)
         try:
             self._leave()
-        except (DaftError, PlanningError) as lost:  # reading the weights raises it, too
+        except (DaftError, PlanningError) as lost:  # reading the weights raises it too
             error.add_note(f"and not all weights came home: {lost}")
 
     def _leave(self) -> None:
+        """End the actors and the ranks, after copying the values back."""
         with held_back():
             with CALL_LOCK:
                 launches.remove(self.launch)
@@ -239,15 +237,15 @@ class LaunchSession(MeshSession):
         ranks: Sequence[int] | None = None,
         topology: Topology | None = None,
     ) -> SyncPlan:
-        """The transfers of ``switch`` with the same arguments: each value's pieces, the bytes of
-        each pair of ranks, the messages, the price. It waits for calls in flight, too; nothing is
-        moved, and nothing changes.
+        """Return the plan of a ``switch`` with the same arguments: each value's pieces, the bytes
+        between each pair of ranks, the messages and the price. Waits for calls in flight. Moves and
+        changes nothing.
 
         Args:
-            topology: the hardware of the price.
+            topology: the hardware for which the price is computed.
         """
-        given = dict(stages=stages, zero=zero, recompute=recompute, misaligned=misaligned)
-        how = SwitchTarget(placements or {}, given, inputs, schedule, ranks, topology)
+        options = dict(stages=stages, zero=zero, recompute=recompute, misaligned=misaligned)
+        how = SwitchTarget(placements or {}, options, inputs, schedule, ranks, topology)
         with CALL_LOCK:
             return switch_of(self.launch, model, optimizer, mesh, how).plan
 
@@ -266,32 +264,31 @@ class LaunchSession(MeshSession):
         schedule: Schedule | None = None,
         ranks: Sequence[int] | None = None,
     ) -> SyncPlan:
-        """Between two steps: move the model, its optimizer and the steps over them to ``mesh`` and
-        ``placements``. Returns the transfers.
+        """Between two steps, move the model, its optimizer and the steps over them to ``mesh`` and
+        ``placements``. Return the plan of the transfers.
 
-        It waits for calls in flight; an unread failure of one raises here. Raises PlanningError
-        like `parallelize`, `train_step` and a step's first call, and then nothing has changed;
-        daft's errors if moving fails, and then the model has not moved.
+        Waits for calls in flight, and raises their unread failures. Raises PlanningError as
+        `parallelize`, `train_step` and a step's first call do, and daft's errors if moving fails;
+        nothing has changed then.
 
         Args:
-            optimizer: the model's optimizer, whose state moves; a list, if it has several; None, if
+            optimizer: the model's optimizer, whose state moves; a list if it has several; None if
                 none has taken a step.
-            mesh, placements, stages, zero, recompute, misaligned: as for `parallelize`; omitted
-                ones
-                have its defaults, not their earlier values.
-            inputs, schedule: of later steps, where the present ones do not suit the mesh.
-            ranks: the launch's numbers of the mesh's ranks, if the mesh is new there.
+            mesh, placements, stages, zero, recompute, misaligned: as for `parallelize`; an omitted
+                argument has its default there, not its earlier value.
+            inputs, schedule: replace those of the model's steps, if they do not suit the mesh.
+            ranks: the launch's numbers of the mesh's ranks, if the mesh is not in the launch yet.
         """
-        given = dict(stages=stages, zero=zero, recompute=recompute, misaligned=misaligned)
-        how = SwitchTarget(placements or {}, given, inputs, schedule, ranks, None)
+        options = dict(stages=stages, zero=zero, recompute=recompute, misaligned=misaligned)
+        how = SwitchTarget(placements or {}, options, inputs, schedule, ranks, None)
         with CALL_LOCK:
             switching = switch_of(self.launch, model, optimizer, mesh, how)
-            switching.carry_out()
+            switching.execute()
             return switching.plan
 
 
 _starting: list[LaunchSession] = []
-"""The launch that is starting, if there is one."""
+"""The launch that is starting, if any."""
 
 
 def launch(
@@ -311,65 +308,65 @@ def launch(
     max_restarts: int = 100,
     warm: bool = True,
 ) -> LaunchSession:
-    """The ranks of one or several meshes, for a `with` block: programs inside it run on them.
-    ``run.start()`` and ``run.close()`` do the same without a block, for example over cells of a
-    notebook.
+    """Return a launch of the ranks of one or several meshes, for a `with` block: programs inside
+    the block run on these ranks. ``run.start()`` and ``run.close()`` do the same without a block,
+    as over several cells of a notebook.
 
     Several meshes are on ranks of one cluster, in order: the first has ranks 0, 1, ..., the next
-    those after. Equal meshes are one: ``Mesh(tp=2, name="play")`` differs from ``Mesh(tp=2)``.
-    Models and DTensors are on one mesh each; `transfer` moves values from one to another. A call
-    that raises fails only its own run; with a lost rank, the values of all meshes of the launch are
-    lost, and the error names the rank by both numbers.
+    mesh the ranks after those. Equal meshes are one mesh: ``Mesh(tp=2, name="play")`` differs from
+    ``Mesh(tp=2)``. Each model and DTensor is on one mesh; `transfer` moves values between meshes.
+    A call that raises fails only its own run. If a rank is lost, the values of all meshes are lost,
+    and the error names the rank by its numbers in the launch and in its mesh.
 
-    `daft.spawn` inside the block makes actors of the same launch, beside the ranks: on Ray with the
-    same Ray and deadlines. They end with it, which raises their unread failures.
+    `daft.spawn` inside the block starts actors of the same launch, on the same Ray and with the
+    same deadlines. They end with the launch, which raises their unread failures.
 
-    At its end the values of models and the state of their optimizers come home, in place: the
-    controller's module and optimizer are current again. Models on the meta device stay remote.
+    At the end of the launch, the values of models and the state of their optimizers are copied
+    back, in place, into the controller's modules and optimizers. Models on the meta device are not.
 
-    Returns the session of the first mesh; nothing is started yet. A step is an error while the last
-    launch is not started; ``run.close()``, or another launch, discards it. A launch starts once; if
-    it still runs when the process ends, it is closed then.
+    Nothing is started yet when this returns. A step raises while the latest launch is not started;
+    ``run.close()``, or another launch, discards it. A launch starts once. If it still runs when the
+    process ends, it is closed then.
 
     Args:
-        meshes: backend and device may follow them, as in ``launch(mesh, "ray")``.
-        ranks: mesh to numbers of ranks of the launch, in the mesh's order; meshes may share ranks:
-            ``launch(train, play, ranks={play: (0, 1)})``. A mesh that is not named gets new ranks,
+        meshes: the meshes; backend and device may follow them, as in ``launch(mesh, "ray")``.
+        ranks: the launch's rank numbers of a mesh, in the mesh's order. Meshes may share ranks:
+            ``launch(train, play, ranks={play: (0, 1)})``. A mesh without an entry gets the ranks
             after those of the meshes before it.
-        backend: "inprocess": all ranks in this process, deterministic; "ray": an actor per rank,
-            or per ``ranks_per_actor`` of them.
-        device: "cpu" or "cuda". On "cuda", "inprocess" puts all ranks on this GPU; "ray" gives
-            each actor its own GPU, and refuses to start if too few are free.
-        address: of a Ray cluster to join; otherwise one is started here, and stopped at the end.
-            If it spans machines, ranks are on all of them, in blocks in the mesh's order: those
-            along the last axis are on one (docs/scale_out.md).
+        backend: "inprocess": all ranks in this process, deterministic; "ray": an actor for each
+            rank, or for ``ranks_per_actor`` ranks.
+        device: "cpu" or "cuda". On "cuda", "inprocess" puts all ranks on the current GPU; "ray"
+            gives each actor its own GPU, and raises if too few are free.
+        address: the address of a Ray cluster to join; by default one is started on this machine. If
+            the cluster has several machines, ranks are on all of them, in blocks in the mesh's
+            order, with the ranks along the last axis on one machine (docs/scale_out.md).
         deadline_s: seconds after which a rank that makes no progress counts as failed.
-        call_deadline_s: seconds that one computation of a rank may take; after `deadline_s` it
-            causes a warning.
-        ranks_per_actor: how many consecutive ranks of the launch, of any mesh, share an actor: a
-            process on Ray, which computes for one of them at a time and is lost with all of them,
-            and on "cuda" a GPU. By default 1; in-process all share this process anyway. A mesh's
-            ranks are all on one GPU with ``ranks_per_actor=mesh.size``; else, on GPUs, a
-            collective's ranks must be on one actor, or each on its own.
+        call_deadline_s: seconds that one computation of a rank may take. It causes a warning after
+            `deadline_s`.
+        ranks_per_actor: the number of consecutive ranks of the launch that share an actor, by
+            default 1. An actor is a process on Ray, and on "cuda" has one GPU; it computes for one
+            of its ranks at a time, and all of them are lost together. With
+            ``ranks_per_actor=mesh.size`` a mesh is on one GPU. Otherwise, on GPUs, the ranks of a
+            collective must be on one actor, or each on its own actor.
         mode: "compiled": one call per actor and step; "interpreted": one instruction at a time.
-        bring_home: False does not bring changed values home; reading them is a RuntimeError from
-            then on, until `load_state_dict`, unless `gather_state_dict` has written them.
+        bring_home: False: changed values are not copied back. Reading them then raises
+            RuntimeError until `load_state_dict`, unless `gather_state_dict` has copied them.
         local: "inductor": torch's compiler compiles chains of elementwise ops, norms and sums, on
-            CPUs; a first call takes seconds longer. All backends and modes have the same bits, and
-            agree with "generated" to a tolerance.
-        spares: processes that wait to replace a lost rank, besides those of the ranks; with
-            some, ``snapshot_every=1`` by default.
-        snapshot_every: runs on all ranks after which each keeps a copy of the values it wrote, in
-            memory that outlives its process. On Ray a rank that is lost, stopped or silent is then
-            replaced, by a spare or a new process, and the runs since are repeated: a warning, and
-            no error (docs/recovery.md). By default no copies are kept.
-        max_restarts: how many ranks may be replaced before the loss of one is an error.
-        warm: a Ray that is started here starts while this process goes on; the first call that
-            needs ranks waits. It stays for a minute after the launch, so that the next one of this
-            process finds it; at the latest it ends with the process. False: it ends with the
-            launch, and so does one that has stayed.
+            CPUs only; a first call takes seconds longer. Results are bitwise equal on all backends
+            and in both modes, and agree with "generated" to a tolerance.
+        spares: the number of processes that wait to replace a lost rank. With spares,
+            ``snapshot_every`` is 1 by default.
+        snapshot_every: the number of runs after which each rank copies the values that it wrote
+            into memory that outlives its process. On Ray, a rank that is lost, stopped or silent is
+            then replaced by a spare or a new process, and the runs since are repeated, with a
+            warning (docs/recovery.md). By default no copies are kept.
+        max_restarts: the number of ranks that may be replaced before the loss of a rank is an
+            error.
+        warm: True: a Ray cluster that is started here starts in the background, and stays for a
+            minute after the launch, for the next launch of this process. False: it ends with the
+            launch, as does one that stayed from an earlier launch.
 
-    Raises PlanningError for invalid arguments and while another launch runs. Its start raises
+    Raises PlanningError for invalid arguments, and while another launch runs. The start raises
     ValueError if Ray has too few GPUs; its end raises daft's errors: a failed rank, with its
     instruction and the model's source line.
     """
@@ -438,10 +435,10 @@ def launch(
 
 
 def _check_none_runs() -> None:
-    """PlanningError where a launch runs, or starts."""
+    """Raises PlanningError if a launch is running or starting."""
     first = _starting[-1] if _starting else launched()
     if first is not None:
-        assert isinstance(first, LaunchSession), "an implicit one is none"
+        assert isinstance(first, LaunchSession), "not an implicit session"
         raise PlanningError(
             f"a launch is running already, and only one can run at a time.\n"
             f"{lines_text(running=first.source, another=source_here())}"
@@ -450,9 +447,9 @@ def _check_none_runs() -> None:
 
 
 def _end_last(controller: int) -> None:
-    """Close a launch that is still open when the process ends, and print its failure."""
+    """At the end of the process, close a launch that is still running, and print its failure."""
     run = launched()
-    if os.getpid() == controller and isinstance(run, LaunchSession):  # and not in a fork
+    if os.getpid() == controller and isinstance(run, LaunchSession):  # not in a forked child
         try:
             run.end_with_process()
         except BaseException:
@@ -465,8 +462,8 @@ def _end_last(controller: int) -> None:
 
 
 def together(places: Mapping[Mesh, Sequence[int] | None]) -> list[Sequence[int]]:
-    """Ranks that send each other most, which should be inside a machine: for each mesh those along
-    its last axis, for each place along the others. Axes of size 1 do not count."""
+    """Return groups of ranks that should be on one machine because they send each other most: the
+    ranks along the last axis of each mesh. Axes of size 1 do not count."""
     groups: list[Sequence[int]] = []
     for mesh, stated in places.items():
         ranks = range(mesh.size) if stated is None else stated
@@ -476,7 +473,7 @@ def together(places: Mapping[Mesh, Sequence[int] | None]) -> list[Sequence[int]]
 
 
 def _check_current(index: int) -> None:
-    """PlanningError unless it is this process's current GPU, on which kernels are launched."""
+    """Raises PlanningError unless this is the process's current GPU, on which kernels run."""
     count, current = torch.cuda.device_count(), torch.cuda.current_device()
     if index >= count:
         raise PlanningError(
@@ -490,7 +487,7 @@ def _check_current(index: int) -> None:
 
 
 def _check_inductor(device: str) -> None:
-    """PlanningError if torch's compiler has no C++ compiler, and on other devices than CPUs."""
+    """Raises PlanningError if the device is not a CPU, or if torch finds no C++ compiler."""
     if device != "cpu":
         raise PlanningError(
             f'local="inductor" with device="{device}": it compiles for CPUs alone.\n'

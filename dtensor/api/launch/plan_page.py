@@ -1,9 +1,4 @@
-"""What `plan.save` calls: a page of the plan, by the explorer, which is loaded when asked for.
-
-    plan.save("plan.html")
-
-Not here: the page (explorer/page.py); who asks (sharding/plan/plan.py).
-"""
+"""`plan.save("plan.html")`: imports the explorer on demand, and writes a plan as an HTML page."""
 
 from __future__ import annotations
 
@@ -14,7 +9,7 @@ from dtensor.sharding.plan.plan import Plan
 
 
 def save_plan(plan: Plan, path: str | os.PathLike[str]) -> Path:
-    """Write the plan as a page; where it was written."""
-    from dtensor.explorer.page import save_pages  # seldom asked for
+    """Write a plan as an HTML page, and return the page's path."""
+    from dtensor.explorer.page import save_pages  # rarely needed
 
     return save_pages(path, {plan.name: plan})

@@ -1,13 +1,11 @@
-"""`step.profile(n, *batch)`: n steps with stamps, and n without, as a `Profile`.
+"""`step.profile(n, *batch)`: a `Profile` of n steps with timestamps, and n without.
 
     with launch(mesh, backend="ray"):
         print(step.profile(20, tokens, targets))
 
-Each step is read before the next, so that what the controller does is seen, which runs ahead
-otherwise. Steps with stamps and without take turns, after `NUM_WARM` of each: the latter say how
-long a step takes, the former of what it is made.
-
-Not here: what becomes of the stamps (runtime/simulate/breakdown.py).
+Each step is waited for before the next one is called, so that the controller's time is not hidden
+by running ahead. Steps with and without timestamps alternate, after `NUM_WARM` of each. Those
+without give the duration of a step; those with timestamps give its parts.
 """
 
 from __future__ import annotations
@@ -40,10 +38,13 @@ def profiled(
     read: Callable[[object], None],
     plans: PlanCache,
 ) -> Profile:
-    """``step``: takes one; ``read``: waits for what it gave, and raises; ``plans``: of the step.
+    """Time ``n`` steps, and return their profile. Calls of other threads wait meanwhile. Raises
+    PlanningError for an invalid ``n``, and the errors of a step.
 
-    Raises PlanningError for what is no number of steps, and what a step raises. Calls of other
-    threads wait until all are timed.
+    Args:
+        step: calls the step, and returns its result.
+        read: waits for such a result, and raises its failure.
+        plans: the cache of the step's plans.
     """
     fix = "step.profile(10, *batch): how many steps to time, then the batch"
     check_kind("n of profile", n, Integral, "a whole number", fix)
@@ -85,7 +86,7 @@ def _profiled(
 def _plain(
     session: MeshSession, step: Callable[[], object], read: Callable[[object], None]
 ) -> float:
-    """Seconds of a step without stamps."""
+    """Return the seconds of a step without timestamps."""
     begin = time.monotonic()
     with session.recording_run("compiled"):
         result = step()
@@ -97,6 +98,7 @@ def _plain(
 def _timed(
     session: MeshSession, step: Callable[[], object], read: Callable[[object], None]
 ) -> tuple[TimedRun, TimedStep]:
+    """Run a step with timestamps. Return the recorded run, and the times of the step."""
     begin = time.monotonic()
     with session.recording_run("timed"):
         result = step()
@@ -111,7 +113,7 @@ def _timed(
 def _results(
     session: MeshSession, result: object, read: Callable[[object], None]
 ) -> tuple[TimedRun, list[dict[str, object]]]:
-    """The run that was recorded, and what each rank gave; raises what the step raises."""
+    """Return the recorded run and the outputs of each rank. Raises the step's failure."""
     recorded, session.recorded_run = session.recorded_run, None
     assert recorded is not None, "a step is a run"
     try:

@@ -1,11 +1,10 @@
-"""`status`: what the ranks of the running launch do, and for which one the others wait.
+"""`status`: the activity of each rank of the running launch, and the rank that others wait for.
 
-    status = dt.status()          # in another thread than the one that waits, or between steps
-    print(status)                 # a row for each rank, and who hangs
+    status = dt.status()          # in a thread other than the one that waits, or between steps
+    print(status)                 # a row for each rank, and the rank that hangs
     status.waited_for, status.chain, status.hangs
 
-Not here: how it is found out (`daft/diagnosis/`), the warning of a step that takes too long
-(`daft/ray/diagnosis/failure_detector.py`), and other processes' launches (`commands/status.py`).
+`python -m dtensor status` (commands/status.py) shows the launches of other processes.
 """
 
 from __future__ import annotations
@@ -16,19 +15,19 @@ from dtensor.errors import PlanningError, check_number
 
 
 def status(seconds: float = 0.3) -> Status:
-    """What each rank of the running launch does, and the one rank that others wait for.
+    """Return the status of each rank of the running launch, and the rank that others wait for.
 
-    Nothing is asked of the ranks, which may be stopped. They are looked at twice, ``seconds``
-    apart, which is how long this takes: who has moved meanwhile does not hang, and who has used the
-    CPU computes. Any thread may call it; with ``backend="inprocess"`` a step that hangs does so in
-    the thread that has called it, and another one has to ask.
+    The ranks' shared state is read twice, ``seconds`` apart; no message is sent to the ranks, which
+    may be stopped. A rank that moved in between does not hang; a rank that used the CPU computes.
+    Any thread may call this. With ``backend="inprocess"``, a step that hangs blocks the thread that
+    called it, so call this in another thread.
 
-    Returns a `Status`: ``.ranks`` has a record for each rank, ``.waited_for`` is the rank that
-    others wait for, ``.chain`` who waits for whom, ``.link`` the ranks of a message that is held
-    back, ``.hangs`` whether it takes too long. It prints as a table.
+    The `Status` prints as a table. ``.ranks`` has a record for each rank, ``.waited_for`` is the
+    rank that others wait for, ``.chain`` the chain of waiting ranks, ``.link`` the ranks of a
+    message that does not arrive, and ``.hangs`` whether the wait takes too long.
 
-    Raises PlanningError outside of a launch, and for seconds that are none; where a rank was lost,
-    and with it the launch, the error that says so.
+    Raises PlanningError outside a launch or for invalid ``seconds``; the launch's failure if a rank
+    was lost.
     """
     check_number("seconds", seconds, above=0, fix="dt.status(seconds=0.3)")
     session = launched()

@@ -1,11 +1,9 @@
-"""The time of a step: simulated on a mesh that need not exist, or traced; and measured prices.
+"""`simulate`, `trace` and `calibrate`: the time of a step, simulated or measured.
 
-    print(simulate(step, tokens, targets))      # a step on a virtual clock
-    print(trace(step, tokens, targets))         # one real step, with the times of its instructions
-    train_step(..., topology=calibrate())       # the `Topology` of a cluster, measured on it
-    with trace() as recording: ...              # all runs: recording.timeline()
-
-Not here: the clock, traces and measurements themselves (runtime/simulate).
+print(simulate(step, tokens, targets))      # a step on a virtual clock; nothing is launched
+print(trace(step, tokens, targets))         # one real step, with the times of its instructions
+train_step(..., topology=calibrate())       # the measured `Topology` of a cluster
+with trace() as recording: ...              # all runs: recording.timeline()
 """
 
 from __future__ import annotations
@@ -37,18 +35,18 @@ def simulate(
     topology: Topology | None = None,
     **kwargs: Any,
 ) -> Trace:
-    """The predicted timeline of one call of ``step`` on such a batch; nothing is launched.
+    """Return the predicted timeline of one call of ``step`` on a batch. Launches nothing.
 
-    The actors' program is run against a virtual clock: ops last by the roofline, messages by the
-    alpha-beta model of ``topology`` (by default the step's). Equal ranks are simulated once, so the
-    mesh may have thousands.
+    The program runs against a virtual clock: the time of an op follows the roofline model, the time
+    of a message the alpha-beta model of ``topology`` (by default the step's). Equal ranks are
+    simulated once, so the mesh may have thousands of ranks.
 
     Args:
-        batch: tensors (meta too) or specs, as for `plan`; a `Topology` may come last. Without a
-            batch: that of the last plan or call of ``step``.
+        batch, kwargs: the arguments of the call, tensors (meta too) or specs, as for `plan`; a
+            `Topology` may come last. By default those of the last plan or call of ``step``.
 
-    ``kwargs`` are the call's, too. Returns a `Trace`: ``seconds``, ``bubble``, peak memory by rank,
-    ``save("trace.json")``. Raises PlanningError as `plan` does.
+    The `Trace` has ``seconds``, ``bubble``, peak memory by rank, and ``save("trace.json")``. Raises
+    PlanningError as `plan` does.
     """
     if batch and isinstance(batch[-1], Topology) and topology is None:
         batch, topology = batch[:-1], batch[-1]
@@ -62,7 +60,7 @@ def simulate(
 
 
 class TraceRecording:
-    """The result of `trace()`: a context manager, within which the runs of the launch are timed."""
+    """The result of `trace()`: a context manager that times the runs of the launch."""
 
     def __init__(self) -> None:
         self._begin = 0.0
@@ -90,14 +88,15 @@ class TraceRecording:
             self._launch.settle()
             end = time.monotonic()
             self._timeline = timeline_of(self._ran, self._begin, end, self._notes)
-        self._ran = []  # and the results of the runs
+        self._ran = []  # frees the results of the runs
 
     def note(self, row: str, name: str, begin: float, end: float) -> None:
-        """Record an activity besides the ranks'; times of `time.monotonic`, in seconds."""
+        """Record an activity of the program. ``begin``, ``end``: seconds of `time.monotonic`."""
         self._notes.append(Note(row=row, name=name, begin=begin, end=end))
 
     def timeline(self) -> Timeline:
-        """The runs that were not undone. RuntimeError within the block, and if that failed."""
+        """Return the timeline of the runs that were not undone. Raises RuntimeError within the
+        block, and if the block has failed."""
         if self._timeline is None:
             raise RuntimeError("there is no timeline before the `with` block has ended well")
         return self._timeline
@@ -110,20 +109,19 @@ def trace(step: TrainStep | CompiledFunction, *batch: Any, **kwargs: Any) -> Tra
 def trace(
     step: TrainStep | CompiledFunction | None = None, *batch: Any, **kwargs: Any
 ) -> Trace | TraceRecording:
-    """Run one call of ``step`` on ``batch`` and ``kwargs``, and return its measured timeline, of
+    """Run one call of ``step`` on ``batch`` and ``kwargs``, and return its measured timeline on
     every rank. Raises the errors of the call.
 
-    Without arguments: a `TraceRecording` of all runs on the ranks of the launch, from any program,
-    for loops of several programs and meshes:
+    Without arguments, return a `TraceRecording` of all runs of the launch, of any program and mesh:
 
         with dt.trace() as recording:
             ...
         recording.timeline().save("timeline.json")
 
-    A training step is taken: state changes. The names of spans are those of `simulate`; the first,
-    "call", is the time of the controller's call besides the ranks' instructions. Times are of the
-    host's monotonic clock, so of ranks on several hosts they are offset to one another. In one
-    process all ranks share a thread: there each waits while others compute.
+    The call is a real one: a training step changes the state. Spans have the names that `simulate`
+    uses; the first span, "call", is the controller's time in addition to the ranks' instructions.
+    Times are those of each host's monotonic clock, so the clocks of several hosts are offset. In
+    one process all ranks share a thread, and each waits while others compute.
     """
     if step is None and not batch and not kwargs:
         return TraceRecording()
@@ -161,18 +159,19 @@ def calibrate(
     ranks_per_actor: int | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Topology:
-    """Measure the FLOP and bytes per second of the ranks of ``mesh``; it takes about a second.
+    """Measure the FLOP/s of the ranks of ``mesh`` and the bytes per second between them. This takes
+    about a second.
 
-    Inside a `launch` its cluster is measured, and ``mesh`` is one of its own, by default the first.
-    Outside, ``backend``, ``device``, ``address``, ``deadline_s`` and ``ranks_per_actor`` are those
-    of `launch`, by default in this process; with no mesh, one rank.
+    Inside a `launch`, its cluster is measured; ``mesh`` is one of its meshes, by default the first.
+    Outside, ``backend``, ``device``, ``address``, ``deadline_s`` and ``ranks_per_actor`` are as for
+    `launch`; the default is one rank in this process.
 
     Args:
-        dtype: of the tensors that are multiplied, read and sent.
+        dtype: the dtype of the tensors that are multiplied, read and sent.
 
-    Returns a `Topology` with a latency and a bandwidth for each axis of more than one rank; its
-    repr can be pasted into a file. ``memory_bytes`` is not measured. Raises daft's errors, like a
-    run, if a rank fails or makes no progress for ``deadline_s``.
+    The `Topology` has a latency and a bandwidth for each axis of more than one rank. Its repr can
+    be pasted into a file. ``memory_bytes`` is not measured. Raises daft's errors if a rank fails or
+    makes no progress for ``deadline_s``.
     """
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise PlanningError(

@@ -1,28 +1,15 @@
-"""`replica`, `sync_plan`, `sync`: a model's values on a second mesh, sent there by a call.
+"""`replica`, `sync_plan`, `sync`: a copy of a model on a second mesh, updated by explicit calls.
 
     train, play = dt.Mesh(dp=2, name="train"), dt.Mesh(tp=2, name="play")
     policy = dt.parallelize(net, train, {}, zero={"dp": 3})
     actor = dt.replica(policy, play, {"up.weight": dict(tp=dt.Row())})
-    print(dt.sync_plan(policy, actor))           # who sends what to whom; nothing is launched
     with dt.launch(train, play):
-        step(x, y)
-        dt.sync(policy, actor)                   # 1: the actor has the values after that step
-        logits = dt.compile(lambda model, x: model(x), play)(actor, x)
+        dt.sync(policy, actor)                   # 1: the actor has the policy's values
 
-A replica is a `ParallelModule` over the same definition without values: its module is a copy of the
-policy's with parameters and buffers on the meta device, tied like the policy's, and with its own
-mode (``actor.eval()``). Its values are on the ranks of its mesh, and only `sync` changes them.
-
-A sync is one verified program (runtime/transfer/between_meshes.py) from the shards on the policy's
-ranks, under any stages, placements or ZeRO, to the shards of the actor's ranks. It is submitted
-like a step, and has its place in their order: it sends the values after all steps called before it,
-later calls see them, and no program ever sees a mix of old and new. Only the call passes the
-controller.
-
-The default home of a value on each side, before any program: default_home.py.
-
-Not here: generation with a replica, several of which may belong to one policy; a replica of a
-replica.
+A replica's module is a copy of the policy's module on the meta device. Its values are on the ranks
+of its mesh, and only `sync` changes them. A sync is one verified program between ranks
+(runtime/transfer/between_meshes.py). It is ordered like a step: it sends the values after all steps
+called before it, and no program sees a mix of old and new values.
 """
 
 from __future__ import annotations
@@ -53,8 +40,8 @@ from dtensor.sharding.spec.stored import StoredTensor
 
 _Stored = Mapping[str, StoredTensor]
 
-MOST_UNREAD = 2
-"""Most syncs of an actor in flight; the next waits for the oldest."""
+MAX_UNREAD = 2
+"""The most syncs of an actor in flight; the next sync waits for the oldest."""
 
 
 def replica(
@@ -64,12 +51,13 @@ def replica(
     *,
     stages: Stages | None = None,
 ) -> ParallelModule:
-    """The policy's module on another mesh, without values until the first `sync`.
+    """Return a replica of the policy on another mesh, which has no values until the first `sync`.
 
     Args:
-        placements, stages: as for `parallelize`, for ``mesh``; stages are stated, not "auto".
+        policy: the parallelized module.
+        placements, stages: as for `parallelize`, for ``mesh``; stages cannot be "auto".
 
-    It can be used like a parallelized module, except as the trained model of `train_step`. Raises
+    A replica can be used like a parallelized module, but `train_step` cannot train it. Raises
     PlanningError as `parallelize` does, for a replica of a replica, and for the policy's own mesh.
     """
     check_parallel("replica", policy)
@@ -106,13 +94,14 @@ def sync_plan(
     ranks: Mapping[Mesh, Sequence[int]] | None = None,
     topology: Topology | None = None,
 ) -> SyncPlan:
-    """The transfers of a `sync`: each value's pieces, the bytes of each pair of ranks, the
-    messages, and the price. It launches nothing.
+    """Return the plan of a `sync`: each value's pieces, the bytes between each pair of ranks, the
+    messages, and the price. Launches nothing. Raises PlanningError as `sync` does.
 
     Args:
-        policy, actor: as for `sync`, whose PlanningError it raises.
-        ranks: outside a launch, those of the meshes, as in ``dt.launch(train, play, ranks=ranks)``.
-        topology: the hardware of the price.
+        policy, actor: as for `sync`.
+        ranks: outside a launch, the ranks of the meshes, as in
+            ``dt.launch(train, play, ranks=ranks)``.
+        topology: the hardware for which the price is computed.
     """
     _check_pair(policy, actor)
     check_topology(topology)
@@ -135,7 +124,7 @@ def _plan_of(
             current_homes(policy, numbers[0], None),
             current_homes(actor, numbers[1], None),
         )
-        return _planned(policy, actor, source, target, torch.device("cpu"), topology)
+        return _plan(policy, actor, source, target, torch.device("cpu"), topology)
     if ranks is not None:
         raise PlanningError(
             "ranks= says where the meshes would be, and a launch is running, which has them.\n"
@@ -144,18 +133,17 @@ def _plan_of(
     here, there = session_for(policy.mesh), session_for(actor.mesh)
     source = current_homes(policy, here.ranks, here.model_homes.get(id(policy)))
     target = current_homes(actor, there.ranks, there.model_homes.get(id(actor)))
-    return _planned(policy, actor, source, target, here.cluster.device, topology)
+    return _plan(policy, actor, source, target, here.cluster.device, topology)
 
 
 def sync(policy: ParallelModule, actor: ParallelModule) -> int:
-    """Send the policy's values to the actor; returns the actor's version afterwards, 1 for the
-    first.
+    """Send the policy's values to the actor. Return the actor's new version: 1 for the first sync.
 
-    It is submitted and not waited for. The values are those after all steps called before; writes
-    into the module since then are sent too, as before a step. A sync that fails leaves the actor's
-    values unchanged, and raises here or, if it fails later, at the next one.
+    Does not wait. The values are those after all steps called before, including the user's writes
+    into the module since then. A sync that fails leaves the actor's values unchanged; it raises
+    here or, if it fails later, at the next sync.
 
-    Raises PlanningError outside a launch of both meshes, for an actor that is no replica of the
+    Raises PlanningError outside a launch of both meshes, if the actor is not a replica of the
     policy, and if the two modules no longer have the same parameters and buffers.
     """
     _check_pair(policy, actor)
@@ -169,18 +157,18 @@ def sync(policy: ParallelModule, actor: ParallelModule) -> int:
             policy.look()
             actor.look()
             here, there = session_for(policy.mesh), session_for(actor.mesh)
-            link = _Pair.of(here, policy, there, actor)
-            oldest = link.oldest()
+            pair = _Pair.of(here, policy, there, actor)
+            oldest = pair.oldest()
             if oldest is None:
-                link.run()
+                pair.run()
                 actor.version += 1
                 return actor.version
-        link.read(oldest)  # without the lock: other calls continue meanwhile
+        pair.read(oldest)  # without the lock: other calls continue meanwhile
 
 
 class _Pair:
-    """A policy and an actor in a launch: the plan between them, made anew when the homes of one of
-    them have changed."""
+    """A policy and an actor in a launch, and the plan between their homes (``planned_for``), which
+    is made again if a home has changed. ``unread``: syncs whose failures were not read yet."""
 
     def __init__(
         self, here: MeshSession, policy: ParallelModule, there: MeshSession, actor: ParallelModule
@@ -188,7 +176,7 @@ class _Pair:
         self.policy, self.here, self.source = policy, here, here.model_home(policy)
         self.actor, self.there, self.target = actor, there, there.model_home(actor)
         self.unread: list[Moving] = []
-        self.made: tuple[_Stored, _Stored] = {}, {}
+        self.planned_for: tuple[_Stored, _Stored] = {}, {}
         self.plan: SyncPlan | None = None
         there.settling.append(self._settle)
         self.target.settling.append(lambda: here.launch.store.look(wait=True))
@@ -197,26 +185,29 @@ class _Pair:
     def of(
         here: MeshSession, policy: ParallelModule, there: MeshSession, actor: ParallelModule
     ) -> _Pair:
+        """Return the session's pair of these models, which is made at first use."""
         key = "sync", id(policy), id(actor)
-        known: _Pair | None = there.loaded.get(key)
-        if known is None or known.here is not here:  # the policy was switched
+        pair: _Pair | None = there.loaded.get(key)
+        if pair is None or pair.here is not here:  # the policy was switched
             there.loaded[key] = _Pair(here, policy, there, actor)
         return there.loaded[key]
 
     def oldest(self) -> Moving | None:
-        """The move that must be read before another one runs."""
-        has = self.unread and (self.unread[0].run.done() or len(self.unread) >= MOST_UNREAD)
-        return self.unread[0] if has else None
+        """Return the oldest sync if it must be read before another one runs, else None: it has
+        ended, or MAX_UNREAD syncs are in flight."""
+        is_due = self.unread and (self.unread[0].run.done() or len(self.unread) >= MAX_UNREAD)
+        return self.unread[0] if is_due else None
 
     def run(self) -> None:
+        """Submit a sync, planning it first if a home has changed."""
         self.source.settle()
         self.target.store.look()
         here = current_homes(self.policy, self.here.ranks, self.source)
-        where = current_homes(self.actor, self.there.ranks, self.target)
-        if self.plan is None or self.made != (here, where):
+        there = current_homes(self.actor, self.there.ranks, self.target)
+        if self.plan is None or self.planned_for != (here, there):
             device = self.here.cluster.device
-            self.plan = _planned(self.policy, self.actor, here, where, device)
-            self.made = here, where
+            self.plan = _plan(self.policy, self.actor, here, there, device)
+            self.planned_for = here, there
         self.here.hold(self.policy, here)
         target, labels = self.target, self.actor.seen.labels
         moving = target.store.move(
@@ -235,8 +226,8 @@ class _Pair:
         target.saved = "the policy's values are where they were", self.actor.steps.present()
 
     def _forget_missing(self) -> None:
-        """Forget values that the actor's ranks lack after a failed sync: no other place has
-        them."""
+        """After a failed sync, forget the holder of values that the actor's ranks do not have: no
+        other place has them."""
         holders = self.actor.initial.holders
         for label in [n for n in self.actor.seen.tensors if n not in self.target.stored]:
             if holders.get(label) is self.target:
@@ -247,6 +238,7 @@ class _Pair:
             self.read(self.unread[0])
 
     def read(self, moving: Moving) -> None:
+        """Wait for a sync, and raise its failure."""
         try:
             moving.check()
         finally:
@@ -256,7 +248,7 @@ class _Pair:
 # -- the plan --------------------------------------------------------------------------------------
 
 
-def _planned(
+def _plan(
     policy: ParallelModule,
     actor: ParallelModule,
     here: _Stored,
@@ -275,12 +267,12 @@ def _planned(
 
 
 def _by_name(model: ParallelModule, stored: _Stored) -> _Stored:
-    """Values by name, which the two modules share."""
-    return {model.seen.names[label]: own for label, own in stored.items()}
+    """Return the values by name: the names, unlike the labels, are the same in both modules."""
+    return {model.seen.names[label]: value for label, value in stored.items()}
 
 
 def _definition(module: nn.Module) -> nn.Module:
-    """A copy of the module without memory: tensors on the meta device, one for each."""
+    """Return a copy of the module with tensors on the meta device, tied like the module's."""
     memo: dict[int, object] = {}
     with as_it_is():
         for tensor in named_tensors(module).values():
@@ -300,7 +292,7 @@ def _definition(module: nn.Module) -> nn.Module:
         ) from error
 
 
-# -- refusals -------------------------------------------------------------------------------
+# -- checks ----------------------------------------------------------------------------------------
 
 
 def _check_pair(policy: ParallelModule, actor: ParallelModule) -> None:
@@ -328,13 +320,13 @@ def _check_pair(policy: ParallelModule, actor: ParallelModule) -> None:
 
 
 def _check_same(here: _Stored, there: _Stored) -> None:
-    """PlanningError unless both modules still have the same parameters and buffers."""
-    for mine, other, whose in ((here, there, "policy"), (there, here, "actor")):
-        missing = sorted(mine.keys() - other.keys())
+    """Raises PlanningError unless both modules still have the same parameters and buffers."""
+    for values, other, role in ((here, there, "policy"), (there, here, "actor")):
+        missing = sorted(values.keys() - other.keys())
         if missing:
-            raise _differ(f"the {whose} alone has {', '.join(missing[:4])}")
-    for label, own in here.items():
-        spec, target = own.spec, there[label].spec
+            raise _differ(f"the {role} alone has {', '.join(missing[:4])}")
+    for label, value in here.items():
+        spec, target = value.spec, there[label].spec
         if (spec.shape, spec.dtype) != (target.shape, target.dtype):
             raise _differ(f"{label} is {_type(spec)} in the policy, {_type(target)} in the actor")
 

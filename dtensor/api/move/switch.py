@@ -1,29 +1,14 @@
-"""`run.switch`: between two steps, a model moves to another mesh and other placements.
+"""`run.switch`: moves a model to another mesh and other placements between two steps.
 
     with dt.launch(dt.Mesh(dp=4)) as run:
         step(x, y)
-        print(run.switch_plan(model, opt, dt.Mesh(dp=2), {}))   # who sends what to whom
         run.switch(model, opt, dt.Mesh(dp=2), {})               # f32[64@dp,16]: [16,16] to [32,16]
         step(x, y)                                              # the same step, on two ranks
 
-The parameters, the buffers and the optimizer's state on ranks move to their homes on the other
-mesh, from rank to rank, as one verified program (runtime/transfer/between_meshes.py): a piece that
-its rank already has stays there. The model, the optimizer, the steps and the compiled functions are
-the same objects; steps and calls keep their numbers, and so their random numbers.
-
-The new homes are those of the last step's plan on the other mesh. That step is planned anew first,
-with its present graph, so a planning error is raised before anything moves. A value that no such
-step uses gets its stated home, as before any program (default_home.py).
-
-The other mesh gets ranks of the launch: its own, if it is one of the launch's meshes; else those of
-the old mesh, in order, then free ones, then new ones, by which the launch grows. Ranks that a
-switch leaves keep no values of the model, and are free.
-
-Invariants: calls in flight end first; all ranks agree that all have all before the new values are
-valid, so a switch that fails changes nothing. The values are the same bits.
-
-Not here: values that were never put on ranks, which go there when a program first needs them;
-DTensors, which stay on their mesh; generators, which must be made anew.
+The model's steps are planned on the new mesh first; their plans give the new homes (a value that
+they do not use gets its default home). Then one verified program moves parameters, buffers and
+optimizer state between ranks. Invariants: a switch that fails changes nothing. The values are
+bitwise the same, and steps keep their numbers. DTensors and generators do not move.
 """
 
 from __future__ import annotations
@@ -72,10 +57,11 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 @dataclass(frozen=True, slots=True)
 class SwitchTarget:
-    """``given``: the other arguments, those of `parallelize`."""
+    """The arguments of `switch` that describe the new placement. ``options``: further arguments of
+    `parallelize`."""
 
     placements: Mapping[str, StatedRoles]
-    given: Mapping[str, Any]
+    options: Mapping[str, Any]
     inputs: Mapping[str, Any] | None
     schedule: Schedule | None
     ranks: Sequence[int] | None
@@ -85,7 +71,7 @@ class SwitchTarget:
 def switch_of(
     launch: Launch, model: ParallelModule, optimizer: Optimizers, mesh: Mesh, how: SwitchTarget
 ) -> _Switch:
-    """The switch. PlanningError if it is impossible."""
+    """Return a checked and planned switch. Raises PlanningError if it is impossible."""
     _check_running(launch)
     check_parallel("switch", model)
     check_mesh(mesh)
@@ -101,7 +87,7 @@ def switch_of(
     check_kind("schedule", how.schedule, Schedule | None, "a schedule", fix)
     here = launch.sessions[model.mesh]
     numbers = _ranks_of(launch, model, here, mesh, how.ranks)
-    other = parallelize(model.module, mesh, how.placements, **how.given)
+    other = parallelize(model.module, mesh, how.placements, **how.options)
     model.look()
     other.initial, other.labels, other.seen = model.initial, model.labels, model.seen
     model_home = here.model_homes.get(id(model))
@@ -121,7 +107,7 @@ def switch_of(
 
 @dataclass(frozen=True, slots=True)
 class _PlannedStep:
-    """A step of the model, its plan with ``other`` in the model's place, and its options then."""
+    """A step of the model, its plan with ``other`` in place of the model, and its new options."""
 
     step: TrainStep
     other: ParallelModule
@@ -130,6 +116,7 @@ class _PlannedStep:
 
     @staticmethod
     def of(step: TrainStep, other: ParallelModule, how: SwitchTarget) -> _PlannedStep:
+        """Plan the last call of a step on the new mesh, with its captured graph if possible."""
         last, options = step.last, step.options
         assert last is not None, "it has run"
         planning = options.planning
@@ -157,7 +144,7 @@ class _PlannedStep:
         return _PlannedStep(step, other, planned, options)
 
     def homes(self, prefix: str, numbers: Sequence[int]) -> dict[str, StoredTensor]:
-        """By label, the homes of the module's parameters and buffers in the plan."""
+        """Return the homes of the module's parameters and buffers in the plan, by label."""
         plan = self.planned.plan
         items = {i.label: i for i in plan.inputs if i.kind in ("parameter", "buffer")}
         read = next(r for part, r in self.planned.models.by_part(items) if part is self.other)
@@ -166,22 +153,22 @@ class _PlannedStep:
     def updated(
         self, optimizer: str, numbers: Sequence[int]
     ) -> dict[tuple[str, str], StoredTensor]:
-        """The values of the optimizer's state that it reads and writes, by parameter and key."""
+        """Return the homes of the optimizer's state that the plan reads, by (label, key)."""
         rule, options = rule_of(self.step.optimizer), self.step.optimizer.param_groups
         keys, groups = tuple(map(rule.keys, options)), self.step._groups()
         labels = self.planned.models.labels
         return updated_state(numbers, self.planned.plan, groups, keys, optimizer, labels, rule)
 
     def settle(self) -> None:
-        """Settle the plan's choices in ``other``, as a run does."""
+        """Settle the placements that the plan has chosen in ``other``, as a run does."""
         planned = self.planned
         stages = planned.stages if len(planned.models.parts) == 1 else self.other.stage_plan
         for part, chosen in planned.models.by_part(chosen_by(planned.plan)):
             if part is self.other:
                 part.settle(chosen, planned.plan.stage_ranks, stages)
 
-    def go_on(self) -> None:
-        """Use the step with the model's new placement."""
+    def adopt(self) -> None:
+        """Make the step continue with the new plan, over the moved model."""
         step, other, before = self.step, self.other, self.step.last
         assert before is not None
         parts = {p: step.model if m is other else m for p, m in self.planned.models.parts.items()}
@@ -195,40 +182,43 @@ class _PlannedStep:
 
 
 def _call_with(call: BoundCall, model: ParallelModule, other: ParallelModule) -> BoundCall:
-    """The same call with ``other`` in the place of ``model``, and with plain tensors."""
+    """Return the call with ``other`` in place of ``model``, and with meta tensors for its
+    tensors."""
     leaves = (other if leaf is model else to_meta(leaf) for leaf in call.leaves)
     return replace(call, leaves=tuple(leaves))
 
 
 @dataclass(frozen=True, slots=True)
 class _MovedState:
-    """An optimizer's state on ranks: by parameter and key its new home; ``left``: the entries that
-    no planned step updates."""
+    """An optimizer's state on ranks. ``homes``: the new homes of the state that planned steps
+    update, by (label, key); ``gathered``: the keys of other state, which the controller takes."""
 
     home: OptimizerHome
-    now: Mapping[tuple[str, str], StoredTensor]
-    left: tuple[tuple[str, str], ...]
+    homes: Mapping[tuple[str, str], StoredTensor]
+    gathered: tuple[tuple[str, str], ...]
 
     @staticmethod
     def of(
         home: OptimizerHome, steps: Sequence[_PlannedStep], numbers: Sequence[int]
     ) -> _MovedState:
-        if not home.current:  # the user has read it, and may have written: it is put anew
+        if not home.current:  # the user has read the state, so it is put again
             return _MovedState(home, {}, ())
         updated: dict[tuple[str, str], StoredTensor] = {}
-        for one in steps:
-            if one.step.optimizer is home.optimizer:
-                updated |= one.updated(home.name, numbers)
-        now: dict[tuple[str, str], StoredTensor] = {}
-        for which, before in home.values().items():
-            if which in updated:
-                spec = replace(updated[which].spec, dtype=before.spec.dtype)
-                now[which] = replace(updated[which], spec=spec)
-        return _MovedState(home, now, tuple(which for which in home.values() if which not in now))
+        for planned in steps:
+            if planned.step.optimizer is home.optimizer:
+                updated |= planned.updated(home.name, numbers)
+        homes: dict[tuple[str, str], StoredTensor] = {}
+        for key, before in home.values().items():
+            if key in updated:
+                spec = replace(updated[key].spec, dtype=before.spec.dtype)
+                homes[key] = replace(updated[key], spec=spec)
+        return _MovedState(home, homes, tuple(key for key in home.values() if key not in homes))
 
 
 class _Switch:
-    """``other``: the same module with its new placement; ``numbers``: of its mesh's ranks."""
+    """A planned switch. ``other``: the module with its new placement; ``numbers``: the launch's
+    ranks of the new mesh; ``moves``: the old and new home of each value, by its name in the plan;
+    ``into``: the owner and key of each value, by that name."""
 
     def __init__(
         self,
@@ -248,27 +238,25 @@ class _Switch:
         self.numbers: tuple[int, ...] = numbers
         self.model_home: ModelHome | None = model_home
         self.steps: Sequence[_PlannedStep] = steps
-        self.by_steps: dict[str, StoredTensor] = {}
-        self.now: dict[str, StoredTensor] = {}
+        self.planned_homes: dict[str, StoredTensor] = {}
         self.states: list[_MovedState] = []
         self.moves: dict[str, tuple[StoredTensor, StoredTensor]] = {}
-        """By its name in the plan, each value on ranks, with its old and its new home."""
+
         self.into: dict[str, tuple[Owner[Any], Any]] = {}
         if model_home is not None:
             stated = current_homes(other, numbers, None)
             _check_here(model_home, stated)
             for step in steps:
-                self.by_steps |= step.homes(model_home.prefix, numbers)
+                self.planned_homes |= step.homes(model_home.prefix, numbers)
             for label, before in model_home.stored.items():
-                target = self.by_steps.get(label) or replace(stated[label], label=before.label)
-                self.now[label] = target
+                target = self.planned_homes.get(label) or replace(stated[label], label=before.label)
                 self.moves[label], self.into[label] = (before, target), (model_home.owner, label)
             for home in model_home.optimizers.values():
                 self.states.append(_MovedState.of(home, steps, numbers))
-                for (label, key), target in self.states[-1].now.items():
-                    called = value_name(home.label, key, label)
-                    self.moves[called] = home.owner.stored[label, key], target
-                    self.into[called] = home.owner, (label, key)
+                for (label, key), target in self.states[-1].homes.items():
+                    name = value_name(home.label, key, label)
+                    self.moves[name] = home.owner.stored[label, key], target
+                    self.into[name] = home.owner, (label, key)
         self.plan: SyncPlan = self._plan(topology)
 
     def _plan(self, topology: Topology | None) -> SyncPlan:
@@ -277,39 +265,40 @@ class _Switch:
         sync_plan = plan_sync(name, self.moves, topology=topology, bucket_bytes=most)
         return replace(sync_plan, what="switch")
 
-    # -- carrying it out --------------------------------------------------------------------------
+    # -- the execution ----------------------------------------------------------------------------
 
-    def carry_out(self) -> None:
-        launch, known = self.launch, self.other.mesh in self.launch.sessions
+    def execute(self) -> None:
+        """Move the model. If this fails or a signal interrupts it, nothing has changed."""
+        launch, has_session = self.launch, self.other.mesh in self.launch.sessions
         if max(self.numbers) >= launch.cluster.size:
             _grow(launch, max(self.numbers) + 1)
         known_as = dict(launch.cluster.known_as)
         there = launch.sessions.get(self.other.mesh) or launch.add(self.other.mesh, self.numbers)
         model_home = self.model_home
         try:
-            rest = [_gathered(state) for state in self.states]
+            unplaced = [_gathered(state) for state in self.states]
             self._move(there)
         except BaseException:
-            if not known:
+            if not has_session:
                 del launch.sessions[self.other.mesh]
                 launch.cluster.known_as = known_as
             raise
         self._forget(there)
         restate(self.model, self.other)
-        for one in self.steps:
-            one.go_on()
+        for planned in self.steps:
+            planned.adopt()
         if model_home is not None:
             model_home.session, model_home.placed = there, None
-            self.launch.store.settle_anew(model_home.owner, self.by_steps)
-            for state, own in zip(self.states, rest, strict=True):
-                _settle_state(state, own, there)
+            self.launch.store.settle_anew(model_home.owner, self.planned_homes)
+            for state, entries in zip(self.states, unplaced, strict=True):
+                _settle_state(state, entries, there)
             del self.here.model_homes[id(self.model)]
             there.model_homes[id(self.model)] = model_home
         self.here.moved_models.add(id(self.model))
 
     def _move(self, there: MeshSession) -> None:
-        """Move the values to their new ranks; the old ones stay until then."""
-        moves = {called: self.into[called] for called, (a, b) in self.moves.items() if a != b}
+        """Move the values to their new ranks. The old values stay until all have arrived."""
+        moves = {name: self.into[name] for name, (a, b) in self.moves.items() if a != b}
         if moves:
             moving = self.launch.store.move(
                 replace(self.plan, transfers={name: self.plan.transfers[name] for name in moves}),
@@ -320,15 +309,15 @@ class _Switch:
             try:
                 moving.check()
             finally:
-                self.launch.store.undo(moving)  # after a signal; no effect if it has ended
+                self.launch.store.undo(moving)  # after a signal; no effect on a finished move
 
     def _forget(self, there: MeshSession) -> None:
-        """Drop the model's values outside their new homes, and programs over them."""
+        """Drop the model's values outside their new homes, and unload programs over them."""
         here, store = self.here, self.launch.store
         programs_of(here).unload_of_model(self.model)
         for state in self.states:
-            gone = [which for which in state.home.owner.stored if which not in state.now]
-            store.forget(state.home.owner, gone, delete=True)
+            keys = [key for key in state.home.owner.stored if key not in state.homes]
+            store.forget(state.home.owner, keys, delete=True)
         if self.model_home is not None:
             gradients = self.model_home.gradients
             store.forget(gradients, gradients.stored, delete=True)
@@ -339,27 +328,28 @@ class _Switch:
 
 
 def _gathered(state: _MovedState) -> Entries:
-    """The state that no planned step updates, with the entries that no program has used: whole, for
-    the next step that uses it."""
+    """Return the full state that no planned step updates, on ranks or unplaced, for the next step
+    that uses it."""
     home = state.home
     if not home.current:
         return {}
     gathered = {parameter: dict(entries) for parameter, entries in home.unplaced.items()}
-    left = {which: home.owner.stored[which] for which in state.left}
-    for parameter, entries in home.model_home.gather_values(home, left).items():
+    stored = {key: home.owner.stored[key] for key in state.gathered}
+    for parameter, entries in home.model_home.gather_values(home, stored).items():
         gathered.setdefault(parameter, {}).update(entries)
     return gathered
 
 
-def _settle_state(state: _MovedState, rest: Entries, there: MeshSession) -> None:
-    """The moved state is in place; the next step puts the missing entries."""
+def _settle_state(state: _MovedState, unplaced: Entries, there: MeshSession) -> None:
+    """Update the home of moved state, so that the next step puts the unplaced entries."""
     home = state.home
-    home.updated, home.placed, home.unplaced = frozenset(), None, rest
+    home.updated, home.placed, home.unplaced = frozenset(), None, unplaced
     there.put([{home.name: home.rule.on_rank(home.masters)} for _ in range(there.mesh.size)])
 
 
 def _check_here(model_home: ModelHome, stated: Mapping[str, StoredTensor]) -> None:
-    """PlanningError for a tensor without memory here that has left the module."""
+    """Raises PlanningError if a tensor on the meta device has left the module: its value would be
+    lost."""
     for label in model_home.stored.keys() - stated.keys():
         raise PlanningError(
             f"{label} is on the meta device and has left the module, so no placement is "
@@ -378,7 +368,8 @@ def _planned_steps(
     optimizers: Sequence[torch.optim.Optimizer],
     how: SwitchTarget,
 ) -> list[_PlannedStep]:
-    """The last step of each optimizer; their plans settle ``other``."""
+    """Plan the last step of each optimizer, and settle the placements that the plans have chosen in
+    ``other``. Raises PlanningError if ``inputs`` or ``schedule`` are given and no step has run."""
     steps: list[_PlannedStep] = []
     for optimizer in optimizers:
         step = model_home.trained_by.get(id(optimizer)) if model_home is not None else None
@@ -386,8 +377,8 @@ def _planned_steps(
             assert isinstance(step, TrainStep)
             steps.append(_PlannedStep.of(step, other, how))
             steps[-1].settle()
-    for name, given in (("inputs", how.inputs), ("schedule", how.schedule)):
-        if given is not None and not steps:
+    for name, value in (("inputs", how.inputs), ("schedule", how.schedule)):
+        if value is not None and not steps:
             raise PlanningError(
                 f"{name}= changes the model's later steps, and none has run with this model and "
                 f"optimizer.\n"
@@ -400,35 +391,40 @@ def _planned_steps(
 def _optimizers(
     model: ParallelModule, given: Optimizers, model_home: ModelHome | None
 ) -> tuple[torch.optim.Optimizer, ...]:
+    """Return the optimizers as a tuple. Raises PlanningError if one is not of this model, or if one
+    with state on the ranks is missing."""
     fix = "run.switch(model, opt, mesh, placements)"
     kinds = torch.optim.Optimizer | list | tuple | None
     check_kind("the optimizer", given, kinds, "a torch.optim optimizer or None", fix)
-    listed = (given,) if isinstance(given, torch.optim.Optimizer) else tuple(given or ())
-    listed = tuple(map(torchs_own, listed))
-    for one in listed:
-        check_kind("the optimizer", one, torch.optim.Optimizer, "a torch.optim optimizer", fix)
-        held = (p for group in one.param_groups for p in group["params"])
-        if any(model.labels.of(p) is None for p in held):
+    optimizers = (given,) if isinstance(given, torch.optim.Optimizer) else tuple(given or ())
+    optimizers = tuple(map(torchs_own, optimizers))
+    for optimizer in optimizers:
+        check_kind(
+            "the optimizer", optimizer, torch.optim.Optimizer, "a torch.optim optimizer", fix
+        )
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        if any(model.labels.of(p) is None for p in parameters):
             raise PlanningError(
-                f"the {type(one).__name__} holds parameters that are not the model's.\n"
+                f"the {type(optimizer).__name__} holds parameters that are not the model's.\n"
                 f"fix: pass the optimizer that was built over model.parameters()"
             )
     for home in model_home.optimizers.values() if model_home is not None else ():
-        if not any(home.optimizer is one for one in listed):
+        if not any(home.optimizer is optimizer for optimizer in optimizers):
             kind = type(home.optimizer).__name__
             raise PlanningError(
                 f"the ranks have the state of another optimizer of this model than passed, "
                 f"{kind}, which would be left behind.\n"
                 f"fix: run.switch(model, opt, mesh, placements) with that {kind}, or a list of all"
             )
-    return listed
+    return optimizers
 
 
 # -- the ranks -------------------------------------------------------------------------------------
 
 
 def _is_left(session: MeshSession, model: ParallelModule) -> bool:
-    """Whether its ranks are free for the model: it was there, or the models there have left."""
+    """Return whether the session's ranks are free for the model: a switch has moved the model, or
+    all models, away from there."""
     return id(model) in session.moved_models or (
         bool(session.moved_models) and not session.model_homes
     )
@@ -441,18 +437,20 @@ def _ranks_of(
     mesh: Mesh,
     stated: Sequence[int] | None,
 ) -> tuple[int, ...]:
-    """The numbers of the mesh's ranks; numbers beyond the launch's are new ranks."""
+    """Return the launch's ranks of the new mesh: its own if the launch has the mesh, else the
+    stated ones; else those of the old mesh, then free ranks, then new ranks, by which the launch
+    grows. Raises PlanningError for invalid stated ranks."""
     size = launch.cluster.size
     check_kind("ranks", stated, list | tuple | range | None, "a list of ranks", "ranks=(0, 1)")
-    known = launch.sessions.get(mesh)
-    if known is not None:
-        if stated is not None and tuple(stated) != known.ranks:
+    session = launch.sessions.get(mesh)
+    if session is not None:
+        if stated is not None and tuple(stated) != session.ranks:
             raise PlanningError(
-                f"{mesh} is on ranks {list(known.ranks)} of this launch, now "
+                f"{mesh} is on ranks {list(session.ranks)} of this launch, now "
                 f"ranks={list(stated)}.\n"
                 f"fix: leave ranks out, or give the other mesh a name of its own"
             )
-        return known.ranks
+        return session.ranks
     if stated is not None:
         ranks = tuple(rank for rank in stated if type(rank) is int and rank >= 0)
         new = sorted(rank for rank in ranks if rank >= size)
@@ -464,19 +462,19 @@ def _ranks_of(
                 f"fix: {mesh.size} different numbers of ranks; new ones are {size}, {size + 1}, ..."
             )
         return ranks
-    used = (s for s in launch.sessions.values() if s is not here and not _is_left(s, model))
-    others = {rank for session in used for rank in session.ranks}
-    free = (r for r in range(size) if r not in here.ranks and r not in others)
-    every = itertools.chain(here.ranks, free, itertools.count(size))
-    return tuple(itertools.islice(every, mesh.size))
+    in_use = (s for s in launch.sessions.values() if s is not here and not _is_left(s, model))
+    occupied = {rank for session in in_use for rank in session.ranks}
+    free = (r for r in range(size) if r not in here.ranks and r not in occupied)
+    candidates = itertools.chain(here.ranks, free, itertools.count(size))
+    return tuple(itertools.islice(candidates, mesh.size))
 
 
 def _grow(launch: Launch, size: int) -> None:
-    """Grow the cluster to ``size`` ranks; each mesh keeps its ranks."""
+    """Grow the cluster to ``size`` ranks. Each mesh keeps its ranks."""
     cluster = launch.cluster
     cluster.grow(size)
     for mesh, session in launch.sessions.items():
-        if session.cluster is cluster:  # the only mesh so far: its names stay as they are
+        if session.cluster is cluster:  # the only mesh so far: its values keep their names
             session.cluster = SubCluster(cluster, range(mesh.size), "", str(mesh))
 
 

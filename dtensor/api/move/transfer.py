@@ -1,20 +1,13 @@
-"""`transfer`: a DTensor goes from its mesh to another one.
+"""`transfer`: moves a DTensor from its mesh to another mesh.
 
     x = distribute(torch.randn(8, 4), Mesh(tp=2), tp=Row())
     y = transfer(x, Mesh(dp=2, tp=2), dp=Row(), tp=Column())
     print(transfer_plan(x, Mesh(x=4), x=Row()))        # who sends what to whom; nothing is sent
 
-The other mesh may have another size, other names or another shape. Which rank sends which block is
-decided by sharding/redistribute/between_meshes.py: each target rank receives only what it lacks.
-
-Where the blocks travel. Inside a launch the other mesh lives on ranks of the same cluster: those of
-`launch`, or, if that does not name it, rank i on rank i unless ``ranks`` says otherwise; the blocks
-go from actor to actor in one verified program. Outside a launch each mesh has an in-process cluster
-of its own, so the blocks pass through the controller; so they do when a DTensor from before a
-launch is transferred into it.
-
-Differentiable: the gradient goes back to the source's mesh and placement; that of a pending sum is
-replicated where the sum was pending.
+Each target rank receives only the blocks that it lacks (sharding/redistribute/between_meshes.py).
+Inside a launch, one verified program sends the blocks between actors. Outside a launch, where each
+mesh has its own in-process cluster, and for a DTensor from before the launch, the blocks pass
+through the controller. The gradient returns to the source's mesh and placement.
 """
 
 from __future__ import annotations
@@ -45,15 +38,14 @@ from dtensor.sharding.spec.stored import StoredTensor
 def transfer(
     x: DTensor, mesh: Mesh, ranks: Sequence[int] | None = None, /, **placements: Placement
 ) -> DTensor:
-    """The value of ``x`` on another mesh; ``placements`` are by axis. Axes that are not named:
-    Replicate.
+    """Return the value of ``x`` on another mesh. ``placements``: by axis; Replicate on other axes.
 
     Args:
-        ranks: which ranks of the launch are those of ``mesh``, in its order, if it is none of the
-            meshes of the launch; by default the first ones. It keeps those of its first transfer.
+        ranks: the launch's ranks of ``mesh``, in its order, if it is not a mesh of the launch; by
+            default the first ones. The mesh keeps the ranks of its first transfer.
 
-    A pending value is reduced first. Raises PlanningError for an axis that the mesh lacks, a
-    placement that does not fit, and a mesh that has more ranks than the launch.
+    A pending sum is reduced first; its gradient is replicated. Raises PlanningError for an axis
+    that the mesh lacks, a placement that does not fit, and a mesh with more ranks than the launch.
     """
     target, spec = _target(x, mesh, ranks, placements)
     if target is x.session:
@@ -66,10 +58,9 @@ def transfer(
 def transfer_plan(
     x: DTensor, mesh: Mesh, ranks: Sequence[int] | None = None, /, **placements: Placement
 ) -> TransferPlan:
-    """What `transfer` would send: the pieces, the bytes of each pair of ranks, and the price.
-
-    ``x``, ``mesh``, ``ranks`` and ``placements`` are as of `transfer`, whose PlanningError it
-    raises. A pending value is planned as it is after its reduction.
+    """Return the plan of a `transfer`: the pieces, the bytes between each pair of ranks, and the
+    price. ``x``, ``mesh``, ``ranks`` and ``placements`` are as for `transfer`. A pending sum is
+    planned as it is after its reduction. Raises PlanningError as `transfer` does.
     """
     target, spec = _target(x, mesh, ranks, placements)
     before = x.session.stored("", x.spec.with_placements(**_pending(x.spec)))
@@ -77,42 +68,46 @@ def transfer_plan(
 
 
 class _Transfer(torch.autograd.Function):
+    """Transfers a tensor, and its gradient back to the source."""
+
     @staticmethod
     def forward(ctx: Any, x: DTensor, target: MeshSession, spec: TensorSpec) -> DTensor:
         ctx.source = (x.session, x.spec.with_placements(**_pending(x.spec)))
-        return _moved(x, target, spec)
+        return _transferred(x, target, spec)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return _moved(gradients[0], *ctx.source), None, None
+        return _transferred(gradients[0], *ctx.source), None, None
 
 
-def _moved(x: DTensor, target: MeshSession, spec: TensorSpec) -> DTensor:
+def _transferred(x: DTensor, target: MeshSession, spec: TensorSpec) -> DTensor:
+    """Return the tensor on the target's mesh, after reducing pending sums."""
     with CALL_LOCK:
         pending = _pending(x.spec)
         x = x.redistribute(**pending) if pending else x
         value = x.value()
-        now = target.stored(fresh_name(), spec)
-        plan = _plan(x.session, value.stored, target, now)
+        after = target.stored(fresh_name(), spec)
+        plan = _plan(x.session, value.stored, target, after)
         if plan.distinct:
             _through_controller(x.session, target, plan)
         else:
             future = target.launch.store.transfer(plan)
             if target.at_once:
                 future.check()
-    return DTensor(spec, target, now.label)
+    return DTensor(spec, target, after.label)
 
 
 def _plan(
-    session: MeshSession, before: StoredTensor, target: MeshSession, now: StoredTensor
+    session: MeshSession, before: StoredTensor, target: MeshSession, after: StoredTensor
 ) -> TransferPlan:
-    return plan_transfer(before, now, distinct=session.launch is not target.launch)
+    return plan_transfer(before, after, distinct=session.launch is not target.launch)
 
 
 def _target(
     x: DTensor, mesh: Mesh, ranks: Sequence[int] | None, placements: dict[str, Placement]
 ) -> tuple[MeshSession, TensorSpec]:
-    """The session and the spec that the value gets."""
+    """Return the session and the spec of the transferred value. Adds a session for a mesh that the
+    running launch does not have yet. Raises PlanningError as `transfer` does."""
     check_kind("the first argument of transfer", x, DTensor, "a DTensor", "dt.distribute(x, mesh)")
     check_kind("ranks", ranks, list | tuple | range | None, "a list of ranks", "ranks=(0, 1)")
     x.session.check()
@@ -128,14 +123,14 @@ def _target(
             )
         return session_for(mesh), spec
     launch = first.launch
-    if (known := launch.sessions.get(mesh)) is not None:
-        if ranks is not None and tuple(ranks) != known.ranks:
+    if (session := launch.sessions.get(mesh)) is not None:
+        if ranks is not None and tuple(ranks) != session.ranks:
             raise PlanningError(
-                f"{mesh} lives on ranks {list(known.ranks)} of this launch, now "
+                f"{mesh} lives on ranks {list(session.ranks)} of this launch, now "
                 f"ranks={list(ranks)}; fix: leave ranks out, or give the other mesh a name of its "
                 f"own, as in {_renamed(mesh)!r}"
             )
-        return known, spec
+        return session, spec
     if mesh.size > launch.cluster.size:
         raise PlanningError(
             f"{mesh} has {mesh.size} ranks, the running launch has {launch.cluster.size} "
@@ -156,17 +151,19 @@ def _renamed(mesh: Mesh) -> Mesh:
 
 
 def _pending(spec: TensorSpec) -> dict[str, Placement]:
+    """Return Replicate for each axis over which the spec has a pending sum."""
     return {axis: REPLICATE for axis, p in spec.sharding.items() if isinstance(p, Partial)}
 
 
 def _through_controller(source: MeshSession, target: MeshSession, plan: TransferPlan) -> None:
-    """Fetched from the ranks that are to send, cut and joined here, put on the target's ranks."""
+    """Fetch the shards of the sending ranks, cut and join their blocks on the controller, and put
+    the results on the target's ranks."""
     needed = {piece.source_rank for piece in plan.pieces}
-    asked = plan.here.on(index for index, rank in plan.here.numbers.items() if rank in needed)
+    senders = plan.here.on(index for index, rank in plan.here.numbers.items() if rank in needed)
     blocks: dict[Piece, torch.Tensor] = {}
-    for index, shard in source.launch.store.fetch([asked])[asked.label].items():
-        mine = [p for p in plan.pieces if p.source_rank == plan.here.numbers[index]]
-        blocks.update(zip(mine, pieces_of(plan, index, shard), strict=True))
+    for index, shard in source.launch.store.fetch([senders])[senders.label].items():
+        of_rank = [p for p in plan.pieces if p.source_rank == plan.here.numbers[index]]
+        blocks.update(zip(of_rank, pieces_of(plan, index, shard), strict=True))
     cpu = torch.device("cpu")
     values: list[dict[str, object]] = []
     for index, rank in plan.there.numbers.items():
