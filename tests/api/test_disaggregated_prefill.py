@@ -71,9 +71,9 @@ def two(family: str, here: str, there: str, num_heads: int = 2) -> list[Parallel
 
 def wire(gen: Generator) -> Counter[int]:
     """Bytes that the programs which were loaded send, by the prompt's length."""
-    assert gen._apart is not None
+    assert gen._disaggregated is not None
     sent: Counter[int] = Counter()
-    programs: Any = gen._apart._programs
+    programs: Any = gen._disaggregated._programs
     for (length, _, _), program in zip(programs.keys(), programs, strict=True):
         for own in program.handle.program.ranks:
             sent[length] += sum(i.buffer.nbytes for i in own.instructions if isinstance(i, Send))
@@ -174,10 +174,10 @@ def test_nothing_depends_on_when_a_prefill_ends(
                         dropped.append(rng.choice(requests[-3:]))
                         gen.cancel(dropped[-1])
             gen.step()
-        assert gen._apart is not None
+        assert gen._disaggregated is not None
         assert gen._live is not None
-        gen._apart.admit(gen._waiting, gen._seats, gen._live, gen._arguments)
-        assert sorted(gen._apart._free) == [0, 1] and not gen._apart._under_way
+        gen._disaggregated.admit(gen._waiting, gen._seats, gen._live, gen._arguments)
+        assert sorted(gen._disaggregated._free) == [0, 1] and not gen._disaggregated._prefilled
         for request, options in zip(requests, asked, strict=True):
             if request.reason != "dropped":
                 assert request.generated() == alone(one, options)
@@ -264,14 +264,14 @@ def test_programs_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
         synced(gen)
         prompts = [[n] * n for n in range(1, 8)]
         texts = gen(prompts, max_new_tokens=3)
-        assert gen._apart is not None
-        keys: Any = gen._apart._programs.keys()
+        assert gen._disaggregated is not None
+        keys: Any = gen._disaggregated._programs.keys()
         assert [length for length, _, _ in keys] == [5, 6, 7]
-        assert all(program.last_run is not None for program in gen._apart._programs)
+        assert all(program.last_run is not None for program in gen._disaggregated._programs)
         loaded = len(session.launch.cluster._handles)  # type: ignore[attr-defined]
         assert gen(prompts, max_new_tokens=3) == texts
         assert len(session.launch.cluster._handles) == loaded  # type: ignore[attr-defined]
-        assert len(gen._apart._prefill.plans) == 1 and not len(gen._prefill.plans)
+        assert len(gen._disaggregated._prefill.plans) == 1 and not len(gen._prefill.plans)
     assert [list(t.tokens) for t in texts] == [greedy(writer(), p, 3) for p in prompts]
 
 
@@ -385,9 +385,9 @@ def test_the_program_agrees_before_it_writes() -> None:
     with dt.launch(policy.mesh, actor.mesh):
         dt.sync(policy, actor)
         gen([[5, 17, 3]], max_new_tokens=2)
-        assert gen._apart is not None
-        (program,) = gen._apart._programs
-        assert gen._apart._programs.keys() == [(3, 0, 0)]
+        assert gen._disaggregated is not None
+        (program,) = gen._disaggregated._programs
+        assert gen._disaggregated._programs.keys() == [(3, 0, 0)]
     for own in program.handle.program.ranks:
         assert sum(isinstance(i, Vote) for i in own.instructions) == 1
         (votes,) = [i for i in own.instructions if isinstance(i, Collective)]

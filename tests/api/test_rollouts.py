@@ -236,8 +236,8 @@ def test_without_staleness_batches_come_in_order_of_submission() -> None:
     assert ledger.take() is None
     ledger.complete(1)
     assert ledger.take() == (0, 1, 2)
-    assert not ledger.room(0) and ledger.starves(0)  # nothing before the next sync
-    assert not ledger.starves(1) and ledger.room(1) == 3
+    assert not ledger.room(0) and ledger.needs_sync(0)  # nothing before the next sync
+    assert not ledger.needs_sync(1) and ledger.room(1) == 3
 
 
 def test_stale_ones_come_first_and_then_those_that_are_done_first() -> None:
@@ -301,5 +301,5 @@ def test_the_bound_holds_and_none_starves(
         done += 1
         if staleness == 0:
             assert batch == tuple(range((done - 1) * size, done * size))
-        if not lags or rng.random() < 0.5 or ledger.starves(synced):
+        if not lags or rng.random() < 0.5 or ledger.needs_sync(synced):
             synced = done

@@ -1,29 +1,13 @@
-"""Prefill on one mesh, decoding on another: the transfer between, for `generator(...,
-prefill=other)`.
+"""Prefill on one mesh and decoding on another, for `generator(..., prefill=other)`.
 
-    apart = DisaggregatedPrefill(model, caches, forward, 256, other)  # two meshes of one launch
-    apart.admit(waiting, seats, live, arguments)           # prefills, sends, and assigns slots
-    print(apart.transfer_plan(13, slot=0))                 # who sends what to whom
+    disaggregated = DisaggregatedPrefill(model, caches, forward, 256, other)
+    disaggregated.admit(waiting, seats, live, arguments)   # prefills, sends, and assigns slots
+    print(disaggregated.transfer_plan(13, slot=0))         # who sends what to whom
 
-The other model has caches of ``ROWS`` rows on its mesh, and the same program of prefill. A request
-
-    waits -> is in a row there -> its first token has been read -> is in a slot here, and decodes
-
-The used part of its keys and values is sent from the row to the slot: [1, heads, t, head dim] of
-each layer's keys and of its values, where t is the prompt's length, each element once to each rank
-that keeps it. That is one verified program (runtime/transfer/cache_rows.py), which also writes
-zeros after them, so no values of an earlier request are left. The token, its position, the
-request's seed and its sampling options come from the controller, with the call.
-
-Decoding never waits for a prefill: its result is read when it has ended, or when there is no other
-work. One prefill runs at a time, and nothing is sent while it does, since a transfer would wait for
-it: so the decoding mesh waits at most for a transfer.
-
-Invariants: a request's tokens do not depend on when its prefill was seen to have ended; requests
-get slots in the order of their arrival, and a request that ends with its first token is never sent.
-Programs are made for a prompt's length and for the ranks that send and receive, not for rows, and
-the last ``MAX_LOADED`` of them are kept; nothing is captured for them. Not here: the decoding of
-slots (generator.py).
+The prefill mesh has caches of ``ROWS`` rows. When a prefill has ended and a slot is free, one
+verified program (runtime/transfer/cache_rows.py) sends the used part of the row, [1, heads, t, head
+dim] of each layer's keys and values, to the slot. Decoding never waits for a prefill: one prefill
+runs at a time, and nothing is sent meanwhile. Requests get slots in the order of their arrival.
 """
 
 from __future__ import annotations
@@ -45,7 +29,7 @@ from dtensor.api.generation.programs import (
     caches_of,
     decode_program,
     prefill_program,
-    put_anew,
+    reset_caches,
     settle_caches,
 )
 from dtensor.api.generation.requests import TextRequest
@@ -69,17 +53,18 @@ from dtensor.sharding.spec.spec import TensorSpec
 from dtensor.sharding.spec.stored import StoredTensor
 
 ROWS = 2
-"""Rows of the caches on the mesh of prefill: one is filled while another waits for a slot."""
+"""The rows of the caches on the prefill mesh: one is filled while another one waits for a slot."""
 MAX_LOADED = 64
 """The number of programs of transfers that stay loaded."""
 
 Arguments = Callable[[TextRequest, int], tuple[Tensor, ...]]
-"""The arguments of a prefill of a request into a row, after ``live``."""
+"""Returns the arguments, after ``live``, of a prefill of a request into a row."""
 
 
 @dataclass(slots=True)
 class _Prefilled:
-    """A request in a row of the other mesh's caches. ``first``: its token, once it was read."""
+    """A request in a row of the prefill mesh's caches. ``first``: its first token, once it was
+    read."""
 
     request: TextRequest
     row: int
@@ -89,7 +74,7 @@ class _Prefilled:
 
 
 class DisaggregatedPrefill:
-    """Prefill of prompts on another mesh. ``model`` and ``caches`` are those that decode."""
+    """Prefills prompts with the model ``other`` on its mesh; ``model`` and ``caches`` decode."""
 
     def __init__(
         self,
@@ -101,8 +86,8 @@ class DisaggregatedPrefill:
         topology: Topology | None = None,
     ) -> None:
         _check_other(model, other)
-        theirs = forward_of(other.module, length)
-        _check_same(forward, theirs, other)
+        prefill_forward = forward_of(other.module, length)
+        _check_same(forward, prefill_forward, other)
         self.model: ParallelModule = model
         self.caches: ParallelModule = caches
         self.other: ParallelModule = other
@@ -112,78 +97,83 @@ class DisaggregatedPrefill:
         self.rows: int = -(-ROWS // pieces) * pieces
         slots = caches.module.get_buffer("request").shape[0]
         here = math.prod(model.mesh.axis_size(axis) for axis in axes_of_slots(model))
-        self._together = self.rows // pieces, slots // here  # rows that are on the same ranks
-        self.own: ParallelModule = caches_of(other, theirs, self.rows, length, over)
-        self._decode = decode_program(theirs, other.mesh, over, topology)  # planned, and never run
-        self._prefill = prefill_program(theirs, other.mesh, over, topology)
+        self._rows_per_rank = self.rows // pieces, slots // here  # in the two meshes' caches
+        self.prefill_caches: ParallelModule = caches_of(
+            other, prefill_forward, self.rows, length, over
+        )
+        self._decode = decode_program(prefill_forward, other.mesh, over, topology)  # never run
+        self._prefill = prefill_program(prefill_forward, other.mesh, over, topology)
         self._topology: Topology | None = topology
         self._settled = False
-        self._nowhere = torch.zeros(self.rows, 2, dtype=torch.int64)  # that mesh decodes nothing
-        self._here: MeshSession | None = None
-        self._there: MeshSession | None = None
+        self._no_live = torch.zeros(self.rows, 2, dtype=torch.int64)  # that mesh decodes nothing
+        self._prefill_session: MeshSession | None = None
+        self._decode_session: MeshSession | None = None
         self._free: deque[int] = deque(range(self.rows))
-        self._under_way: deque[_Prefilled] = deque()
-        self._sent: dict[TextRequest, Future] = {}  # transfers that were not checked yet
+        self._prefilled: deque[_Prefilled] = deque()
+        self._sent: dict[
+            TextRequest, Future
+        ] = {}  # transfers that were not checked yet, by request
         self._programs = ProgramCache[ClusterProgram](MAX_LOADED)
 
     # -- plans ------------------------------------------------------------------------------------
 
     def plan(self, arguments: tuple[Tensor, ...]) -> Plan:
-        """The plan of prefill on its mesh."""
+        """Return the plan of prefill on the prefill mesh."""
         with CALL_LOCK, evaluating(self.other.module):
             self._settle()
-            return self._prefill.plan(self.other, self.own, self._nowhere, *arguments)
+            return self._prefill.plan(self.other, self.prefill_caches, self._no_live, *arguments)
 
     def transfer_plan(
         self, length: int, slot: int, ranks: Mapping[Mesh, Sequence[int]] | None = None
     ) -> SyncPlan:
-        """The transfer from the first row; the decoding caches are settled."""
+        """Return the plan of a transfer of ``length`` positions from the first row to a slot. The
+        placements of the decoding caches are settled already."""
         with CALL_LOCK, evaluating(self.other.module):
             self._settle()
         if launched() is None:
             places = ranks_of_meshes((self.other.mesh, self.model.mesh), ranks)
-            source = current_homes(self.own, places[self.other.mesh], None)
+            source = current_homes(self.prefill_caches, places[self.other.mesh], None)
             target = current_homes(self.caches, places[self.model.mesh], None)
-            return self._planned(length, 0, slot, source, target, torch.device("cpu"))
+            return self._plan_transfer(length, 0, slot, source, target, torch.device("cpu"))
         if ranks is not None:
             raise PlanningError(
                 "ranks= says where the meshes would be, and a launch is running, which has them.\n"
                 "fix: leave ranks out"
             )
         here, there = self._sessions()
-        return self._planned(length, 0, slot, *self._kept(here, there), here.cluster.device)
+        return self._plan_transfer(length, 0, slot, *self._homes(here, there), here.cluster.device)
 
     # -- requests ---------------------------------------------------------------------------------
 
     @property
     def requests(self) -> list[TextRequest]:
-        """Requests that have no slot yet, and are not done."""
-        return [at.request for at in self._under_way if not at.request.done]
+        """Requests on the prefill mesh that have no slot yet and have not ended."""
+        return [at.request for at in self._prefilled if not at.request.done]
 
     def enter(self) -> None:
-        """Begin in a new launch."""
+        """Start over in the running launch."""
         here, there = self._sessions()
-        if here is not self._here or there is not self._there:
+        if here is not self._prefill_session or there is not self._decode_session:
             self._programs = ProgramCache(MAX_LOADED)  # the old programs ended with their launch
         self.clear()
-        self._here, self._there = here, there
-        self.own.initial.holders.clear()
+        self._prefill_session, self._decode_session = here, there
+        self.prefill_caches.initial.holders.clear()
 
-    def begin_again(self) -> None:
-        """After a loss of the caches: the generator queues the requests again."""
-        assert self._there is not None
-        self._under_way.clear()
+    def restart(self) -> None:
+        """After the caches were lost, drop all requests: the generator queues them again."""
+        assert self._decode_session is not None
+        self._prefilled.clear()
         self.clear()
-        put_anew(self._there, self.own)
+        reset_caches(self._decode_session, self.prefill_caches)
 
     def clear(self) -> None:
         """Drop all requests."""
-        if self._here is not None and not self._here.closed:
-            self._here.model_home(self.own).unsaved = False
-        for at in self._under_way:
+        if self._prefill_session is not None and not self._prefill_session.closed:
+            self._prefill_session.model_home(self.prefill_caches).unsaved = False
+        for at in self._prefilled:
             if not at.request.done:
                 at.request.reason = "dropped"
-        self._under_way.clear()
+        self._prefilled.clear()
         self._sent.clear()
         self._free = deque(range(self.rows))
 
@@ -194,73 +184,73 @@ class DisaggregatedPrefill:
         live: DTensor,
         arguments: Arguments,
     ) -> None:
-        """Prefill waiting requests, as far as there are rows, and give slots to prefilled ones.
-
-        ``live``: int64[rows, 2] on the decoding mesh; its rows of requests that get slots are
-        changed in place.
-        """
+        """Prefill waiting requests, as far as rows are free, and assign slots to prefilled
+        requests. ``live``: int64[rows, 2] on the decoding mesh, whose rows of these slots are
+        written in place."""
         self._sent = {request: run for request, run in self._sent.items() if not request.done}
         if not self._settled:
             with CALL_LOCK, evaluating(self.other.module):
                 self._settle()
-        while self._seat(seats, live) and waiting and self._free:
+        while self._assign_slots(seats, live) and waiting and self._free:
             request = waiting.popleft()
             try:
                 with CALL_LOCK, evaluating(self.other.module):
-                    self._begin(request, self._free[0], arguments)
+                    self._start_prefill(request, self._free[0], arguments)
             except BaseException:
-                waiting.appendleft(request)  # so that a recovery prefills it again
+                waiting.appendleft(request)  # a recovery prefills it again
                 raise
             self._free.popleft()
 
     def check(self, request: TextRequest) -> None:
-        """Wait for the request's transfer; raises its failure."""
+        """Wait for the request's transfer, if it has one, and raise its failure."""
         run = self._sent.pop(request, None)
         if run is not None:
-            self._checked(run)
+            self._check_run(run)
 
-    def _begin(self, request: TextRequest, row: int, arguments: Arguments) -> None:
-        # a policy has no versions: its weights are those of the newest one, or newer
+    def _start_prefill(self, request: TextRequest, row: int, arguments: Arguments) -> None:
+        # a policy has no versions: its weights are at least as new as the newest replica's
         versioned = self.other if self.other.source is not None else self.model
-        given = arguments(request, row)
-        outputs: Any = self._prefill(self.other, self.own, self._nowhere, *given)
-        assert self._here is not None
-        self._here.model_home(self.own).unsaved = False
+        inputs = arguments(request, row)
+        outputs: Any = self._prefill(self.other, self.prefill_caches, self._no_live, *inputs)
+        assert self._prefill_session is not None
+        self._prefill_session.model_home(self.prefill_caches).unsaved = False
         request.versions.append(versioned.version)
-        self._under_way.append(_Prefilled(request, row, outputs["token"], outputs["logprob"]))
+        self._prefilled.append(_Prefilled(request, row, outputs["token"], outputs["logprob"]))
 
-    def _seat(self, seats: list[TextRequest | None], live: DTensor) -> bool:
-        """Give slots to prefilled requests, if no prefill runs; returns whether none does."""
-        if not self._under_way:
+    def _assign_slots(self, seats: list[TextRequest | None], live: DTensor) -> bool:
+        """Assign slots to prefilled requests, unless a prefill is running. Return whether no
+        prefill is running."""
+        if not self._prefilled:
             return True
-        last = self._under_way[-1]
+        last = self._prefilled[-1]
         if last.first is None:
-            if any(seats) and not _ended(last.token):
+            if any(seats) and not _has_ended(last.token):
                 return False
             last.first = int(last.token.full_tensor())
-            last.request.took(last.first, float(last.logprob.full_tensor()))
-        while self._under_way:
-            at = self._under_way[0]
+            last.request.add_token(last.first, float(last.logprob.full_tensor()))
+        while self._prefilled:
+            at = self._prefilled[0]
             if not at.request.done:
                 if None not in seats:
                     break
                 slot = seats.index(None)
                 self._send(at, slot, live)
                 seats[slot] = at.request
-            self._free.append(self._under_way.popleft().row)
+            self._free.append(self._prefilled.popleft().row)
         return True
 
     def _settle(self) -> None:
-        """Place the caches as a decode there would, so that the program of prefill is that of a
-        generator on its mesh."""
+        """Settle the caches' placements by a decode on the prefill mesh, so that the prefill
+        program is the same as that of a generator there."""
         if not self._settled:
-            settle_caches(self.own, self._decode.plan(self.other, self.own, self._nowhere))
+            plan = self._decode.plan(self.other, self.prefill_caches, self._no_live)
+            settle_caches(self.prefill_caches, plan)
             self._settled = True
 
     # -- transfers --------------------------------------------------------------------------------
 
     def _send(self, at: _Prefilled, slot: int, live: DTensor) -> None:
-        here, there = self._here, self._there
+        here, there = self._prefill_session, self._decode_session
         assert here is not None and there is not None and at.first is not None
         request, length, how = at.request, len(at.request.prompt), at.request.sampling
         fed: dict[str, object] = {
@@ -276,7 +266,7 @@ class DisaggregatedPrefill:
             fed["live"] = Stored(name_on_ranks(there, live.name))
             program = self._program(length, at.row, slot)
             handle = program.handle
-            fed[FROM], fed[TO] = at.row % self._together[0], slot % self._together[1]
+            fed[FROM], fed[TO] = at.row % self._rows_per_rank[0], slot % self._rows_per_rank[1]
             inputs_by_rank = [{name: fed[name] for name in r.inputs} for r in handle.program.ranks]
             run = program.cluster.run(handle, inputs_by_rank, mode=there.mode)
             program.last_run = run
@@ -285,29 +275,31 @@ class DisaggregatedPrefill:
             model_home.unsaved = False
             mark_changed([live], (0,), run)
         if there.at_once:
-            self._checked(run)
+            self._check_run(run)
         else:
             self._sent[request] = run
 
-    def _checked(self, run: Future) -> None:
-        assert self._there is not None
+    def _check_run(self, run: Future) -> None:
+        assert self._decode_session is not None
         try:
             run.check()
         except DaftError as error:
-            raise self._there.with_loss_note(error) from error.__cause__
+            raise self._decode_session.with_loss_note(error) from error.__cause__
 
     def _program(self, length: int, row: int, slot: int) -> ClusterProgram:
-        key = length, row // self._together[0], slot // self._together[1]
+        key = length, row // self._rows_per_rank[0], slot // self._rows_per_rank[1]
         return self._programs.get(key) or self._programs.load(
             key, lambda: self._load(length, row, slot)
         )
 
     def _load(self, length: int, row: int, slot: int) -> ClusterProgram:
-        here, there = self._here, self._there
+        """Load the program that sends ``length`` positions of the row to the slot. It also serves
+        other rows and slots on the same ranks."""
+        here, there = self._prefill_session, self._decode_session
         assert here is not None and there is not None
         cluster = there.launch.cluster
-        source, target = self._kept(here, there)
-        plan = self._planned(length, row, slot, source, target, cluster.device)
+        source, target = self._homes(here, there)
+        plan = self._plan_transfer(length, row, slot, source, target, cluster.device)
         names = {
             label: (name_on_ranks(here, moved.here.label), name_on_ranks(there, moved.there.label))
             for label, moved in plan.transfers.items()
@@ -320,7 +312,7 @@ class DisaggregatedPrefill:
         )
         return ClusterProgram(cluster, cluster.load(with_mesh_ranks(cluster, program)))
 
-    def _planned(
+    def _plan_transfer(
         self,
         length: int,
         row: int,
@@ -329,30 +321,31 @@ class DisaggregatedPrefill:
         target: Mapping[str, StoredTensor],
         device: torch.device,
     ) -> SyncPlan:
+        """Return the plan of a transfer of the row's first ``length`` positions to the slot."""
         values: dict[str, tuple[StoredTensor, StoredTensor]] = {}
         for label, stored in source.items():
-            if len(stored.spec.shape) == 4:  # not an argument of the call
+            if len(stored.spec.shape) == 4:  # keys and values, and not sampling options
                 here, there = _with_row(stored, row), _with_row(target[label], slot)
-                values[label] = _region(here, length), _region(there, length)
+                values[label] = _used_region(here, length), _used_region(there, length)
         num = f"{length} position{'s' * (length != 1)}"
         name = f"{num} of {type(self.model.module).__name__}'s caches"
         plan = plan_sync(name, values, topology=self._topology, bucket_bytes=bucket_bytes(device))
         return replace(plan, what="transfer")
 
-    def _kept(
+    def _homes(
         self, here: MeshSession, there: MeshSession
     ) -> tuple[Mapping[str, StoredTensor], Mapping[str, StoredTensor]]:
-        source = current_homes(self.own, here.ranks, here.model_homes.get(id(self.own)))
-        return source, current_homes(
-            self.caches, there.ranks, there.model_homes.get(id(self.caches))
-        )
+        prefill_home = here.model_homes.get(id(self.prefill_caches))
+        decode_home = there.model_homes.get(id(self.caches))
+        source = current_homes(self.prefill_caches, here.ranks, prefill_home)
+        return source, current_homes(self.caches, there.ranks, decode_home)
 
     def _sessions(self) -> tuple[MeshSession, MeshSession]:
         self.check_launched()
         return session_for(self.other.mesh), session_for(self.model.mesh)
 
     def check_launched(self) -> None:
-        """PlanningError where the running launch does not have both meshes."""
+        """Raises PlanningError unless the running launch has both meshes."""
         running, meshes = launched(), (self.other.mesh, self.model.mesh)
         places = {} if running is None else running.launch.places
         if not places.keys() >= set(meshes):
@@ -364,9 +357,9 @@ class DisaggregatedPrefill:
             )
 
 
-def _region(cache: StoredTensor, length: int) -> StoredTensor:
-    """The first positions of a row of caches [rows, heads, positions, dim]: [1, heads, length,
-    dim]."""
+def _used_region(cache: StoredTensor, length: int) -> StoredTensor:
+    """Return the first ``length`` positions of a row of a cache [rows, heads, positions, dim], as a
+    value [1, heads, length, dim]. Raises PlanningError if positions are split."""
     spec = cache.spec
     for axis, placement in spec.sharding.items():
         if isinstance(placement, Shard) and placement.dim == 2:
@@ -384,21 +377,22 @@ def _region(cache: StoredTensor, length: int) -> StoredTensor:
 
 
 def _with_row(cache: StoredTensor, row: int) -> StoredTensor:
-    """The row's cache on only those of its ranks that have this row."""
+    """Return the cache on only the ranks that have this row."""
     return cache.on(r for r in cache.at if any(lo <= row < hi for lo, hi in cache.where(r)[0]))
 
 
-def _ended(x: DTensor) -> bool:
-    """Whether the run that makes it has ended, or has failed."""
+def _has_ended(x: DTensor) -> bool:
+    """Return whether the run that makes the value has ended or failed."""
     returned = x.value().returned
     return returned is None or returned.run.done()
 
 
-# -- refusals -------------------------------------------------------------------------------
+# -- checks ----------------------------------------------------------------------------------------
 
 
 def check_length(length: object, slot: object, most: int, slots: int) -> None:
-    """Check the arguments of `Generator.transfer_plan`."""
+    """Raises PlanningError for invalid arguments of `Generator.transfer_plan`. ``most``: the
+    longest prompt."""
     check_number("t", length, least=1, whole=True, fix="gen.transfer_plan(13)")
     check_number("slot", slot, least=0, whole=True, fix="gen.transfer_plan(13, slot=0)")
     assert isinstance(length, int) and isinstance(slot, int)
@@ -418,6 +412,8 @@ def refuse_no_prefill() -> NoReturn:
 
 
 def _check_other(model: ParallelModule, other: object) -> None:
+    """Raises PlanningError unless ``other`` is the same model on another mesh, and one of the two
+    is a replica."""
     if not isinstance(other, ParallelModule):
         check_parallel("prefill=", other)
         return
@@ -443,15 +439,16 @@ def _check_other(model: ParallelModule, other: object) -> None:
         )
 
 
-def _check_same(forward: Forward, theirs: Forward, other: ParallelModule) -> None:
-    ours, prefilled = (
+def _check_same(forward: Forward, prefill_forward: Forward, other: ParallelModule) -> None:
+    """Raises PlanningError if the two models have different layers or vocabularies."""
+    decode, prefill = (
         {"vocabulary": f.vocabulary, **{f"layer {n}": shape for n, shape in f.layers.items()}}
-        for f in (forward, theirs)
+        for f in (forward, prefill_forward)
     )
-    for what in dict.fromkeys((*ours, *prefilled)):
-        if ours.get(what) != prefilled.get(what):
+    for key in dict.fromkeys((*decode, *prefill)):
+        if decode.get(key) != prefill.get(key):
             raise PlanningError(
-                f"the caches of the two models differ: {what} is {ours.get(what)} where tokens are "
-                f"decoded, and {prefilled.get(what)} on {other.mesh}, where prompts are.\n"
+                f"the caches of the two models differ: {key} is {decode.get(key)} where tokens are "
+                f"decoded, and {prefill.get(key)} on {other.mesh}, where prompts are.\n"
                 f"fix: make the replica anew, after the module was changed"
             )

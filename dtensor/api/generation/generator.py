@@ -1,26 +1,14 @@
-"""`generator`: texts from a parallelized model, one token of every slot at a time.
+"""`generator`: continuous batching of texts from a parallelized model with KV caches.
 
-    model = dt.parallelize(LlamaForCausalLM(config), dt.Mesh(tp=2), placements)
     gen = generator(model, slots=8, length=256)
     gen([[5, 3, 9], [7]], max_new_tokens=64)           # [Generated(tokens=..., ...), ...]
-    for event in gen.stream(prompts): ...              # as tokens come
-    request = gen.submit(prompt); gen.step()           # continuous batching by the caller
+    for event in gen.stream(prompts): ...              # an event for each token
+    request = gen.submit(prompt); gen.step()           # one step at a time
 
-Two programs use the model on the ranks, and a module of the generator that has only the KV caches:
-*prefill* (``prefill_batch`` prompts, padded to a bucket, into slots) and *decode* (one token of
-every slot). The inputs of the next decode (``live``: each slot's last token and its position) are a
-result of the one before. The controller reads tokens to detect finished texts, up to ``ahead`` runs
-late: tokens of a slot after its end are dropped, and the slot stays free until then.
-
-The caches are placed like the model: slots over every axis that splits no weight, heads as the
-planner splits them with the attention's projections, each layer's on the stage of its attention.
-With fewer heads than ranks each rank keeps the heads that its query heads use (not with
-``prefill=``, where every rank keeps all).
-
-Invariants: the tokens of a request are a function of its prompt, its options and its seed, to the
-bit in the same program. They do not depend on its slot, on other requests, on time or on ``ahead``.
-Another option, prompt or number of requests within a bucket needs no new capture. Not here: the
-caches (kv_cache.py), calls of models (forwards.py), the draw of a token (sharding/ops/sampling.py).
+Two programs run on the ranks (programs.py): *prefill* writes prompts into slots, *decode* makes a
+token for every slot. The controller reads tokens up to ``ahead`` runs late, and drops tokens after
+the end of a text. Invariant: the tokens of a request depend, bitwise, only on its prompt, options
+and seed; not on its slot, on other requests, on time or on ``ahead``.
 """
 
 from __future__ import annotations
@@ -49,7 +37,7 @@ from dtensor.api.generation.programs import (
     decode_program,
     live_spec,
     prefill_program,
-    put_anew,
+    reset_caches,
     settle_caches,
 )
 from dtensor.api.generation.requests import (
@@ -58,8 +46,8 @@ from dtensor.api.generation.requests import (
     Generated,
     Sampling,
     TextRequest,
-    each,
     eos_of,
+    per_prompt,
     prompt_of,
     prompts_of,
 )
@@ -78,29 +66,30 @@ from dtensor.sharding.redistribute.topology import Topology, check_topology
 from dtensor.sharding.spec.mesh import Mesh
 
 SMALLEST_BUCKET = 16
-VECTOR = 2
-"""The slots of a rank are a multiple of this. Torch computes the last elements of silu and other
-ops in another way, where they do not fill vectors of 64, so a text would have other bits in the
-last slot. With an even number of slots this happens only for widths that are no multiple of 32."""
-WHOLE = 16
-"""Positions that fill a CPU's vectors, four of 16 numbers, where widths are multiples of 4."""
+SLOTS_MULTIPLE = 2
+"""The number of slots on a rank is a multiple of this. Torch computes the elements of silu and
+other ops that do not fill a vector of 64 elements differently, so a text in the last slot would
+have other bits. With an even number of slots this happens only if a width is not a multiple of
+32."""
+WIDTH_MULTIPLE = 16
+"""The width of a prefill of several prompts is a multiple of this, so that it fills the CPU's
+vectors if the model's widths are multiples of 4."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A run in flight: the requests that get a token from it, with the row of each. ``whole``: it
-    makes a token for every row, else for these requests in their order."""
+    """A run in flight. ``requests``: those that get a token from it, with their rows;
+    ``is_decode``: its results have an entry for each row; those of a prefill, for each request."""
 
-    of: tuple[tuple[int, TextRequest], ...]
+    requests: tuple[tuple[int, TextRequest], ...]
     token: DTensor
     logprob: DTensor
-    whole: bool
+    is_decode: bool
 
 
 class Generator:
     """The result of `generator`. ``gen(prompts, max_new_tokens=...)`` returns a text for each
-    prompt, in their order: ``.tokens``, the new ones, ``.logprobs``, and ``.reason``, why it
-    ended."""
+    prompt, in order: its new ``.tokens``, their ``.logprobs``, and the ``.reason`` of its end."""
 
     def __init__(
         self,
@@ -131,30 +120,30 @@ class Generator:
         pieces = 1
         for axis in self.rows_over:
             pieces *= model.mesh.axis_size(axis)
-        rows_per_rank = -(-slots // pieces)  # slots of a rank; spare ones pad it
-        self.rows: int = pieces * (
-            rows_per_rank if rows_per_rank == 1 else -(-rows_per_rank // VECTOR) * VECTOR
-        )
+        rows_per_rank = -(-slots // pieces)
+        if rows_per_rank > 1:
+            rows_per_rank = -(-rows_per_rank // SLOTS_MULTIPLE) * SLOTS_MULTIPLE
+        self.rows: int = pieces * rows_per_rank  # the slots, and spare ones that pad them
         self.caches: ParallelModule = caches_of(model, forward, self.rows, length, self.rows_over)
         self._decode = decode_program(forward, model.mesh, self.rows_over, topology)
         self._prefill = prefill_program(forward, model.mesh, self.rows_over, topology)
-        self._apart = None
+        self._disaggregated = None
         if prefill is not None:
-            self._apart = DisaggregatedPrefill(
+            self._disaggregated = DisaggregatedPrefill(
                 model, self.caches, forward, length, prefill, topology
             )
-        self._switches = self._now_switches()
+        self._switches = self._count_switches()
         self._settled = False
-        self._shares_graphs = False  # with generators on other meshes, so caches have no copies
-        self._one = RLock()  # taken before CALL_LOCK
-        self._asked = Counter("generate")  # counts requests without a stated seed
-        self._numbers = 0
+        self._shares_graphs = False  # with generators on other meshes: then heads are not copied
+        self._lock = RLock()  # taken before CALL_LOCK
+        self._request_counter = Counter("generate")  # counts requests without a stated seed
+        self._next_number = 0  # of a submitted request
         self._session: MeshSession | None = None
         self._recovered = 0  # the cluster's `recovered` when the caches were put
-        self._live: DTensor | None = None
-        self._seats: list[TextRequest | None] = [None] * slots
+        self._live: DTensor | None = None  # each slot's last token and its position
+        self._seats: list[TextRequest | None] = [None] * slots  # the request of each slot
         self._waiting: deque[TextRequest] = deque()
-        self._flying: deque[_Run] = deque()
+        self._in_flight: deque[_Run] = deque()
         self._events: list[Event] = []  # of submitted requests
 
     def __reduce__(self) -> NoReturn:
@@ -165,17 +154,17 @@ class Generator:
         )
 
     def __repr__(self) -> str:
-        apart = "" if self._apart is None else f", prompts on {self._apart.other.mesh}"
+        other = "" if (d := self._disaggregated) is None else f", prompts on {d.other.mesh}"
         return (
-            f"<generator of {type(self.model.module).__name__} on {self.model.mesh}{apart}: "
+            f"<generator of {type(self.model.module).__name__} on {self.model.mesh}{other}: "
             f"{self.slots} slots of {self.length} positions>"
         )
 
     # -- plans ------------------------------------------------------------------------------------
 
     def plan(self, which: str, bucket: int | None = None) -> Plan:
-        """The plan of ``which``: "decode", or "prefill" with a bucket, by default the largest. It
-        launches nothing."""
+        """Return the plan of "decode", or of "prefill" with a bucket, by default the largest.
+        Launches nothing."""
         check_word("which", which, ("prefill", "decode"))
         self._check_placed()
         with CALL_LOCK, evaluating(self.model.module):
@@ -186,14 +175,15 @@ class Generator:
             size = self.buckets[-1] if bucket is None else bucket
             if size not in self.buckets:
                 raise PlanningError(f"bucket={bucket!r}: the buckets are {list(self.buckets)}")
-            asked = [_asking((0,), 0, self._width(size), 0, Sampling())]
-            if self._apart is not None:
-                return self._apart.plan(asked[0])
-            return self._prefill.plan(self.model, self.caches, live, *self._filled(asked))
+            arguments = [_prefill_arguments((0,), 0, self._width(size), 0, Sampling())]
+            if self._disaggregated is not None:
+                return self._disaggregated.plan(arguments[0])
+            return self._prefill.plan(self.model, self.caches, live, *self._batched(arguments))
 
     def plans(self, bucket: int, graphs: dict[object, Graph]) -> tuple[Plan, Plan]:
-        """The plans of decode and of prefill. ``graphs``, empty at first, is shared by generators
-        of one model and length: a program that is planned for many meshes is captured once."""
+        """Return the plans of decode and of prefill. ``graphs``: a dict, empty at first, that is
+        passed to generators of one model and length on many meshes, so that each program is
+        captured once."""
         programs = {
             ("decode", self.rows): self._decode,
             ("prefill", self.rows, self._width(bucket), self.prefill_batch): self._prefill,
@@ -211,35 +201,35 @@ class Generator:
     def transfer_plan(
         self, t: int, slot: int = 0, *, ranks: Mapping[Mesh, Sequence[int]] | None = None
     ) -> SyncPlan:
-        """The messages that carry a prompt of ``t`` tokens from the mesh of ``prefill=`` to a slot:
-        the pieces of each layer's keys and values, bytes of each pair of ranks, messages, the
-        price. It launches nothing.
+        """Return the plan of the transfer of a prompt of ``t`` tokens from the mesh of ``prefill=``
+        to a slot: the pieces of each layer's keys and values, the bytes between each pair of ranks,
+        the messages and the price. Launches nothing.
 
         Args:
             ranks: outside a launch, the ranks of the meshes, as in ``dt.launch(..., ranks=ranks)``;
-                by default those of prefill are the first.
+                by default the prefill mesh has the first ranks.
         """
-        if self._apart is None:
+        if self._disaggregated is None:
             refuse_no_prefill()
         check_length(t, slot, min(self.buckets[-1], self.length - 1), self.slots)
         self._check_placed()
         with CALL_LOCK, evaluating(self.model.module):
             self._settle()
-        return self._apart.transfer_plan(t, slot, ranks)
+        return self._disaggregated.transfer_plan(t, slot, ranks)
 
     def summary(self) -> Summary:
-        """Bytes of the cache on each rank, and the communication of a token."""
+        """Return the bytes of the caches on each rank, and the communication for a token."""
         decode = self.plan("decode")
         return summary_of(repr(self), decode, self.slots, self.rows, self.length, self.buckets)
 
-    def _now_switches(self) -> int:
-        prefill = 0 if self._apart is None else self._apart.other.switches
+    def _count_switches(self) -> int:
+        prefill = 0 if self._disaggregated is None else self._disaggregated.other.switches
         return self.model.switches + prefill
 
     def _check_placed(self) -> None:
-        """PlanningError unless the model's placement and its layers with caches are those for which
-        the caches and programs were made."""
-        if self._switches != self._now_switches():
+        """Raises PlanningError if the model was switched to another mesh, or if its layers have
+        changed, since this generator was made."""
+        if self._switches != self._count_switches():
             raise PlanningError(
                 f"{type(self.model.module).__name__} was switched to {self.model.mesh} since this "
                 f"generator was made; its caches have the old placement.\n"
@@ -258,10 +248,12 @@ class Generator:
             self._made_for = forward, self.model.seen.number
 
     def _settle(self) -> None:
+        """Settle the placements of the caches by the plan of decode. If ranks need copies of heads,
+        make the caches again with these copies first."""
         if not self._settled:
             live = live_spec(self.model, self.rows, self.rows_over)
             plan = self._decode.plan(self.model, self.caches, live)
-            copies = copies_of_heads(plan) if self._apart is None else {}
+            copies = copies_of_heads(plan) if self._disaggregated is None else {}
             if copies and not self._shares_graphs:
                 sizes, (forward, _) = (self.rows, self.length), self._made_for
                 self.caches = caches_of(self.model, forward, *sizes, self.rows_over, copies)
@@ -274,14 +266,14 @@ class Generator:
     def __call__(
         self, prompts: Sequence[Any] | Tensor, max_new_tokens: Any = None, **options: Any
     ) -> list[Generated]:
-        """The new tokens of each prompt, in the prompts' order.
+        """Generate a text for each prompt, and return the texts in order.
 
         Args:
-            prompts: lists of tokens, or 1-D integer tensors; any lengths.
-            max_new_tokens: a number, or one for each; None: as many as the slot has room for.
-            options: temperature, top_k, top_p, seed: each one for all, or a list of one for each
-                prompt; eos. See `generator`. An integer ``seed`` gives every prompt numbers of its
-                own by its place.
+            prompts: lists of tokens, or 1-D integer tensors, of any lengths.
+            max_new_tokens: a number, or a list with one for each prompt; None: as many as fit.
+            options: temperature, top_k, top_p, seed (a value, or a list with one for each prompt),
+                and eos; see `generator`. With one integer seed, the prompts still get different
+                random numbers, by their positions in ``prompts``.
         """
         requests = self._requests(prompts, max_new_tokens, options, [])
         self._run_all(requests)
@@ -290,8 +282,9 @@ class Generator:
     def stream(
         self, prompts: Sequence[Any] | Tensor, max_new_tokens: Any = None, **options: Any
     ) -> Iterator[Event]:
-        """The same, one event for each token as it comes; ``prompts``, ``max_new_tokens`` and
-        ``options`` as in a call. Leaving the loop early drops the rest."""
+        """Generate as a call does, and yield an event for each token when it is read. ``prompts``,
+        ``max_new_tokens`` and ``options`` are as in a call. Leaving the loop early cancels the
+        remaining requests."""
         events: list[Event] = []
         requests = self._requests(prompts, max_new_tokens, options, events)
         return self._streamed(requests, events)
@@ -304,7 +297,7 @@ class Generator:
                     self._advance()
                 while events:
                     yield events.pop(0)
-            _check_whole(requests)
+            _check_complete(requests)
         finally:
             for request in requests:
                 self.cancel(request)
@@ -314,7 +307,7 @@ class Generator:
         try:
             while not all(request.done for request in requests):
                 self._advance()
-            _check_whole(requests)
+            _check_complete(requests)
         finally:
             for request in requests:
                 self.cancel(request)
@@ -322,17 +315,17 @@ class Generator:
     # -- one at a time ----------------------------------------------------------------------------
 
     def submit(self, prompt: Any, max_new_tokens: int | None = None, **options: Any) -> TextRequest:
-        """A request of ``prompt`` that waits for a free slot; `step` returns its tokens.
-        ``max_new_tokens`` and ``options`` are as in a call, for one."""
+        """Return a new request for ``prompt``, which waits for a free slot. `step` returns its
+        tokens. ``max_new_tokens`` and ``options`` are as in a call, for one prompt."""
         (request,) = self._requests([prompt], max_new_tokens, options, self._events)
-        request.number = self._numbers
-        self._numbers += 1
+        request.number = self._next_number
+        self._next_number += 1
         self._waiting.append(request)
         return request
 
     def step(self) -> list[Event]:
-        """Admit requests to free slots, make one token for every slot that has a request, and
-        return events of submitted requests, up to ``ahead`` runs late."""
+        """Admit requests to free slots, make one token for every slot with a request, and return
+        the events of submitted requests, up to ``ahead`` runs late."""
         if not self.idle:
             self._advance()
         events, self._events[:] = list(self._events), []
@@ -340,15 +333,15 @@ class Generator:
 
     @property
     def idle(self) -> bool:
-        """Whether no request waits, and none is in flight."""
-        apart = self._apart is not None and self._apart.requests
-        return not (self._waiting or self._flying or any(self._seats) or apart)
+        """Whether no request is waiting or in flight."""
+        prefilled = self._disaggregated is not None and self._disaggregated.requests
+        return not (self._waiting or self._in_flight or any(self._seats) or prefilled)
 
     def cancel(self, request: TextRequest) -> None:
-        """The request gets no more tokens; its slot is free."""
+        """Stop a request, and free its slot."""
         if not request.done:
             request.reason = "dropped"
-            with suppress(ValueError):  # it no longer waits
+            with suppress(ValueError):  # it may no longer wait
                 self._waiting.remove(request)
         for row, seated in enumerate(self._seats):
             if seated is request:
@@ -363,34 +356,39 @@ class Generator:
         options: Mapping[str, Any],
         events: list[Event],
     ) -> list[TextRequest]:
+        """Check the arguments of a call, and return a request for each prompt."""
         _check_options(options)
         self._check_placed()
         listed = prompts_of(prompts)
         num = len(listed)
-        limits = each("max_new_tokens", max_new_tokens, num)
+        limits = per_prompt("max_new_tokens", max_new_tokens, num)
         names = ("temperature", "top_k", "top_p")
-        columns = {n: each(n, options[n], num) for n in names if n in options}
+        columns = {n: per_prompt(n, options[n], num) for n in names if n in options}
         stated = options.get("seed")
-        seeds = each("seed", stated, num)
-        own = options.get("eos", "own")
-        eos = self.eos if own == "own" else eos_of(own, tuple(self.eos))
+        seeds = per_prompt("seed", stated, num)
+        eos = eos_of(options["eos"], tuple(self.eos)) if "eos" in options else self.eos
         requests: list[TextRequest] = []
-        for number, given in enumerate(listed):
-            prompt = prompt_of(given, self.vocabulary)
-            how = replace(self.sampling, **{n: column[number] for n, column in columns.items()})
+        for number, tokens in enumerate(listed):
+            prompt = prompt_of(tokens, self.vocabulary)
+            sampling = replace(
+                self.sampling, **{n: values[number] for n, values in columns.items()}
+            )
             seed = self._seed(seeds[number], 0 if isinstance(stated, (list, tuple)) else number)
-            most = self._most(prompt, limits[number])
-            requests.append(TextRequest(number, prompt, most, how, seed, eos, events))
+            most = self._max_new_tokens(prompt, limits[number])
+            requests.append(TextRequest(number, prompt, most, sampling, seed, eos, events))
         return requests
 
     def _seed(self, seed: object, place: int) -> int:
+        """Return the key of a request's random numbers, for its stated seed and position, or for
+        the next number of the process if ``seed`` is None."""
         if seed is None:
-            return key_of(initial_seed(), "generate", "next", str(self._asked.advance()))
+            return key_of(initial_seed(), "generate", "next", str(self._request_counter.advance()))
         check_number("seed", seed, least=0, whole=True, fix="seed=7")
         return key_of(int(seed), "generate", str(place))  # type: ignore[call-overload]
 
-    def _most(self, prompt: tuple[int, ...], limit: object) -> int:
-        """The most new tokens of a request. PlanningError where it does not fit."""
+    def _max_new_tokens(self, prompt: tuple[int, ...], limit: object) -> int:
+        """Return the largest number of new tokens of a request. Raises PlanningError if the request
+        does not fit in a slot."""
         num = len(prompt)
         if num > self.buckets[-1] or num >= self.length:
             largest = min(self.buckets[-1], self.length - 1)
@@ -417,17 +415,15 @@ class Generator:
     # -- runs -------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
-        """Prefill admitted requests, decode all slots, and read results older than ``ahead``.
-
-        One thread at a time. Each run is submitted under the lock of all calls, and read without
-        it, so other calls continue meanwhile.
-        """
+        """Prefill admitted requests, decode all slots, and read results more than ``ahead`` runs
+        old. Only one thread advances at a time. Runs are submitted under CALL_LOCK and read without
+        it, so that other calls continue meanwhile."""
         if is_capturing():
             raise PlanningError(
                 "Texts are generated within a program that is being captured.\n"
                 "fix: generate before, and pass the tokens as an argument"
             )
-        with self._one:
+        with self._lock:
             self._check_placed()
             try:
                 with CALL_LOCK:
@@ -442,48 +438,48 @@ class Generator:
         cluster = self._session.cluster
         if cluster.recovered != self._recovered:
             with CALL_LOCK:
-                self._begin_again()
+                self._restart_requests()
         try:
             if not self._settled:
                 with CALL_LOCK, evaluating(self.model.module):
                     self._settle()
-            asked = self._admit()
+            has_prefilled = self._admit()
             seated = ((row, r) for row, r in enumerate(self._seats) if r is not None)
-            sitting = tuple((row, r) for row, r in seated if not r.done)
-            if sitting:
+            active = tuple((row, r) for row, r in seated if not r.done)
+            if active:
                 with CALL_LOCK, evaluating(self.model.module):
                     outputs = self._decode(self.model, self.caches, self._live)
-                    self._went(sitting, outputs, whole=True)
-            self._read(self.ahead if asked or sitting else 0)
+                    self._record_run(active, outputs, is_decode=True)
+            self._read(self.ahead if has_prefilled or active else 0)
         except DaftError:
             if cluster.recovered == self._recovered:
                 raise
 
-    def _begin_again(self) -> None:
-        """A rank was replaced, and its caches are gone: prefill requests in flight again, and
-        decode their tokens again. Tokens do not depend on the slot or on the time."""
+    def _restart_requests(self) -> None:
+        """After a rank was replaced and its caches were lost, queue the requests in flight again,
+        to make their tokens again. Tokens do not depend on the slot or on the time."""
         assert self._session is not None
         self._recovered = self._session.cluster.recovered
-        flying = [request for run in self._flying for _, request in run.of]
-        apart = [] if self._apart is None else self._apart.requests
+        in_flight = [request for run in self._in_flight for _, request in run.requests]
+        prefilled = [] if self._disaggregated is None else self._disaggregated.requests
         seated = [request for request in self._seats if request is not None]
-        begun = [r for r in dict.fromkeys((*flying, *seated, *apart)) if not r.done]
-        self._flying.clear()
+        begun = [r for r in dict.fromkeys((*in_flight, *seated, *prefilled)) if not r.done]
+        self._in_flight.clear()
         self._seats = [None] * self.slots
         self._waiting.extendleft(reversed(begun))
         for request in begun:
-            request.begin_again(self.model.version)
-        if self._apart is not None:
-            self._apart.begin_again()
-        put_anew(self._session, self.caches)
+            request.restart(self.model.version)
+        if self._disaggregated is not None:
+            self._disaggregated.restart()
+        reset_caches(self._session, self.caches)
 
     def _admit(self) -> bool:
-        """Give free slots to waiting requests, first come first served; requests of one bucket
-        enter together."""
-        if self._apart is not None:
+        """Assign free slots to waiting requests in order, and prefill requests of one bucket
+        together. Return whether a request was prefilled, or is on the prefill mesh."""
+        if self._disaggregated is not None:
             assert self._live is not None
-            self._apart.admit(self._waiting, self._seats, self._live, self._arguments)
-            return bool(self._apart.requests)
+            self._disaggregated.admit(self._waiting, self._seats, self._live, self._arguments)
+            return bool(self._disaggregated.requests)
         entering: dict[int, list[tuple[int, TextRequest]]] = {}
         for row in range(self.slots):
             if self._waiting and self._seats[row] is None:
@@ -491,13 +487,11 @@ class Generator:
                 entering.setdefault(self._bucket(request), []).append((row, request))
         for group in entering.values():
             for first in range(0, len(group), self.prefill_batch):
-                some = group[first : first + self.prefill_batch]
-                asked = [self._arguments(request, row) for row, request in some]
+                batch = group[first : first + self.prefill_batch]
+                arguments = self._batched([self._arguments(r, row) for row, r in batch])
                 with CALL_LOCK, evaluating(self.model.module):
-                    outputs = self._prefill(
-                        self.model, self.caches, self._live, *self._filled(asked)
-                    )
-                    self._went(tuple(some), outputs, whole=False)
+                    outputs = self._prefill(self.model, self.caches, self._live, *arguments)
+                    self._record_run(tuple(batch), outputs, is_decode=False)
                 self._read(self.ahead)
         return bool(entering)
 
@@ -505,74 +499,78 @@ class Generator:
         return next(size for size in self.buckets if size >= len(request.prompt))
 
     def _arguments(self, request: TextRequest, row: int) -> tuple[Tensor, ...]:
-        """The arguments of a prefill of one prompt, after ``live``."""
+        """Return the arguments, after ``live``, of a prefill of one prompt."""
         width = self._width(self._bucket(request))
-        return _asking(request.prompt, row, width, request.seed, request.sampling)
+        return _prefill_arguments(request.prompt, row, width, request.seed, request.sampling)
 
     def _width(self, bucket: int) -> int:
-        """The width of a prefill. Torch computes the last elements of silu and other ops in another
-        way, where they do not fill its vectors; with several prompts that would affect only the
-        last one."""
-        return bucket if self.prefill_batch == 1 else -(-bucket // WHOLE) * WHOLE
+        """Return the width of a prefill: the bucket, or a multiple of WIDTH_MULTIPLE for several
+        prompts, since torch computes elements that do not fill its vectors differently, and only
+        the last prompt would have such elements."""
+        return bucket if self.prefill_batch == 1 else -(-bucket // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
 
-    def _filled(self, asked: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """The arguments of one prefill, always of one shape: copies of the first prompt pad the
-        batch, and write the same values again."""
-        asked = asked + asked[:1] * (self.prefill_batch - len(asked))
-        return tuple(torch.cat(column) for column in zip(*asked, strict=True))
+    def _batched(self, arguments: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """Return the arguments of one prefill of several prompts. Copies of the first prompt, which
+        write the same values again, pad the batch to ``prefill_batch``."""
+        arguments = arguments + arguments[:1] * (self.prefill_batch - len(arguments))
+        return tuple(torch.cat(column) for column in zip(*arguments, strict=True))
 
-    def _went(
+    def _record_run(
         self,
-        of: tuple[tuple[int, TextRequest], ...],
+        requests: tuple[tuple[int, TextRequest], ...],
         outputs: Mapping[str, DTensor],
         *,
-        whole: bool,
+        is_decode: bool,
     ) -> None:
+        """Record a submitted run: its result ``live``, and the requests that get a token from
+        it."""
         assert self._session is not None
         self._live = outputs["live"]
-        # worthless once the launch has ended: no warning that they were not gathered
+        # caches are never gathered, and their loss needs no warning
         self._session.model_home(self.caches).unsaved = False
-        self._flying.append(_Run(of, outputs["token"], outputs["logprob"], whole))
-        for row, request in of:
+        self._in_flight.append(_Run(requests, outputs["token"], outputs["logprob"], is_decode))
+        for row, request in requests:
             request.versions.append(self.model.version)
             if len(request.versions) == request.most:
                 self._seats[row] = None
 
     def _read(self, ahead: int) -> None:
-        while len(self._flying) > ahead:
-            run = self._flying[0]  # until it is read, so that a recovery knows its requests
-            if all(request.done for _, request in run.of):
-                self._flying.popleft()
+        """Read the results of runs until at most ``ahead`` runs are in flight."""
+        while len(self._in_flight) > ahead:
+            run = self._in_flight[0]  # stays there until it is read, for a recovery
+            if all(request.done for _, request in run.requests):
+                self._in_flight.popleft()
                 continue
-            if self._apart is not None:
-                for _, request in run.of:
-                    self._apart.check(request)
+            if self._disaggregated is not None:
+                for _, request in run.requests:
+                    self._disaggregated.check(request)
             assert self._session is not None
             tokens, logprobs = run.token.full_tensor().tolist(), run.logprob.full_tensor().tolist()
             if self._session.cluster.recovered != self._recovered:
-                return  # it may depend on lost values
-            self._flying.popleft()
-            for number, (row, request) in enumerate(run.of):
-                at = row if run.whole else number
-                request.took(tokens[at], logprobs[at])
+                return  # the result may depend on lost values
+            self._in_flight.popleft()
+            for number, (row, request) in enumerate(run.requests):
+                at = row if run.is_decode else number
+                request.add_token(tokens[at], logprobs[at])
                 if request.done and self._seats[row] is request:
                     self._seats[row] = None
 
     def _enter(self) -> None:
-        """Use the running session; on a new one, caches begin anew."""
-        if self._apart is not None:
-            self._apart.check_launched()
+        """Use the mesh's session. In a new session, the caches are zeros again, and RuntimeError is
+        raised if requests were in flight."""
+        if self._disaggregated is not None:
+            self._disaggregated.check_launched()
         session = session_for(self.model.mesh)
         if session is self._session and not session.closed:
             return
-        begun = {id(r) for run in self._flying for _, r in run.of if not r.done}
+        begun = {id(r) for run in self._in_flight for _, r in run.requests if not r.done}
         begun |= {id(r) for r in self._seats if r is not None}
-        if self._apart is not None:
-            begun |= {id(r) for r in self._apart.requests}
-            self._apart.enter()
+        if self._disaggregated is not None:
+            begun |= {id(r) for r in self._disaggregated.requests}
+            self._disaggregated.enter()
         self._session = session
         self._recovered = session.cluster.recovered
-        self.caches.initial.holders.clear()  # zeros again: the old caches ended with their launch
+        self.caches.initial.holders.clear()  # the old caches ended with their launch
         spec = live_spec(self.model, self.rows, self.rows_over)
         self._live = put_shards(torch.zeros(spec.shape, dtype=spec.dtype), spec, session)
         if begun:
@@ -582,15 +580,15 @@ class Generator:
             )
 
     def _clear(self) -> None:
-        """After a failure: no request has a slot or waits, and no run is in flight."""
-        known = [*self._waiting, *self._seats, *(r for run in self._flying for _, r in run.of)]
-        for request in known:
+        """After a failure, drop all requests and runs."""
+        in_flight = [request for run in self._in_flight for _, request in run.requests]
+        for request in (*self._waiting, *self._seats, *in_flight):
             if request is not None and not request.done:
                 request.reason = "dropped"
-        if self._apart is not None:
-            self._apart.clear()
+        if self._disaggregated is not None:
+            self._disaggregated.clear()
         self._session = self._live = None
-        self._flying.clear()
+        self._in_flight.clear()
         self._waiting.clear()
         self._seats = [None] * self.slots
 
@@ -610,27 +608,29 @@ def generator(
     prefill_batch: int = 1,
     topology: Topology | None = None,
 ) -> Generator:
-    """Texts from a parallelized model: one of transformers, unchanged, or one with
-    ``forward(tokens, cache, pos)`` (docs/generation.md).
+    """Return a generator of texts from a parallelized model: a Hugging Face model, unchanged, or a
+    module with ``forward(tokens, cache, pos)`` (docs/generation.md).
 
     Args:
-        slots: requests that generate at once.
-        length: positions of a slot, for the prompt and the new tokens.
-        buckets: lengths that prompts are padded to, one captured program each; by default powers
-            of two from 16, and ``length``.
-        temperature, top_k, top_p: defaults of requests. 0: greedy; 0: all; 1: all.
+        model: the parallelized model.
+        slots: the number of requests that generate at once.
+        length: the positions of a slot, for the prompt and the new tokens.
+        buckets: the lengths that prompts are padded to, each with its own captured program; by
+            default powers of two from 16, and ``length``.
+        temperature, top_k, top_p: the defaults of requests. temperature=0 is greedy; top_k=0 and
+            top_p=1 allow all tokens.
         eos: the token or tokens that end a text; "model": those of a Hugging Face model's
-            generation_config; other models have none.
-        ahead: runs that may be in flight when a result is read.
+            generation_config, and none for other models.
+        ahead: the number of runs that may be in flight when a result is read.
         prefill: the same model on another mesh of the launch, where prompts are prefilled: a
-            replica of it or of its policy, or the policy. The used part of its caches is sent to
-            the slot.
-        prefill_batch: prompts of one bucket that are prefilled together, in one run. The batch
-            always has this size, for other shapes have other bits: many prompts get cheaper, one
-            alone dearer.
-        topology: the planner's prices.
+            replica of the model or of its policy, or the policy. The used part of its caches is
+            sent to the slot.
+        prefill_batch: the number of prompts of one bucket that are prefilled together. Batches are
+            padded to this number, because other shapes have other bits: many prompts get cheaper,
+            a single prompt more expensive.
+        topology: the hardware by which the planner prices.
 
-    Raises PlanningError for a model whose cache is more than keys and values, by name.
+    Raises PlanningError, with the reason, for a model whose cache is more than keys and values.
     """
     check_parallel("generator", model)
     check_topology(topology)
@@ -678,7 +678,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
             raise TypeError(f"{name}= is no option of a request; they are {', '.join(_OPTIONS)}")
 
 
-def _check_whole(requests: Sequence[TextRequest]) -> None:
+def _check_complete(requests: Sequence[TextRequest]) -> None:
     dropped = [request.number for request in requests if request.reason == "dropped"]
     if dropped:
         raise RuntimeError(
@@ -687,10 +687,10 @@ def _check_whole(requests: Sequence[TextRequest]) -> None:
         )
 
 
-def _asking(
+def _prefill_arguments(
     prompt: Sequence[int], row: int, bucket: int, seed: int, how: Sampling
 ) -> tuple[Tensor, ...]:
-    """The arguments of a prefill after ``live``."""
+    """Return the arguments, after ``live``, of a prefill of one prompt."""
     tokens = torch.zeros(1, bucket, dtype=torch.int64)
     tokens[0, : len(prompt)] = torch.tensor(prompt)
     where, request = torch.tensor([[row, len(prompt)]]), torch.tensor([[seed, how.top_k]])

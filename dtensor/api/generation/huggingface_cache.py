@@ -1,9 +1,8 @@
-"""A layer of transformers' cache that is a layer of a cache of slots.
+"""A layer of a Hugging Face cache that forwards its updates to a cache of slots.
 
-    Cache(layers=[layer(cache, i) for i in range(4)])      # transformers' own Cache, made anew
+    Cache(layers=[layer(cache, i) for i in range(4)])      # transformers' Cache
 
-A model's attention calls ``past_key_values.update(k, v, layer_idx)``, which comes here. Imported
-only where a model of transformers is generated from.
+Imported only for Hugging Face models, because it imports transformers.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from transformers.cache_utils import CacheLayerMixin
 
 
 class _Layer(CacheLayerMixin):
-    """transformers asks a cache for its length to make masks and positions, which are given to the
-    model; of what it asks here nothing is used."""
+    """Passes keys and values to a cache of slots. transformers reads a cache's lengths to make
+    masks and positions; here the model is given both, so the lengths are not used."""
 
     is_compileable = True
     is_sliding = False

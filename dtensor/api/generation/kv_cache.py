@@ -1,4 +1,4 @@
-"""Keys and values of every slot: the buffers, and what a model's forward sees of them.
+"""The KV cache of all slots: its buffers, and the interface that a model's forward uses.
 
     slots = KVSlots(layers, rows=8, length=256)  # k0, v0, ...: [rows, heads, length, head dim]
     cache = Decoding(slots, pos)                 # one token of each slot, at pos: int64[8, 1]
@@ -6,14 +6,10 @@
     cache.mask()                                 # bool[8, 1, 1, 256]: up to the slot's position
 
     cache = Prefill(slots, row, n)               # prompts of n positions into slots, row: int64[b]
-    k, v = cache.update(0, k, v)                 # [b, heads, n, dim], as they came
+    k, v = cache.update(0, k, v)                 # [b, heads, n, dim], unchanged
     cache.mask()                                 # bool[1, 1, n, n]: causal
 
-Besides, a slot has its request's seed and top_k (``request``), temperature and top_p (``knobs``).
-
-Invariants: a prefill writes the whole row, zeros after the prompt, so nothing of an earlier request
-is left, and no position that was never written is read: a mask has at least one live position.
-Padding of the prompt is overwritten before it is live. Not here: who sits in which slot.
+Invariant: a prefill writes the whole row, with zeros after the prompt.
 """
 
 from __future__ import annotations
@@ -30,8 +26,8 @@ import dtensor.sharding.ops.heads  # noqa: F401  (registers torch.ops.dt.pick_he
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """Of one layer's cache: (heads, head dim) of keys and of values, their dtype, and the name of
-    the module that keeps them."""
+    """The shape of a layer's cache: (heads, head dim) of its keys and of its values, their dtype,
+    and the name of the module that updates the cache."""
 
     keys: tuple[int, int]
     values: tuple[int, int]
@@ -45,8 +41,9 @@ class LayerShape:
 
 
 class KVSlots(nn.Module):
-    """The buffers; ``rows`` slots of ``length`` positions. ``copies``: by layer whose heads lie on
-    several ranks each, the head that is kept at each index of dim 1."""
+    """The buffers of ``rows`` slots of ``length`` positions. ``request``: each slot's seed and
+    top_k; ``knobs``: its temperature and top_p; ``copies``: for layers whose heads are stored
+    several times, the head at each index of dim 1."""
 
     request: Tensor
     knobs: Tensor
@@ -71,15 +68,15 @@ class KVSlots(nn.Module):
         self.register_buffer("knobs", torch.zeros(rows, 2))
 
     def copied(self, layer: int, new: Tensor) -> Tensor:
-        """Heads [b, heads, n, dim] as the layer's cache keeps them."""
+        """Return heads [b, heads, n, dim] with the copies that the layer's cache stores."""
         if layer not in self.copies:
             return new
         return torch.ops.dt.pick_heads(new, list(range(new.shape[1])), self.copies[layer])
 
 
 class Decoding:
-    """One new token in each slot. ``pos``: int64[rows, 1]. Layers that ask the same get the same:
-    what all share is computed once."""
+    """The cache of a decode, with one new token in each slot at ``pos``: int64[rows, 1]. Masks and
+    indices are computed once for all layers."""
 
     def __init__(self, slots: KVSlots, pos: Tensor) -> None:
         self.slots = slots
@@ -88,22 +85,24 @@ class Decoding:
         self._places: dict[torch.Size, Tensor] = {}
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Writes the token's [rows, heads, 1, dim]; gives [rows, heads, length, dim]."""
-        kept: list[Tensor] = []
-        for name, given in (("k", k), ("v", v)):
-            buffer, new = self.slots.get_buffer(f"{name}{layer}"), self.slots.copied(layer, given)
+        """Write the token's keys and values [rows, heads, 1, dim]. Return those of all positions,
+        [rows, heads, length, dim]."""
+        updated: list[Tensor] = []
+        for name, x in (("k", k), ("v", v)):
+            buffer, new = self.slots.get_buffer(f"{name}{layer}"), self.slots.copied(layer, x)
             if new.shape not in self._places:
                 self._places[new.shape] = self.pos[:, None, :, None].expand(new.shape)
             at = self._places[new.shape]
             written = buffer.scatter_(2, at, new.to(buffer.dtype))
             if layer in self.slots.copies:
-                heads = list(range(given.shape[1]))
+                heads = list(range(x.shape[1]))
                 written = torch.ops.dt.pick_heads(written, self.slots.copies[layer], heads)
-            kept.append(written)
-        return kept[0], kept[1]
+            updated.append(written)
+        return updated[0], updated[1]
 
     def mask(self, window: int | None = None) -> Tensor:
-        """bool[rows, 1, 1, length], True where a query attends; of ``window`` positions at most."""
+        """Return bool[rows, 1, 1, length], True where a query attends: up to its position, and at
+        most ``window`` positions."""
         if window not in self._masks:
             key = torch.arange(self.slots.length)
             live = key <= self.pos
@@ -114,8 +113,8 @@ class Decoding:
 
 
 class Prefill:
-    """Prompts, padded to a bucket, one for each of ``row``. ``pos``: int64[b, num]. Padding may be
-    more than a slot has positions, of which a prompt leaves the last one free."""
+    """The cache of a prefill of one prompt, padded to ``num`` positions, into each slot of ``row``:
+    int64[b]. ``num`` may be larger than a slot; a prompt is always smaller."""
 
     def __init__(self, slots: KVSlots, row: Tensor, num: int) -> None:
         self.slots = slots
@@ -127,16 +126,17 @@ class Prefill:
             self.pos = self.pos.expand(row.shape[0], num)
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Writes the prompts' [b, heads, num, dim] into their rows, and gives them back."""
-        for name, given in (("k", k), ("v", v)):
-            buffer, new = self.slots.get_buffer(f"{name}{layer}"), self.slots.copied(layer, given)
-            kept = new if new.shape[2] <= self.slots.length else new[:, :, : self.slots.length]
-            padded = F.pad(kept, (0, 0, 0, self.slots.length - kept.shape[2]))
+        """Write the prompts' keys and values [b, heads, num, dim] into their rows. Return them
+        unchanged."""
+        for name, x in (("k", k), ("v", v)):
+            buffer, new = self.slots.get_buffer(f"{name}{layer}"), self.slots.copied(layer, x)
+            cut = new if new.shape[2] <= self.slots.length else new[:, :, : self.slots.length]
+            padded = F.pad(cut, (0, 0, 0, self.slots.length - cut.shape[2]))
             buffer.index_copy_(0, self.row, padded.to(buffer.dtype))
         return k, v
 
     def mask(self, window: int | None = None) -> Tensor:
-        """bool[1, 1, num, num], causal; of ``window`` positions at most."""
+        """Return bool[1, 1, num, num]: causal, over at most ``window`` positions."""
         return causal(self.pos[0], window)[None, None]
 
 
@@ -144,7 +144,8 @@ Cache = Decoding | Prefill
 
 
 def causal(pos: Tensor, window: int | None) -> Tensor:
-    """bool[n, n] for positions int64[n] from 0 on: a query attends to itself and what is before."""
+    """Return bool[n, n] for positions int64[n]: a query attends to its own and earlier positions,
+    at most ``window``."""
     key, query = pos[None, :], pos[:, None]
     live = key <= query
     if window is not None and window < len(pos):

@@ -4,11 +4,10 @@
     prefill(model, kv_cache, live, tokens, where, request, knobs)        tokens: int64[b, bucket]
         -> {"live": int64[rows, 2], "token": int64[rows or b], "logprob": float[rows or b]}
 
-``live`` is each slot's last token and its position: the only input of the next run. The caches are
-placed like the model: slots over every axis that splits no weight, heads as the planner splits them
-with the attention's projections, each layer's on the stage of its attention.
-
-Not here: the submission of runs (generator.py).
+``live`` is each slot's last token and its position, the only input of the next run. The caches are
+placed like the model: slots are split over every axis that splits no weight, heads like the
+attention's projections, and a layer's cache is on the stage of its attention. With fewer KV heads
+than ranks, each rank keeps copies of the heads that its query heads use.
 """
 
 from __future__ import annotations
@@ -47,13 +46,14 @@ Split = Mapping[str, Placement]  # by axis
 def decode_program(
     forward: Forward, mesh: Mesh, over: Split, topology: Topology | None = None
 ) -> CompiledFunction:
-    """One token of every slot. ``topology``: the planner's prices."""
+    """Return the program that makes one token for every slot. ``over``: the placement of slots;
+    ``topology``: the hardware by which the planner prices."""
 
     def decode(model: nn.Module, kv_cache: KVSlots, live: Tensor) -> dict[str, Tensor]:
         cache = Decoding(kv_cache, live[:, 1:])
         at = live[:, 1] + 1
         logits = forward(model, live[:, :1], cache, torch.zeros(1, dtype=torch.int64))
-        token, logprob = _next(logits, at, kv_cache.request, kv_cache.knobs)
+        token, logprob = _sample(logits, at, kv_cache.request, kv_cache.knobs)
         # an unused slot does not advance beyond its last position
         after = torch.stack([token, at.clamp(max=kv_cache.length - 1)], 1)
         return {"live": after, "token": token, "logprob": logprob}
@@ -65,9 +65,9 @@ def decode_program(
 def prefill_program(
     forward: Forward, mesh: Mesh, over: Split, topology: Topology | None = None
 ) -> CompiledFunction:
-    """Prefill: prompts into slots, and their first tokens. ``where``: int64[b, 2], the row and the
-    length of each; ``request`` and ``knobs``: [b, 2], as in `KVSlots`. A repeated prompt has the
-    effect of one."""
+    """Return the program that writes prompts into slots and makes their first tokens. Its inputs
+    are ``where``: int64[b, 2], the row and the length of each prompt, and ``request`` and
+    ``knobs``: [b, 2], as in `KVSlots`. A prompt may be repeated, as padding."""
 
     def prefill(
         model: nn.Module,
@@ -81,7 +81,7 @@ def prefill_program(
         row, at = where[:, 0], where[:, 1]
         cache = Prefill(kv_cache, row, tokens.shape[1])
         logits = forward(model, tokens, cache, at - 1)
-        token, logprob = _next(logits, at, request, knobs)
+        token, logprob = _sample(logits, at, request, knobs)
         kv_cache.request.index_copy_(0, row, request)
         kv_cache.knobs.index_copy_(0, row, knobs)
         after = live.index_copy(0, row, torch.stack([token, at], 1))
@@ -90,12 +90,12 @@ def prefill_program(
     return compile(prefill, mesh, out={"live": over}, topology=topology)
 
 
-def _next(logits: Tensor, at: Tensor, request: Tensor, knobs: Tensor) -> tuple[Tensor, Tensor]:
+def _sample(logits: Tensor, at: Tensor, request: Tensor, knobs: Tensor) -> tuple[Tensor, Tensor]:
     return torch.ops.dt.next_tokens(logits.detach(), at, request, knobs)
 
 
 def live_spec(model: ParallelModule, rows: int, over: Split) -> TensorSpec:
-    """The spec of ``live``: with stages it is on the last one, where the programs make it."""
+    """Return the spec of ``live``. With stages, it is on the last stage, which makes it."""
     mesh, stages = model.mesh, model.stage_plan
     spec = make_spec((rows, 2), torch.int64, mesh, over)
     if stages.axis is None or mesh.axis_size(stages.axis) == 1:
@@ -108,7 +108,7 @@ def live_spec(model: ParallelModule, rows: int, over: Split) -> TensorSpec:
 
 
 def axes_of_slots(model: ParallelModule) -> dict[str, Placement]:
-    """The axes over which slots are split: those that hold no stages and split no weight."""
+    """Return the axes over which slots are split: axes without stages that split no weight."""
     split = {model.stage_plan.axis}
     for stated in model.placements:
         split |= {axis for axis, p in stated.placements.items() if p != Replicate()}
@@ -123,7 +123,8 @@ def caches_of(
     over: Split,
     copies: Mapping[int, Sequence[int]] | None = None,
 ) -> ParallelModule:
-    """A module on the meta device: each rank makes its own zeros. ``copies``: as in `KVSlots`."""
+    """Return the module of KV caches. It is on the meta device, so each rank makes its own zeros.
+    ``copies``: as in `KVSlots`."""
 
     def build() -> KVSlots:
         return KVSlots(forward.layers, rows, length, copies)
@@ -136,8 +137,9 @@ def caches_of(
 
 
 def copies_of_heads(decode: Plan) -> dict[int, list[int]]:
-    """For each layer whose query heads are split while every rank has all heads of its keys: the
-    heads that the layer's cache keeps, so that each rank has those which its query heads use."""
+    """Return the copies of heads, as in `KVSlots`, for each layer whose query heads are split while
+    its KV heads are replicated: with them, each rank stores only the heads that its query heads
+    use."""
     makers = {name: step for step in decode.steps for name in step.gives}
     labels = {item.name: item.label for item in decode.inputs}
     copies: dict[int, list[int]] = {}
@@ -146,13 +148,13 @@ def copies_of_heads(decode: Plan) -> dict[int, list[int]]:
             continue
         if step.rule.kind == "attention":
             queries, keys, value = *step.operand_specs[:2], step.operands[1]
-        else:  # a view that joins repeats of the heads
+        else:  # a view that joins repeated heads
             queries, keys, value = step.result_specs[0], step.operand_specs[0], step.operands[0]
         while value in makers:
             value = makers[value].reads[0]
-        kept = _KEYS.fullmatch(labels.get(value, ""))
+        cache = _KEYS.fullmatch(labels.get(value, ""))
         cuts = [] if queries is None or keys.cuts(1) else queries.cuts(1)
-        if kept is None or queries is None or len(cuts) != 1:
+        if cache is None or queries is None or len(cuts) != 1:
             continue
         ((shard, num),) = cuts
         heads, groups = queries.shape[1], keys.shape[1]
@@ -162,27 +164,29 @@ def copies_of_heads(decode: Plan) -> dict[int, list[int]]:
         ]
         kept_heads, _ = copies_for(used)
         if len(kept_heads) < num * groups:
-            copies[int(kept[1])] = kept_heads
+            copies[int(cache[1])] = kept_heads
     return copies
 
 
 def settle_caches(caches: ParallelModule, decode: Plan) -> None:
-    """Settle the caches' placements for all programs by decode, which runs most."""
+    """Settle the caches' placements for all programs as decode, which runs most often, uses
+    them."""
     placements = chosen_by(decode).items()
     of_caches = {n.removeprefix(CACHES): p for n, p in placements if n.startswith(CACHES)}
     caches.settle(of_caches, decode.stage_ranks, caches.stage_plan)
 
 
-def put_anew(session: MeshSession, caches: ParallelModule) -> None:
-    """The caches' values on ranks are no longer valid: each rank makes zeros again."""
+def reset_caches(session: MeshSession, caches: ParallelModule) -> None:
+    """Make the caches zeros again on all ranks, before their next use."""
     model_home = session.model_home(caches)
     model_home.forget(list(model_home.stored))
     caches.initial.holders.clear()
 
 
 def _stages_of_caches(plan: StagePlan, forward: Forward) -> StagePlan:
-    """Each layer's cache is on the stages of its module's weights; the inputs of sampling are on
-    the last stage. A stage may have none."""
+    """Return the stages of the caches: each layer's cache is on the stage of its module's weights,
+    and the sampling options are on the last stage. Raises PlanningError if a layer has weights on
+    several stages."""
     if plan.axis is None:
         return plan
     if plan.waiting:
@@ -206,7 +210,7 @@ def _stages_of_caches(plan: StagePlan, forward: Forward) -> StagePlan:
 
 
 def _stages_around(module: str, plan: StagePlan) -> list[int]:
-    """The stages of the weights inside, or around a module that has none."""
+    """Return the stages of a module's weights, or of the nearest parent that has weights."""
     while True:
         inside = [s for n, s in plan.held.items() if n.startswith(f"{module}." if module else "")]
         if inside or not module:

@@ -1,11 +1,9 @@
-"""What is asked of a generator, and what it gives: requests, events, texts; all checked here.
+"""The requests of a generator, and its results: events and texts. Arguments are checked here.
 
-    prompt = prompt_of([5, 3, 9], vocabulary=256)          # (5, 3, 9)
-    sampling = Sampling(temperature=0.7, top_k=50)
-    request = TextRequest(number=0, prompt=prompt, most=64, sampling=sampling, key=..., eos=...)
-    request.took(token, logprob)                           # Event(request=0, token=..., ...)
-
-Invariants: a request keeps what it was given from when it was made. Not here: slots.
+prompt = prompt_of([5, 3, 9], vocabulary=256)          # (5, 3, 9)
+sampling = Sampling(temperature=0.7, top_k=50)
+request = TextRequest(number=0, prompt=prompt, most=64, sampling=sampling, key=..., eos=...)
+request.add_token(token, logprob)                      # adds Event(request=0, token=..., ...)
 """
 
 from __future__ import annotations
@@ -25,8 +23,9 @@ Eos = int | Sequence[int] | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How a token is drawn. ``temperature`` 0: the likeliest; ``top_k`` 0 and ``top_p`` 1: of
-    all. Filters are transformers': temperature, then top_k, then top_p of what is left."""
+    """How a token is drawn. ``temperature`` 0: the most likely token; ``top_k`` 0 and ``top_p`` 1:
+    from all tokens. As in transformers, the filters apply in this order: temperature, top_k, then
+    top_p to the remaining tokens."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -46,9 +45,9 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """One token. ``request``: the place of its prompt in what `stream` was given, or the number of
-    what `submit` gave; ``position``: in the text, the prompt's first token having 0; ``done``: why
-    it is the last, or None; ``logprob``: see `Generated`."""
+    """One token. ``request``: the index of its prompt in the argument of `stream`, or the
+    ``number`` of the result of `submit`; ``position``: its index in the text, with the prompt;
+    ``done``: why it is the last token, or None; ``logprob``: see `Generated`."""
 
     request: int
     token: int
@@ -59,11 +58,11 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generated:
-    """The new tokens of one prompt. ``reason``: "stop", and the last token is one that ends a text,
-    or "length", all that were asked for.
+    """The new tokens of one prompt.
 
-    ``logprobs``: of each token under softmax(logits / temperature), before top_k and top_p; of
-    greedy ones at temperature 1.
+    ``logprobs``: of each token, under softmax(logits / temperature) before top_k and top_p; with
+    temperature 1 if tokens are greedy. ``reason``: "stop": the last token ends a text; "length":
+    the text has as many tokens as requested.
     """
 
     tokens: tuple[int, ...]
@@ -73,12 +72,12 @@ class Generated:
 
 @dataclass(slots=True, eq=False)
 class TextRequest:
-    """One text on its way. ``tokens`` and ``logprobs`` grow; ``reason``: once it has ended;
-    "dropped": before its end, by `Generator.cancel` or because a run failed.
+    """One text, which grows. ``reason``: why it has ended, or None; "dropped": by
+    `Generator.cancel`, or because a run failed.
 
-    ``most``: new tokens at most; ``seed``: the 63-bit key of its random numbers; ``versions``: of
-    the model's weights, for each token that a program was asked for; ``events``: where its events
-    go.
+    ``most``: the largest number of new tokens; ``seed``: the 63-bit key of its random numbers;
+    ``versions``: the version of the model's weights for each submitted token; ``events``: the list
+    to which its events are added.
     """
 
     number: int
@@ -92,19 +91,20 @@ class TextRequest:
     logprobs: list[float] = field(default_factory=list[float])
     reason: Reason | None = None
     versions: list[int] = field(default_factory=list[int])
-    again: int = 0  # of the tokens, so many are still to be made again
+    num_to_repeat: int = 0  # the number of tokens that are still to be made again after a loss
 
     @property
     def done(self) -> bool:
-        """Whether it has ended."""
+        """Whether the text has ended."""
         return self.reason is not None
 
-    def took(self, token: int, logprob: float) -> None:
-        """One more token; none after the last."""
+    def add_token(self, token: int, logprob: float) -> None:
+        """Add a token and its event; ignored after the end. A token that is made again after a loss
+        must be the same. Raises RuntimeError otherwise."""
         if self.done:
             return
-        if self.again:
-            known, self.again = self.tokens[-self.again], self.again - 1
+        if self.num_to_repeat:
+            known, self.num_to_repeat = self.tokens[-self.num_to_repeat], self.num_to_repeat - 1
             if token != known:
                 raise RuntimeError(
                     f"request {self.number} was made again, as a rank was lost, and a token came "
@@ -127,18 +127,17 @@ class TextRequest:
         )
         self.events.append(event)
 
-    def begin_again(self, version: int) -> None:
-        """Its keys and values were lost: they are made again, from the prompt on. RuntimeError if
-        the weights are others now than those that some of its tokens were made with."""
-        made = self.versions[: len(self.tokens)]
-        if any(known != version for known in made):
+    def restart(self, version: int) -> None:
+        """Start over from the prompt, because the keys and values were lost. Raises RuntimeError if
+        a token was made with other weights than the present ``version``."""
+        if any(known != version for known in self.versions[: len(self.tokens)]):
             raise RuntimeError(
                 f"the cache of request {self.number} was lost with a rank, and the weights have "
                 f"changed since it was begun, so that it cannot be made again.\n"
                 f"fix: submit it again"
             )
         self.versions.clear()
-        self.again = len(self.tokens)
+        self.num_to_repeat = len(self.tokens)
 
     def generated(self) -> Generated:
         assert self.reason is not None
@@ -148,7 +147,7 @@ class TextRequest:
 
 
 def prompts_of(prompts: object) -> list[Any]:
-    """A sequence of prompts. PlanningError for one prompt alone."""
+    """Return a list of prompts. Raises PlanningError for a single prompt."""
     if isinstance(prompts, torch.Tensor) and prompts.dim() != 2:
         shape = ",".join(map(str, prompts.shape))
         raise PlanningError(
@@ -164,11 +163,12 @@ def prompts_of(prompts: object) -> list[Any]:
 
 
 def prompt_of(prompt: object, vocabulary: int) -> tuple[int, ...]:
-    """The tokens. PlanningError for what is no list of tokens of the vocabulary, or empty."""
+    """Return a prompt's tokens. Raises PlanningError if it is empty, or not a list of tokens of the
+    vocabulary."""
     fix = "a list of integers, or a tensor of them with one dim"
     if isinstance(prompt, torch.Tensor):
-        whole = not prompt.is_floating_point() and not prompt.is_complex()
-        if prompt.dim() != 1 or not whole or prompt.dtype == torch.bool:
+        is_integer = not prompt.is_floating_point() and not prompt.is_complex()
+        if prompt.dim() != 1 or not is_integer or prompt.dtype == torch.bool:
             kind = str(prompt.dtype).removeprefix("torch.")
             shape = ",".join(map(str, prompt.shape))
             raise PlanningError(f"a prompt is a tensor {kind}[{shape}].\nfix: {fix}")
@@ -191,7 +191,8 @@ def prompt_of(prompt: object, vocabulary: int) -> tuple[int, ...]:
 
 
 def eos_of(eos: object, known: Sequence[int]) -> frozenset[int]:
-    """Tokens that end a text: ``known``, the model's own, where "model" is stated."""
+    """Return the tokens that end a text; "model" stands for ``known``, the model's own. Raises
+    PlanningError for an invalid ``eos``."""
     if eos == "model":
         return frozenset(known)
     if eos is None:
@@ -205,8 +206,9 @@ def eos_of(eos: object, known: Sequence[int]) -> frozenset[int]:
     return frozenset(map(int, tokens))
 
 
-def each(name: str, value: object, num: int) -> list[Any]:
-    """One for each prompt, from one for all or a list of them."""
+def per_prompt(name: str, value: object, num: int) -> list[Any]:
+    """Return a list with a value for each prompt, from one value for all or such a list. Raises
+    PlanningError for a list of another length."""
     if not isinstance(value, (list, tuple)):
         return [value] * num
     if len(value) != num:

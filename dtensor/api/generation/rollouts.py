@@ -1,4 +1,4 @@
-"""`rollouts`: batches of texts that a replica generates and an actor scores, during training.
+"""`rollouts`: batches of texts that a replica generates and a reward scores, during training.
 
     actor = dt.replica(policy, play, placements)
     judge = daft.spawn(Counting)                       # score(prompt, tokens) -> float
@@ -6,17 +6,9 @@
         step(batch.tokens, batch.logprobs, ...)        # trains the policy
         dt.sync(policy, actor)                         # the actor's next version
 
-Each prompt is generated ``samples`` times, with different random numbers; the samples are
-successive rows of one batch. The loop waits only for the requested batch: while a batch is trained
-on and scored, requests of later batches are submitted, as many as ``staleness`` admits
-(staleness.py has the bound and its proof), and generation continues whenever the next batch is
-requested.
-
-Versions are those of `dt.sync`, by token: a text during which the weights were synced has tokens of
-both versions. With staleness 0 batches come in the order of the prompts, and equal, to the bit,
-those of a loop that generates, scores, trains and syncs in turn.
-
-Not here: the use of a batch; the slots (generation/generator.py).
+Requests of later batches are submitted as far as ``staleness`` admits (staleness.py). Versions are
+those of `dt.sync`, for each token. With staleness 0, batches come in the order of the prompts, and
+are bitwise equal to those of a loop that generates, scores, trains and syncs in turn.
 """
 
 from __future__ import annotations
@@ -38,10 +30,10 @@ from dtensor.daft import Future
 from dtensor.errors import PlanningError, check_callable, check_number
 
 POLL_S = 0.0005
-"""How often scores are polled while there is no other work."""
+"""The interval, in seconds, at which scores are polled while there is no other work."""
 
-TOGETHER = 8
-"""Prompts of one prefill, for a generator that is made here: whole batches begin at once."""
+PREFILL_BATCH = 8
+"""The prompts of one prefill, for a generator that `rollouts` makes: they start in batches."""
 
 Reward = Callable[[list[int], list[int]], Any]
 
@@ -50,11 +42,12 @@ Reward = Callable[[list[int], list[int]], Any]
 class Rollouts:
     """A batch of B texts, padded at the right to T positions, the generator's length.
 
-    ``tokens``: int64[B, T], prompt and generated tokens; ``generated``: bool[B, T], True at the
-    latter; ``logprobs``: float32[B, T], of each generated token when it was drawn, under
-    softmax(logits / temperature), 0 elsewhere; ``versions``: int64[B, T], of the weights with which
-    it was drawn, -1 elsewhere; ``rewards``: float32[B]; ``prompts``: int64[B], the number of each
-    text's prompt, the same for its samples; ``version``: the actor's when the batch was made.
+    ``tokens``: int64[B, T], prompt and generated tokens; ``generated``: bool[B, T], True at
+    generated tokens; ``logprobs``: float32[B, T], of each generated token when it was drawn, under
+    softmax(logits / temperature), 0 elsewhere; ``versions``: int64[B, T], the version of the
+    weights with which each token was drawn, -1 elsewhere; ``rewards``: float32[B]; ``prompts``:
+    int64[B], the number of each text's prompt, the same for its samples; ``version``: the actor's
+    version when the batch was made.
     """
 
     tokens: Tensor
@@ -81,8 +74,8 @@ class Rollouts:
 
 @dataclass(slots=True)
 class _Text:
-    """One text in flight, of the prompt ``group``; ``score``: the reward's result, a number or a
-    future of one; ``reward``: the number."""
+    """One text in flight, of prompt number ``group``. ``score``: the result of the reward function,
+    a number or a future of a number; ``reward``: the number."""
 
     number: int
     group: int
@@ -93,16 +86,17 @@ class _Text:
 
 @dataclass(slots=True)
 class _Loop:
-    """The work between two batches."""
+    """The state of a loop over batches. ``groups``: the texts of each prompt that was not taken
+    yet; ``generating`` and ``scoring``: the texts that are generated, or wait for their scores;
+    ``first``: the actor's version at the beginning; ``ended``: no prompt is left."""
 
-    made_by: Generator
+    gen: Generator
     prompts: Iterator[Sequence[int] | Tensor]
     reward: Reward
     ledger: Ledger
     samples: int
     options: dict[str, Any]
     first: int
-    """The actor's version at the beginning."""
     seed: int
     num_texts: int = 0
     ended: bool = False
@@ -111,7 +105,8 @@ class _Loop:
     scoring: list[_Text] = field(default_factory=list["_Text"])
 
     def batch(self) -> Rollouts | None:
-        """The next batch; None after the last."""
+        """Wait for the next batch, and return it; None after the last one. Raises RuntimeError if
+        only a sync could admit more requests."""
         while True:
             self._submit()
             groups = self.ledger.take(ended=self.ended)
@@ -119,7 +114,7 @@ class _Loop:
                 return self._batch([text for group in groups for text in self.groups.pop(group)])
             if self.ended and not self.groups:
                 return None
-            if self.ledger.starves(self._synced):
+            if self.ledger.needs_sync(self._synced):
                 if not self._has_more():
                     continue
                 raise RuntimeError(
@@ -128,15 +123,15 @@ class _Loop:
                     f"{self.ledger.staleness}.\n"
                     f"fix: dt.sync(policy, actor) after each step"
                 )
-            if not self.made_by.idle:
-                self.made_by.step()
+            if not self.gen.idle:
+                self.gen.step()
                 self._score()
-            elif not any(_is_there(text) for text in self.scoring):
+            elif not any(_has_score(text) for text in self.scoring):
                 time.sleep(POLL_S)
             self._collect()
 
     def _has_more(self) -> bool:
-        """Whether there is another prompt, which is then held."""
+        """Return whether there is another prompt, which stays the next one."""
         first = next(self.prompts, None)
         self.ended = first is None
         if first is not None:
@@ -145,9 +140,10 @@ class _Loop:
 
     @property
     def _synced(self) -> int:
-        return self.made_by.model.version - self.first
+        return self.gen.model.version - self.first
 
     def _submit(self) -> None:
+        """Submit the samples of prompts, as far as the staleness bound admits."""
         while not self.ended and self.ledger.room(self._synced):
             prompt = next(self.prompts, None)
             if prompt is None:
@@ -157,14 +153,14 @@ class _Loop:
             self.groups[group] = []
             for _ in range(self.samples):
                 seed = self.seed + self.num_texts
-                request = self.made_by.submit(prompt, seed=seed, **self.options)
+                request = self.gen.submit(prompt, seed=seed, **self.options)
                 self.groups[group].append(_Text(self.num_texts, group, request))
                 self.num_texts += 1
             self.ledger.submit(self._synced)
             self.generating += self.groups[group]
 
     def _score(self) -> None:
-        """Pass ended texts to the reward."""
+        """Call the reward function for texts that have ended."""
         ended = [text for text in self.generating if text.request.done]
         self.generating = [text for text in self.generating if not text.request.done]
         for text in ended:
@@ -172,16 +168,16 @@ class _Loop:
         self.scoring += ended
 
     def _collect(self) -> None:
-        """Collect scores; a prompt is complete when all its texts have theirs."""
-        there = [text for text in self.scoring if _is_there(text)]
-        self.scoring = [text for text in self.scoring if text not in there]
-        for text in there:
+        """Collect scores that have arrived, and complete prompts whose texts all have a score."""
+        scored = [text for text in self.scoring if _has_score(text)]
+        self.scoring = [text for text in self.scoring if text not in scored]
+        for text in scored:
             text.reward = _number(text)
-            if all(one.reward is not None for one in self.groups[text.group]):
+            if all(sample.reward is not None for sample in self.groups[text.group]):
                 self.ledger.complete(text.group)
 
     def _batch(self, texts: Sequence[_Text]) -> Rollouts:
-        length = self.made_by.length
+        length = self.gen.length
         tokens = torch.zeros(len(texts), length, dtype=torch.int64)
         logprobs = torch.zeros(len(texts), length)
         versions = torch.full((len(texts), length), -1)
@@ -199,7 +195,7 @@ class _Loop:
             versions=versions,
             rewards=torch.tensor([text.reward for text in texts], dtype=torch.float32),
             prompts=torch.tensor([text.group for text in texts]),
-            version=self.made_by.model.version,
+            version=self.gen.model.version,
         )
 
 
@@ -220,25 +216,27 @@ def rollouts(
     slots: int | None = None,
     length: int | None = None,
 ) -> Iterator[Rollouts]:
-    """Batches of generated and scored texts, until the prompts end, if they do.
+    """Yield batches of generated and scored texts until the prompts end.
 
     Args:
-        actor: a replica, whose version `dt.sync` raises; or a `dt.generator` of one, with its own
-            options.
-        prompts: lists of tokens or 1-D integer tensors, in order.
-        reward: of a prompt and the new tokens, two lists of ints; returns a number, or a future of
-            one, such as a method of an actor of `daft.spawn`. It is called once for each text.
-        batch_size: B, the texts of a batch; the last one may have fewer.
-        max_new_tokens: of each text.
-        samples: texts of each prompt; they divide a batch.
+        actor: a replica, whose version `dt.sync` increases; or a `dt.generator` of a replica, with
+            its own options.
+        prompts: an iterable of lists of tokens, or of 1-D integer tensors.
+        reward: a function of a prompt and the new tokens, two lists of ints, that returns a number
+            or a future of a number, such as a method of an actor of `daft.spawn`. It is called once
+            for each text.
+        batch_size: the number of texts in a batch; the last batch may have fewer.
+        max_new_tokens: the largest number of new tokens of each text.
+        samples: the number of texts for each prompt, with different random numbers; it divides
+            ``batch_size``. They are successive rows of one batch.
         staleness: k. A text is in one of the k + 1 batches after the version with which it began.
         temperature, top_k, top_p, eos: as for `dt.generator`.
-        seed: of the first text; text n has seed + n.
+        seed: the seed of the first text; text n has seed + n.
         slots, length: of the generator that is made for a replica; by default a slot for each text
-            of a batch, and the smallest power of two that has 256 positions or twice the new ones.
+            of a batch, and 256 positions, doubled until they are twice ``max_new_tokens``.
 
-    Raises PlanningError for invalid arguments; RuntimeError for a batch that only a sync could
-    admit; and errors of the reward.
+    Raises PlanningError for invalid arguments, RuntimeError if only a sync could admit the next
+    batch, and the errors of the reward.
     """
     check_number("batch_size", batch_size, least=1, whole=True, fix="batch_size=32")
     check_number("samples", samples, least=1, whole=True, fix="samples=8")
@@ -259,22 +257,22 @@ def rollouts(
                 "slots= and length= are the generator's own.\n"
                 "fix: leave them out, or pass the replica instead of its generator"
             )
-        made_by = actor
+        gen = actor
     else:
-        made_by = _generator(actor, batch_size, slots, length, max_new_tokens)
-    if made_by.model.source is None:
+        gen = _generator(actor, batch_size, slots, length, max_new_tokens)
+    if gen.model.source is None:
         raise PlanningError(
             "the actor is a model with its own values, which no dt.sync changes.\n"
             "fix: actor = dt.replica(policy, mesh, placements)"
         )
     loop = _Loop(
-        made_by=made_by,
+        gen=gen,
         prompts=iter(prompts),
         reward=reward,
         ledger=Ledger(batch_size // samples, staleness),
         samples=samples,
         options=options,
-        first=made_by.model.version,
+        first=gen.model.version,
         seed=seed,
     )
     return _batches(loop)
@@ -286,7 +284,7 @@ def _batches(loop: _Loop) -> Iterator[Rollouts]:
             yield batch
     finally:
         for text in loop.generating:
-            loop.made_by.cancel(text.request)
+            loop.gen.cancel(text.request)
 
 
 def _generator(
@@ -297,20 +295,20 @@ def _generator(
         while length < 2 * new:
             length *= 2
     slots = batch_size if slots is None else slots
-    return generator(actor, slots=slots, length=length, prefill_batch=min(slots, TOGETHER))
+    return generator(actor, slots=slots, length=length, prefill_batch=min(slots, PREFILL_BATCH))
 
 
-def _is_there(text: _Text) -> bool:
+def _has_score(text: _Text) -> bool:
     return not isinstance(text.score, Future) or text.score.done()
 
 
 def _number(text: _Text) -> float:
-    """The text's score; raises the reward's error."""
-    given: Any = text.score.get() if isinstance(text.score, Future) else text.score
+    """Return the text's score as a number. Raises the reward's error."""
+    score: Any = text.score.get() if isinstance(text.score, Future) else text.score
     try:
-        return float(given)
+        return float(score)
     except (TypeError, ValueError) as error:
         raise PlanningError(
-            f"the reward of text {text.number} is {given!r}, not a number.\n"
+            f"the reward of text {text.number} is {score!r}, not a number.\n"
             f"fix: return a float, or a future of one"
         ) from error

@@ -1,12 +1,10 @@
-"""What a generator holds and sends, from the plan of its decode program.
+"""The memory and communication of a generator, from the plan of its decode program.
 
-    print(gen.summary())
-    # <generator of LlamaForCausalLM on mesh(tp=2): 8 slots of 256 positions>
-    #   prompts    in buckets of 16, 32, 64, 128, 256
-    #   cache      128.0 KiB on each rank, f32[8,2@tp,256,16] twice a layer
-    #   a token    4 all_reduce over tp, 1 all_gather over tp; 12.0 KiB sent by each rank
-
-Not here: what prefill sends (`gen.plan("prefill")`).
+print(gen.summary())
+# <generator of LlamaForCausalLM on mesh(tp=2): 8 slots of 256 positions>
+#   prompts    in buckets of 16, 32, 64, 128, 256
+#   cache      128.0 KiB on each rank, f32[8,2@tp,256,16] twice a layer
+#   a token    4 all_reduce over tp, 1 all_gather over tp; 12.0 KiB sent by each rank
 """
 
 from __future__ import annotations
@@ -19,15 +17,15 @@ from dtensor.runtime.lower.program import holders, on_mesh
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.text.words import size_text
 
-_KEPT = re.compile(r"kv_cache\.[kv]\d+$")
+_CACHE_LABEL = re.compile(r"kv_cache\.[kv]\d+$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """``kv_bytes``: of the caches, by rank; ``caches``: their specs; ``collectives``: of one run of
-    decode, (kind, axis) to how many; ``bytes_sent``: in one run, by the rank that sends most.
-
-    ``rows``: slots of the caches, of which those beyond ``slots`` only make the rest divide."""
+    """The result of `Generator.summary`. ``kv_bytes``: the bytes of the caches on each rank;
+    ``caches``: their specs; ``collectives``: how many a run of decode has, by (kind, axis);
+    ``bytes_sent``: in a run of decode, by the rank that sends most; ``rows``: the slots, and spare
+    ones that make them divisible."""
 
     head: str
     slots: int
@@ -42,13 +40,13 @@ class Summary:
     def __str__(self) -> str:
         sizes = sorted(set(self.kv_bytes), reverse=True)
         per_rank = " or ".join(map(size_text, sizes))
-        told = [f"{n} {kind} over {axis}" for (kind, axis), n in self.collectives.items()]
-        sent = f"; {size_text(self.bytes_sent)} sent by each rank" if told else ""
+        collectives = [f"{n} {kind} over {axis}" for (kind, axis), n in self.collectives.items()]
+        sent = f"; {size_text(self.bytes_sent)} sent by each rank" if collectives else ""
         lines = [
             self.head,
             f"  prompts    in buckets of {', '.join(map(str, self.buckets))}",
             f"  cache      {per_rank} on each rank, of {', '.join(self.caches)}",
-            f"  a token    {', '.join(told) or 'no communication'}{sent}",
+            f"  a token    {', '.join(collectives) or 'no communication'}{sent}",
         ]
         if self.rows > self.slots:
             lines.append(f"  rows       {self.rows}, so that they divide")
@@ -62,7 +60,7 @@ def summary_of(
     caches: dict[str, None] = {}
     mesh = None
     for item in decode.inputs:
-        if _KEPT.match(item.label):
+        if _CACHE_LABEL.match(item.label):
             spec = on_mesh(decode, item.held)
             mesh = spec.mesh
             kv_bytes = kv_bytes if len(kv_bytes) == mesh.size else [0] * mesh.size
@@ -72,9 +70,9 @@ def summary_of(
                 for n in spec.local_shape(mesh.coordinates(rank)):
                     size *= n
                 kv_bytes[rank] += size
-    told: Counter[tuple[str, str]] = Counter()
+    collectives: Counter[tuple[str, str]] = Counter()
     for (axis, _, kind), stages in decode.totals.sent.items():
-        told[kind, axis] += sum(sent.times for sent in stages)
+        collectives[kind, axis] += sum(sent.times for sent in stages)
     return Summary(
         head=head,
         slots=slots,
@@ -83,6 +81,6 @@ def summary_of(
         buckets=buckets,
         kv_bytes=tuple(kv_bytes),
         caches=tuple(caches),
-        collectives=dict(told),
+        collectives=dict(collectives),
         bytes_sent=decode.totals.bytes_sent,
     )
