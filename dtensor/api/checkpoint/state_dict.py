@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping, Set
-from typing import Any, cast
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Set
+from typing import Any, NoReturn, cast
 
 import torch
 
-from dtensor.api.checkpoint.nested_state import NestedState
 from dtensor.api.model.initial_values import labels_in_state
 from dtensor.api.model.parallel import ParallelModule, check_parallel
 from dtensor.api.step.wrapped_optimizers import checked_optional
@@ -27,6 +27,28 @@ from dtensor.api.values.lazy_parameters import LazyOptimizerState, as_it_is, by_
 from dtensor.errors import PlanningError, check_kind
 from dtensor.frontend.call_lock import CALL_LOCK
 from dtensor.runtime.optimizer.elementwise.optimizer_rule import changed_attributes, give_attributes
+
+
+class _GatheredState(dict[str, Any]):
+    """The result of `gather_state_dict`: a dict of dicts whose KeyError names the inner dict that
+    has the missing key. Its copies and pickles are plain dicts, which torch loads without
+    dtensor."""
+
+    def __missing__(self, key: object) -> NoReturn:
+        inside = [name for name, value in self.items() if isinstance(value, dict) and key in value]
+        fix = f"state[{inside[0]!r}][{key!r}]" if inside else f"one of {', '.join(self)}"
+        raise KeyError(f"{key!r} is no entry of the state. fix: {fix}".replace("'", '"'))
+
+    def __copy__(self) -> dict[str, Any]:
+        return dict(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return copy.deepcopy(dict(self), memo)
+
+    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
+        """Pickle as an OrderedDict, which torch.load accepts with weights_only=True."""
+        items: Iterator[tuple[str, Any]] = iter(self.items())
+        return OrderedDict, (), None, None, items
 
 
 def gather_state_dict(
@@ -63,7 +85,7 @@ def _gathered(model: ParallelModule, optimizer: torch.optim.Optimizer | None) ->
             key: on_meta[labels[key]] if t.is_meta else t.detach().cpu().clone()
             for key, t in held.items()
         }
-    state = NestedState(model=values)
+    state = _GatheredState(model=values)
     if model.steps.present():
         state["step"] = model.steps.present()
     if optimizer is not None:
