@@ -96,8 +96,9 @@ class DisaggregatedPrefill:
         pieces = math.prod(other.mesh.axis_size(axis) for axis in over)
         self.rows: int = -(-ROWS // pieces) * pieces
         slots = caches.module.get_buffer("request").shape[0]
-        here = math.prod(model.mesh.axis_size(axis) for axis in axes_of_slots(model))
-        self._rows_per_rank = self.rows // pieces, slots // here  # in the two meshes' caches
+        decode_pieces = math.prod(model.mesh.axis_size(axis) for axis in axes_of_slots(model))
+        # of the prefill mesh's caches, and of the decoding mesh's
+        self._rows_per_rank = self.rows // pieces, slots // decode_pieces
         self.prefill_caches: ParallelModule = caches_of(
             other, prefill_forward, self.rows, length, over
         )
@@ -140,8 +141,9 @@ class DisaggregatedPrefill:
                 "ranks= says where the meshes would be, and a launch is running, which has them.\n"
                 "fix: leave ranks out"
             )
-        here, there = self._sessions()
-        return self._plan_transfer(length, 0, slot, *self._homes(here, there), here.cluster.device)
+        prefill, decode = self._sessions()
+        homes = self._homes(prefill, decode)
+        return self._plan_transfer(length, 0, slot, *homes, prefill.cluster.device)
 
     # -- requests ---------------------------------------------------------------------------------
 
@@ -152,11 +154,11 @@ class DisaggregatedPrefill:
 
     def enter(self) -> None:
         """Start over in the running launch."""
-        here, there = self._sessions()
-        if here is not self._prefill_session or there is not self._decode_session:
+        prefill, decode = self._sessions()
+        if prefill is not self._prefill_session or decode is not self._decode_session:
             self._programs = ProgramCache(MAX_LOADED)  # the old programs ended with their launch
         self.clear()
-        self._prefill_session, self._decode_session = here, there
+        self._prefill_session, self._decode_session = prefill, decode
         self.prefill_caches.initial.holders.clear()
 
     def restart(self) -> None:
@@ -250,8 +252,8 @@ class DisaggregatedPrefill:
     # -- transfers --------------------------------------------------------------------------------
 
     def _send(self, at: _Prefilled, slot: int, live: DTensor) -> None:
-        here, there = self._prefill_session, self._decode_session
-        assert here is not None and there is not None and at.first is not None
+        prefill, decode = self._prefill_session, self._decode_session
+        assert prefill is not None and decode is not None and at.first is not None
         request, length, how = at.request, len(at.request.prompt), at.request.sampling
         fed: dict[str, object] = {
             "now": torch.tensor([[at.first, length]]),
@@ -259,22 +261,22 @@ class DisaggregatedPrefill:
             "knobs": torch.tensor([[how.temperature, how.top_p]], dtype=torch.float32),
         }
         with CALL_LOCK:
-            model_home = there.model_home(self.caches)
+            model_home = decode.model_home(self.caches)
             model_home.settle()
-            there.hold(self.caches, current_homes(self.caches, there.ranks, model_home))
+            decode.hold(self.caches, current_homes(self.caches, decode.ranks, model_home))
             make_shards_private([live], (0,))
-            fed["live"] = Stored(name_on_ranks(there, live.name))
+            fed["live"] = Stored(name_on_ranks(decode, live.name))
             program = self._program(length, at.row, slot)
             handle = program.handle
             fed[FROM], fed[TO] = at.row % self._rows_per_rank[0], slot % self._rows_per_rank[1]
             inputs_by_rank = [{name: fed[name] for name in r.inputs} for r in handle.program.ranks]
-            run = program.cluster.run(handle, inputs_by_rank, mode=there.mode)
+            run = program.cluster.run(handle, inputs_by_rank, mode=decode.mode)
             program.last_run = run
             labels = frozenset(label for label, _ in self.caches.module.named_buffers())
-            there.wrote([(self.caches, labels)])
+            decode.wrote([(self.caches, labels)])
             model_home.unsaved = False
             mark_changed([live], (0,), run)
-        if there.at_once:
+        if decode.at_once:
             self._check_run(run)
         else:
             self._sent[request] = run
@@ -295,16 +297,19 @@ class DisaggregatedPrefill:
     def _load(self, length: int, row: int, slot: int) -> ClusterProgram:
         """Load the program that sends ``length`` positions of the row to the slot. It also serves
         other rows and slots on the same ranks."""
-        here, there = self._prefill_session, self._decode_session
-        assert here is not None and there is not None
-        cluster = there.launch.cluster
-        source, target = self._homes(here, there)
+        prefill, decode = self._prefill_session, self._decode_session
+        assert prefill is not None and decode is not None
+        cluster = decode.launch.cluster
+        source, target = self._homes(prefill, decode)
         plan = self._plan_transfer(length, row, slot, source, target, cluster.device)
         names = {
-            label: (name_on_ranks(here, moved.here.label), name_on_ranks(there, moved.there.label))
+            label: (
+                name_on_ranks(prefill, moved.here.label),
+                name_on_ranks(decode, moved.there.label),
+            )
             for label, moved in plan.transfers.items()
         }
-        state = {name_on_ranks(there, target[name].label): name for name in ("request", "knobs")}
+        state = {name_on_ranks(decode, target[name].label): name for name in ("request", "knobs")}
         sampling = _with_row(target["request"], slot)  # on the ranks of `live`, too
         tables = {rank: RowTables(state, {"live": "now"}) for rank in sampling.ranks}
         program = row_program(
@@ -325,20 +330,20 @@ class DisaggregatedPrefill:
         values: dict[str, tuple[StoredTensor, StoredTensor]] = {}
         for label, stored in source.items():
             if len(stored.spec.shape) == 4:  # keys and values, and not sampling options
-                here, there = _with_row(stored, row), _with_row(target[label], slot)
-                values[label] = _used_region(here, length), _used_region(there, length)
+                source_row, target_row = _with_row(stored, row), _with_row(target[label], slot)
+                values[label] = _used_region(source_row, length), _used_region(target_row, length)
         num = f"{length} position{'s' * (length != 1)}"
         name = f"{num} of {type(self.model.module).__name__}'s caches"
         plan = plan_sync(name, values, topology=self._topology, bucket_bytes=bucket_bytes(device))
         return replace(plan, what="transfer")
 
     def _homes(
-        self, here: MeshSession, there: MeshSession
+        self, prefill: MeshSession, decode: MeshSession
     ) -> tuple[Mapping[str, StoredTensor], Mapping[str, StoredTensor]]:
-        prefill_home = here.model_homes.get(id(self.prefill_caches))
-        decode_home = there.model_homes.get(id(self.caches))
-        source = current_homes(self.prefill_caches, here.ranks, prefill_home)
-        return source, current_homes(self.caches, there.ranks, decode_home)
+        prefill_home = prefill.model_homes.get(id(self.prefill_caches))
+        decode_home = decode.model_homes.get(id(self.caches))
+        source = current_homes(self.prefill_caches, prefill.ranks, prefill_home)
+        return source, current_homes(self.caches, decode.ranks, decode_home)
 
     def _sessions(self) -> tuple[MeshSession, MeshSession]:
         self.check_launched()

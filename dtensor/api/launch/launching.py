@@ -55,7 +55,7 @@ from dtensor.signals import defer_signals, held_back, waits_may_act
 
 _State = Literal["never started", "given up", "running", "ended"]
 _NO_RANKS: tuple[_State, ...] = ("never started", "given up")
-_ANEW = "run = dt.launch(...), and start that one"
+_NEW_LAUNCH = "run = dt.launch(...), and start that one"
 
 
 class LaunchSession(MeshSession):
@@ -84,7 +84,7 @@ class LaunchSession(MeshSession):
 
         def __getattr__(self, name: str) -> Any:
             if name in ("launch", "cluster", "_ranks") and self._state in _NO_RANKS:
-                fix = _ANEW if self._state == "given up" else "run.start(), or `with run:`"
+                fix = _NEW_LAUNCH if self._state == "given up" else "run.start(), or `with run:`"
                 raise self._refused(f"was {self._state}, and has no ranks", fix)
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
@@ -110,7 +110,7 @@ class LaunchSession(MeshSession):
                     return self
                 if self._state != "never started":
                     was = "has ended" if self._state == "ended" else "was given up"
-                    raise self._refused(f"{was}, and none starts again", _ANEW)
+                    raise self._refused(f"{was}, and none starts again", _NEW_LAUNCH)
                 _check_none_runs()
                 _starting.append(self)
             try:  # without the lock: other calls continue meanwhile
@@ -119,8 +119,8 @@ class LaunchSession(MeshSession):
                 (first, ranks), *others = self._places.items()
                 super().__init__(first, running.part(first, ranks), running)
                 running.sessions[first] = self
-                for other, ranks_there in others:
-                    running.add(other, ranks_there)
+                for other, other_ranks in others:
+                    running.add(other, other_ranks)
                 with CALL_LOCK:
                     self._actors = self._offer_actors()
                     launches.append(running)
@@ -140,16 +140,16 @@ class LaunchSession(MeshSession):
         more.
         """
         with defer_signals():
-            if not self._ends():
+            if not self._mark_ended():
                 return
             try:
                 with waits_may_act():
                     self.launch.settle()
                     self._actors.end()
             except BaseException as error:
-                self._leave_by(error)
+                self._end_after_error(error)
                 raise
-            self._leave()
+            self._end()
 
     def __enter__(self) -> Self:
         if self._entered and self._state == "running":
@@ -171,26 +171,26 @@ class LaunchSession(MeshSession):
             self.close()
             return
         with defer_signals():
-            if self._ends():
-                self._leave_by(error)
+            if self._mark_ended():
+                self._end_after_error(error)
 
     def end_with_process(self) -> None:
         """Close the launch at the end of the process, which reports the failures of saves itself
         (async_save.py)."""
         with defer_signals():
-            if self._ends():
+            if self._mark_ended():
                 try:
                     with waits_may_act():
                         self.launch.settle(saves=False)
                         self._actors.end()
                 finally:
-                    self._leave()
+                    self._end()
 
     def _refused(self, why: str, fix: str) -> PlanningError:
         lines = lines_text(launch=self.source, call=source_here())
         return PlanningError(f"the launch {why}.\n{lines}fix: {fix}")
 
-    def _ends(self) -> bool:
+    def _mark_ended(self) -> bool:
         """Mark the launch as ended, or as given up if it never ran. Return whether it was
         running."""
         with CALL_LOCK:
@@ -200,16 +200,16 @@ class LaunchSession(MeshSession):
             atexit.unregister(_end_last)
         return before == "running"
 
-    def _leave_by(self, error: BaseException) -> None:
+    def _end_after_error(self, error: BaseException) -> None:
         """End the launch because of an error, with notes on the error about unread failures of
         saves and about values that were lost."""
         note_unread(error, self.launch.saves)
         try:
-            self._leave()
+            self._end()
         except (DaftError, PlanningError) as lost:  # reading the weights raises it too
             error.add_note(f"and not all weights came home: {lost}")
 
-    def _leave(self) -> None:
+    def _end(self) -> None:
         """End the actors and the ranks, after copying the values back."""
         with held_back():
             with CALL_LOCK:

@@ -130,10 +130,10 @@ def _plan_of(
             "ranks= says where the meshes would be, and a launch is running, which has them.\n"
             "fix: leave ranks out"
         )
-    here, there = session_for(policy.mesh), session_for(actor.mesh)
-    source = current_homes(policy, here.ranks, here.model_homes.get(id(policy)))
-    target = current_homes(actor, there.ranks, there.model_homes.get(id(actor)))
-    return _plan(policy, actor, source, target, here.cluster.device, topology)
+    policy_session, actor_session = session_for(policy.mesh), session_for(actor.mesh)
+    source = current_homes(policy, policy_session.ranks, policy_session.model_homes.get(id(policy)))
+    target = current_homes(actor, actor_session.ranks, actor_session.model_homes.get(id(actor)))
+    return _plan(policy, actor, source, target, policy_session.cluster.device, topology)
 
 
 def sync(policy: ParallelModule, actor: ParallelModule) -> int:
@@ -156,8 +156,8 @@ def sync(policy: ParallelModule, actor: ParallelModule) -> int:
         with CALL_LOCK:
             policy.look()
             actor.look()
-            here, there = session_for(policy.mesh), session_for(actor.mesh)
-            pair = _Pair.of(here, policy, there, actor)
+            policy_session, actor_session = session_for(policy.mesh), session_for(actor.mesh)
+            pair = _Pair.of(policy_session, policy, actor_session, actor)
             oldest = pair.oldest()
             if oldest is None:
                 pair.run()
@@ -171,26 +171,41 @@ class _Pair:
     is made again if a home has changed. ``unread``: syncs whose failures were not read yet."""
 
     def __init__(
-        self, here: MeshSession, policy: ParallelModule, there: MeshSession, actor: ParallelModule
+        self,
+        policy_session: MeshSession,
+        policy: ParallelModule,
+        actor_session: MeshSession,
+        actor: ParallelModule,
     ) -> None:
-        self.policy, self.here, self.source = policy, here, here.model_home(policy)
-        self.actor, self.there, self.target = actor, there, there.model_home(actor)
+        self.policy, self.policy_session, self.policy_home = (
+            policy,
+            policy_session,
+            policy_session.model_home(policy),
+        )
+        self.actor, self.actor_session, self.actor_home = (
+            actor,
+            actor_session,
+            actor_session.model_home(actor),
+        )
         self.unread: list[Moving] = []
         self.planned_for: tuple[_Stored, _Stored] = {}, {}
         self.plan: SyncPlan | None = None
-        there.settling.append(self._settle)
-        self.target.settling.append(lambda: here.launch.store.look(wait=True))
+        actor_session.settling.append(self._settle)
+        self.actor_home.settling.append(lambda: policy_session.launch.store.look(wait=True))
 
     @staticmethod
     def of(
-        here: MeshSession, policy: ParallelModule, there: MeshSession, actor: ParallelModule
+        policy_session: MeshSession,
+        policy: ParallelModule,
+        actor_session: MeshSession,
+        actor: ParallelModule,
     ) -> _Pair:
         """Return the session's pair of these models, which is made at first use."""
         key = "sync", id(policy), id(actor)
-        pair: _Pair | None = there.loaded.get(key)
-        if pair is None or pair.here is not here:  # the policy was switched
-            there.loaded[key] = _Pair(here, policy, there, actor)
-        return there.loaded[key]
+        pair: _Pair | None = actor_session.loaded.get(key)
+        if pair is None or pair.policy_session is not policy_session:  # the policy was switched
+            actor_session.loaded[key] = _Pair(policy_session, policy, actor_session, actor)
+        return actor_session.loaded[key]
 
     def oldest(self) -> Moving | None:
         """Return the oldest sync if it must be read before another one runs, else None: it has
@@ -200,37 +215,37 @@ class _Pair:
 
     def run(self) -> None:
         """Submit a sync, planning it first if a home has changed."""
-        self.source.settle()
-        self.target.store.look()
-        here = current_homes(self.policy, self.here.ranks, self.source)
-        there = current_homes(self.actor, self.there.ranks, self.target)
-        if self.plan is None or self.planned_for != (here, there):
-            device = self.here.cluster.device
-            self.plan = _plan(self.policy, self.actor, here, there, device)
-            self.planned_for = here, there
-        self.here.hold(self.policy, here)
-        target, labels = self.target, self.actor.seen.labels
-        moving = target.store.move(
+        self.policy_home.settle()
+        self.actor_home.store.look()
+        source = current_homes(self.policy, self.policy_session.ranks, self.policy_home)
+        target = current_homes(self.actor, self.actor_session.ranks, self.actor_home)
+        if self.plan is None or self.planned_for != (source, target):
+            device = self.policy_session.cluster.device
+            self.plan = _plan(self.policy, self.actor, source, target, device)
+            self.planned_for = source, target
+        self.policy_session.hold(self.policy, source)
+        home, labels = self.actor_home, self.actor.seen.labels
+        moving = home.store.move(
             self.plan,
-            {name: (target.owner, labels[name]) for name in self.plan.transfers},
+            {name: (home.owner, labels[name]) for name in self.plan.transfers},
             key=("sync", id(self.policy), id(self.actor)),
             note="it was a sync, which changed nothing: the actor is unchanged.",
             on_undo=self._forget_missing,
         )
-        if self.there.at_once:
+        if self.actor_session.at_once:
             self.read(moving)
         else:
             self.unread.append(moving)
-        target.keep(dict(self.actor.seen.tensors))
-        target.changed = target.unsaved = False
-        target.saved = "the policy's values are where they were", self.actor.steps.present()
+        home.keep(dict(self.actor.seen.tensors))
+        home.changed = home.unsaved = False
+        home.saved = "the policy's values are where they were", self.actor.steps.present()
 
     def _forget_missing(self) -> None:
         """After a failed sync, forget the holder of values that the actor's ranks do not have: no
         other place has them."""
         holders = self.actor.initial.holders
-        for label in [n for n in self.actor.seen.tensors if n not in self.target.stored]:
-            if holders.get(label) is self.target:
+        for label in [n for n in self.actor.seen.tensors if n not in self.actor_home.stored]:
+            if holders.get(label) is self.actor_home:
                 del holders[label]
 
     def _settle(self) -> None:
@@ -251,16 +266,16 @@ class _Pair:
 def _plan(
     policy: ParallelModule,
     actor: ParallelModule,
-    here: _Stored,
-    there: _Stored,
+    source: _Stored,
+    target: _Stored,
     device: torch.device,
     topology: Topology | None = None,
 ) -> SyncPlan:
-    here, there = _by_name(policy, here), _by_name(actor, there)
-    _check_same(here, there)
+    source, target = _by_name(policy, source), _by_name(actor, target)
+    _check_same(source, target)
     return plan_sync(
         type(policy.module).__name__,
-        {name: (here[name], there[name]) for name in there},
+        {name: (source[name], target[name]) for name in target},
         topology=topology,
         bucket_bytes=bucket_bytes(device),
     )
@@ -319,16 +334,18 @@ def _check_pair(policy: ParallelModule, actor: ParallelModule) -> None:
         )
 
 
-def _check_same(here: _Stored, there: _Stored) -> None:
+def _check_same(source: _Stored, target: _Stored) -> None:
     """Raises PlanningError unless both modules still have the same parameters and buffers."""
-    for values, other, role in ((here, there, "policy"), (there, here, "actor")):
+    for values, other, role in ((source, target, "policy"), (target, source, "actor")):
         missing = sorted(values.keys() - other.keys())
         if missing:
             raise _differ(f"the {role} alone has {', '.join(missing[:4])}")
-    for label, value in here.items():
-        spec, target = value.spec, there[label].spec
-        if (spec.shape, spec.dtype) != (target.shape, target.dtype):
-            raise _differ(f"{label} is {_type(spec)} in the policy, {_type(target)} in the actor")
+    for label, value in source.items():
+        spec, other_spec = value.spec, target[label].spec
+        if (spec.shape, spec.dtype) != (other_spec.shape, other_spec.dtype):
+            raise _differ(
+                f"{label} is {_type(spec)} in the policy, {_type(other_spec)} in the actor"
+            )
 
 
 def _differ(fact: str) -> PlanningError:

@@ -85,12 +85,12 @@ def switch_of(
         raise not_launched(model.mesh, launch.places)
     fix = "schedule=dt.OneFOneB(microbatches=4), or leave it out"
     check_kind("schedule", how.schedule, Schedule | None, "a schedule", fix)
-    here = launch.sessions[model.mesh]
-    numbers = _ranks_of(launch, model, here, mesh, how.ranks)
+    old_session = launch.sessions[model.mesh]
+    numbers = _ranks_of(launch, model, old_session, mesh, how.ranks)
     other = parallelize(model.module, mesh, how.placements, **how.options)
     model.look()
     other.initial, other.labels, other.seen = model.initial, model.labels, model.seen
-    model_home = here.model_homes.get(id(model))
+    model_home = old_session.model_homes.get(id(model))
     optimizers = _optimizers(model, optimizer, model_home)
     launch.settle()
     if model_home is not None:
@@ -102,7 +102,7 @@ def switch_of(
             f"are on {model.mesh} and have to be somewhere.\n"
             f"fix: state them, or take a step before"
         )
-    return _Switch(launch, model, other, here, numbers, model_home, steps, how.topology)
+    return _Switch(launch, model, other, old_session, numbers, model_home, steps, how.topology)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +225,7 @@ class _Switch:
         launch: Launch,
         model: ParallelModule,
         other: ParallelModule,
-        here: MeshSession,
+        old_session: MeshSession,
         numbers: tuple[int, ...],
         model_home: ModelHome | None,
         steps: Sequence[_PlannedStep],
@@ -234,7 +234,7 @@ class _Switch:
         self.launch: Launch = launch
         self.model: ParallelModule = model
         self.other: ParallelModule = other
-        self.here: MeshSession = here
+        self.old_session: MeshSession = old_session
         self.numbers: tuple[int, ...] = numbers
         self.model_home: ModelHome | None = model_home
         self.steps: Sequence[_PlannedStep] = steps
@@ -273,58 +273,60 @@ class _Switch:
         if max(self.numbers) >= launch.cluster.size:
             _grow(launch, max(self.numbers) + 1)
         known_as = dict(launch.cluster.known_as)
-        there = launch.sessions.get(self.other.mesh) or launch.add(self.other.mesh, self.numbers)
+        new_session = launch.sessions.get(self.other.mesh) or launch.add(
+            self.other.mesh, self.numbers
+        )
         model_home = self.model_home
         try:
             unplaced = [_gathered(state) for state in self.states]
-            self._move(there)
+            self._move(new_session)
         except BaseException:
             if not has_session:
                 del launch.sessions[self.other.mesh]
                 launch.cluster.known_as = known_as
             raise
-        self._forget(there)
+        self._forget(new_session)
         restate(self.model, self.other)
         for planned in self.steps:
             planned.adopt()
         if model_home is not None:
-            model_home.session, model_home.placed = there, None
+            model_home.session, model_home.placed = new_session, None
             self.launch.store.settle_anew(model_home.owner, self.planned_homes)
             for state, entries in zip(self.states, unplaced, strict=True):
-                _settle_state(state, entries, there)
-            del self.here.model_homes[id(self.model)]
-            there.model_homes[id(self.model)] = model_home
-        self.here.moved_models.add(id(self.model))
+                _settle_state(state, entries, new_session)
+            del self.old_session.model_homes[id(self.model)]
+            new_session.model_homes[id(self.model)] = model_home
+        self.old_session.moved_models.add(id(self.model))
 
-    def _move(self, there: MeshSession) -> None:
+    def _move(self, new_session: MeshSession) -> None:
         """Move the values to their new ranks. The old values stay until all have arrived."""
         moves = {name: self.into[name] for name, (a, b) in self.moves.items() if a != b}
         if moves:
             moving = self.launch.store.move(
                 replace(self.plan, transfers={name: self.plan.transfers[name] for name in moves}),
                 moves,
-                also={*self.here.ranks, *self.numbers},
-                note=f"it was a switch, which changed nothing: all is on {self.here.mesh}.",
+                also={*self.old_session.ranks, *self.numbers},
+                note=f"it was a switch, which changed nothing: all is on {self.old_session.mesh}.",
             )
             try:
                 moving.check()
             finally:
                 self.launch.store.undo(moving)  # after a signal; no effect on a finished move
 
-    def _forget(self, there: MeshSession) -> None:
+    def _forget(self, new_session: MeshSession) -> None:
         """Drop the model's values outside their new homes, and unload programs over them."""
-        here, store = self.here, self.launch.store
-        programs_of(here).unload_of_model(self.model)
+        old_session, store = self.old_session, self.launch.store
+        programs_of(old_session).unload_of_model(self.model)
         for state in self.states:
             keys = [key for key in state.home.owner.stored if key not in state.homes]
             store.forget(state.home.owner, keys, delete=True)
         if self.model_home is not None:
             gradients = self.model_home.gradients
             store.forget(gradients, gradients.stored, delete=True)
-        here.drop()
-        names = [] if there is here else [state.home.name for state in self.states]
+        old_session.drop()
+        names = [] if new_session is old_session else [state.home.name for state in self.states]
         if names:
-            here.cluster.delete([names] * here.mesh.size)
+            old_session.cluster.delete([names] * old_session.mesh.size)
 
 
 def _gathered(state: _MovedState) -> Entries:
@@ -340,11 +342,13 @@ def _gathered(state: _MovedState) -> Entries:
     return gathered
 
 
-def _settle_state(state: _MovedState, unplaced: Entries, there: MeshSession) -> None:
+def _settle_state(state: _MovedState, unplaced: Entries, new_session: MeshSession) -> None:
     """Update the home of moved state, so that the next step puts the unplaced entries."""
     home = state.home
     home.updated, home.placed, home.unplaced = frozenset(), None, unplaced
-    there.put([{home.name: home.rule.on_rank(home.masters)} for _ in range(there.mesh.size)])
+    new_session.put(
+        [{home.name: home.rule.on_rank(home.masters)} for _ in range(new_session.mesh.size)]
+    )
 
 
 def _check_here(model_home: ModelHome, stated: Mapping[str, StoredTensor]) -> None:
@@ -433,7 +437,7 @@ def _is_left(session: MeshSession, model: ParallelModule) -> bool:
 def _ranks_of(
     launch: Launch,
     model: ParallelModule,
-    here: MeshSession,
+    old_session: MeshSession,
     mesh: Mesh,
     stated: Sequence[int] | None,
 ) -> tuple[int, ...]:
@@ -462,10 +466,12 @@ def _ranks_of(
                 f"fix: {mesh.size} different numbers of ranks; new ones are {size}, {size + 1}, ..."
             )
         return ranks
-    in_use = (s for s in launch.sessions.values() if s is not here and not _is_left(s, model))
+    in_use = (
+        s for s in launch.sessions.values() if s is not old_session and not _is_left(s, model)
+    )
     occupied = {rank for session in in_use for rank in session.ranks}
-    free = (r for r in range(size) if r not in here.ranks and r not in occupied)
-    candidates = itertools.chain(here.ranks, free, itertools.count(size))
+    free = (r for r in range(size) if r not in old_session.ranks and r not in occupied)
+    candidates = itertools.chain(old_session.ranks, free, itertools.count(size))
     return tuple(itertools.islice(candidates, mesh.size))
 
 

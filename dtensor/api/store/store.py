@@ -369,7 +369,7 @@ class TensorStore:
         target = launch.sessions[next(iter(plan.transfers.values())).target.mesh]
 
         def lower() -> Program:
-            pairs = {name: (one.here, one.there) for name, one in plan.transfers.items()}
+            pairs = {name: (moved.here, moved.there) for name, moved in plan.transfers.items()}
             names = {
                 name: (self._name_on_ranks(a), self._name_on_ranks(b))
                 for name, (a, b) in pairs.items()
