@@ -167,6 +167,7 @@ class Saved:
         )
 
     def _run(self, finish: Callable[[], None]) -> None:
+        """The thread of a save: finish it, and keep its failure for `get`."""
         try:
             finish()
         except BaseException as error:  # `get` raises it
@@ -198,6 +199,7 @@ def note_unread(error: BaseException, saves: Iterable[Saved]) -> None:
 
 @atexit.register
 def _print_unread() -> None:
+    """Print the failures of saves that were not read, and make the exit status nonzero."""
     texts = [text for saved in sorted(_open, key=lambda s: s.path) if (text := saved.unread())]
     if texts:
         if sys.stderr is not None:  # pyright: ignore[reportUnnecessaryComparison]
@@ -284,6 +286,7 @@ def submit_save(
 
 
 def _begin_writing(stated: SaveOptions, model: ParallelModule, state: _Located) -> Writing:
+    """Create the folder of a save, in which parts are written."""
     if stated.format == "dcp":
         return Writing.begin(stated.path, step=stated.step, extra=stated.extra, small=state.small)
     tensors = {
@@ -421,6 +424,7 @@ class _Completion:
     compare: Callable[[], None] | None
 
     def finish(self) -> None:
+        """Wait for all parts and publish the checkpoint. On failure, the earlier contents stay."""
         try:
             self._finish()
         except BaseException as error:

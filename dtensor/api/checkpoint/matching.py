@@ -133,6 +133,7 @@ def _other_names(
     keys: Sequence[str],
     stored: Sequence[str],
 ) -> PlanningError:
+    """Return the error for names that differ, with near names and a fix."""
     text = f"{checkpoint.path} has other names than the model; nothing was loaded."
 
     def line(what: str, names: Sequence[str], known: Sequence[str]) -> str:

@@ -114,6 +114,7 @@ class CompiledFunction:
         return planned.graph.unflatten(results)
 
     def _derivative(self, call: BoundCall, operands: tuple[int, ...]) -> Derivative:
+        """Return the derivative for a call, capturing it if no cached one holds."""
         known = self._derivatives.setdefault((call.key(), operands), [])
         for unchanged in (Guards.same, lambda reads: reads.difference() is None):
             for derivative in known:
@@ -186,6 +187,7 @@ class CompiledFunction:
         return self.mesh
 
     def _planned(self, call: BoundCall) -> Planned:
+        """Return the plan for a call, making it if it is not cached."""
         mesh = self.mesh_of(call)
         call.look()
 
@@ -328,6 +330,7 @@ def _match_results(
 
 
 def _tensors(shape: object) -> Iterator[_ResultTensor]:
+    """Yield the tensors in the structure of a result."""
     match shape:
         case _ResultTensor():
             yield shape

@@ -175,6 +175,7 @@ def _alias(target: Any, args: Args, kwargs: Kwargs) -> Alias:
 
 
 def _split(target: Any, args: Args, kwargs: Kwargs) -> list[Alias]:
+    """Return slices of x, for an int size or a list of sizes."""
     x, size = args[0], args[1]
     dim = (args[2] if len(args) > 2 else kwargs.get("dim", 0)) % max(x.dim(), 1)
     length = x.shape[dim]
@@ -245,6 +246,7 @@ def _clone(target: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _to_copy(target: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Convert the dtype. Moving to another device raises PlanningError."""
     x = args[0]
     device = kwargs.get("device")
     if device is not None and torch.device(device).type != "cpu":
@@ -347,6 +349,8 @@ def _attention_backward(target: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _attention_args(args: Args, kwargs: Kwargs, num_tensors: int) -> Args:
+    """Return the arguments of `dt.attention` or its backward for torch's fused attention. Raises
+    PlanningError for a mask or dropout."""
     dropout = args[num_tensors] if len(args) > num_tensors else 0.0
     is_causal = args[num_tensors + 1] if len(args) > num_tensors + 1 else False
     if dropout or kwargs.get("attn_mask") is not None:

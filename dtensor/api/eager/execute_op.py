@@ -137,6 +137,7 @@ def _execute_locked(
     like: Cell | None,
     requested: bool,
 ) -> OpResult:
+    """Find or make the plan of an op, check the communication policy, and run it."""
     call = CallKey()
     open_numbers = _run_number_arguments(target)
     key = (
@@ -247,6 +248,7 @@ def _plan(op: OneOp, key: Any, numbers: Sequence[float]) -> Entry:
 
 
 def _run(session: MeshSession, entry: Entry, call: CallKey, reads: Sequence[ReadValue]) -> OpResult:
+    """Run a planned op, loading its program at first use, and return its values."""
     planned = entry.planned
     programs: ProgramCache[ClusterProgram] | None = session.loaded.get(execute)
     if programs is None:
@@ -349,6 +351,7 @@ def own_value(x: CellTensor, *, requested: bool = False) -> Value:
 
 
 def spec_of(x: CellTensor) -> TensorSpec:
+    """Return the spec of a tensor; for a view, of the view."""
     layout = x._cell.layout
     if x._view is None:
         return layout.spec

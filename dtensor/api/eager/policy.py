@@ -59,6 +59,8 @@ class implicit_redistribution:
 
 @dataclass(slots=True)
 class _State:
+    """The process-wide policy, and the source lines that have warned."""
+
     policy: Policy = "warn"
     warned: set[tuple[str, int]] = field(default_factory=set[tuple[str, int]])
 

@@ -242,6 +242,7 @@ SENT_AS[DTensor] = _sent_to_actor
 
 
 def _as_tensors(result: Any) -> Any:
+    """Return a result of `dispatch` with DTensors in place of cells and aliases."""
     match result:
         case Cell():
             return DTensor.of(result)
@@ -363,6 +364,7 @@ def distribute(tensor: torch.Tensor, mesh: Mesh, **placements: Placement) -> DTe
 
 
 def check_placements(mesh: Mesh, placements: Mapping[str, Placement]) -> None:
+    """Raises PlanningError for an unknown axis, or a value that is not a placement."""
     check_mesh(mesh)
     for axis, placement in placements.items():
         mesh.axis_size(axis)

@@ -210,6 +210,7 @@ class DisaggregatedPrefill:
             self._check_run(run)
 
     def _start_prefill(self, request: TextRequest, row: int, arguments: Arguments) -> None:
+        """Submit the prefill of a request into a row."""
         # a policy has no versions: its weights are at least as new as the newest replica's
         versioned = self.other if self.other.source is not None else self.model
         inputs = arguments(request, row)
@@ -252,6 +253,7 @@ class DisaggregatedPrefill:
     # -- transfers --------------------------------------------------------------------------------
 
     def _send(self, at: _Prefilled, slot: int, live: DTensor) -> None:
+        """Send a prefilled row, its token and its options to a slot of the decoding mesh."""
         prefill, decode = self._prefill_session, self._decode_session
         assert prefill is not None and decode is not None and at.first is not None
         request, length, how = at.request, len(at.request.prompt), at.request.sampling
@@ -455,5 +457,5 @@ def _check_same(forward: Forward, prefill_forward: Forward, other: ParallelModul
             raise PlanningError(
                 f"the caches of the two models differ: {key} is {decode.get(key)} where tokens are "
                 f"decoded, and {prefill.get(key)} on {other.mesh}, where prompts are.\n"
-                f"fix: make the replica anew, after the module was changed"
+                f"fix: make a new replica after changing the module"
             )

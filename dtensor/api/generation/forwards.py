@@ -262,6 +262,7 @@ class _Probe:
     pos: Tensor = field(init=False)
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Record a layer's shape. Raises PlanningError for shapes or dtypes that do not fit."""
         for name, x in (("keys", k), ("values", v)):
             if x.dim() != 4 or x.shape[0] != 1 or x.shape[2] != _PROBE_LENGTH:
                 raise PlanningError(

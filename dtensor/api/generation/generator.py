@@ -233,7 +233,8 @@ class Generator:
             raise PlanningError(
                 f"{type(self.model.module).__name__} was switched to {self.model.mesh} since this "
                 f"generator was made; its caches have the old placement.\n"
-                f"fix: gen = dt.generator(model, slots={self.slots}, length={self.length}), anew"
+                f"fix: make a new one: dt.generator(model, slots={self.slots}, "
+                f"length={self.length})"
             )
         self.model.look()
         forward, number = self._made_for
@@ -242,8 +243,8 @@ class Generator:
                 raise PlanningError(
                     f"{type(self.model.module).__name__} has other layers, or another dtype, than "
                     f"when this generator was made, and its caches are for those.\n"
-                    f"fix: gen = dt.generator(model, slots={self.slots}, length={self.length}), "
-                    f"anew"
+                    f"fix: make a new one: dt.generator(model, slots={self.slots}, "
+                    f"length={self.length})"
                 )
             self._made_for = forward, self.model.seen.number
 
@@ -434,6 +435,7 @@ class Generator:
                 raise
 
     def _advance_once(self) -> None:
+        """Admit requests, decode, and read results; after a loss of a rank, restart first."""
         assert self._session is not None
         cluster = self._session.cluster
         if cluster.recovered != self._recovered:
@@ -655,6 +657,7 @@ def generator(
 
 
 def _buckets(buckets: object, length: int) -> tuple[int, ...]:
+    """Return the buckets in ascending order. Raises PlanningError for invalid ones."""
     if buckets is None:
         powers = (2**n for n in range(length.bit_length()))
         return (*(size for size in powers if SMALLEST_BUCKET <= size < length), length)

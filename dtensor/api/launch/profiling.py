@@ -60,6 +60,7 @@ def _profiled(
     read: Callable[[object], None],
     plans: PlanCache,
 ) -> Profile:
+    """Time ``n`` steps of each kind, alternating, and return their profile."""
     for _ in range(NUM_WARM):
         _timed(session, step, read)
         _plain(session, step, read)

@@ -117,6 +117,7 @@ def _plan_of(
     ranks: Mapping[Mesh, Sequence[int]] | None,
     topology: Topology | None,
 ) -> SyncPlan:
+    """Plan a sync, in the running launch or for stated ranks."""
     if launched() is None:
         places = ranks_of_meshes((policy.mesh, actor.mesh), ranks)
         numbers = places[policy.mesh], places[actor.mesh]
@@ -271,6 +272,7 @@ def _plan(
     device: torch.device,
     topology: Topology | None = None,
 ) -> SyncPlan:
+    """Plan a sync between the homes of the two models, by label."""
     source, target = _by_name(policy, source), _by_name(actor, target)
     _check_same(source, target)
     return plan_sync(
@@ -311,6 +313,7 @@ def _definition(module: nn.Module) -> nn.Module:
 
 
 def _check_pair(policy: ParallelModule, actor: ParallelModule) -> None:
+    """Raises PlanningError unless ``actor`` is a replica of ``policy``."""
     check_parallel("sync", policy)
     if not isinstance(actor, ParallelModule):
         raise PlanningError(
@@ -351,7 +354,7 @@ def _check_same(source: _Stored, target: _Stored) -> None:
 def _differ(fact: str) -> PlanningError:
     return PlanningError(
         f"the policy's module has changed since the replica was made: {fact}.\n"
-        f"fix: actor = dt.replica(policy, mesh, placements), anew"
+        f"fix: make a new one: actor = dt.replica(policy, mesh, placements)"
     )
 
 

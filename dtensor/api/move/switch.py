@@ -485,6 +485,7 @@ def _grow(launch: Launch, size: int) -> None:
 
 
 def _check_running(launch: Launch) -> None:
+    """Raises RuntimeError if the launch has ended."""
     first = launched()
     if first is None or first.launch is not launch:
         raise RuntimeError(

@@ -236,6 +236,7 @@ class ModelHome:
             self._fetch(wanted)
 
     def _fetch(self, wanted: Sequence[str]) -> None:
+        """Copy these values from the ranks into the memory of their tensors."""
         for bucket in buckets({label: self.stored[label] for label in wanted}):
             with plainly():
                 for label, value in self.gather([*bucket]).items():
@@ -261,6 +262,7 @@ class ModelHome:
             self.forget([n for n in self.stored if holders.get(n, self) is not self])
 
     def _settle_read(self) -> None:
+        """Evict tensors that the user has only read, and forget the shards of written ones."""
         copies, self.read_copies = self.read_copies, {}
         changed: list[str] = []
         for label, copy in copies.items():
@@ -312,7 +314,7 @@ class ModelHome:
                 f"{self.model.seen.name(written[0])} was written through a view of it that was "
                 f"taken before, whose memory was old: the value is on {self.mesh}.\n"
                 f"fix: write through the parameter, as in `with torch.no_grad(): p.copy_(x)`, "
-                f"or take the view anew after each step"
+                f"or take a new view after each step"
             )
 
     def forget(self, labels: Sequence[str], *, delete: bool = False) -> None:
@@ -481,7 +483,7 @@ def check_apart(tensors: Mapping[str, Tensor], written: Set[str]) -> None:
         if begin < end and not written.isdisjoint((first, second)):
             raise PlanningError(
                 f"{first} and {second} share memory without being one tensor, so on the ranks they "
-                f"would change apart.\n"
+                f"would change independently.\n"
                 f"fix: make them one, as in `module.{second} = module.{first}`, or copy one of them"
             )
 

@@ -419,6 +419,7 @@ class Launch:
             raise error
 
     def _warn_of_unsaved(self) -> None:
+        """Warn of changed values of models on the meta device that were never gathered."""
         homes = [home for home in self.model_homes if home.model.source is None]  # no replicas
         count = sum(1 for home in homes if home.on_meta and home.unsaved)
         if count:
@@ -463,7 +464,7 @@ def _check_as_planned(label: str, value: torch.Tensor, spec: TensorSpec) -> None
     if tuple(value.shape) != spec.shape or value.dtype != spec.dtype:
         raise PlanningError(
             f"{label} is {type_text(value)} now, and the program was planned for {spec}.\n"
-            f"fix: change the model before its first step, or make the step anew"
+            f"fix: change the model before its first step, or make a new step"
         )
 
 
