@@ -683,7 +683,7 @@ def test_a_generator_is_made_anew() -> None:
         gen.step()
         run.switch(model, None, b, pins)
         for call in (lambda: gen([[1, 2, 3]]), gen.step, lambda: gen.plan("decode")):
-            with pytest.raises(dt.PlanningError, match=r"fix: gen = dt.generator\(model"):
+            with pytest.raises(dt.PlanningError, match=r"fix: make a new one: dt.generator\(model"):
                 call()
         assert not request.done
         again = dt.generator(model, slots=2, length=16)
