@@ -24,7 +24,7 @@ from dtensor.sharding.plan.choose.choose_composites import choose_composites
 from dtensor.sharding.plan.cost.totals import PlanTotals
 from dtensor.sharding.plan.dataflow import Dataflow, Op
 from dtensor.sharding.plan.emit.emit import emit
-from dtensor.sharding.plan.emit.values import rearranges
+from dtensor.sharding.plan.emit.values import is_full_view
 from dtensor.sharding.plan.passes.gather_stored import gather_stored
 from dtensor.sharding.plan.passes.recompute import recomputed
 from dtensor.sharding.plan.plan import Plan
@@ -64,7 +64,7 @@ def _candidate(request: Request) -> PlanRecord:
         planned = plan_flow(request, flow)
     if request.recompute or any(op.checkpoint is not None for op in flow.ops):
         planned = recomputed(planned, request.recompute)
-    return finished(planned, request)
+    return with_last_passes(planned, request)
 
 
 def training_flow(request: Request) -> Dataflow:
@@ -93,10 +93,10 @@ def plan_flow(request: Request, flow: Dataflow) -> PlanRecord:
     return emit(request, inner, rules, choices)
 
 
-def finished(plan: PlanRecord, request: Request) -> PlanRecord:
+def with_last_passes(plan: PlanRecord, request: Request) -> PlanRecord:
     """Return the plan after the last passes: gathers of stored parameters, writes to state, and
     the schedule. ``plan.plain`` gets the same passes."""
-    plain = None if plan.plain is None else finished(plan.plain, request)
+    plain = None if plan.plain is None else with_last_passes(plan.plain, request)
     if request.stores_split:
         plan = gather_stored(plan)
     if any(output.kind == "mutation" for output in plan.outputs):
@@ -104,11 +104,11 @@ def finished(plan: PlanRecord, request: Request) -> PlanRecord:
 
         plan = in_place(plan)
     if request.timetable is not None:
-        plan = scheduled(plan, request.timetable)
+        plan = with_schedule(plan, request.timetable)
     return replace(plan, plain=plain)
 
 
-def scheduled(plan: PlanRecord, timetable: Timetable) -> PlanRecord:
+def with_schedule(plan: PlanRecord, timetable: Timetable) -> PlanRecord:
     """Return the plan with its schedule and the number of microbatches in flight."""
     return replace(
         plan,
@@ -161,7 +161,7 @@ def _mixed_dtypes(flow: Dataflow, op: Op, rules: Mapping[str, Rule]) -> Planning
     labels = {item.name: item.label for item in flow.inputs}
     metas: dict[str, Meta] = {}  # by the user's name; a view counts as the value that it views
     for name in op.operands:
-        while (producer := flow.producers.get(name)) is not None and rearranges(
+        while (producer := flow.producers.get(name)) is not None and is_full_view(
             producer, rules[producer.name]
         ):
             (name,) = producer.operands

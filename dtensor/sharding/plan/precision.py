@@ -28,7 +28,7 @@ Chosen = Sequence[Mapping[str, Strategy]]
 """The strategies of ops by name, for each axis."""
 
 
-def accumulated(spec: TensorSpec) -> TensorSpec:
+def sum_spec(spec: TensorSpec) -> TensorSpec:
     """Return the spec of a sum of values with this spec: float32 if they are narrow floats."""
     return replace(spec, dtype=torch.float32) if is_narrow(spec.dtype) else spec
 
@@ -73,7 +73,7 @@ def _ends_in_cast(flow: Dataflow, rules: Mapping[str, Rule], op: Op) -> bool:
     )
 
 
-def widened(path: Sequence[Move]) -> tuple[Move, ...]:
+def reduce_in_float32(path: Sequence[Move]) -> tuple[Move, ...]:
     """Return the path with its first reduction and all later moves in float32."""
     moves: list[Move] = []
     for move in path:
@@ -81,12 +81,12 @@ def widened(path: Sequence[Move]) -> tuple[Move, ...]:
         dst = replace(move.dst, dtype=src.dtype)
         before = src.placement(move.axis)
         if move.reduces and before == Partial("sum"):
-            dst = accumulated(dst)
+            dst = sum_spec(dst)
         moves.append(replace(move, src=src, dst=dst))
     return tuple(moves)
 
 
-def rounded(path: Sequence[Move], dtype: torch.dtype) -> tuple[Move, ...]:
+def round_after_sum(path: Sequence[Move], dtype: torch.dtype) -> tuple[Move, ...]:
     """Return the path of a value whose parts are float32: the value becomes ``dtype`` with the move
     after which it is no longer partial."""
     moves: list[Move] = []

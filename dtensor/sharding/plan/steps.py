@@ -496,7 +496,7 @@ def norm_of(steps: Iterable[Step]) -> Norm | None:
     return next((step for step in steps if isinstance(step, Norm)), None)
 
 
-def filled(items: Sequence[T], sizes: Sequence[int]) -> list[list[T]]:
+def fill_buckets(items: Sequence[T], sizes: Sequence[int]) -> list[list[T]]:
     """Put the items in order into buckets of at most BUCKET_BYTES, larger items alone."""
     buckets: list[list[T]] = []
     size = 0

@@ -20,7 +20,12 @@ from dtensor.sharding.plan.choose.axis_problem import AxisChoice
 from dtensor.sharding.plan.dataflow import Input, Output, OutputKind
 from dtensor.sharding.plan.emit.stored_gradients import gather_updated, scatter_early
 from dtensor.sharding.plan.emit.values import Copy, Emitter, Reader
-from dtensor.sharding.plan.precision import accumulated, left_in_float32, rounded, widened
+from dtensor.sharding.plan.precision import (
+    left_in_float32,
+    reduce_in_float32,
+    round_after_sum,
+    sum_spec,
+)
 from dtensor.sharding.plan.record import PlannedInput, PlannedOutput, PlanRecord
 from dtensor.sharding.plan.request import Request
 from dtensor.sharding.plan.steps import (
@@ -29,7 +34,7 @@ from dtensor.sharding.plan.steps import (
     Redistribute,
     StepPhase,
     Update,
-    filled,
+    fill_buckets,
     over_stages,
 )
 from dtensor.sharding.plan.storage import stored_spec
@@ -168,7 +173,7 @@ class Outputs:
                 move = Move("fill", MICROBATCH_AXIS, spec, pending)
                 copy = e.move(copy, output.value, move, by)
                 name, spec = copy.name, copy.spec
-            dst = accumulated(spec.with_placements(**{MICROBATCH_AXIS: REPLICATE}))
+            dst = sum_spec(spec.with_placements(**{MICROBATCH_AXIS: REPLICATE}))
             result = e.fresh(f"{name}_total")
             stage = output.stage
             e.steps.append(
@@ -184,9 +189,9 @@ class Outputs:
         same = alike(spec, wanted)
         path = () if same else moves(spec, wanted, e.request.topology, whole=trained)
         if trained:
-            path = widened(path)
+            path = reduce_in_float32(path)
         elif output.value in e.float32_parts and name == copy.name:
-            path = rounded(path, e.request.flow.metas[output.value].dtype)
+            path = round_after_sum(path, e.request.flow.metas[output.value].dtype)
         return _PendingOutput(output, name, path, spec, of)
 
     def _advance(self, pending: list[_PendingOutput]) -> None:
@@ -202,7 +207,7 @@ class Outputs:
             else:
                 self._move(item, move)
         for items in buckets.values():
-            for group in filled(items, [item.spec.max_local_nbytes for item in items]):
+            for group in fill_buckets(items, [item.spec.max_local_nbytes for item in items]):
                 self._reduce_bucket(group)
 
     def _trains(self) -> bool:
@@ -254,7 +259,7 @@ class Outputs:
         outputs: list[PlannedOutput] = []
         for (kind, of), items in groups.items():
             if len(items) > 1 and kind == "gradient":  # mutations are new values: not summed
-                total = accumulated(items[0].spec) if self._trains() else items[0].spec
+                total = sum_spec(items[0].spec) if self._trains() else items[0].spec
                 results = tuple(e.fresh(f"{item.name}_tied") for item in items)
                 stages = tuple(item.output.stage for item in items)
                 axis = e.request.stage_axis

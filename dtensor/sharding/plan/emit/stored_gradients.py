@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from dtensor.sharding.plan.emit.values import Copy, Emitter
-from dtensor.sharding.plan.precision import widened
+from dtensor.sharding.plan.precision import reduce_in_float32
 from dtensor.sharding.plan.record import PlannedInput, PlannedOutput
-from dtensor.sharding.plan.steps import Redistribute, Step, filled
+from dtensor.sharding.plan.steps import Redistribute, Step, fill_buckets
 from dtensor.sharding.plan.storage import layer_of
 from dtensor.sharding.redistribute.moves import Move
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
@@ -65,7 +65,7 @@ def _scatter_over(
         dst = copy.spec.with_placements(**{axis: item.state.placement(axis)})
         if copy.spec.placement(axis) == Partial("sum"):
             move = Move("reduce_scatter", axis, copy.spec, dst)
-            (move,) = widened([move]) if e.request.training is not None else [move]
+            (move,) = reduce_in_float32([move]) if e.request.training is not None else [move]
             # gradients with float32 parts, as of biases, are small: all layers share a message
             in_float32 = output.value in e.float32_parts
             layer = "" if in_float32 else layer_of(item.label)
@@ -84,7 +84,7 @@ def _scatter_over(
             new_steps.setdefault(producer_index[copy.name], []).append(step)
     for members in groups.values():
         members.sort(key=lambda m: producer_index[m[1].name])
-        for bucket in filled(members, [m[2].src.max_local_nbytes for m in members]):
+        for bucket in fill_buckets(members, [m[2].src.max_local_nbytes for m in members]):
             results = tuple(e.fresh(f"{copy.name}_scattered") for _, copy, _, _ in bucket)
             first = bucket[0][1]
             step = Redistribute(
@@ -135,7 +135,7 @@ def gather_updated(
                 move = Move("all_gather", axis, item.stored, item.base)
                 groups.setdefault((stage, item.spec.dtype), []).append((item, move, stage))
     for members in groups.values():
-        for bucket in filled(members, [move.dst.max_local_nbytes for _, move, _ in members]):
+        for bucket in fill_buckets(members, [move.dst.max_local_nbytes for _, move, _ in members]):
             e.steps.append(
                 Redistribute(
                     bucket=e.fresh(f"parameters_{axis}"),

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from dtensor.sharding.plan.choose.axis_problem import AxisChoice
 from dtensor.sharding.plan.dataflow import Op
-from dtensor.sharding.plan.precision import accumulated, rounded
+from dtensor.sharding.plan.precision import round_after_sum, sum_spec
 from dtensor.sharding.plan.request import Request
 from dtensor.sharding.plan.steps import Compute, Redistribute, Step, StepPhase, Transfer, unused
 from dtensor.sharding.redistribute.moves import Move, moves, seconds
@@ -86,7 +86,7 @@ class Emitter:
             for i, v in enumerate(op.results)
         )
         if op.results[0] in self.float32_parts and self._makes_float32(op, operands):
-            results = tuple(None if s is None else accumulated(s) for s in results)
+            results = tuple(None if s is None else sum_spec(s) for s in results)
         once = all(copy.once for copy in operands) and all(
             s is None or _not_split_by_microbatch(s) for s in results
         )
@@ -130,7 +130,7 @@ class Emitter:
         if (
             not on_stage
             and producer is not None
-            and rearranges(producer, self.rules[producer.name])
+            and is_full_view(producer, self.rules[producer.name])
         ):
             # transfer the viewed value once, and repeat its views on the reader's stage
             result_names = (self.fresh(f"{value}_at{by.stage}"),)
@@ -172,7 +172,9 @@ class Emitter:
 
         best = min(copies, key=lambda c: seconds(c.spec, in_its_dtype(c), topology))
         path = moves(best.spec, in_its_dtype(best), topology)
-        return best, path if best.spec.dtype == wanted.dtype else rounded(path, wanted.dtype)
+        return best, path if best.spec.dtype == wanted.dtype else round_after_sum(
+            path, wanted.dtype
+        )
 
     def move(self, copy: Copy, value: str, move: Move, by: Reader) -> Copy:
         """Emit one move of a copy; return the new copy."""
@@ -214,7 +216,7 @@ class Emitter:
         return self.add(value, Copy(result, copy.spec, by.stage, copy.once, by.phase))
 
 
-def rearranges(op: Op, rule: Rule) -> bool:
+def is_full_view(op: Op, rule: Rule) -> bool:
     """Whether the op is a view that has all elements of its one operand."""
     if rule.kind != "view" or len(op.operands) != 1 or len(op.results) != 1:
         return False

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from dtensor.sharding.plan.cost.seconds import step_seconds, step_times
 from dtensor.sharding.plan.cost.totals import PlanTotals
 from dtensor.sharding.plan.dataflow import Dataflow, Phase
-from dtensor.sharding.plan.emit.values import rearranges
+from dtensor.sharding.plan.emit.values import is_full_view
 from dtensor.sharding.plan.record import PlanRecord
 from dtensor.sharding.plan.stages.cut_chain import Chain, Sent, SharedCost
 from dtensor.sharding.plan.steps import Accumulate, Compute, Redistribute, Step, Update, updates_of
@@ -210,7 +210,7 @@ class UnitPricing:
         """Return the value that ``name`` is a view of, through chains of views, or itself."""
         while (op := self.parts.producers.get(name)) is not None:
             rule = self.rules.get(op.copy_of or op.name)
-            if rule is None or not rearranges(op, rule):
+            if rule is None or not is_full_view(op, rule):
                 break
             name = op.operands[0]
         return name

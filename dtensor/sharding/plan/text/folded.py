@@ -21,7 +21,7 @@ from dtensor.sharding.plan.cost.totals import PlanTotals
 from dtensor.sharding.plan.record import PlanRecord
 from dtensor.sharding.plan.steps import Step
 from dtensor.sharding.plan.text.folding import Run
-from dtensor.sharding.plan.text.render import Line, count_text, line_of, members, render
+from dtensor.sharding.plan.text.render import Line, count_text, line_of, member_lines, render
 from dtensor.sharding.plan.text.view import Section, sections_of
 from dtensor.sharding.plan.text.words import flop_text, op_text, wrapped
 from dtensor.showing import WIDTH
@@ -79,7 +79,7 @@ def _layer_line(line: Line, run: Run, steps: Sequence[Step], offset: int) -> Lin
     more = line.more
     if more:
         alike = run.alike(steps, offset)
-        more = members([label for s in alike for label in s.labels])
+        more = member_lines([label for s in alike for label in s.labels])
     cost = f"{line.cost} x{run.count}" if line.cost else ""
     return replace(line, cost=cost, more=more, inner=True)
 

@@ -196,11 +196,11 @@ def _bucket_line(plan: PlanRecord, step: Redistribute) -> Line:
         f"one bucket of {size_text(size)}{cast}",
         _sent_text(plan, step, step.stage),
         step.source,
-        more=members(step.of),
+        more=member_lines(step.of),
     )
 
 
-def members(labels: Sequence[str]) -> tuple[str, ...]:
+def member_lines(labels: Sequence[str]) -> tuple[str, ...]:
     """Return the lines that list the parameters of a step."""
     return tuple(wrapped(", ".join(collapse(labels)), "      of ", WIDTH))
 
@@ -221,7 +221,7 @@ def _updates(plan: PlanRecord, stage: int) -> list[Line]:
                 "",
                 f"update {count_text(len(updates), 'parameter')} by {optimizer}",
                 f"{state} of state{masters}",
-                more=members([step.parameter for step in updates]),
+                more=member_lines([step.parameter for step in updates]),
             )
         )
     return lines
