@@ -256,5 +256,5 @@ def test_a_machine_is_lost() -> None:
     assert re.search("rank 2: (its connection broke|the process died)", machine)
     assert "Machine 10.77.0.2 (two) has ended or cannot be reached." in machine
     error, *notes = found["all lost"]
-    assert "rank 0" in error and "its state is gone with it" in notes[0]
+    assert "rank 0" in error and "its state was lost with it" in notes[0]
     assert "/tmp/kept has the last save, of step 8, 1 before this one" in notes[1]

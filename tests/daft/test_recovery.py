@@ -196,7 +196,7 @@ def test_a_run_that_ends_each_process(ray_session: None) -> None:
         handle = cluster.load(made)
         with pytest.raises(ActorLost, match=r"net.py:8") as caught:
             cluster.run(handle, fed(1.0)).get()
-        assert "was begun" in "".join(caught.value.__notes__)
+        assert "was started" in "".join(caught.value.__notes__)
 
 
 @pytest.mark.parametrize(("size", "every"), [(1, 1), (2, 3)])

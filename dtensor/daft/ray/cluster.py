@@ -183,8 +183,8 @@ class RayCluster(HostedCluster):
         self._check()
         if self.device.type == "cuda":
             raise ProgramError(
-                "Ranks that join while a launch runs are on CPUs: on GPUs NCCL's groups are those "
-                "of the beginning.\n  Fix: launch with as many ranks as are ever wanted."
+                "Ranks can join a running launch only on CPUs: on GPUs, NCCL's groups are fixed "
+                "when the launch starts.\n  Fix: launch with as many ranks as will be needed."
             )
         per_host = len(self.hosts[0])
         firsts = range(self.size, size, per_host)
@@ -222,7 +222,7 @@ class RayCluster(HostedCluster):
             started = self.channel.all_over(replies, 0.25)
             gone = [p for p in processes if p.gone or p.ended() is not None]
             if gone or any(reply.failed for reply in replies) or time.monotonic() > end:
-                reason = "a process that was to join did not start; all is as it was before."
+                reason = "a new process did not start; the launch is unchanged."
                 raise ActorLost(Failure(rank=None, reason=reason))
         for process in processes:
             process.answered = True

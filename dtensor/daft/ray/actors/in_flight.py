@@ -231,8 +231,8 @@ class InFlight:
         calls = sum(map(len, self._calls.values()))
         warnings.warn(
             f"The controller waits before it calls {', '.join(titles)}: {calls} calls are "
-            f"in flight, whose values come to {self._bytes / 2**20:.0f} MiB, of at most "
-            f"{MAX_BYTES >> 20}. It continues as they end.",
+            f"in flight, and their values have {self._bytes / 2**20:.0f} MiB (limit: "
+            f"{MAX_BYTES >> 20} MiB). It continues when some of the calls have ended.",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -368,7 +368,9 @@ class RunChannel:
             ):
                 reply = connection.expected[0]
                 if reply.number != message.number:
-                    raise RuntimeError(f"call {message.number} came back before {reply.number}")
+                    raise RuntimeError(
+                        f"call {message.number} was answered before call {reply.number}"
+                    )
                 reply.message = message
                 if message.kind == UNREAD:
                     connection.unread.append(reply)

@@ -235,7 +235,9 @@ class Recovery:
         if not lost_hosts:  # a connection broke between hosts that are alive
             lost.failures.append(error.failure)
         if self._restarts > self._max_restarts:
-            error.add_note(f"it was not replaced: {self._max_restarts} were (max_restarts)")
+            error.add_note(
+                f"it was not replaced: {self._max_restarts} were replaced before (max_restarts)"
+            )
             raise error
         old_ranks = [membership.hosts[host] for host in lost_hosts]
         places = self._places(lost_hosts)
@@ -399,7 +401,7 @@ class Recovery:
         for rank, name in self._launch.loaded.replayable(self._launch.membership.hosts[host]):
             reason = (
                 f"{name!r} was lost with the process of this rank, which was replaced: values that "
-                f"are written over in place, as those of caches, are in no snapshot.\n"
+                f"are overwritten in place, such as caches, are in no snapshot.\n"
                 f"  fix: launch again and load a saved state, for example by dt.load_state_dict"
             )
             failure = Failure(rank=rank, known_as=error.failure.known_as, reason=reason)
@@ -423,7 +425,7 @@ class Recovery:
         if any(last < base for last, base in zip(ended, self._changes.base, strict=True)):
             kept = any(keeper is not None for keeper in self._copies.values())
             copies = ", as is the copy on another machine" if kept else ""
-            error.add_note(f"it was not replaced: its state is gone with it{copies}")
+            error.add_note(f"it was not replaced: its state was lost with it{copies}")
             raise error
         first, times = min(runs, default=-1), 1
         if first >= 0 and first == self._stuck[0]:
@@ -431,7 +433,8 @@ class Recovery:
         self._stuck = first, times
         if times > MAX_LOSSES_IN_RUN:
             error.add_note(
-                f"it was not replaced: run {first} was begun {times} times, and lost each time"
+                f"it was not replaced: run {first} was started {times} times, and each time a host "
+                f"was lost"
             )
             raise error
 
