@@ -166,7 +166,7 @@ def _request(captured: CapturedCall, stages: StagePlan) -> Request:
 def _stages(captured: CapturedCall) -> StagePlan:
     """Return the stages of the models. "auto" chooses them by a plan without stages."""
     models, options = captured.models, captured.options
-    if not models:
+    if not models.parts:
         return stages_of_arguments(NO_STAGES, list(captured.specs.values()), captured.mesh)
     stages = _common_stages(models)
     if not stages.waiting:
@@ -351,6 +351,6 @@ def _recomputed(models: Models, options: Options, flow: Dataflow) -> frozenset[s
     """Return the modules whose forward runs again in the backward."""
     stated = (f"{prefix}{glob}" for prefix, m in models.parts.items() for glob in m.recompute)
     globs = options.recompute or tuple(stated)
-    if not models or not globs or all(op.phase == "forward" for op in flow.ops):
+    if not models.parts or not globs or all(op.phase == "forward" for op in flow.ops):
         return frozenset()
     return recomputed_modules(globs, models.module, flow)

@@ -132,8 +132,9 @@ class _PlannedStep:
             grid = grid_of(options.schedule, other)
             other.claim_homes(grid.home())
             call = _call_with(last.call, step.model, other)
-            same = last.arrangement == last.models.arrangement
-            graph, stated = last.graph if same else None, step.plan_options(options, grid)
+            graph = last.graph if last.arrangement == last.models.arrangement else None
+            stated = step.plan_options(options, grid, step._groups())
+            call.look()
             planned = plan_call(call, other.mesh, "loss", stated, last.plan.name, graph)
         except PlanningError as error:
             error.add_note(

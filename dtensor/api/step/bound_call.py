@@ -159,8 +159,7 @@ class BoundCall:
         graph: Graph | None = None,
     ) -> CapturedCall:
         """Capture the call unless ``graph`` is its graph, and return the graph with all that is
-        stated about the call. Raises PlanningError."""
-        self.look()
+        stated about the call. Raises PlanningError. The caller has called `look`."""
         models = self.models(mesh)
         graph = graph or self.graph(grads)
         act()  # on signals that came during the capture

@@ -94,6 +94,8 @@ class Lengths:
     def graph(self, call: Call, key: Any) -> Graph | None:
         """Return the graph of the call from an export, or None if the call must be captured.
         ``key``: the key of the call's plan in `PlanCache`."""
+        if not self._programs:
+            return None
         program = self._programs.get(_without_sizes(call, key))
         if program is None:
             return None

@@ -1,6 +1,7 @@
 """Plan a call: capture it, resolve what the user stated about it, and run the planner.
 
     call = BoundCall.of(loss_fn, (model, tokens, targets), {})
+    call.look()             # records the present submodules and parameters of the models
     planned = plan_call(call, mesh, "loss", Options(), "loss_fn")
     planned.plan            # sharding.Plan
     planned.arguments       # {"tokens": 1, "targets": 2}: plan input -> index of the call's leaf
@@ -99,7 +100,7 @@ def plan_call(
     graph: Graph | None = None,
 ) -> Planned:
     """Plan the call under ``name``; capture it first unless ``graph`` is its graph. Raises
-    PlanningError."""
+    PlanningError. The caller has called ``call.look()``."""
     with CALL_LOCK, collector_paused(), as_set():
         captured = call.capture(mesh, grads, options, name, graph)
         request, stages = request_of(captured)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -221,7 +221,7 @@ class TrainStep:
 
         def make(cached_graph: Graph | None) -> Planned:
             _refuse_gradients_of_arguments(call)
-            options = self.plan_options(self.options, self.grid)
+            options = self.plan_options(self.options, self.grid, groups)
             mesh, name = self.model.mesh, self._name
             planned = plan_call(call, mesh, "loss", options, name, graph or cached_graph)
             redistributions = (s for s in planned.plan.steps if isinstance(s, Redistribute))
@@ -239,15 +239,18 @@ class TrainStep:
             return self.plans.get_for_graph(call.graph("loss", each_call=True), others, make)
         return self.plans.get(call, groups, make, captures=graph is None)
 
-    def plan_options(self, stated: StepOptions, grid: Grid) -> Options:
-        """Return the options of planning, completed by the schedule and the optimizer."""
+    def plan_options(
+        self, stated: StepOptions, grid: Grid, groups: Sequence[Sequence[str]]
+    ) -> Options:
+        """Return the options of planning, completed by the schedule and the optimizer. ``groups``:
+        the names of the parameters of each group of the optimizer."""
         return replace(
             stated.planning,
             num_microbatches=stated.schedule.microbatches,
             timetable=GridTimetable(grid),
             training=Training(
                 optimizer=rule_of(self.optimizer).name,
-                trained=frozenset(itertools.chain.from_iterable(self._groups())),
+                trained=frozenset(itertools.chain.from_iterable(groups)),
                 state_tensors=state_tensors(self.optimizer),
                 clip_grad_norm=stated.clip_grad_norm,
                 master_weights=stated.master_weights,
