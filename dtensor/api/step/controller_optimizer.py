@@ -65,7 +65,8 @@ def refuse_early_hooks(optimizer: torch.optim.Optimizer) -> None:
 def step_without_gradients(optimizer: torch.optim.Optimizer) -> None:
     """Step the optimizer without gradients, so that schedulers (which replace its `step`) and hooks
     notice the step. No parameter changes."""
-    if known_rule(optimizer) is not None:
+    rule = known_rule(optimizer)
+    if rule is not None and rule.report is not None:  # of the user's own class
         _notify_observers(optimizer)
         return
     if "step" not in vars(optimizer) and not _has_hooks(optimizer):
