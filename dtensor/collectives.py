@@ -55,7 +55,8 @@ class CollectiveKind:
 
     def got(self, inputs: Sequence[T], outputs: Sequence[T], at: int, of: int) -> Sequence[T]:
         """Return the buffers of member ``at`` for the pieces that it receives from member ``of``.
-        In a reduction the buffers are its own inputs, with which the pieces are folded."""
+        ``inputs``, ``outputs``: the buffers of member ``at``. In a reduction the result is part of
+        its inputs, with which the pieces are folded."""
         if self.reduces:
             return self.given(inputs, at)
         if self.rooted:

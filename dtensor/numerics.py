@@ -198,7 +198,7 @@ def _parts_of_sum(x: Tensor, num: int, generator: torch.Generator) -> list[Tenso
 
 def _parts_of_extreme(sign: int, x: Tensor, num: int, generator: torch.Generator) -> list[Tensor]:
     """Return parts whose maximum (``sign`` -1) or minimum (``sign`` 1) is ``x``. A random part has
-    the value of each element."""
+    the value of each element; the others have smaller (larger) values."""
     owner = torch.randint(0, num, x.shape, generator=generator)
     others = (x + sign * _noise(x, generator).abs() for _ in range(num))
     return [torch.where(owner == i, x, other) for i, other in enumerate(others)]
@@ -221,7 +221,8 @@ def _softmax_identity(x: Tensor) -> Tensor:
 
 
 def _parts_of_softmax(x: Tensor, num: int, generator: torch.Generator) -> list[Tensor]:
-    """Return parts with random shares of the sums. A random part has the maximum of x."""
+    """Return parts with random shares of the sums. In each row, a random part has the maximum of x,
+    and the others have smaller maxima."""
     top, total, picked = x.unbind(-1)
     owner = torch.randint(0, num, top.shape, generator=generator)
     shares = torch.rand((num, *top.shape), dtype=x.dtype, generator=generator) + 0.1

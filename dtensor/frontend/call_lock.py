@@ -156,6 +156,8 @@ class PerThread(dict[str, Any]):
 
 
 def _reading_method(name: str) -> Callable[..., Any]:
+    """Return the method of `PerThread` that calls a method of the current dict."""
+
     def read(self: PerThread, *args: Any) -> Any:
         return getattr(self.current, name)(*args)
 
@@ -163,6 +165,8 @@ def _reading_method(name: str) -> Callable[..., Any]:
 
 
 def _writing_method(name: str) -> Callable[..., Any]:
+    """Return such a method which also copies changes of the plain dict to this object, for C."""
+
     def write(self: PerThread, *args: Any, **kwargs: Any) -> Any:
         current = self.current
         try:

@@ -61,6 +61,8 @@ def staged(
 
 @dataclass(slots=True)
 class _Stager:
+    """The state of one assignment: the arguments of `staged`, and the places found so far."""
+
     flow: Dataflow
     stages: Stages
     homes: Stages
@@ -72,6 +74,7 @@ class _Stager:
     stages_of_module: dict[str, set[int]] = field(default_factory=dict)  # by path; a cache
 
     def assign(self) -> Dataflow:
+        """Place the inputs, then all ops in order, and repeat floating ops where they are used."""
         for item in self.flow.inputs:
             self.places[item.name] = self._input_place(item)
         for op in self.flow.ops:
@@ -93,6 +96,7 @@ class _Stager:
         return _Place(None, None, self.at.get(item.name))
 
     def _op_place(self, op: Op) -> _Place:
+        """Return the place of an op: floating, or on a stage as the module docstring says."""
         operands = [self.places[name] for name in op.operands]
         fixed = [p.stage for p in operands if p.stage is not None]
         of_parameters = [p.allowed for p in operands if p.stage is None and p.allowed is not None]

@@ -177,6 +177,7 @@ def _statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, int]:
 def _normalised(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor
 ) -> Tensor:
+    """Return the output of batch norm, given the statistics of each channel."""
     scale = invstd if weight is None else invstd * weight
     shift = torch.zeros_like(mean) if bias is None else bias
     return torch.ops.dt.bn_apply(x, mean, scale, shift)
@@ -192,18 +193,20 @@ def _batch_norm(
     momentum: float,
     eps: float,
 ) -> tuple[Tensor, ...] | None:
+    """Return y, mean, 1 / standard deviation and the new running statistics; None in evaluation,
+    which has no statistics over the batch."""
     if not training:
         return None
     mean, var, invstd, count = _statistics(x, eps)
     y = _normalised(x, weight, bias, mean, invstd)
     unbiased = var * (count / max(count - 1, 1))
-    old = 1 - momentum
+    decay = 1 - momentum
     return (
         y,
         mean,
         invstd,
-        (running_mean * old + mean * momentum).to(running_mean.dtype),
-        (running_var * old + unbiased * momentum).to(running_var.dtype),
+        (running_mean * decay + mean * momentum).to(running_mean.dtype),
+        (running_var * decay + unbiased * momentum).to(running_var.dtype),
     )
 
 

@@ -243,22 +243,19 @@ def _is_dtensors(code: CodeType) -> bool:
 def _with_callees(
     codes: list[CodeType], calls: Mapping[CodeType, Sequence[CodeType | str]]
 ) -> list[CodeType]:
-    """Return ``codes`` and the code that they call, directly or not, if it may store to the user's
-    objects."""
+    """Return ``codes`` and all code that they call, directly or not. Leave out code that cannot
+    store to the user's objects, and its callees."""
     reached, pending = dict.fromkeys(codes), list(codes)
     while pending:
         for callee in calls.get(pending.pop(), ()):
-            if (
-                isinstance(callee, CodeType)
-                and callee not in reached
-                and _may_store_to_users_objects(callee)
-            ):
+            if isinstance(callee, CodeType) and callee not in reached and _may_store(callee):
                 reached[callee] = None
                 pending.append(callee)
     return list(reached)
 
 
-def _may_store_to_users_objects(code: CodeType) -> bool:
+def _may_store(code: CodeType) -> bool:
+    """Return whether code may store to the user's objects."""
     if _is_torchs(code) or _is_dtensors(code):
         return False
     if is_followed(code):
@@ -327,12 +324,8 @@ def _may_be_container(operand: dis.Instruction) -> bool:
     return operand.opname not in ("LOAD_CONST", "BINARY_OP", "COMPARE_OP", "CONTAINS_OP", "IS_OP")
 
 
-def _loads_created(instruction: dis.Instruction | None, created: set[str]) -> bool:
-    return (
-        instruction is not None
-        and instruction.opname == "LOAD_FAST"
-        and instruction.argval in created
-    )
+def _loads_created(load: dis.Instruction | None, created: set[str]) -> bool:
+    return load is not None and load.opname == "LOAD_FAST" and load.argval in created
 
 
 def _created_containers(code: CodeType, instructions: Instructions) -> set[str]:

@@ -299,6 +299,7 @@ def _class_of_view(space: Any) -> type:
 
 
 def _current(holder: Any, key: Any) -> Any:
+    """Return the present value of an item, or the present contents of a holder."""
     match holder:
         case CellType():
             return _content(holder)
@@ -327,7 +328,8 @@ def _content(cell: CellType) -> Any:
 
 
 def _is_same_value(a: Any, b: Any) -> bool:
-    """Return whether two values are one object, or equal values of a class in `PLAIN`."""
+    """Return whether two values are one object, or equal values of a class in `PLAIN`. A
+    `PerThread` dict is the same as its plain dict."""
     if a is b or (isinstance(b, PerThread) and b.plain is a):
         return True
     if isinstance(a, _Bits):
@@ -352,6 +354,7 @@ def _has_tensor(value: Any, depth: int) -> bool:
 
 
 def _text(value: Any) -> str:
+    """Return a value as text for a message, of at most 60 characters."""
     if _has_tensor(value, 4):
         return f"{type(value).__name__} with tensors"
     text = repr(value.state if isinstance(value, _Bits) else value)
@@ -407,9 +410,8 @@ def _variable_state(value: Any) -> object:
 
 
 def _iterator_state(iterator: Any) -> object:
-    """Return the parts that the iterator would be pickled as, and the number of items left, which
-    together change with each item drawn. Return `_UNKNOWN` if it cannot be pickled or calls a
-    function."""
+    """Return the number of items left and the parts with which the iterator would be pickled: they
+    change with each item drawn. Return `_UNKNOWN` if it cannot be pickled or calls a function."""
     if isinstance(iterator, _CALLABLE_ITERATOR):
         return _UNKNOWN
     try:
@@ -443,6 +445,7 @@ class _Bits:
 
 
 def _bytes(state: Any) -> bytes:
+    """Return a state as bytes, which differ if and only if the states do."""
     match state:
         case torch.Tensor():
             return _bytes(state.numpy())

@@ -193,6 +193,7 @@ class _Walker:
         self._pending: list[tuple[str, Any]] = []  # a stack of (path, object)
 
     def run(self, roots: Roots) -> None:
+        """Visit all objects that can be reached from ``roots``."""
         self._pending += reversed(roots)
         while self._pending and not (self.before_run and len(self._visits) >= MAX_OBJECTS):
             path, value = self._pending.pop()
@@ -236,6 +237,7 @@ class _Walker:
             self._entry(space, name, f"{path}.{name}")
 
     def _visit(self, path: str, value: Any) -> None:
+        """Record an object, and push its parts."""
         kind, state = type(value), self.state
         if isinstance(value, PLAIN):
             self.fingerprint.add(
@@ -336,6 +338,7 @@ class _Walker:
     # -- code --------------------------------------------------------------------------------------
 
     def _function(self, path: str, function: FunctionType) -> None:
+        """Record a function: by its parts if its code is followed, else by identity."""
         code, foreign = function.__code__, is_foreign(function.__module__)
         runs = is_users(code) if self.before_run else id(code) in self.executed
         is_generated = code.co_filename.startswith("<") and foreign
@@ -430,6 +433,7 @@ class _Walker:
         self._attributes(path, value)
 
     def _class(self, path: str, cls: type) -> None:
+        """Record a class by identity, and the entries of its bases that followed code reads."""
         self.fingerprint.add(path, "class", id(cls))
         if not is_foreign(module_of(type(cls))):
             self._push(path, type(cls))
@@ -447,6 +451,7 @@ class _Walker:
                     self._entry(space, name, f"{prefix}.{name}")
 
     def _reads_class_entry(self, name: str, entry: Any) -> bool:
+        """Return whether followed code may read an entry of a user's class."""
         if name in self.names.names and name not in _CLASS_ATTRIBUTES:
             return True
         match entry:
@@ -465,6 +470,7 @@ class _Walker:
     # -- Python modules ----------------------------------------------------------------------------
 
     def _python_module(self, path: str, module: ModuleType) -> None:
+        """Record the entries of a Python module that followed code mentions."""
         self.fingerprint.add(path, "python module", module.__name__)
         space, prefix = vars(module), module.__name__
         names = sorted(self.names.names & space.keys())
@@ -505,6 +511,7 @@ class _Walker:
     # -- torch modules and tensors -----------------------------------------------------------------
 
     def _torch_module(self, path: str, module: nn.Module) -> None:
+        """Record the attributes, parameters, buffers, submodules and hooks of an nn.Module."""
         check_module(path, module)
         state, space = self.state, vars(module)
         prefix = f"{path}." if path else ""
@@ -627,6 +634,7 @@ class _Walker:
     # -- objects -----------------------------------------------------------------------------------
 
     def _enum(self, path: str, member: enum.Enum) -> None:
+        """Record a member of an enum by its name, value and attributes."""
         self.fingerprint.add(path, type(member), member.name)
         space = raw_attributes(member)
         self._entry(space, "_value_", path)
@@ -674,6 +682,7 @@ class _Walker:
     def _parts_of_object(
         self, path: str, value: Any, getter: Callable[[Any], object] | None
     ) -> None:
+        """Record an object by its class, items and attributes, and by the result of ``getter``."""
         kind, state, space = type(value), self.state, raw_attributes(value)
         foreign = is_foreign(module_of(kind))
         if getter is not None:
@@ -704,6 +713,7 @@ class _Walker:
         self._slots(path, value)
 
     def _slots(self, path: str, value: Any) -> None:
+        """Record the attributes that are stored in `__slots__`."""
         for base in type(value).__mro__:
             slots = vars(base).get("__slots__", ())
             for name in (slots,) if isinstance(slots, str) else slots:

@@ -179,6 +179,7 @@ class _Maker:
             self.tensor(view).copy_(result)
 
     def argument(self, value: Any) -> Any:
+        """Return the value of an argument of a step on this rank."""
         match value:
             case StorageView():
                 return self.tensor(value)
