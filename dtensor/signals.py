@@ -241,7 +241,7 @@ class Lock:
             self.turn += 1
 
     def _wait(self, me: int) -> None:
-        """Wait for the lock, and handle signals meanwhile. Raises `CutOff` in a handler of `act`."""
+        """Wait for the lock and handle signals. Raises `CutOff` in a handler that `act` calls."""
         global _was_cut_off
         try:
             if _acting and me == _main:

@@ -55,7 +55,7 @@ def started(thread: threading.Thread) -> None:
     _started.add(thread)
 
 
-def has_started() -> bool:
+def has_started_threads() -> bool:
     """Return whether the program that is captured has started threads."""
     return bool(_started)
 

@@ -1,6 +1,6 @@
 """Assign a stage to each op of a Dataflow, given the stages that hold the parameters.
 
-    staged(flow, {"embed.weight": (0,), "head.weight": (1,)}, num_stages=2)
+    assign_stages(flow, {"embed.weight": (0,), "head.weight": (1,)}, num_stages=2)
 
 A forward op runs on a stage that holds its parameters and is not earlier than its inputs' stages;
 without parameters, on the latest of its inputs' stages, or on a later stage that holds its module's
@@ -38,7 +38,7 @@ class _Place:
     home: int | None = None
 
 
-def staged(
+def assign_stages(
     flow: Dataflow,
     stages: Stages,
     num_stages: int,
@@ -61,7 +61,7 @@ def staged(
 
 @dataclass(slots=True)
 class _Stager:
-    """The state of one assignment: the arguments of `staged`, and the places found so far."""
+    """The state of one assignment: its arguments, and the places so far."""
 
     flow: Dataflow
     stages: Stages

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 import torch.fx
 
-from dtensor.frontend.dataflow.assign_stages import Stages, staged
+from dtensor.frontend.dataflow.assign_stages import Stages, assign_stages
 from dtensor.frontend.dataflow.composites import COMPOSITES, OVER_BATCH, expansion
 from dtensor.frontend.graph import (
     Arg,
@@ -39,12 +39,12 @@ def dataflow(
     homes: Stages | None = None,
     at: Mapping[str, int] | None = None,
 ) -> Dataflow:
-    """Return the Dataflow of ``graph``. `assign_stages.staged` documents the other arguments.
+    """Return the Dataflow of ``graph``. `assign_stages` documents the other arguments.
 
     Raises PlanningError if an op needs a parameter of an earlier stage than the op's inputs.
     """
     flow = _ops(graph)
-    return flow if num_stages == 1 else staged(flow, stages or {}, num_stages, homes, at)
+    return flow if num_stages == 1 else assign_stages(flow, stages or {}, num_stages, homes, at)
 
 
 def _ops(graph: Graph) -> Dataflow:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from dtensor.frontend.dataflow.assign_stages import staged
+from dtensor.frontend.dataflow.assign_stages import assign_stages
 from dtensor.sharding.plan.dataflow import Dataflow, Op
 
 
@@ -77,7 +77,7 @@ def units_of(
         if len(units) < 2:
             return unstaged
         by_name = unstaged.of_name()
-        staged_flow = staged(flow, unstaged.of_label(), len(units), by_name)
+        staged_flow = assign_stages(flow, unstaged.of_label(), len(units), by_name)
         stage_of = {op.name: op.stage for op in staged_flow.ops}
         moved = {name for name, unit in unit_of_anchor.items() if stage_of[name] != unit}
         if not moved:

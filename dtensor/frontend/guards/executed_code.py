@@ -131,7 +131,7 @@ class CodeRecorder:
             if isinstance(entry.code, CodeType)
         }
 
-    def without_caller(self) -> set[str]:
+    def c_functions_without_caller(self) -> set[str]:
         """Return the functions in C, as the profiler's texts, of which a call has no caller."""
         if self._profile is None:
             return set()

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dtensor.frontend.call_lock import has_started
+from dtensor.frontend.call_lock import has_started_threads
 from dtensor.frontend.guards.code_names import is_followed
 from dtensor.frontend.guards.executed_code import CodeRecorder
 from dtensor.frontend.guards.reached_state import METHOD_OWNER
@@ -85,7 +85,7 @@ class ProgramWrites:
 
     def __init__(self, recorder: CodeRecorder, *, alone: bool) -> None:
         self._recorder = recorder
-        calls = None if alone or has_started() else recorder.calls()
+        calls = None if alone or has_started_threads() else recorder.calls()
         # None: every change is the program's, as there is no other thread, or no record.
         self._codes = None if calls is None else [c for c in calls if not _is_dtensors(c)]
         self._storing_codes: list[CodeType] = []  # code that may store to the user's objects
@@ -95,7 +95,7 @@ class ProgramWrites:
             self._storing_codes = _with_callees(followed, calls)
             called = (call for code in self._storing_codes for call in calls.get(code, ()))
             self._called = {call for call in called if isinstance(call, str)}
-            self._called |= recorder.without_caller()
+            self._called |= recorder.c_functions_without_caller()
             every = (call for calls_of in calls.values() for call in calls_of)
             self._seeded = any("torch._C.Generator" in call for call in every if type(call) is str)
 
@@ -104,7 +104,7 @@ class ProgramWrites:
         if self._codes is None or _holds_fakes(change.after, 4):
             return True
         in_function = METHOD_OWNER in change.path or _PARTIAL_ARGUMENT.search(change.path)
-        if in_function and self.names(_PARTIAL_ARGUMENT.split(change.path)[0]):
+        if in_function and self.mentions_path(_PARTIAL_ARGUMENT.split(change.path)[0]):
             return True  # by a bound method or a partial, whose function no code mentions
         all_stores = [_stores(code) for code in self._codes]
         if isinstance(change.holder, CellType):
@@ -132,7 +132,7 @@ class ProgramWrites:
             )
         )
 
-    def drew(self, path: str, generator: Any) -> bool:
+    def may_have_drawn(self, path: str, generator: Any) -> bool:
         """Return whether the program may have drawn from a random generator or an iterator."""
         if self._codes is None:
             return True
@@ -162,7 +162,7 @@ class ProgramWrites:
             case _:
                 return True
 
-    def names(self, path: str) -> bool:
+    def mentions_path(self, path: str) -> bool:
         """Return whether code that ran contains the last name of the path of an iterator."""
         executed = self._recorder.codes()
         last_name = re.findall(r"[^\W\d]\w*", path.partition(" (")[0])[-1:]

@@ -166,8 +166,8 @@ class StateBefore:
         return [
             (path, generator, state)
             for (path, generator), state in pairs
-            if (writes.names(path) if state is _UNKNOWN else _state(generator) != state)
-            and writes.drew(path, generator)
+            if (writes.mentions_path(path) if state is _UNKNOWN else _state(generator) != state)
+            and writes.may_have_drawn(path, generator)
         ]
 
     def forget_cached(self, writes: ProgramWrites) -> None:
