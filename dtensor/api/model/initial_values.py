@@ -47,7 +47,7 @@ class InitialValues:
 
     recipes: recorded initialisations. loaded: values of a state dict. on_disk: values in a
     checkpoint. holders: the home of a value that was put on ranks. remedy: the fix in the error for
-    a value without a source, or None for the usual one.
+    a value without a source, or None for the usual fix.
     """
 
     def __init__(self, module: nn.Module, init: Init | None, seen: SeenModule) -> None:
@@ -106,7 +106,7 @@ class InitialValues:
         self.on_disk.update(stored)
 
     def forget(self, labels: Iterable[str]) -> None:
-        """Drop their values, except recipes, because new ones are about to be set."""
+        """Drop their values, except recipes, because new values are about to be set."""
         for label in labels:
             for values in (self.holders, self.loaded, self.on_disk):
                 values.pop(label, None)

@@ -100,8 +100,8 @@ class ParallelModule(AsModule):
     @property
     def stages(self) -> dict[str, list[list[str]] | Auto]:
         """The axis and the patterns of each stage, as in the argument of `parallelize`; {} without
-        stages. With "auto", the patterns are known once a program has run; `plan.stages` has those
-        of a plan."""
+        stages. With "auto", the patterns are known once a program has run; `plan.stages` has the
+        patterns of a plan."""
         return self.stage_plan.stated()
 
     def look(self) -> None:
@@ -159,7 +159,7 @@ class ParallelModule(AsModule):
         stages: StagePlan,
     ) -> None:
         """Fix the choices of a program that runs, for all later programs: the stages, and the
-        placements of parameters without stated ones (``chosen``, by label)."""
+        placements of parameters without stated placements (``chosen``, by label)."""
         if self.stage_plan.waiting:
             self.stage_plan = stages
         self.stage_plan = replace(self.stage_plan, ranks=stage_ranks)
@@ -174,7 +174,7 @@ class ParallelModule(AsModule):
         stage_ranks: tuple[int, ...],
         stages: StagePlan,
     ) -> bool:
-        """Return whether a plan's choices agree with the fixed ones: see `settle`."""
+        """Return whether a plan's choices agree with the fixed choices: see `settle`."""
         if not self.settled:
             return True
         same_stages = self.stage_plan.patterns == stages.patterns
@@ -236,14 +236,14 @@ class ParallelModule(AsModule):
 
 @dataclass(frozen=True, slots=True)
 class _Statements:
-    """The stated placements and the stages of parameters and buffers, by label, including those
+    """The stated placements and the stages of parameters and buffers, by label, including tensors
     that were removed from the module."""
 
     placements: Mapping[str, ParameterPlacement]
     stages: Mapping[str, tuple[int, ...]]
 
     def updated(self, model: ParallelModule) -> _Statements:
-        """Return these statements with the present ones of ``model`` added."""
+        """Return these statements, updated by the present statements of ``model``."""
         labels, held = model.seen.labels, model.stage_plan.held
         placements = {labels[stated.name]: stated for stated in model.placements}
         stages = {labels[name]: numbers for name, numbers in held.items() if name in labels}
@@ -348,7 +348,7 @@ def not_the_models(parameter: torch.Tensor) -> PlanningError:
 
 
 def chosen_by(plan: Plan) -> dict[str, dict[str, Placement]]:
-    """Return the placements of each parameter and buffer on all axes except that of the stages."""
+    """Return the placements of each parameter and buffer on all axes except the stages'."""
     placements: dict[str, dict[str, Placement]] = {}
     for item in plan.inputs:
         if item.kind in ("parameter", "buffer"):

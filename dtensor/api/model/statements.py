@@ -319,7 +319,7 @@ def _training(options: Options, graph: Graph) -> Training | None:
 
 def _zero(models: Models) -> tuple[str, int] | None:
     """Return the common ``zero=`` as (axis, level), or None. Raises PlanningError if two models
-    state different ones."""
+    state different values."""
     stated = {model.zero for model in models.parts.values() if model.zero is not None}
     if len(stated) > 1:
         texts = " and ".join(f"zero={{{axis!r}: {level}}}" for axis, level in sorted(stated))

@@ -6,7 +6,7 @@
 
 A Mapping class that pytrees do not know is registered with them, once per process, if an instance
 can be made from a dict. No leaf may contain tensors: they would be constants of the program, and
-later calls would ignore new ones. Such a leaf raises PlanningError.
+later calls would ignore their new values. Such an argument raises PlanningError.
 """
 
 from __future__ import annotations

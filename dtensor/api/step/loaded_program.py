@@ -6,7 +6,7 @@
 Each rank gets its shards of tensor arguments. Of DTensor arguments it gets the names, because the
 shards are on the ranks; so are parameters, buffers and constants. A session keeps the programs of
 the plans that each live owner used last. When one more is loaded, the other programs are unloaded,
-except those with a run in flight.
+except programs with a run in flight.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class LoadedProgram(ClusterProgram):
         )
 
     def put_constants(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Put values of constants (label -> tensor) on the ranks, replacing earlier ones."""
+        """Put values of constants (label -> tensor) on the ranks, replacing earlier values."""
         plan, store = self.planned.plan, self.session.launch.store
         values: dict[str, tuple[torch.Tensor, StoredTensor]] = {}
         for item in plan.inputs:

@@ -47,10 +47,10 @@ from dtensor.signals import as_set
 class Planned:
     """A plan, and the operands that it was made from.
 
-    arguments: plan input -> index of the leaf that feeds it. stages: with "auto", the chosen ones.
-    grid: the schedule's. returned: index of a result -> index of the leaf that it is; such a result
-    needs no output, because the program writes the leaf in place. call: the call without data.
-    switches, arrangement: the models' when the plan was made.
+    arguments: plan input -> index of the leaf that feeds it. stages: with "auto", the chosen
+    stages. grid: the schedule's. returned: index of a result -> index of the leaf that it is; such
+    a result needs no output, because the program writes the leaf in place. call: the call without
+    data. switches, arrangement: the models' when the plan was made.
     """
 
     plan: Plan

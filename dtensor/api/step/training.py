@@ -178,8 +178,8 @@ class TrainStep:
         plans once more for each pattern.
 
         ``device``: the type that the program sees as ``x.device``, and so the list of ops that
-        ``torch.autocast(x.device.type)`` uses. The default is that of the running launch, or "cpu".
-        If ``loss_fn`` has a parameter named ``device``, it gets the value instead.
+        ``torch.autocast(x.device.type)`` uses. The default is the running launch's, or "cpu". If
+        ``loss_fn`` has a parameter named ``device``, it gets the value instead.
         """
         device, kwargs = stated_device(self.loss_fn, device, kwargs)
         with planning_for(device), CALL_LOCK:

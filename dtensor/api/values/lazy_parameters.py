@@ -281,8 +281,8 @@ Entries = dict[Tensor, dict[str, Any]]
 class LazyOptimizerState(MutableMapping[Tensor, dict[str, Any]]):
     """torch's ``optimizer.state`` (parameter -> its entries) while the ranks or files have it.
 
-    entries: those on the controller. stale: newer entries are on the ranks, or in the files of
-    ``on_disk``. touched: the user has read the state, and may have changed it. gone: why the
+    entries: the entries on the controller. stale: newer entries are on the ranks, or in the files
+    of ``on_disk``. touched: the user has read the state, and may have changed it. gone: why the
     entries are permanently lost, or "".
     """
 

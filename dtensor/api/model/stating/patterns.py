@@ -3,8 +3,8 @@
     names = names_of(model)                    # canonical name, other names, meta, kind
     matches("blocks.{0..3}.*.weight", "blocks.2.mlp.up.weight")      # True
 
-Globs are those of fnmatch (``*`` crosses dots, ``?``, ``[0-1]``) with braces as in bash: ``{a,b}``
-and the range ``{0..11}``; other braces are literal. A full name matches only itself, even if it
+Globs follow fnmatch (``*`` crosses dots, ``?``, ``[0-1]``) with braces as in bash: ``{a,b}`` and
+the range ``{0..11}``; other braces are literal. A full name matches only itself, even if it
 contains special characters; in a glob, a literal bracket is ``[[]``. A glob matches a tied tensor
 if it matches any of its names. The canonical name of a tied tensor is its first.
 """

@@ -3,8 +3,8 @@
     globs = checked_recompute(["blocks.*"], model)  # ("blocks.*",)
     recomputed_modules(globs, model, flow)          # frozenset({"blocks.0", "blocks.0.attn", ...})
 
-A glob matches a module if it matches any of its names. If nested modules match, the outermost one
-that is called is recomputed as one region. A container that is never called (nn.ModuleList) is not.
+A glob matches a module if it matches any of its names. If nested modules match, the outermost
+called module is recomputed as one region. A container that is never called (nn.ModuleList) is not.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     resolve_placements_again(module, mesh, patterns, {"inner.0.weight": ParameterPlacement(...)})
     resolve_stages_again(module, plan, {"inner.0.weight": (0,)}, unchanged={"down.weight"})
 
-Names are the present ones. A tensor that was in the module before keeps its placement and stages. A
-new tensor is resolved by its name as in `parallelize`, but a pattern may match nothing.
+All names are present names. A tensor that was in the module before keeps its placement and stages.
+A new tensor is resolved by its name as in `parallelize`, but a pattern may match nothing.
 """
 
 from __future__ import annotations
@@ -84,10 +84,10 @@ def resolve_stages_again(
     that were in it before, by their present names; ``unchanged``: the names that have the same
     tensor as before.
 
-    Earlier parameters stay on their stages. A new one goes to the stage whose patterns match its
-    name. If none does and "auto" chose the stages, it goes to the stage of its module, or, if the
-    module is on several, to that of the parameter before it. Raises PlanningError for a parameter
-    in no stage.
+    Earlier parameters stay on their stages. A new parameter goes to the stage whose patterns match
+    its name. If none does and "auto" chose the stages, it goes to the stage of its module, or, if
+    the module is on several, to the stage of the parameter before it. Raises PlanningError for a
+    parameter in no stage.
     """
     if plan.axis is None or plan.waiting:
         return plan

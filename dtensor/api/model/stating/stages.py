@@ -5,9 +5,9 @@
     # StagePlan(axis="pp", num_stages=2, held={"embed.weight": (0,), ...})
 
 The number of stages is a multiple of the axis size. Each parameter is on one stage, except that
-each name of a tied parameter may be on another one, and several stages may list a name without a
+each name of a tied parameter may be on another stage, and several stages may list a name without a
 wildcard. A buffer without a match goes to the stage of the parameters of its innermost enclosing
-module that has any. If those are on several stages, the buffer is kept where it is used.
+module that has any. If these parameters are on several stages, the buffer is kept where it is used.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class StagePlan:
     held: canonical name of a parameter or buffer -> the stages that hold it, ascending.
     homes: any name of a parameter -> the stages whose patterns match that name.
     ranks: the coordinate of each stage on the axis; if empty, stages are assigned in turn.
-    patterns: of each stage. auto: a plan chooses the patterns; they are empty until one has run.
+    patterns: the globs of each stage. auto: a plan chooses the patterns; until a program has run
+    there are none.
     """
 
     axis: str | None

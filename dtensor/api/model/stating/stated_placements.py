@@ -7,8 +7,8 @@
 
 Placements keep the user's order of axes (on one dim the first axis is major). The first pattern
 that matches a tensor decides; a pattern that matches no tensor is an error. A pattern that matches
-parameters ignores buffers; one that matches only buffers places those. The planner checks whether a
-placement lines up with the program.
+parameters ignores buffers; a pattern that matches only buffers places them. The planner checks
+whether a placement lines up with the program.
 """
 
 from __future__ import annotations
@@ -149,8 +149,8 @@ def input_pins(
         absent: the arguments that are None in this call, which ``inputs`` may name too.
 
     The size of the batch is dim 0 of the first argument whose pin shards dim 0, else of the first
-    argument with dims. Arguments with this dim 0 have the batch dim, except those that are named in
-    ``inputs`` without a pin on dim 0. Raises PlanningError if ``inputs`` does not fit.
+    argument with dims. Arguments with this dim 0 have the batch dim, except arguments that
+    ``inputs`` names without a pin on dim 0. Raises PlanningError if ``inputs`` does not fit.
     """
     inputs = {} if inputs is None else inputs
     if not isinstance(inputs, Mapping):
@@ -227,7 +227,7 @@ def planner_pins(
 
 def restated(spec: TensorSpec) -> dict[str, Placement]:
     """Return a spec's placements other than Replicate, ordered so that stating them makes the same
-    spec: of the axes on one dim, the major one comes first."""
+    spec: of the axes on one dim, the major axis comes first."""
     placements: dict[str, Placement] = {
         axis: p for axis, p in spec.sharding.items() if not isinstance(p, Replicate)
     }
