@@ -67,7 +67,8 @@ _CHANGES = (Worker.put, Worker.delete, Worker.run)
 
 
 class RayCluster(HostedCluster):
-    """`together`: groups of ranks that should be on one machine."""
+    """A cluster of ranks in Ray actors. `together`: groups of ranks that should be on one
+    machine."""
 
     def __init__(
         self, size: int, options: LaunchOptions, together: Sequence[Sequence[int]] = ()

@@ -75,7 +75,7 @@ _CARD = 4  # index, segment address: the sender's shared memory; without argumen
 
 
 class HostGone(Exception):
-    """A value was on a process that has ended."""
+    """Raised for a value that was on a process that has ended."""
 
     def __init__(self, host: int) -> None:
         super().__init__(f"process {host} has ended")

@@ -87,7 +87,8 @@ class _ProcessPart:
 
 
 class RaySession(Session):
-    """See `Session` for methods without a docstring."""
+    """A session whose actors are in Ray processes. See `Session` for methods without a
+    docstring."""
 
     def __init__(self, options: LaunchOptions) -> None:
         super().__init__()

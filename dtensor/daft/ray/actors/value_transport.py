@@ -54,7 +54,8 @@ class _Receive(Pending):
 
 
 class ValueTransport(Transport):
-    """`host_of`: the process of each rank. `sent_bytes`: the bytes sent in the present run."""
+    """The transport of a process's ranks in a compiled function. `host_of`: the process of each
+    rank; `sent_bytes`: the bytes sent in the present run."""
 
     def __init__(self, store: ObjectStore, program: HostProgram, host_of: Sequence[int]) -> None:
         self.sent_bytes: int = 0

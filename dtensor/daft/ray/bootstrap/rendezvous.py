@@ -24,8 +24,8 @@ PROOF_BYTES = 32
 
 
 class SignedStore(Store):
-    """See the module. torch's C++ calls these methods without a reference to this object: keep the
-    object alive as long as a `PrefixStore` or a process group uses it."""
+    """A store whose values are signed with `secret`. torch's C++ calls its methods without a
+    reference to it: keep it alive as long as a `PrefixStore` or a process group uses it."""
 
     def __init__(self, tcp: TCPStore, secret: bytes) -> None:
         super().__init__()

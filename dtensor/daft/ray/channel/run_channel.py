@@ -55,11 +55,11 @@ WRITER_POLL_S = 0.1  # how often the writing thread checks whether the channel w
 
 
 class NotYet(Exception):
-    """Not all of these calls have been answered."""
+    """Raised by `get` if not all of the calls have been answered."""
 
 
 class CallLost(Exception):
-    """A call will not be answered; the text is the cause, if it is known."""
+    """Raised for a call that will not be answered. The text is the cause, if it is known."""
 
 
 class Reply:

@@ -117,8 +117,9 @@ class Controller(Protocol):
 
 
 class FailureDetector:
-    """`due`: None if hosts need not make progress, since a method of a spawned actor may take any
-    time. `stopped_s`: how long a signal may stop a host, None for `deadline_s`."""
+    """Finds lost hosts while the controller waits for calls. `due`: None if hosts need not make
+    progress, since a method of a spawned actor may take any time; `stopped_s`: how long a signal
+    may stop a host, None for `deadline_s`."""
 
     def __init__(
         self,

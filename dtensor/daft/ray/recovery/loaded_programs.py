@@ -48,8 +48,8 @@ class ShippedProgram:
 
 
 class LoadedOnHosts:
-    """See the module. `tags`: message key to its tag; `sent_inputs`: the plain inputs that hosts
-    have."""
+    """The programs that are loaded on the hosts of a launch. `tags`: message key to its tag;
+    `sent_inputs`: the plain inputs that hosts have."""
 
     def __init__(self, device: torch.device, *, keeps: bool) -> None:
         self.tags: dict[Key, int] = {}

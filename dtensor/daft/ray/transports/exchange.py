@@ -89,7 +89,8 @@ class _Posted(Pending):
 
 
 class ExchangeTransport(Transport):
-    """`host_of`: the actor of each rank. Ranks of one actor use a `LocalTransport` and no wire."""
+    """The transport of an actor over a wire. `host_of`: the actor of each rank. Ranks of one actor
+    use a `LocalTransport` and no wire."""
 
     def __init__(self, wire: Wire, host_of: Sequence[int]) -> None:
         self._wire = wire

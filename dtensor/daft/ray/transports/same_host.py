@@ -109,8 +109,8 @@ class _Link:
 
 
 class SameHostTransport(Transport):
-    """`neighbours` share memory with this actor; `others` is the transport for all other keys, and
-    for values of unknown length.
+    """The transport of an actor over shared memory. `neighbours`: the actors that share memory with
+    it; `others`: the transport for all other keys, and for values of unknown length.
 
     An actor's windows follow one another in the order in which it loads programs, and are not
     reused, so loading needs no message. The first wait on a key looks up the partners' windows.

@@ -42,7 +42,8 @@ def own_place(node: str) -> str:
 
 
 class SharedMemoryPeers:
-    """The actors that share memory with actor `index`. `host_of`: the actor of each rank."""
+    """The actors that share memory with actor `index`: their open segments, and its own segment.
+    `host_of`: the actor of each rank."""
 
     def __init__(self, segment: Segment, index: int, host_of: Sequence[int]) -> None:
         self.index = index

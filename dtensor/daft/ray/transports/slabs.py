@@ -39,8 +39,8 @@ _FIRST = 1 << 20  # where the first slab of a segment begins
 
 
 class _Slab:
-    """`given_back`: how often each process has returned the message; `lent`: how often it was
-    lent."""
+    """A part of a segment for one message. `given_back`: how often each process has returned the
+    message; `lent`: how often it was lent to each."""
 
     def __init__(self, begin: int, nbytes: int, memory: Tensor) -> None:
         self.begin = begin
