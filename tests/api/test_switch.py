@@ -757,7 +757,9 @@ def test_who_joins_on_ray(ray_session: None, monkeypatch: pytest.MonkeyPatch) ->
             patch.setattr(Membership, "add", stillborn)
             trained.switch(run, b)
         assert (
-            trained.model.mesh == a.mesh and cluster.size == 2 and len(cluster.membership.all) == 2
+            trained.model.mesh == a.mesh
+            and cluster.size == 2
+            and len(cluster.membership.processes) == 2
         )
         found += trained.losses(data[1:2])
         spares = {spare.index for spare in cluster.membership.start_spares()} or {

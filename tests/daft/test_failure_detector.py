@@ -105,7 +105,7 @@ class Cluster:
         from dtensor.daft.ray.cluster import RayCluster
 
         membership = SimpleNamespace(
-            all=self.processes, host=lambda host: self.processes[host], host_of=(0, 1, 2)
+            processes=self.processes, host=lambda host: self.processes[host], host_of=(0, 1, 2)
         )
         loaded = SimpleNamespace(lines={0: self.lines}.get)
         seen = SimpleNamespace(membership=membership, loaded=loaded)

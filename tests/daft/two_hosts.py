@@ -98,7 +98,7 @@ def counted(cluster: Any) -> dict[str, int]:
     of Ray's nodes, and to each other, by the kernel's count of their connections: Ray's own are
     others."""
     assert isinstance(cluster, RayCluster)
-    node_of = {process.counter.pid: process.machine for process in cluster.membership.all}
+    node_of = {process.counter.pid: process.machine for process in cluster.membership.processes}
     told = subprocess.run(["ss", "-tinpHO"], capture_output=True, text=True, check=True).stdout
     links: list[tuple[str, str, str, int]] = []  # node, address here, address there, bytes
     for line in told.splitlines():

@@ -58,7 +58,7 @@ def controller() -> None:
     with trained() as (run, step, model, opt):
         found["undisturbed"] = [loss(step, i) for i in range(8)], state(model, opt)
         cluster = run.cluster
-        found["machines"] = len({p.machine for p in cluster.membership.all})
+        found["machines"] = len({p.machine for p in cluster.membership.processes})
         found["copies"] = cluster.copies
     found["left on the first"] = left()
     warnings.simplefilter("ignore", RuntimeWarning)

@@ -103,7 +103,7 @@ class Trials:
         """Until all ranks stand where they stood `SETTLE_S` ago, and are in a run."""
         before: list[tuple[int, ...]] = []
         while True:
-            now = [process.counter.read() for process in self.cluster.membership.all]
+            now = [process.counter.read() for process in self.cluster.membership.processes]
             where = [at.moving for at in now]
             if where == before and any(at.position >= 0 for at in now):
                 return

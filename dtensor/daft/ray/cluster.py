@@ -151,7 +151,7 @@ class RayCluster(HostedCluster):
     @property
     def _num_ready(self) -> int:
         """The number of ranks whose processes have started."""
-        places = zip(self.membership.all, self.membership.hosts)
+        places = zip(self.membership.processes, self.membership.hosts)
         return sum(len(ranks) for process, ranks in places if process.counter.pid)
 
     def _machines_of(self, together: Sequence[Sequence[int]]) -> list[str]:
@@ -174,7 +174,7 @@ class RayCluster(HostedCluster):
         if not self._spans:
             return {}
         ranks_by_machine: dict[str, tuple[int, ...]] = {}
-        for process, ranks in zip(self.membership.all, self.membership.hosts, strict=True):
+        for process, ranks in zip(self.membership.processes, self.membership.hosts, strict=True):
             name = self._home.named(process.machine)
             ranks_by_machine[name] = (*ranks_by_machine.get(name, ()), *ranks)
         return ranks_by_machine
@@ -251,7 +251,7 @@ class RayCluster(HostedCluster):
         if method is Worker.run or method is Worker.begin:
             flags = marshal.dumps(kernel_flags(), 2)
         asked: list[AwaitedCall] = []
-        processes = self.membership.all
+        processes = self.membership.processes
         try:
             for (host, _), part in zip(places, parts, strict=True):
                 process = processes[host]
@@ -376,7 +376,7 @@ class RayCluster(HostedCluster):
                 epoch = 0 if self._recovery is None else self._recovery.epoch
                 left = None if end is None else max(0.0, end - time.monotonic())
                 try:
-                    needed = self.membership.all
+                    needed = self.membership.processes
                     return self.watch.get(asked, left, needed=needed, deadline_s=deadline_s)
                 except HostError:  # raised by a call that is not a run: nothing is lost
                     raise
@@ -510,7 +510,7 @@ class RayCluster(HostedCluster):
 
     def _end(self) -> None:
         if self._spans and self.changes is not None and self.failure is None:
-            first = {p.machine: p for p in (*self.membership.all, *self.membership.spares)}
+            first = {p.machine: p for p in (*self.membership.processes, *self.membership.spares)}
             replies = [
                 self.channel.send(process.index, REQUEST, (Ranks.remove_memory,), ())
                 for process in first.values()
@@ -529,7 +529,7 @@ class RayCluster(HostedCluster):
         """Return whether a call was answered or lost."""
         if call.asked is not None:
             return call.asked.ref.over
-        return self.channel.is_over(self.membership.host(call.host).index, call.number)
+        return self.channel.is_over(self.membership.processes[call.host].index, call.number)
 
     def _places_of(self, run: int) -> Places:
         hosts = self.log.hosts_of(run)
@@ -568,13 +568,13 @@ class RayCluster(HostedCluster):
         if process in broken and machine != self._home.own_machine:
             self.channel.listen(TOGETHER_S)  # the connections to a lost machine break together
             broken = self.channel.broken()
-        processes = (*self.membership.all, *self.membership.spares)
+        processes = (*self.membership.processes, *self.membership.spares)
         on_machine = [p for p in processes if p.machine == machine]
         if any(p.index not in broken for p in on_machine) or machine == self._home.own_machine:
             return f"It was on {name}."
         ranks = [
             r
-            for h, p in enumerate(self.membership.all)
+            for h, p in enumerate(self.membership.processes)
             if p in on_machine
             for r in self.membership.hosts[h]
         ]
@@ -597,7 +597,7 @@ class RayCluster(HostedCluster):
     def waits(self, there: Mapping[int, Progress]) -> dict[int, Waits]:
         """Return, by process, the processes that it waits for. `there`: the progress of
         processes."""
-        places = enumerate(self.membership.all)
+        places = enumerate(self.membership.processes)
         by_host = {h: there[p.index].of_device for h, p in places if p.index in there}
         waits_of: dict[int, Waits] = {}
         host_of = self.membership.host_of

@@ -89,22 +89,19 @@ class Membership:
         self._warm: dict[int, Reply] = {}  # a spare's number to the answer that it has started
         self._place: dict[int, int] = {}  # a process's number to its host
         machine_of = machines or [""] * len(hosts)
-        self._hosts = [self._spawn(*each) for each in zip(hosts, machine_of, strict=True)]
-        for host, process in enumerate(self._hosts):
+        # by host
+        self.processes = [self._spawn(*each) for each in zip(hosts, machine_of, strict=True)]
+        for host, process in enumerate(self.processes):
             self._place[process.index] = host
         self.start_spares()
 
     def host(self, host: int) -> HostProcess:
-        return self._hosts[host]
+        return self.processes[host]
 
     def place(self, process: int) -> int | None:
         """Return the host of a process, given its number; None for a spare or a replaced
         process."""
         return self._place.get(process)
-
-    @property
-    def all(self) -> Sequence[HostProcess]:
-        return self._hosts
 
     @property
     def host_of(self) -> tuple[int, ...]:
@@ -118,10 +115,10 @@ class Membership:
     def meeting(self, prefix: str, tags: Mapping[Key, int], patience_s: float) -> Rendezvous:
         """Return the rendezvous of the present hosts, and write their ranks and machines into the
         launch's folder for `dt.status`."""
-        files = [process.counter.path.name for process in self.all]
-        machines = [self.home.named(process.machine) for process in self.all]
+        files = [process.counter.path.name for process in self.processes]
+        machines = [self.home.named(process.machine) for process in self.processes]
         self.home.folder.say("ranks", dict(zip(files, self.hosts, strict=True)), machines)
-        hosts = tuple(process.index for process in self.all)
+        hosts = tuple(process.index for process in self.processes)
         return Rendezvous(
             address=self.home.address,
             port=self.home.store.port,
@@ -137,14 +134,14 @@ class Membership:
     def living(self, lost: Collection[int]) -> set[str]:
         """Return the machines with spares or with hosts that are not lost, and the controller's
         machine."""
-        alive = [process for host, process in enumerate(self._hosts) if host not in lost]
+        alive = [process for host, process in enumerate(self.processes) if host not in lost]
         alive += [spare for spare in self.spares if self._is_usable(spare)]
         return {self.controllers, *(process.machine for process in alive)}
 
     def replace(self, host: int, places: Sequence[str]) -> tuple[HostProcess, str]:
         """End a host's process and replace it: by a spare on the first of these machines that has
         one, else by a new process on the first. Return the new process and its kind as text."""
-        old = self._hosts[host]
+        old = self.processes[host]
         old.kill()
         old.end(grace_s=0.0)
         old.counts = False
@@ -153,7 +150,7 @@ class Membership:
         if new.machine != old.machine:
             kind += MOVED
         new.counts = True
-        self._hosts[host] = new
+        self.processes[host] = new
         self._place[new.index] = host
         return new, kind
 
@@ -161,23 +158,23 @@ class Membership:
         """Add hosts of these ranks after the present hosts; return their processes."""
         processes: list[HostProcess] = []
         for ranks in new:
-            hosts = [process.machine for process in self._hosts]
+            hosts = [process.machine for process in self.processes]
             fewest = sorted(dict.fromkeys(hosts), key=hosts.count)
             process, _ = self._spare_or_new(ranks, fewest)
-            self._place[process.index] = len(self._hosts)
-            self._hosts.append(process)
+            self._place[process.index] = len(self.processes)
+            self.processes.append(process)
             processes.append(process)
         self.hosts = (*self.hosts, *new)
         return processes
 
     def drop_last(self, num: int) -> None:
         """Remove the last `num` hosts, and end their processes."""
-        for process in self._hosts[-num:]:
+        for process in self.processes[-num:]:
             process.counts = False
             process.kill()
             process.end(grace_s=0.0)
             del self._place[process.index]
-        self._hosts, self.hosts = self._hosts[:-num], self.hosts[:-num]
+        self.processes, self.hosts = self.processes[:-num], self.hosts[:-num]
 
     def _spare_or_new(
         self, ranks: tuple[int, ...], places: Sequence[str]
@@ -207,7 +204,7 @@ class Membership:
         new: list[HostProcess] = []
         while len(self.spares) < self._num_spares:
             spares = [spare.machine for spare in self.spares]
-            machines = dict.fromkeys(process.machine for process in self._hosts)
+            machines = dict.fromkeys(process.machine for process in self.processes)
             spare = self._spawn((), min(machines, key=spares.count))
             spare.counts = False
             self._warm[spare.index] = self.channel.send(spare.index, REQUEST, (Ranks.warm,), ())

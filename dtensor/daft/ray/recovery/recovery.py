@@ -115,7 +115,7 @@ class Recovery:
             self.settle()
         if log.nbytes > MAX_BYTES or len(log.calls) > MAX_CALLS:
             self._wait_for_some()
-        if any(self._channel.is_broken(process.index) for process in launch.membership.all):
+        if any(self._channel.is_broken(process.index) for process in launch.membership.processes):
             self._recover_or_raise(launch.watch.root((), ()), self.epoch)
 
     def settle(self) -> None:
@@ -352,7 +352,7 @@ class Recovery:
         membership = self._launch.membership
         if not membership.several:
             return
-        keepers = ring([process.machine for process in membership.all])  # the replica servers
+        keepers = ring([process.machine for process in membership.processes])  # the replica servers
         pairs = {
             membership.host(host).index: None if keeper is None else membership.host(keeper).index
             for host, keeper in enumerate(keepers)
@@ -360,7 +360,7 @@ class Recovery:
         self._copies = {each: keeper for each, keeper in self._copies.items() if each in pairs}
         new = [
             host
-            for host, process in enumerate(membership.all)
+            for host, process in enumerate(membership.processes)
             if self._copies.get(process.index, -1) != pairs[process.index]
         ]
         for host in new:
@@ -416,8 +416,10 @@ class Recovery:
     def _lost_hosts(self) -> list[int]:
         """Return the hosts that are lost and not replaced."""
         launch = self._launch
-        launch.watch.find([process.index for process in launch.membership.all])
-        return [h for h, p in enumerate(launch.membership.all) if p.index in launch.watch.lost]
+        launch.watch.find([process.index for process in launch.membership.processes])
+        return [
+            h for h, p in enumerate(launch.membership.processes) if p.index in launch.watch.lost
+        ]
 
     def _check(self, error: DaftError, ended: Sequence[int], runs: set[int]) -> None:
         """Raise the error if stable state is lost, or if hosts are lost again and again in one run.
@@ -450,7 +452,8 @@ class Recovery:
 
     def _ask_all(self, method: Callable[..., Any], *arguments: object) -> list[AwaitedCall]:
         return [
-            self._ask(host, method, *arguments) for host in range(len(self._launch.membership.all))
+            self._ask(host, method, *arguments)
+            for host in range(len(self._launch.membership.processes))
         ]
 
     def _wait_long(self, asked: Sequence[AwaitedCall]) -> list[Any]:
@@ -502,7 +505,7 @@ class Recovery:
                 break
             time.sleep(0.02)
         if isinstance(raised, CallLost):  # the host is alive, but cannot be reached
-            for process in launch.membership.all:
+            for process in launch.membership.processes:
                 if self._channel.is_broken(process.index):
                     reason = "its connection to the controller broke, though the process is alive."
                     raise launch.watch.lose(process, reason)
