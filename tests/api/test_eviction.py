@@ -191,6 +191,8 @@ def test_programs_in_flight_stay(use: Any, monkeypatch: pytest.MonkeyPatch) -> N
     with dt.launch(MESH, OTHER) as run:
         with monkeypatch.context() as patch:
             patch.setattr(_CallFuture, "done", lambda self: False)
+            for cluster in (run.cluster, run.launch.cluster):  # as on Ray
+                patch.setattr(cluster, "immediate", False)
             for length in range(2, 8):
                 use(run, length)
                 gc.collect()

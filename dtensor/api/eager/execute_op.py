@@ -269,9 +269,10 @@ def _run(session: MeshSession, entry: Entry, call: CallKey, reads: Sequence[Read
     note_line(session)
     try:
         future = session.run(program.handle, [feed] * session.mesh.size, keep)
-        program.last_run = future
         if session.at_once:
             future.check()
+        else:
+            program.last_run = future
     except DaftError as error:
         raise located(session, error) from error.__cause__
     fresh_names = iter(names)

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -273,7 +274,7 @@ class DisaggregatedPrefill:
             fed[FROM], fed[TO] = at.row % self._rows_per_rank[0], slot % self._rows_per_rank[1]
             inputs_by_rank = [{name: fed[name] for name in r.inputs} for r in handle.program.ranks]
             run = program.cluster.run(handle, inputs_by_rank, mode=decode.mode)
-            program.last_run = run
+            program.last_run = ref(run)
             labels = frozenset(label for label, _ in self.caches.module.named_buffers())
             decode.wrote([(self.caches, labels)])
             model_home.unsaved = False

@@ -139,8 +139,9 @@ class HuggingFaceForward:
         from dtensor.api.generation.huggingface_cache import layer
 
         masks = {kind: self._mask(cache.mask(window)) for kind, window in self.windows.items()}
-        layers = [layer(cache, i) for i in range(self.num_layers)]
-        more[self.takes_cache] = HuggingFaceCache(layers=layers)
+        more[self.takes_cache] = HuggingFaceCache(
+            layers=[layer(cache, i) for i in range(self.num_layers)]
+        )
         return model(
             input_ids=tokens,
             position_ids=cache.pos,

@@ -34,10 +34,10 @@ from dtensor.api.store.session import (
     Launch,
     LocalKind,
     MeshSession,
-    forget,
+    forget_unstarted,
     launched,
     launches,
-    remember,
+    record_unstarted,
 )
 from dtensor.daft import Backend, DaftError, Mode
 from dtensor.daft.diagnosis.diagnosis import ranks_text
@@ -78,7 +78,7 @@ class LaunchSession(MeshSession):
         self._bring_home = bring_home
         self._state: _State = "never started"
         self._entered = False
-        remember(self, self.source)
+        record_unstarted(self, self.source)
 
     if not TYPE_CHECKING:  # for a type checker all attributes exist
 
@@ -125,11 +125,11 @@ class LaunchSession(MeshSession):
                     self._actors = self._offer_actors()
                     launches.append(running)
                     self._state = "running"
-                    forget(self)
+                    forget_unstarted(self)
             finally:
                 _starting.clear()
                 if self._state == "never started":
-                    remember(self, self.source, tried=True)
+                    record_unstarted(self, self.source, tried=True)
         return self
 
     def close(self) -> None:
@@ -196,7 +196,7 @@ class LaunchSession(MeshSession):
         with CALL_LOCK:
             before = self._state
             self._state = "ended" if before in ("running", "ended") else "given up"
-            forget(self)
+            forget_unstarted(self)
             atexit.unregister(_end_last)
         return before == "running"
 

@@ -27,8 +27,8 @@ class Unloadable(Protocol):
 
 
 class ClusterProgram:
-    """A program that a cluster has loaded. Whoever runs it sets ``last_run``: to a weak reference
-    if the run has results, so that they are freed once nobody reads them."""
+    """A program that a cluster has loaded. Its caller sets ``last_run``: to a weak reference if the
+    run has results or if its failure is read, so that both are freed with the caller's future."""
 
     def __init__(self, cluster: Cluster, handle: Handle) -> None:
         self.cluster = cluster

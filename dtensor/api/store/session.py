@@ -486,14 +486,14 @@ class _Unstarted:
     stack: list[tuple[CodeType, int]]
 
 
-def remember(session: MeshSession, source: Source | None, *, tried: bool = False) -> None:
+def record_unstarted(session: MeshSession, source: Source | None, *, tried: bool = False) -> None:
     """Record the latest launch, which is not started yet, in place of an earlier one. ``tried``:
     its start has failed, so no warning is needed if it becomes garbage."""
     reference = weakref.ref(session, None if tried else _warn_never_started)
     _unstarted[:] = [_Unstarted(reference, source, _running_lines(sys._getframe(1)))]
 
 
-def forget(session: MeshSession) -> None:
+def forget_unstarted(session: MeshSession) -> None:
     """Remove the launch from the record of launches that were not started, if it is there."""
     _unstarted[:] = [launch for launch in _unstarted if launch.session() is not session]
 
