@@ -303,7 +303,7 @@ def test_a_transfer_that_fails_gives_no_tokens(monkeypatch: pytest.MonkeyPatch) 
     with dt.launch(*meshes):
         synced(gen)
         with monkeypatch.context() as patched:
-            patched.setattr(cache_rows, "rows_cut", broken)
+            patched.setattr(cache_rows, "cut_rows", broken)
             request = gen.submit([5, 17, 3], max_new_tokens=6)
             with pytest.raises(daft.TaskError, match="no room"):
                 gen.step()
