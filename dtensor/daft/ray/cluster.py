@@ -121,8 +121,10 @@ class RayCluster(HostedCluster):
             self.channel.rank_of = self._rank_of
             if self.membership.several:
                 self.copies *= 2  # each machine also keeps copies of another machine's snapshots
-            join = self.membership.meeting("ranks 0", self.loaded.tags, self.watch.patience_s)
-            self._starting = [self.ask(h, Ranks.connect, join, h) for h in range(len(self.hosts))]
+            rendezvous = self.membership.meeting("ranks 0", self.loaded.tags, self.watch.patience_s)
+            self._starting = [
+                self.ask(h, Ranks.connect, rendezvous, h) for h in range(len(self.hosts))
+            ]
             self._max_restarts = options.max_restarts
             if self._home.local is None:
                 self._started()
@@ -207,9 +209,9 @@ class RayCluster(HostedCluster):
         self._joined([self.ask(host, Ranks.leave) for host in range(old)])
         self._epoch += 1
         prefix, tags = f"ranks {self._epoch}", self.loaded.tags
-        join = self.membership.meeting(prefix, tags, self.watch.patience_s)
+        rendezvous = self.membership.meeting(prefix, tags, self.watch.patience_s)
         hosts = enumerate(self.membership.hosts)
-        self._joined([self.ask(h, Ranks.rejoin, join, h, ranks) for h, ranks in hosts])
+        self._joined([self.ask(h, Ranks.rejoin, rendezvous, h, ranks) for h, ranks in hosts])
         self.loaded.start_over()
         return self.membership.hosts
 

@@ -117,7 +117,8 @@ class Interference:
 
 
 def interference(first: Loadable, second: Loadable) -> Interference:
-    """Return what two programs of one cluster, or two compiled functions of one launch, share.
+    """Return what ``first`` and ``second`` share: two programs of one cluster, or two compiled
+    functions of one launch.
 
     Raises TypeError if only one is a compiled function (`LoweredTasks`), ProgramError if a program
     is not sound or no cluster can load both.

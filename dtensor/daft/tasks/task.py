@@ -133,7 +133,7 @@ class HostedObject:
 
 
 def returns(*buffers: Buffer) -> Callable[[F], F]:
-    """Declare the shapes and dtypes of the tensors in a method's result, in order.
+    """Declare by `buffers` the shapes and dtypes of the tensors in a method's result, in order.
 
         @daft.returns(daft.Buffer((8, 16), torch.float32))
         def execute(self, x): ...

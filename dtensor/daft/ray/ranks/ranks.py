@@ -1,7 +1,7 @@
 """The ranks of a host: a `Worker`, its connections to the other hosts, and the program counter.
 
     ranks = Ranks(counter, (0,), "cpu")          # the controller calls these methods (`cluster.py`)
-    ranks.connect(join, 0)
+    ranks.connect(rendezvous, 0)
     ranks.load(7, lists, functions)
     ranks.run_program(HostRun(7, 0, {0: {"x": x}}).plain(), {})      # run 0 of program 7
 
@@ -171,13 +171,17 @@ class Ranks:
         self._programs: dict[int, HostProgram] = {}
         self._flags = b""
 
-    def connect(self, join: Rendezvous, index: int) -> None:
+    def connect(self, rendezvous: Rendezvous, index: int) -> None:
         """Connect to the other hosts, as host `index`; wait until all have come."""
-        self._worker = self._new_worker(self._connect(join, index, self._ranks))
+        self._worker = self._new_worker(self._connect(rendezvous, index, self._ranks))
 
-    def _connect(self, join: Rendezvous, index: int, ranks: tuple[int, ...]) -> HostConnections:
+    def _connect(
+        self, rendezvous: Rendezvous, index: int, ranks: tuple[int, ...]
+    ) -> HostConnections:
         record_wait = self._counter.awaits
-        joined = self._joined = HostConnections.join(join, index, ranks, self._device, record_wait)
+        joined = self._joined = HostConnections.join(
+            rendezvous, index, ranks, self._device, record_wait
+        )
         joined.transport.tell_whom_it_awaits(record_wait)
         return joined
 
@@ -225,14 +229,14 @@ class Ranks:
             engine.abandon()  # gloo's messages would keep its connections alive
             self._worker.unload(handle)
 
-    def rejoin(self, join: Rendezvous, index: int, ranks: tuple[int, ...]) -> int:
+    def rejoin(self, rendezvous: Rendezvous, index: int, ranks: tuple[int, ...]) -> int:
         """Connect again, as the host of these ranks, and load their programs; wait until all hosts
         have come. Return the last change that has ended here, or in the process that this one
         replaces."""
         self._plain.clear()
         self._ranks = ranks
         self._counter.start_over()
-        joined = self._connect(join, index, ranks)
+        joined = self._connect(rendezvous, index, ranks)
         worker = self._worker = self._worker or self._new_worker(joined)
         worker.transport = joined.transport
         for handle, program in self._programs.items():

@@ -257,9 +257,10 @@ class Recovery:
         for each in asked:
             channel.forget_unread(each.host.index)
         prefix = f"ranks {self.epoch}"
-        join = membership.meeting(prefix, launch.loaded.tags, launch.watch.patience_s)
+        rendezvous = membership.meeting(prefix, launch.loaded.tags, launch.watch.patience_s)
         asked = [
-            self._ask(h, Ranks.rejoin, join, h, ranks) for h, ranks in enumerate(membership.hosts)
+            self._ask(h, Ranks.rejoin, rendezvous, h, ranks)
+            for h, ranks in enumerate(membership.hosts)
         ]
         ended = self._wait(asked)
         cut = self._changes.recovery_line(log.ended(ended))
@@ -385,9 +386,7 @@ class Recovery:
             places = [old.machine]
             keeper = self._copies.get(old.index)
             server = None if keeper is None else membership.place(keeper)
-            if (
-                server is not None and server not in lost_hosts
-            ):  # the copy of a replaced server may be old
+            if server is not None and server not in lost_hosts:  # the copy of a lost one may be old
                 places.append(membership.host(server).machine)
             if not living.intersection(places):
                 places = [place for each in self._places_of[host : host + 1] for place in each]

@@ -1,6 +1,6 @@
 """How the hosts of a cluster find each other, connect, and share a failure.
 
-    joined = HostConnections.join(join, 0, (0,), torch.device("cpu"))  # waits for all hosts
+    joined = HostConnections.join(rendezvous, 0, (0,), torch.device("cpu"))  # waits for all hosts
     engine = Engine(host_program, table, joined.transport)
     with joined.running():
         engine.run({0: {"x": x}})
@@ -61,16 +61,16 @@ class Rendezvous:
 class HostConnections:
     """The connections of a host to the other hosts. `failed`: the failure that closed them."""
 
-    def __init__(self, transport: Transport, join: Rendezvous, ranks: Sequence[int]) -> None:
+    def __init__(self, transport: Transport, rendezvous: Rendezvous, ranks: Sequence[int]) -> None:
         self.transport = transport
         self.failed: HostFailed | None = None
         self.store: SignedStore | None = None
-        self._hosts = join.hosts
+        self._hosts = rendezvous.hosts
         self._rank = ranks[0]
 
     @staticmethod
     def join(
-        join: Rendezvous,
+        rendezvous: Rendezvous,
         index: int,
         ranks: Sequence[int],
         device: torch.device,
@@ -78,24 +78,26 @@ class HostConnections:
     ) -> HostConnections:
         """Connect as host `index`; wait until all hosts have come. NCCL connects in `open`. `tell`
         is called with the rank that this host waits for."""
-        if locality_of(join.hosts, device.type) == "process":
-            return HostConnections(join.connect(Meeting(ranks=tuple(ranks))), join, ranks)
+        if locality_of(rendezvous.hosts, device.type) == "process":
+            return HostConnections(
+                rendezvous.connect(Meeting(ranks=tuple(ranks))), rendezvous, ranks
+            )
         start = timedelta(seconds=START_S)
-        store = SignedStore.join(join.address, join.port, join.secret, start)
-        prefixed = PrefixStore(join.prefix, store)
+        store = SignedStore.join(rendezvous.address, rendezvous.port, rendezvous.secret, start)
+        prefixed = PrefixStore(rendezvous.prefix, store)
         meeting = Meeting(
             ranks=tuple(ranks),
             index=index,
-            host_of=join.host_of,
+            host_of=rendezvous.host_of,
             store=prefixed,
-            meet=lambda card: meet(store, prefixed, join, index, card, tell),
-            address=join.address,
-            secret=join.secret,
-            patience_s=join.patience_s,
+            meet=lambda card: meet(store, prefixed, rendezvous, index, card, tell),
+            address=rendezvous.address,
+            secret=rendezvous.secret,
+            patience_s=rendezvous.patience_s,
         )
-        joined = HostConnections(join.connect(meeting), join, ranks)
+        joined = HostConnections(rendezvous.connect(meeting), rendezvous, ranks)
         joined.store = store  # keeps it alive, which torch's stores do not
-        joined.open(join.tags)
+        joined.open(rendezvous.tags)
         return joined
 
     def open(self, tags: Mapping[Key, int]) -> None:
@@ -188,7 +190,7 @@ def check_routes(program: Program, host_of: Sequence[int]) -> list[Key]:
 def meet(
     store: Store,
     prefixed: Store,
-    join: Rendezvous,
+    rendezvous: Rendezvous,
     index: int,
     card: str = "",
     tell: Callable[[int], None] = lambda rank: None,
@@ -199,15 +201,15 @@ def meet(
     prefixed.set(f"here{index}", card)
     num_here = 0  # these hosts have come. The store's own `wait` is not used: its time-outs log
     try:
-        while num_here < len(join.hosts):
-            while num_here < len(join.hosts) and prefixed.check([f"here{num_here}"]):
+        while num_here < len(rendezvous.hosts):
+            while num_here < len(rendezvous.hosts) and prefixed.check([f"here{num_here}"]):
                 num_here += 1
-            for host in join.hosts:
+            for host in rendezvous.hosts:
                 if store.check([lost_key(host)]):
                     store.get(lost_key(host))  # raises if the controller has not signed it
                     raise RuntimeError(f"process {host} was lost before it joined the program")
-            if num_here < len(join.hosts):
-                tell(join.host_of.index(num_here))
+            if num_here < len(rendezvous.hosts):
+                tell(rendezvous.host_of.index(num_here))
                 time.sleep(SLICE_S)
     finally:
         tell(-1)
