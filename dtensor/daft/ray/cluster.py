@@ -357,9 +357,9 @@ class RayCluster(HostedCluster):
         return results
 
     def _raise_unread(self, asked: Sequence[AwaitedCall], note: str = "") -> None:
-        """Raise the exception of a one-way call of these hosts, if one has arrived with the answer
-        to a run that nobody reads. Exceptions that the loss of a host caused are dropped: every
-        call of these hosts raises them."""
+        """Raise the exception of a one-way call of these hosts, if such an exception has arrived
+        with the answer to a run that is never read. Exceptions that the loss of a host caused are
+        dropped: every call of these hosts raises them."""
         for each in asked:
             unread = self.channel.unread(each.host.index)
             if unread is not None and not isinstance(unread, HostFailed):
@@ -370,8 +370,8 @@ class RayCluster(HostedCluster):
     def _wait_for(
         self, asked: Sequence[AwaitedCall], timeout: float | None, deadline_s: float | None
     ) -> list[Any]:
-        """Return the results of calls, recovering from losses meanwhile. `timeout` and
-        `deadline_s`: as of `FailureDetector.get`."""
+        """Return the results of calls, recovering from losses meanwhile. See `FailureDetector.get`
+        for `timeout` and `deadline_s`."""
         end = None if timeout is None else time.monotonic() + timeout
         try:
             while True:

@@ -429,8 +429,8 @@ class RaySession(Session):
 
 
 def _check_resources(name: str, resources: Mapping[str, float], home: LaunchProcesses) -> None:
-    """Raise ValueError for resources that Ray does not have, since Ray would wait for them for
-    ever."""
+    """Raise ValueError for resources that Ray does not have, since Ray would wait for them
+    forever."""
     total = home.resources() if any(resources.values()) else {}
     lacking = {k: total.get(k, 0) for k, n in resources.items() if n > total.get(k, 0)}
     if lacking:

@@ -38,7 +38,7 @@ class SignedStore(Store):
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listening = socket.create_server((address, 0), family=family)
         port = listening.getsockname()[1]
-        # a socket that torch opens would listen on all interfaces; torch closes this one
+        # a socket that torch opens would listen on all interfaces; torch closes this socket
         descriptor = listening.detach()
         tcp = TCPStore(
             address, port, None, True, wait_for_workers=False, master_listen_fd=descriptor
@@ -65,7 +65,7 @@ class SignedStore(Store):
         proof, data = signed[:PROOF_BYTES], signed[PROOF_BYTES:]
         if not hmac.compare_digest(proof, self._proof(key, data)):
             raise ConnectionError(
-                f"what is in the store at port {self.port} under {key!r} was not written by this "
+                f"the value of {key!r} in the store at port {self.port} was not written by this "
                 f"launch: {len(signed)} bytes without its proof"
             )
         return data

@@ -128,8 +128,8 @@ def _read_token() -> None:
 
 
 def _on_loopback() -> AbstractContextManager[None]:
-    """Within the block, a Ray that starts on one machine uses loopback as its address, as it does
-    by default on macOS."""
+    """Within the block, a Ray that starts on one machine uses loopback as its address. This is
+    Ray's default on macOS."""
     return private_ray.replaced(private_ray.constants, ENABLE_RAY_CLUSTER=False)
 
 

@@ -105,8 +105,8 @@ class OwnFolder:
 
 
 def elsewhere(folder: Path, machine: str) -> Path:
-    """Return the path of a launch's folder in memory on another machine, given Ray's name of
-    that."""
+    """Return the path of a launch's folder in memory on a machine, given Ray's name of the
+    machine."""
     return folder.with_name(f"{folder.name}-{machine[:12]}")
 
 

@@ -53,7 +53,7 @@ class Host:
         self.host(counter, kind, *arguments)
 
     def host(self, counter: str, kind: Callable[..., object], *arguments: object) -> None:
-        """Host another object, in place of the present one."""
+        """Replace the hosted object by `kind(program_counter, *arguments)`."""
         if self._counter is not None:
             self._counter.stop()
         self._counter = ProgramCounter(Path(counter))

@@ -23,7 +23,7 @@ class HostActor:
         self._host = Host(counter, kind, *arguments)
 
     def host(self, counter: str, packed_arguments: bytes) -> None:
-        """Host another object, in place of the present one."""
+        """Replace the hosted object."""
         kind, arguments = pickle.loads(packed_arguments)
         self._host.host(counter, kind, *arguments)
 

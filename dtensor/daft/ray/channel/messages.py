@@ -239,7 +239,7 @@ class _Stream:
 
     def small(self) -> Message | None:
         """Return the next message if it has no buffers and has arrived completely, else None. This
-        is the fast path of `message`: a run is such a message."""
+        is the fast path of `message`, which the messages of runs take."""
         body = self._begin + _HEAD.size
         if body <= self._end:
             number, kind, count, length, size = _HEAD.unpack_from(self._room, self._begin)

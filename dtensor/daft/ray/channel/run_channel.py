@@ -191,8 +191,9 @@ class RunChannel:
         return reply
 
     def get(self, replies: Sequence[Reply], seconds: float) -> list[Any]:
-        """Return the results of the calls. Raises `NotYet` if one has not arrived after `seconds`,
-        the exception of the first call that raised, and `CallLost` if a connection broke."""
+        """Return the results of the calls. Raises `NotYet` if a result has not arrived after
+        `seconds`, the exception of the first call that raised, and `CallLost` if a connection
+        broke."""
         if not self._wait(lambda: _is_decided(replies), seconds):
             raise NotYet
         for connection in self._connections:
@@ -483,7 +484,7 @@ class RunChannel:
 
 
 def _is_decided(replies: Sequence[Reply]) -> bool:
-    """Return whether all calls were answered, or one has failed."""
+    """Return whether all calls were answered, or a call has failed."""
     waiting = False  # a plain loop, since it runs after each message
     for reply in replies:
         if reply.message is None:

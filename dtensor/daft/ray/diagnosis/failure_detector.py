@@ -199,8 +199,8 @@ class FailureDetector:
         return self._channel.all_over([call.ref for call in calls])
 
     def look(self, calls: Sequence[AwaitedCall], deadline_s: float) -> None:
-        """Mark dead hosts as lost. End a host that has stopped, that is in one call for too long,
-        or that blocks these calls without progress."""
+        """Mark dead hosts as lost. End a host if it has stopped, is in one call for too long, or
+        blocks these calls without progress."""
         now, lost = time.monotonic(), len(self.lost)
         for host in self._home.processes:
             if host.counts and host.index not in self.lost:

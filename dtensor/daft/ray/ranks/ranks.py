@@ -56,7 +56,7 @@ class SentInputs:
         self._sent: SentData = {}
 
     def split(self, handle: int, inputs: Values) -> tuple[Values, Plain]:
-        """Split a run's inputs into those that are sent with each run, and plain data."""
+        """Split a run's inputs into plain data and other inputs, which are sent with each run."""
         other_inputs: dict[int, dict[str, object]] = {}
         plain: Plain = {}
         for rank, inputs_of_rank in inputs.items():

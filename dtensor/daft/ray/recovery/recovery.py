@@ -386,7 +386,7 @@ class Recovery:
             places = [old.machine]
             keeper = self._copies.get(old.index)
             server = None if keeper is None else membership.place(keeper)
-            if server is not None and server not in lost_hosts:  # the copy of a lost one may be old
+            if server is not None and server not in lost_hosts:  # else the copy may be old
                 places.append(membership.host(server).machine)
             if not living.intersection(places):
                 places = [place for each in self._places_of[host : host + 1] for place in each]

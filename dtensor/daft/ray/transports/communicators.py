@@ -41,8 +41,8 @@ class Communicators:
         self, program: Program, keys: Iterable[Key], host_of: Sequence[int]
     ) -> dict[Key, int]:
         """Assign communicators for a program that is about to be loaded; return the keys with a new
-        one. `keys`: the program's keys that cross hosts. Raises ProgramError if a GPU would have
-        more communicators than can run at once."""
+        communicator. `keys`: the program's keys that cross hosts. Raises ProgramError if a GPU
+        would have more communicators than can run at the same time."""
         of, members = dict(self.of), list(self._members)
         user: dict[int, int] = {}  # communicator to the list of keys of this program that uses it
 

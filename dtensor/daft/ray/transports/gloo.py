@@ -4,7 +4,7 @@
     transport = ExchangeTransport(wire, (0, 1))
 
 Invariants: one process group has all actors. Each key has two tags, on which gloo keeps the order:
-an exchange uses the even tag, the second half of a large all_reduce the odd one, in a helper thread
+an exchange uses the even tag, the second half of a large all_reduce the odd tag, in a helper thread
 of the key. If a peer dies, or its machine falls silent, a `wait` for it raises. Gloo accepts any
 connection, so each peer first proves that it knows the launch's secret; messages are neither
 encrypted nor signed.

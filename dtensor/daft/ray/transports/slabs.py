@@ -7,7 +7,7 @@
     lent.open()                                      # u8, private: a page that is written is copied
 
 A slab is a head and a message. The head counts how often each process has returned the message. A
-slab that nobody uses is reused, as copying 64 MB takes 8 ms there, and 40 ms in new pages.
+slab without users is reused, as copying 64 MB takes 8 ms there, and 40 ms in new pages.
 Invariants: only the process that made a message writes to it, before it is lent. A process that has
 ended counts as having returned everything (`ended`). Several threads may use it.
 """

@@ -87,7 +87,9 @@ class CrossHostKeys:
             for rank, indices in uses[key_slots.key].starts.items():
                 for index in indices:
                     each = number, brought(_start(program, (rank, index)))
-                    starts[rank, index] = shared.setdefault(each, each)  # equal ones are one object
+                    starts[rank, index] = shared.setdefault(
+                        each, each
+                    )  # equal entries share an object
         self._starts: dict[int, list[tuple[int, tuple[Buffer, ...]]]] = defaultdict(list)
         for site in sorted(starts):
             self._starts[site[0]].append(starts[site])
