@@ -1,5 +1,5 @@
-"""Low-rank adapters beside frozen weights: the weights are placed as without them, the adapters fit
-the weights, and training them gives the numbers of plain torch."""
+"""Low-rank adapters beside frozen weights: the weights keep the placements that they have without
+adapters, each adapter follows the split of its weight, and training matches plain torch."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ ids, labels = batch()
 @pytest.mark.slow
 @pytest.mark.sample("peft", "by hand")
 @pytest.mark.parametrize("kind", KINDS)
-def test_three_steps_are_those_of_plain_torch(kind: str) -> None:
+def test_adapter_training_matches_torch_and_leaves_frozen_weights_unchanged(kind: str) -> None:
     plain, model = KINDS[kind](), KINDS[kind]()
     optimizer = torch.optim.AdamW(trained(plain), lr=1e-2)
     expected = train_torch(plain, optimizer, [(ids, labels)] * 3, loss=loss_fn)
@@ -142,15 +142,17 @@ def test_three_steps_are_those_of_plain_torch(kind: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "dora"])
-def test_the_weights_lie_as_without_adapters(kind: str) -> None:
-    """DoRA's norms of rows need a weight whole that is split by its columns: it stays whole."""
+def test_adapters_do_not_change_placements_of_base_weights(kind: str) -> None:
+    """DoRA is an exception in one case: it takes norms of whole rows, so a weight that is split by
+    columns stays replicated."""
     expected = dict(placements(qwen()))
     assert len(expected) == 9 and of_base(KINDS[kind]()) == expected
 
 
 @pytest.mark.slow
-def test_adapters_fit_the_split_of_what_they_adapt() -> None:
-    """Beside columns the second is split, beside rows the first; of the pair the other is whole."""
+def test_derived_adapter_placements_follow_split_of_adapted_weight() -> None:
+    """For a column-parallel weight `lora_B` is split, for a row-parallel weight `lora_A`; the other
+    adapter of the pair is replicated."""
     found = placements(peft(["q_proj", "o_proj"]))
     at = "base_model.model.model.layers.*.self_attn."
     assert found[f"{at}q_proj.lora_B.default.weight"] == dict(tp=dt.Row())
@@ -174,6 +176,6 @@ class Narrow(nn.Module):
         return self.up(torch.relu(self.down(x))).softmax(-1)
 
 
-def test_a_narrow_hidden_layer_is_still_split() -> None:
+def test_for_model_splits_layer_with_narrow_hidden_dim() -> None:
     found = dt.placements.for_model(Narrow(), (torch.randn(3, 16),), size=2)
     assert found == {"down.weight": dict(tp=dt.Row()), "up.weight": dict(tp=dt.Shard(1))}

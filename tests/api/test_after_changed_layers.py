@@ -1,8 +1,8 @@
-"""What follows the change of a layer is as in torch: a `Case` is a way of `changing.py` at a
-placement, with plain torch beside it.
+"""Run programs after a layer has changed and compare with plain torch: a `Case` is one change of
+`changing.py` at one placement.
 
-What follows is a generator: it yields CHANGE where the change is to be made, after a first step and
-what it does before that; and LOSE, LEAVE and ENTER, for what is done to the launch.
+Each program is a generator. It runs a first step, yields CHANGE where the layer is to be changed,
+and yields LOSE, LEAVE or ENTER where the test must lose a rank, leave or enter the launch.
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ def cases() -> Iterator[Any]:
 @pytest.mark.default("a layer replaced-tp2-steps")
 @pytest.mark.filterwarnings("ignore:recovered")
 @pytest.mark.parametrize(("name", "place", "follow"), list(cases()))
-def test_what_follows_is_as_in_torch(
+def test_programs_after_layer_change_match_torch(
     name: str, place: str, follow: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     mesh, options = PLACES[place].mesh, dict[str, Any]()

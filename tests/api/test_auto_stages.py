@@ -1,4 +1,5 @@
-"""`stages="auto"`: the cut is the best there is, is read as stated stages are, and stays."""
+"""`stages="auto"`: the chosen cut has the lowest predicted time, behaves like the same stages
+stated by hand, and does not change later."""
 
 from __future__ import annotations
 
@@ -72,8 +73,8 @@ def chosen(model: dt.ParallelModule) -> dict[str, list[list[str]]]:
 
 @pytest.mark.sample("3")
 @pytest.mark.parametrize("pp", [2, 3])
-def test_a_large_head_gets_fewer_layers(pp: int) -> None:
-    """The head costs as much as a layer or two, which stages of equal counts do not see."""
+def test_auto_stages_give_fewer_layers_to_stage_with_large_head(pp: int) -> None:
+    """Stages with equal layer counts ignore that the head costs as much as one or two layers."""
     plan, stages = gpt_plan(pp, "auto")
     naive = {
         2: [["embed*", "positions*", "blocks.0*"], ["blocks.1*", "norm*", "head*"]],
@@ -93,8 +94,7 @@ def every_cut(names: Sequence[str], pp: int) -> list[list[list[str]]]:
     return [[list(names[i:j]) for i, j in itertools.pairwise(b)] for b in bounds]
 
 
-def test_no_cut_of_skips_is_better() -> None:
-    """Values are sent past stages."""
+def test_auto_stages_with_skip_connections_match_best_cut_by_brute_force() -> None:
     module, given = Skips(), vectors()
     captured = BoundCall.of(square, (module, *given), {}).graph("loss")
 
@@ -110,7 +110,7 @@ def test_no_cut_of_skips_is_better() -> None:
 
 
 @pytest.mark.slow
-def test_the_first_program_that_runs_decides() -> None:
+def test_first_program_that_runs_fixes_auto_stages_for_later_programs() -> None:
     module = large_vocabulary()
     step = step_of(module, 2, {"pp": "auto"})
     plan = step.plan(*data())
@@ -130,8 +130,8 @@ def test_the_first_program_that_runs_decides() -> None:
 
 
 @pytest.mark.slow
-def test_trains_evaluates_and_saves() -> None:
-    """With two stages a rank, from the schedule's ranks; the bits of the same stages stated."""
+def test_auto_stages_train_bitwise_equal_to_same_stages_stated() -> None:
+    """`dt.Auto(num_stages=4)` puts two stages on each rank; the schedule chooses which ranks."""
     mesh, losses = dt.Mesh(pp=2), list[list[float]]()
     stages: Stages = {"pp": dt.Auto(num_stages=4)}
     for _ in range(2):
@@ -152,7 +152,7 @@ def test_trains_evaluates_and_saves() -> None:
     assert loss_fn(plain, *data())[0].item() == pytest.approx(losses[0][3], rel=1e-5)
 
 
-def test_compare_takes_it() -> None:
+def test_compare_accepts_auto_stages_and_finds_them_faster() -> None:
     stated = [["embed*", "positions*", "blocks.0*"], ["blocks.1*", "norm*", "head*"]]
     options: dict[str, Any] = dict(schedule=dt.OneFOneB(2), topology=TOPOLOGY)
     found = dt.compare(
@@ -182,7 +182,7 @@ class Tables(nn.Module):
         return self.layers(self.one(x) + self.two(x))
 
 
-def test_memory_decides_where_time_would_not_fit() -> None:
+def test_auto_stages_respect_memory_limit_over_time() -> None:
     module = Tables()
 
     def plan_of(memory: float) -> dt.Plan:
@@ -241,7 +241,7 @@ def next_token(model: nn.Module, x: Tensor) -> Tensor:
 
 @pytest.mark.default("Functional")
 @pytest.mark.parametrize("make", [Functional, Repeated])
-def test_parameters_that_are_used_twice(make: Callable[[], nn.Module]) -> None:
+def test_auto_stages_handle_shared_and_unused_parameters(make: Callable[[], nn.Module]) -> None:
     module, x = make(), torch.randint(0, 11, (8, 6))
     mesh = dt.Mesh(pp=2)
     model = dt.parallelize(module, mesh, {}, stages="auto")
@@ -262,7 +262,7 @@ def test_parameters_that_are_used_twice(make: Callable[[], nn.Module]) -> None:
     assert_gradients_close({name: found[name] for name in expected}, expected)
 
 
-def test_errors() -> None:
+def test_auto_stages_mistakes_raise_planning_error() -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     with pytest.raises(dt.PlanningError, match=r"axis pp, which is not in the mesh.\n  mesh\(tp=2"):
         dt.parallelize(module, dt.Mesh(tp=2), {}, stages="auto")

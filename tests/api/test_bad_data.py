@@ -1,8 +1,8 @@
-"""A step, a call or an op that fails leaves all as it was, and what comes after does not notice.
+"""A failing step, call or op leaves all state unchanged and does not affect later steps.
 
-Each case trains six steps, the third on bad data, and compares steps four to six, the weights, the
-optimizer's state, the buffers and the number of the next step, bit for bit, with a run that was
-never given the third.
+Each case trains six steps, the third on bad data. The losses of steps four to six, weights,
+optimizer state, buffers and the step number must be bitwise equal to a run that skips the third
+batch.
 """
 
 from __future__ import annotations
@@ -212,45 +212,51 @@ MATRIX = list(itertools.product(["tp2", "pp2", "dp2_zero3"], FAULTS, [None, 0.1]
 
 @pytest.mark.default("tp2-label-None")
 @pytest.mark.parametrize(("placed", "fault", "clip"), MATRIX)
-def test_each_loss_read(placed: str, fault: str, clip: float | None) -> None:
+def test_failed_step_changes_nothing_when_each_loss_is_read(
+    placed: str, fault: str, clip: float | None
+) -> None:
     check(placed, fault, clip=clip)
 
 
 @pytest.mark.default("tp2-label-None")
 @pytest.mark.parametrize(("placed", "fault", "clip"), MATRIX)
-def test_running_ahead(placed: str, fault: str, clip: float | None, unread: None) -> None:
+def test_failed_step_changes_nothing_when_steps_run_ahead(
+    placed: str, fault: str, clip: float | None, unread: None
+) -> None:
     check(placed, fault, clip=clip, ahead=True)
 
 
-def test_two_axes() -> None:
+def test_failed_step_changes_nothing_on_pp_and_tp_mesh() -> None:
     check("pp2_tp2", "label", clip=0.1)
 
 
-def test_without_a_loss_that_says_it_is_done(unread: None) -> None:
+def test_failed_step_changes_nothing_when_losses_never_report_done(unread: None) -> None:
     check("tp2", "label", ahead=True)
 
 
 @pytest.mark.default("pp2")
 @pytest.mark.parametrize("placed", ["tp2", "pp2"])
-def test_interpreted(placed: str) -> None:
+def test_failed_step_changes_nothing_in_interpreted_mode(placed: str) -> None:
     check(placed, "label", launch=dict(mode="interpreted"))
 
 
 @pytest.mark.default("True")
 @pytest.mark.parametrize("ahead", [False, True])
-def test_random_numbers_and_a_buffer(ahead: bool, unread: None) -> None:
+def test_failed_step_changes_nothing_with_dropout_and_batch_norm_buffer(
+    ahead: bool, unread: None
+) -> None:
     check("tp2", "label", dropout=True, norm=True, ahead=ahead)
 
 
-def test_kept_gradients_are_those_of_the_last_good_step() -> None:
+def test_kept_gradients_after_failed_step_are_from_last_good_step() -> None:
     batches = [good(i) for i in range(3)]
     never = train(PLACED["tp2"], batches[:2], keep_gradients=True)
     found = train(PLACED["tp2"], [*batches[:2], bad_label(*batches[2])], keep_gradients=True)
     assert same(found.state, never.state) and len(found.errors) == 1
 
 
-def test_groups_and_schedulers() -> None:
-    """A group that is added with the bad step is there at the next; the scheduler is the user's."""
+def test_param_group_added_before_failed_step_remains_for_next_step() -> None:
+    """The learning-rate scheduler is the user's and is not rolled back."""
 
     def trained(bad: bool) -> tuple[list[float], dict[str, Any], float]:
         torch.manual_seed(0)
@@ -275,7 +281,7 @@ def test_groups_and_schedulers() -> None:
     assert trained(True)[2] == 0.05
 
 
-def test_two_that_nobody_reads_raise_one_after_the_other() -> None:
+def test_two_unread_failed_steps_raise_one_after_the_other() -> None:
     torch.manual_seed(0)
     module = Net()
     model = dt.parallelize(module, dt.Mesh(tp=2), PLACED["tp2"].pins)
@@ -298,8 +304,9 @@ def test_two_that_nobody_reads_raise_one_after_the_other() -> None:
 
 
 @pytest.mark.parametrize("backend", ["inprocess", pytest.param("ray", marks=pytest.mark.ray)])
-def test_calls_and_ops(backend: Any, request: pytest.FixtureRequest) -> None:
-    """Of a compiled function, with random numbers; and of eager ops."""
+def test_failed_compiled_call_and_eager_op_do_not_change_later_results(
+    backend: Any, request: pytest.FixtureRequest
+) -> None:
     if backend == "ray":
         request.getfixturevalue("ray_session")
     mesh = dt.Mesh(tp=2)
@@ -328,7 +335,7 @@ def test_calls_and_ops(backend: Any, request: pytest.FixtureRequest) -> None:
     assert same(dict(enumerate(masked(backend, bad=True))), dict(enumerate(expected)))
 
 
-def test_a_failing_update_says_what_is_lost() -> None:
+def test_failed_optimizer_update_error_says_what_is_lost() -> None:
     torch.manual_seed(0)
     module = Net()
     opt = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -372,7 +379,7 @@ RAY = dict(backend="ray", deadline_s=3600.0)
     ],
     ids=str,
 )
-def test_on_ray(
+def test_failed_step_on_ray_changes_nothing_and_names_same_rank_as_in_process(
     ray_session: None,
     monkeypatch: pytest.MonkeyPatch,
     placed: str,

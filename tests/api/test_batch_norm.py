@@ -1,7 +1,9 @@
-"""Batch norm with microbatches: `train_step(batch_norm="per_microbatch")`, against torch's loop.
+"""Batch norm with microbatches: `train_step(batch_norm="per_microbatch")` matches a plain torch
+loop.
 
-The loop runs forward and backward for each microbatch, its loss weighted as the mean over the batch
-weighs it, and steps once: running statistics and the count of batches move with each microbatch.
+The torch loop runs forward and backward for each microbatch, weights each loss by the microbatch's
+share of the batch, and takes one optimizer step. Running statistics and `num_batches_tracked` are
+updated by each microbatch.
 """
 # ruff: noqa: E501  (plans stand as they are printed)
 
@@ -156,13 +158,13 @@ def compare(
 
 @pytest.mark.default("dp2 whole")
 @pytest.mark.parametrize("name", PLACED)
-def test_as_torchs_loop_over_microbatches(name: str) -> None:
+def test_batch_norm_1d_matches_torch_loop_over_microbatches(name: str) -> None:
     compare(PLACED[name], Net, [data(seed) for seed in range(3)])
 
 
 @pytest.mark.default("pp2 1F1B")
 @pytest.mark.parametrize("name", ["single", "dp2 tp2", "pp2 1F1B"])
-def test_batch_norm_of_images(name: str) -> None:
+def test_batch_norm_2d_matches_torch_loop_over_microbatches(name: str) -> None:
     batches = [data(seed, conv=True) for seed in range(2)]
     compare(PLACED[name], lambda: Net(conv=True), batches)
 
@@ -174,18 +176,18 @@ def test_batch_norm_of_images(name: str) -> None:
     [dict(affine=False), dict(track_running_stats=False), dict(momentum=1.0), dict(momentum=0.0)],
     ids=["no weights", "no running statistics", "momentum 1", "momentum 0"],
 )
-def test_other_batch_norms(name: str, norm: dict[str, Any]) -> None:
+def test_batch_norm_options_match_torch_loop(name: str, norm: dict[str, Any]) -> None:
     compare(PLACED[name], lambda: Net(**norm), [data(seed) for seed in range(3)])
 
 
 @pytest.mark.default("single")
 @pytest.mark.parametrize("name", ["single", "dp2", "dp2 tp2"])
-def test_a_module_that_is_called_twice_moves_in_the_loops_order(name: str) -> None:
+def test_batch_norm_called_twice_updates_statistics_in_torch_order(name: str) -> None:
     compare(PLACED[name], lambda: Net(twice=True), [data(seed) for seed in range(3)])
 
 
 @pytest.mark.slow
-def test_schedules_move_running_statistics_in_one_order() -> None:
+def test_all_schedules_give_bitwise_equal_running_statistics() -> None:
     batches = [data(seed) for seed in range(2)]
     first = train(PLACED["pp2 1F1B"], Net, batches)
     for schedule in (dt.GPipe(4), dt.ZBH1(4), dt.LoopedBFS(4)):
@@ -194,8 +196,9 @@ def test_schedules_move_running_statistics_in_one_order() -> None:
 
 
 @pytest.mark.slow
-def test_batches_of_other_sizes_and_evaluation_in_between() -> None:
-    """Of 2 rows 4 microbatches have one each, which torch refuses too; of 3 rows, 3."""
+def test_batch_norm_with_varying_batch_sizes_and_evaluation_matches_torch() -> None:
+    """With 4 microbatches, a batch of 2 rows would give microbatches of one row, which torch
+    refuses too; a batch of 3 rows has 3 microbatches."""
     batches = [data(0, 16, conv=True), data(1, 8, conv=True), data(2, 3, conv=True)]
     expected = Net(conv=True)
     optimizer = sgd(expected)
@@ -215,8 +218,9 @@ def test_batches_of_other_sizes_and_evaluation_in_between() -> None:
         dt.gather_state_dict(model, ours)
 
 
-def test_a_frozen_batch_norm_is_of_its_running_statistics() -> None:
-    """In evaluation within a step no rows are mixed: no option is needed, none changes it."""
+def test_batch_norm_in_eval_mode_uses_running_statistics_without_option() -> None:
+    """In eval mode batch norm does not mix rows of the batch, so the `batch_norm` option is not
+    needed and changes nothing."""
 
     def frozen() -> nn.Module:
         module = Net()
@@ -232,8 +236,8 @@ def test_a_frozen_batch_norm_is_of_its_running_statistics() -> None:
 
 @pytest.mark.default("dp2 whole")
 @pytest.mark.parametrize("name", ["single", "dp2", "dp2 whole"])
-def test_under_autocast(name: str) -> None:
-    """Statistics of bf16 are float32, and so are running ones."""
+def test_batch_norm_under_bf16_autocast_matches_torch(name: str) -> None:
+    """Batch statistics and running statistics of bf16 inputs are float32."""
 
     class Narrow(Net):
         def forward(self, x: Tensor) -> Tensor:
@@ -254,7 +258,7 @@ def test_under_autocast(name: str) -> None:
 
 @pytest.mark.default("dp2 whole")
 @pytest.mark.parametrize("name", ["single", "dp2", "dp2 whole"])
-def test_running_statistics_of_16_bits(name: str) -> None:
+def test_bfloat16_running_statistics_match_torch(name: str) -> None:
     def narrow() -> nn.Module:
         return Net().bfloat16()
 
@@ -273,7 +277,7 @@ def test_running_statistics_of_16_bits(name: str) -> None:
 # -- what is said ----------------------------------------------------------------------------------
 
 
-def test_the_plan_says_so() -> None:
+def test_plan_text_names_batch_norms_and_their_statistics() -> None:
     text = str(PLACED["dp2"].step(Net())[2].plan(*data(0)))
     assert_expected_inline(
         "\n".join(text.splitlines()[:3]),
@@ -291,7 +295,7 @@ def refused(placed: Placed, *batch: Tensor, module: nn.Module | None = None, **o
 
 
 @pytest.mark.slow
-def test_what_is_refused() -> None:
+def test_batch_norm_over_microbatches_without_option_is_refused_with_fix() -> None:
     text = refused(PLACED["single"], *data(0), batch_norm="whole_batch")
     assert "_native_batch_norm_legit_functional.default mixes rows of the batch" in text
     assert 'fix: train_step(..., batch_norm="per_microbatch")' in text
@@ -317,7 +321,7 @@ fix: microbatches=2, or a larger batch""",
         PLACED["single"].step(Net(), batch_norm="mean")
 
 
-def test_other_ops_that_mix_rows_are_refused_still() -> None:
+def test_per_microbatch_option_does_not_allow_other_ops_that_mix_rows() -> None:
     def contrastive(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         z = model(x)
         return F.cross_entropy(z @ z.T, torch.arange(z.shape[0]))
@@ -334,8 +338,7 @@ def test_other_ops_that_mix_rows_are_refused_still() -> None:
     assert "running statistics of a batch norm are read in the forward that moves them" in text
 
 
-def test_a_buffer_that_sums_over_the_batch() -> None:
-    """What a microbatch adds is added up: the buffer is that of the whole batch."""
+def test_buffer_summed_over_microbatches_equals_whole_batch_sum() -> None:
 
     class Summing(nn.Module):
         def __init__(self) -> None:

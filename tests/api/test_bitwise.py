@@ -1,4 +1,5 @@
-"""One placement gives the same bits interpreted and compiled, in-process and on Ray."""
+"""For one placement, interpreted and compiled modes, in-process and Ray backends give bitwise equal
+results."""
 
 from __future__ import annotations
 
@@ -45,19 +46,19 @@ def in_process(placed: str, mode: Mode) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("placed", ["dp2", "tp4", "dp4", "tp2_pp2"])
-def test_interpreted_is_compiled(placed: str) -> None:
+def test_interpreted_mode_is_bitwise_equal_to_compiled_mode(placed: str) -> None:
     assert_same_bits(in_process(placed, "interpreted"), in_process(placed, "compiled"))
 
 
 @pytest.mark.slow
-def test_another_run_gives_the_same_bits() -> None:
+def test_second_run_is_bitwise_equal_to_first() -> None:
     assert_same_bits(in_process("dp2_tp2", "compiled"), in_process("dp2_tp2", "compiled"))
 
 
 @pytest.mark.ray
 @pytest.mark.parametrize("placed", ["tp4", "dp4", "tp2_pp2", "dp4 bf16", "tp2_pp2 f64"])
-def test_ray_is_in_process(placed: str, ray_session: None) -> None:
-    """Both modes in one launch, each on its own copy of the model."""
+def test_ray_backend_is_bitwise_equal_to_in_process(placed: str, ray_session: None) -> None:
+    """Both modes run in one launch, each on its own copy of the model."""
     expected = in_process(placed, "compiled")
     runs = {mode: build(placed) for mode in ("compiled", "interpreted")}
     with dt.launch(runs["compiled"].mesh, backend="ray") as session:

@@ -1,4 +1,5 @@
-"""Calibration: a cluster's figures as a value, and what the simulator makes of such figures."""
+"""`dt.calibrate` measures a cluster and returns a `Topology`; the simulator and the planner use its
+numbers."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def check_figures(found: dt.Topology, axes: set[str]) -> None:
     assert all(0 < number < math.inf for number in numbers)
 
 
-def test_in_process() -> None:
+def test_calibrate_in_process_returns_topology_that_repr_round_trips() -> None:
     found = dt.calibrate(dt.Mesh(tp=2, dp=1))
     check_figures(found, {"tp"})
     pasted = eval(repr(found), {"Topology": dt.Topology})
@@ -46,7 +47,7 @@ def test_in_process() -> None:
         found.latency_of("dp")  # one rank sends nothing: the axis was not measured
 
 
-def test_inside_a_launch_its_cluster_is_measured() -> None:
+def test_calibrate_inside_launch_measures_running_cluster_and_leaves_it_usable() -> None:
     with dt.launch(dt.Mesh(tp=2)) as session:
         runs = session.cluster.runs
         found = dt.calibrate(dtype=torch.bfloat16)
@@ -58,7 +59,7 @@ def test_inside_a_launch_its_cluster_is_measured() -> None:
 
 
 @pytest.mark.ray
-def test_on_ray(ray_session: None) -> None:
+def test_calibrate_on_ray_gives_latencies_that_simulate_uses(ray_session: None) -> None:
     step = step_of(2, dt.Mesh(pp=2), dt.OneFOneB(2))
     with dt.launch(dt.Mesh(pp=2), backend="ray"):
         found = dt.calibrate()
@@ -68,7 +69,7 @@ def test_on_ray(ray_session: None) -> None:
     assert found.step_latency < predicted.seconds < math.inf
 
 
-def test_the_simulator_goes_by_the_figures() -> None:
+def test_simulator_uses_calibrated_bandwidths_and_latencies() -> None:
     step = step_of(2, dt.Mesh(pp=2), dt.OneFOneB(2))
 
     def seconds(topology: dt.Topology) -> dict[str, float]:
@@ -100,7 +101,7 @@ def test_the_simulator_goes_by_the_figures() -> None:
     assert base["communication"] == pytest.approx(free["communication"])
 
 
-def test_the_planner_pays_for_ops_too() -> None:
+def test_plan_cost_includes_op_latency() -> None:
     step = step_of(2, dt.Mesh(pp=2), dt.OneFOneB(2))
     plan = step.plan(*data())
     free = replace(plan, topology=replace(KNOWN, op_latency=0.0)).cost
@@ -121,12 +122,12 @@ def test_the_planner_pays_for_ops_too() -> None:
         (dict(backend="mpi"), r"backend='mpi': it is \"inprocess\" or \"ray\""),
     ],
 )
-def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
+def test_calibrate_rejects_bad_arguments(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(dt.PlanningError, match=message):
         dt.calibrate(**arguments)
 
 
-def test_a_launch_is_measured_as_it_is() -> None:
+def test_calibrate_inside_launch_rejects_other_backend_or_mesh() -> None:
     with dt.launch(dt.Mesh(tp=2)):
         with pytest.raises(dt.PlanningError, match=r"backend='ray'\) inside a launch"):
             dt.calibrate(backend="ray")
@@ -134,7 +135,7 @@ def test_a_launch_is_measured_as_it_is() -> None:
             dt.calibrate(dt.Mesh(tp=4))
 
 
-def test_attention_and_updates_have_rates_of_their_own() -> None:
+def test_attention_and_optimizer_updates_have_separate_rates() -> None:
     work: Any = dict(flops=1e10, bytes_moved=1e3)
     assert KNOWN.compute_seconds(**work) == pytest.approx(1 + 1e-5)
     assert KNOWN.compute_seconds(**work, attention=True) == pytest.approx(2 + 1e-5)
@@ -152,7 +153,7 @@ def test_attention_and_updates_have_rates_of_their_own() -> None:
     assert updates(faster) == updates(unknown) < updates(KNOWN)
 
 
-def test_a_call_on_a_gpu_ends_with_its_kernels_and_waits_for_no_message(
+def test_timed_gpu_call_waits_for_its_stream_but_not_for_whole_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     waited: list[torch.device] = []

@@ -1,4 +1,5 @@
-"""Parameters that forward changes in place: state, as buffers are, under any placement."""
+"""Parameters that forward changes in place are state, as buffers are, and match plain torch under
+any placement."""
 
 from __future__ import annotations
 
@@ -123,7 +124,7 @@ def check_same(net: nn.Module, plain: nn.Module) -> None:
     [(placed, "data = ") for placed in PLACED]
     + [(placed, write) for placed in ("tp2", "zero3") for write in list(WRITES)[1:]],
 )
-def test_a_key_encoder_follows(placed: str, write: str) -> None:
+def test_moco_key_encoder_written_in_forward_matches_torch(placed: str, write: str) -> None:
     net = MoCo(WRITES[write])
     plain = copy.deepcopy(net)
     _, step = made(placed, net)
@@ -134,8 +135,8 @@ def test_a_key_encoder_follows(placed: str, write: str) -> None:
 
 @pytest.mark.default("pp2")
 @pytest.mark.parametrize("placed", ["tp2", "zero1", "zero3", "pp2"])
-def test_what_the_optimizer_trains(placed: str) -> None:
-    """The gradient is that of the new value, which the update begins at."""
+def test_trained_parameter_written_in_forward_matches_torch(placed: str) -> None:
+    """The gradient is taken at the written value, and the optimizer updates that value."""
     net = Constrained()
     plain = copy.deepcopy(net)
     _, step = made(placed, net, clip_grad_norm=0.5)
@@ -144,7 +145,7 @@ def test_what_the_optimizer_trains(placed: str) -> None:
     check_same(net, plain)
 
 
-def test_captured_at_each_call() -> None:
+def test_parameter_written_in_forward_matches_torch_with_capture_each_call() -> None:
     net = MoCo(by_data)
     plain = copy.deepcopy(net)
     _, step = made("tp2", net, capture="each call")
@@ -154,7 +155,7 @@ def test_captured_at_each_call() -> None:
 
 @pytest.mark.default("tp2")
 @pytest.mark.parametrize("placed", ["tp2", "zero3", "pp2"])
-def test_a_step_that_fails_changes_nothing(placed: str) -> None:
+def test_failed_step_leaves_parameters_written_in_forward_unchanged(placed: str) -> None:
     net = MoCo(by_data)
     plain = copy.deepcopy(net)
     model, step = made(placed, net)
@@ -169,7 +170,7 @@ def test_a_step_that_fails_changes_nothing(placed: str) -> None:
     check_same(net, plain)
 
 
-def test_a_compiled_function_changes_them_too() -> None:
+def test_compiled_function_writes_parameters_as_torch_does() -> None:
     net = MoCo(WRITES["mul_"])
     with torch.no_grad():
         net.k.up.weight.add_(1.0)
@@ -186,9 +187,9 @@ def test_a_compiled_function_changes_them_too() -> None:
 @pytest.mark.default("True-zero3")
 @pytest.mark.parametrize("placed", ["tp2", "zero1", "zero3"])
 @pytest.mark.parametrize("masters", [False, True])
-def test_another_program_writes_what_a_step_trains(placed: str, masters: bool) -> None:
-    """A master weight takes it over: the step's result is that without masters, but for rounding
-    that a learning rate of 0 does not have."""
+def test_step_trains_on_parameter_written_by_another_program(placed: str, masters: bool) -> None:
+    """With master weights, the master takes over the written value. The result equals a run without
+    masters within rounding."""
     net = Encoder().bfloat16()
     plain = copy.deepcopy(net)
     mesh, how, _ = PLACED[placed]
@@ -205,7 +206,7 @@ def test_another_program_writes_what_a_step_trains(placed: str, masters: bool) -
     check_same(net, plain)
 
 
-def test_a_step_changes_what_another_one_trains() -> None:
+def test_step_writes_parameter_that_another_step_trains() -> None:
     def trained(model: Any, x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(model.k(x), y)
 
@@ -228,8 +229,8 @@ def test_a_step_changes_what_another_one_trains() -> None:
     check_same(net, plain)
 
 
-def test_a_parameter_is_not_written_before_the_commit() -> None:
-    """Where a buffer would be: what a failed step leaves of a parameter is what was there."""
+def test_parameter_written_in_forward_is_copied_at_commit() -> None:
+    """A buffer would be written in place; a parameter must keep its old value if the step fails."""
 
     class Filled(nn.Module):
         def __init__(self) -> None:
@@ -252,7 +253,7 @@ def test_a_parameter_is_not_written_before_the_commit() -> None:
     torch.testing.assert_close(net.seen.detach(), x)
 
 
-def test_a_queue_with_a_tensor_for_its_place() -> None:
+def test_queue_buffer_indexed_by_tensor_buffer_matches_torch() -> None:
     class Queue(nn.Module):
         queue: Tensor
         place: Tensor
@@ -282,7 +283,7 @@ def test_a_queue_with_a_tensor_for_its_place() -> None:
 
 
 @pytest.mark.parametrize("order", ["qk", "kq"])
-def test_a_parameter_may_be_written_from_another_stage(order: str) -> None:
+def test_parameter_written_from_another_pipeline_stage_matches_torch(order: str) -> None:
     net = MoCo(WRITES["lerp_"])
     plain = copy.deepcopy(net)
     stages = {"pp": [[f"{name}.*"] for name in order]}

@@ -1,5 +1,5 @@
-"""Layers that change between steps: what trains is what the optimizer holds, what computes is what
-the module holds, and all is as in plain torch."""
+"""Layers that change between steps behave as in plain torch: the step trains the optimizer's
+parameters and computes with the module's current layers."""
 
 from __future__ import annotations
 
@@ -64,8 +64,9 @@ def take(number: int, *all_of: Plain | Placed) -> None:
 
 @pytest.mark.default("a layer left out by forward, later back-pp2-at the end")
 @pytest.mark.parametrize(("name", "where", "reads"), list(cases()))
-def test_as_in_torch(name: str, where: str, reads: str) -> None:
-    """Losses, norms, model and optimizer; read after every step, or while all are under way."""
+def test_changed_layers_match_torch_after_each_step(name: str, where: str, reads: str) -> None:
+    """Compares losses, norms, model and optimizer, either after every step or once while all steps
+    are pending."""
     way, place = WAYS[name], PLACES[where]
     plain, placed = both(way, place)
     with dt.launch(place.mesh):
@@ -89,8 +90,7 @@ def test_as_in_torch(name: str, where: str, reads: str) -> None:
         "a parameter exchanged with its state",
     ],
 )
-def test_between_launches(name: str) -> None:
-    """Changes outside of any; the next one goes on."""
+def test_layers_changed_between_launches_match_torch(name: str) -> None:
     way, place = WAYS[name], PLACES["tp2"]
     plain, placed = both(way, place)
     for number in way.steps(plain, placed):
@@ -106,7 +106,9 @@ def test_between_launches(name: str) -> None:
 @pytest.mark.default("prune-pp2")
 @places
 @pytest.mark.parametrize("name", REFUSED)
-def test_tensors_as_attributes_are_refused_and_nothing_is_lost(name: str, place: Place) -> None:
+def test_tensor_attribute_in_place_of_parameter_is_refused_without_loss(
+    name: str, place: Place
+) -> None:
     plain, placed = both(STILL, place)
     with dt.launch(place.mesh):
         take(0, plain, placed)
@@ -122,7 +124,7 @@ def test_tensors_as_attributes_are_refused_and_nothing_is_lost(name: str, place:
 
 @pytest.mark.default("tp2")
 @places
-def test_what_was_never_the_models_is_an_error(place: Place) -> None:
+def test_optimizer_parameter_outside_model_raises_planning_error(place: Place) -> None:
     plain, placed = both(STILL, place)
     stranger = parameter(torch.ones(3, 5))
     with dt.launch(place.mesh):
@@ -135,8 +137,8 @@ def test_what_was_never_the_models_is_an_error(place: Place) -> None:
         assert differences(placed, plain) == []
 
 
-def test_layers_swapped_over_stages_are_refused_and_nothing_is_lost() -> None:
-    """A pipeline goes through its stages in one order, and parameters keep theirs."""
+def test_swapping_layers_of_two_stages_is_refused_without_loss() -> None:
+    """A pipeline runs its stages in one order, and each parameter stays in its stage."""
     way = WAYS["... of two stages"]
     plain, placed = both(way, PLACES["pp2"])
     with dt.launch(placed.place.mesh):
@@ -149,8 +151,8 @@ def test_layers_swapped_over_stages_are_refused_and_nothing_is_lost() -> None:
         assert differences(placed, plain) == []
 
 
-def test_a_new_parameter_in_no_stage_is_refused() -> None:
-    """By its name; training goes on with one that a stage's glob matches."""
+def test_new_parameter_outside_all_stages_is_refused_by_name() -> None:
+    """Training continues with a new parameter whose name a stage's glob matches."""
     plain, placed = both(STILL, PLACES["pp2"])
     with dt.launch(placed.place.mesh):
         take(0, plain, placed)
@@ -173,8 +175,8 @@ def specs(placed: Placed) -> dict[str, str]:
     return {i.label: str(i.held) for i in placed.step.plan(*batch(0)).inputs}
 
 
-def test_a_placement_follows_the_object() -> None:
-    """A glob that matches nothing any more is no error; what is new is placed by its name."""
+def test_moved_layer_keeps_placement_and_new_layer_is_placed_by_name() -> None:
+    """A glob that no longer matches any parameter raises no error."""
     placed = Placed(STILL.net(), PLACES["tp2"])
     with dt.launch(placed.place.mesh):
         placed.take(0)
@@ -195,7 +197,7 @@ def test_a_placement_follows_the_object() -> None:
     assert "head.weight" not in found and "blocks.1.up.weight" not in found
 
 
-def test_a_new_layer_is_stored_split_as_the_others() -> None:
+def test_new_layer_is_sharded_by_zero3_like_other_layers() -> None:
     placed = Placed(STILL.net(), PLACES["dp2, ZeRO-3"])
     with dt.launch(placed.place.mesh):
         placed.take(0)
@@ -206,8 +208,8 @@ def test_a_new_layer_is_stored_split_as_the_others() -> None:
 
 @pytest.mark.default("a layer appended")
 @pytest.mark.parametrize("name", ["a layer appended", "a layer wrapped, its base frozen"])
-def test_automatic_stages(name: str) -> None:
-    """A new parameter is in the stage of its module, and what was there stays."""
+def test_new_parameter_joins_stage_of_its_module_with_auto_stages(name: str) -> None:
+    """Existing parameters keep their stages."""
     way, place = WAYS[name], Place(mesh=dt.Mesh(pp=2), options=dict(stages="auto"))
     plain, placed = both(way, place)
     with dt.launch(place.mesh):
@@ -225,7 +227,7 @@ def test_automatic_stages(name: str) -> None:
         assert stage["blocks.1.up.base.weight"] == before["blocks.1.up.weight"]
 
 
-def test_gradients_have_the_names_of_now() -> None:
+def test_gradients_use_current_parameter_names() -> None:
     plain, placed = both(WAYS["a layer moved to a submodule"], PLACES["tp2"])
     with dt.launch(placed.place.mesh):
         for number in WAYS["a layer moved to a submodule"].steps(plain, placed):
@@ -234,8 +236,8 @@ def test_gradients_have_the_names_of_now() -> None:
     assert {n for n, p in plain.net.named_parameters()} == set(found)
 
 
-def test_a_new_step_over_a_changed_model() -> None:
-    """The old one and the new one go on in turns, each with its optimizer."""
+def test_old_and_new_step_of_changed_model_alternate_as_in_torch() -> None:
+    """Each step has its own optimizer."""
     plain, placed = both(STILL, PLACES["tp2"])
     with dt.launch(placed.place.mesh):
         take(0, plain, placed)
@@ -265,7 +267,7 @@ def of_two() -> tuple[nn.Module, nn.Module]:
     return net, copy.deepcopy(net)
 
 
-def test_a_module_is_cast_between_calls_of_a_function() -> None:
+def test_module_cast_between_compiled_calls_gives_results_in_new_dtype() -> None:
     net, plain = of_two()
     model = dt.parallelize(net, dt.Mesh(tp=2), PLACED)
     f = dt.compile(lambda m, x: m(x), model.mesh)
@@ -278,8 +280,8 @@ def test_a_module_is_cast_between_calls_of_a_function() -> None:
             torch.testing.assert_close(found.full_tensor(), expected, rtol=0.02, atol=0.02)
 
 
-def test_a_module_is_cast_between_steps() -> None:
-    """Each cast rounds, so that a value of before it shows."""
+def test_module_cast_between_steps_matches_torch() -> None:
+    """Each cast rounds the weights, so a stale value would be visible."""
     net, plain = of_two()
     model = dt.parallelize(net, dt.Mesh(tp=2), PLACED)
     opt, plain_opt = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (net, plain))
@@ -298,8 +300,8 @@ def test_a_module_is_cast_between_steps() -> None:
         torch.testing.assert_close(p, plain.get_parameter(name), rtol=0.02, atol=0.005)
 
 
-def test_a_module_is_cast_when_its_optimizer_has_a_state() -> None:
-    """torch.optim.AdamW raises at its step; a new one works in both."""
+def test_casting_module_with_optimizer_state_raises_and_new_step_works() -> None:
+    """torch.optim.AdamW raises too in its next step; a new optimizer works in both."""
     net, _ = of_two()
     model = dt.parallelize(net, dt.Mesh(tp=2), PLACED)
 

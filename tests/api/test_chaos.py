@@ -1,5 +1,5 @@
-"""A launch that ends in any way leaves nothing behind: some cycles of `make chaos`. And some of its
-faults on disks; those of ranks are in test_recovery.py."""
+"""A launch leaves no threads, files, processes or memory behind, however it ends: some cycles of
+`make chaos` and some of its disk faults. Faults of ranks are in test_recovery.py."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield tmp_path
 
 
-def test_nothing_is_left_in_process(scratch: Path) -> None:
+def test_in_process_launches_leave_nothing_behind(scratch: Path) -> None:
     place = Place("inprocess", scratch)
     for kind in KINDS.values():
         kind(place)
@@ -37,7 +37,9 @@ def test_nothing_is_left_in_process(scratch: Path) -> None:
 
 
 @pytest.mark.ray
-def test_nothing_is_left_on_ray(scratch: Path, ray_session: None) -> None:
+def test_ray_launches_with_killed_ranks_leave_nothing_behind(
+    scratch: Path, ray_session: None
+) -> None:
     place = Place("ray", scratch)
     RAY_KINDS["rank killed in a step"](place)
     objects, before = alive(), held()  # a collection first: Ray then starts a thread, once
@@ -50,17 +52,17 @@ def test_nothing_is_left_on_ray(scratch: Path, ray_session: None) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["tp2", "dp2 zero3"])
-def test_torn_files_are_named(name: str, tmp_path: Path) -> None:
+def test_loading_torn_checkpoint_names_damaged_file(name: str, tmp_path: Path) -> None:
     torn_file(name, random.Random(0), 6, tmp_path)
 
 
 @pytest.mark.ray
-def test_steps_go_on_where_a_disk_is_full(tmp_path: Path, ray_session: None) -> None:
+def test_steps_continue_when_disk_is_full(tmp_path: Path, ray_session: None) -> None:
     disk_full("pp2", random.Random(0), 2, tmp_path)
 
 
-def test_what_is_left_is_named(scratch: Path) -> None:
-    """The watch itself: a thread, a socket, a file, a process, unnamed memory and a tensor."""
+def test_leak_watch_names_each_kind_of_leftover(scratch: Path) -> None:
+    """The kinds are a thread, a socket, a file, a process, unnamed memory and a tensor."""
     import mmap
     import os
     import socket

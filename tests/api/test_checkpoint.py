@@ -1,5 +1,5 @@
-"""Checkpoints: what a run saves under one placement, it has again under any other, bit for bit, and
-goes on as if it had never ended; what fails leaves everything as it was."""
+"""Checkpoints: state saved under one placement loads bitwise equal under any other, a resumed run
+equals an uninterrupted one, and a failed save or load changes nothing."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, dict
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
-def test_a_checkpoint_of_any_placement_is_loaded_under_any_other(
+def test_checkpoint_of_any_placement_loads_bitwise_equal_under_any_other(
     place: str, saved: dict[str, tuple[str, dict[str, Any], float]]
 ) -> None:
     run = Run(place, seed=5)
@@ -116,7 +116,7 @@ def test_a_checkpoint_of_any_placement_is_loaded_under_any_other(
 
 @pytest.mark.default("pp2")
 @pytest.mark.parametrize("place", ["pp2", "dp2, ZeRO-3"])
-def test_a_resumed_run_has_the_bits_of_one_that_never_ended(place: str, tmp_path: Path) -> None:
+def test_resumed_run_is_bitwise_equal_to_uninterrupted_run(place: str, tmp_path: Path) -> None:
     options = dict(clip_grad_norm=0.5, schedule=dt.OneFOneB(microbatches=2))
 
     def make(seed: int) -> tuple[Run, Any, Any]:
@@ -153,7 +153,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_ended(place: str, tmp_path
     assert_same_bits(run.optimizer.state_dict(), options_then)
 
 
-def test_a_save_has_the_state_after_the_steps_before_it_and_nothing_of_those_after(
+def test_save_contains_earlier_steps_and_no_later_steps(
     tmp_path: Path,
 ) -> None:
     run = Run("tp2")
@@ -170,7 +170,7 @@ def test_a_save_has_the_state_after_the_steps_before_it_and_nothing_of_those_aft
         assert_same_bits(run.state(), after)
 
 
-def test_what_was_written_by_hand_is_saved_and_what_is_loaded_is_read(tmp_path: Path) -> None:
+def test_weights_written_by_user_are_saved_and_loaded_weights_are_readable(tmp_path: Path) -> None:
     run = Run("tp2")
     with dt.launch(run.mesh):
         run.step(*batch(0))
@@ -183,7 +183,7 @@ def test_what_was_written_by_hand_is_saved_and_what_is_loaded_is_read(tmp_path: 
     assert bool((run.module.head.weight == 0.25).all())
 
 
-def test_outside_a_launch_the_controller_writes_and_reads(tmp_path: Path) -> None:
+def test_save_load_and_resume_work_outside_launch(tmp_path: Path) -> None:
     run, other = Run("tp2"), Run("pp2", seed=1)
     dt.save(tmp_path / "0", run.model, run.optimizer, step=7).get()
     dt.load(tmp_path / "0", other.model, other.optimizer)
@@ -197,7 +197,7 @@ def test_outside_a_launch_the_controller_writes_and_reads(tmp_path: Path) -> Non
     assert dt.resume(tmp_path / "none") is None
 
 
-def test_a_model_on_the_meta_device_reads_what_ranks_need(tmp_path: Path) -> None:
+def test_load_into_meta_device_model_restores_saved_state(tmp_path: Path) -> None:
     run = Run("tp2")
     dt.save(tmp_path / "0", run.model).get()
     dt.manual_seed(2)
@@ -230,7 +230,7 @@ def test_a_model_on_the_meta_device_reads_what_ranks_need(tmp_path: Path) -> Non
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_torchs_own_tools_read_it(tmp_path: Path) -> None:
+def test_torch_distributed_checkpoint_reads_dtensor_checkpoint(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -253,7 +253,7 @@ def test_torchs_own_tools_read_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_what_torchs_tools_wrote_is_read(tmp_path: Path) -> None:
+def test_load_reads_checkpoint_written_by_torch_distributed_checkpoint(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp
 
     module = Net()
@@ -289,7 +289,7 @@ def test_what_torchs_tools_wrote_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.default("one")
 @pytest.mark.parametrize("place", PLACES)
-def test_each_element_is_written_once_and_each_rank_reads_its_own(
+def test_save_writes_each_element_once_and_ranks_read_only_their_shards(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Run(place)
@@ -321,7 +321,7 @@ def test_each_element_is_written_once_and_each_rank_reads_its_own(
     assert ours < sum(t.nbytes for t in unique) + 1700 * len(places)  # what torch.save puts around
 
 
-def test_replicas_share_the_work() -> None:
+def test_replicas_divide_elements_to_write_evenly() -> None:
     spec = dt.spec("f32[1024,1024]", dt.Mesh(dp=4))
     small = dt.spec("f32[64]", dt.Mesh(dp=4))
     values = {("w",): StoredTensor.of("w", spec, range(4), range(4))} | {
@@ -333,7 +333,7 @@ def test_replicas_share_the_work() -> None:
     ] * 4
 
 
-def test_saves_after_each_other_link_what_is_the_same_and_keep_the_newest(tmp_path: Path) -> None:
+def test_repeated_saves_hard_link_unchanged_files_and_keep_newest(tmp_path: Path) -> None:
     run = Run("tp2")
     with dt.launch(run.mesh):
         run.step(*batch(0))
@@ -356,9 +356,7 @@ def config(**changed: Any) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
-def test_hugging_face_reads_what_ranks_wrote_and_the_other_way_round(
-    tied: bool, tmp_path: Path
-) -> None:
+def test_hugging_face_and_dtensor_read_each_others_checkpoints(tied: bool, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason=missing("transformers"))
     module = transformers.LlamaForCausalLM(config(tie_word_embeddings=tied))
     mesh = dt.Mesh(tp=2)
@@ -415,7 +413,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     ready.set()
 
 
-def test_a_write_that_fails_is_named_and_leaves_what_was_there(
+def test_failed_write_names_rank_and_leaves_older_checkpoints_intact(
     failing: threading.Event, tmp_path: Path
 ) -> None:
     run = Run("tp2")
@@ -446,7 +444,7 @@ def test_a_write_that_fails_is_named_and_leaves_what_was_there(
         future.get()
 
 
-def test_a_save_and_a_load_wait_for_the_save_under_way(
+def test_save_and_load_wait_for_pending_save(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     run, write = Run("one"), saving.write_part
@@ -472,7 +470,7 @@ def test_a_save_and_a_load_wait_for_the_save_under_way(
 
 @pytest.mark.default("one")
 @pytest.mark.parametrize("place", ["tp2", "one"])
-def test_a_damaged_file_loads_nothing(place: str, tmp_path: Path) -> None:
+def test_damaged_file_fails_load_and_changes_no_state(place: str, tmp_path: Path) -> None:
     run = Run(place)
     with dt.launch(run.mesh):
         run.step(*batch(0))
@@ -544,7 +542,7 @@ def wrong(run: Run, path: Path) -> dict[str, tuple[Callable[[], Any], str]]:
     }
 
 
-def test_mistakes_are_told_at_once_and_lose_nothing(tmp_path: Path) -> None:
+def test_checkpoint_mistakes_raise_at_once_and_change_nothing(tmp_path: Path) -> None:
     run = Run("tp2")
     dt.save(tmp_path / "1", run.model, run.optimizer).get()
     (tmp_path / "file").touch()
@@ -559,7 +557,7 @@ def test_mistakes_are_told_at_once_and_lose_nothing(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["1", "file", "untied", "wide"]
 
 
-def test_a_writer_that_was_lost_and_replaced_ends_no_loop():
+def test_settle_ignores_lost_writer_but_get_raises():
     def lost() -> None:
         raise WriterLost("rank 1 could not write its part of ckpt/9: the process ... is gone")
 
@@ -576,8 +574,9 @@ def test_a_writer_that_was_lost_and_replaced_ends_no_loop():
         Saved("ckpt/9", full).settle()
 
 
-def test_a_file_of_the_optimizer_that_is_short_is_an_error_of_the_load(tmp_path: Path):
-    """In a launch it is read later: then the parameters would be loaded already."""
+def test_truncated_optimizer_file_fails_load_before_parameters_change(tmp_path: Path):
+    """In a launch, optimizer state is read later than the parameters, so the load must check the
+    file first."""
     mesh, torn = dt.Mesh(dp=2), tmp_path / "9"
     net = nn.Linear(4, 4)
     model, opt = dt.parallelize(net, mesh, {}), torch.optim.Adam(net.parameters())

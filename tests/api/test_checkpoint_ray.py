@@ -1,5 +1,5 @@
-"""Checkpoints on Ray: the values go from ranks to files and back, and not through the controller; a
-rank that is lost meanwhile fails the save by name."""
+"""Checkpoints on Ray: ranks read and write files directly, not through the controller, and a rank
+that is lost during a save fails the save by name."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def trained(mesh: dt.Mesh, **stated: Any) -> tuple[Any, Any, Any]:
     return model, optimizer, dt.train_step(model, loss_fn, optimizer)
 
 
-def test_steps_go_on_beside_a_save_and_another_launch_goes_on_from_it(tmp_path: Path) -> None:
+def test_steps_run_during_save_and_another_launch_resumes_from_it(tmp_path: Path) -> None:
     mesh = dt.Mesh(dp=2)
     model, optimizer, step = trained(mesh, zero={"dp": 3})
     with dt.launch(mesh, backend="ray"):
@@ -72,7 +72,7 @@ def test_steps_go_on_beside_a_save_and_another_launch_goes_on_from_it(tmp_path: 
         assert torch.equal(whole.read(f"model.{name}"), value)
 
 
-def test_a_rank_that_is_lost_fails_the_save_by_name(tmp_path: Path) -> None:
+def test_save_fails_by_name_when_rank_is_lost(tmp_path: Path) -> None:
     mesh = dt.Mesh(tp=2)
     model = dt.parallelize(Wide(60_000), mesh, {"table.weight": dict(tp=dt.Row())})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
@@ -94,8 +94,9 @@ def test_a_rank_that_is_lost_fails_the_save_by_name(tmp_path: Path) -> None:
     assert torch.equal(model.module.table.weight, stored)
 
 
-def test_the_controller_does_not_hold_what_ranks_save_and_load(tmp_path: Path) -> None:
-    """With 200 MB of state, its peak grows by a part of that: in a process of its own."""
+def test_controller_memory_does_not_grow_with_saved_state(tmp_path: Path) -> None:
+    """Saves and loads 200 MB in a separate process; the controller's peak memory grows by less than
+    64 MB."""
     run = subprocess.run(
         [sys.executable, "-m", "tests.api.test_checkpoint_ray", str(tmp_path)],
         capture_output=True,

@@ -1,4 +1,5 @@
-"""`compare`: its rows are what each strategy's own step plans; its table is the page's."""
+"""`dt.compare`: each row shows what the train step of that strategy plans, and the printed table is
+the one in the docs page."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ def gpt() -> nn.Module:
 
 
 @pytest.mark.slow
-def test_rows_are_what_each_step_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Captured once; the model's tensors and hooks are what they were."""
+def test_compare_rows_equal_plans_of_separate_train_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model is captured once; its tensors and hooks are unchanged."""
     captured: list[object] = []
     capture = bound_call.capture
 
@@ -94,7 +95,7 @@ def test_rows_are_what_each_step_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     assert two.num_collectives > one.num_collectives
 
 
-def test_one_without_a_plan_keeps_its_row() -> None:
+def test_strategy_without_plan_keeps_row_with_its_error() -> None:
     small = dt.Topology(memory_bytes=100_000)
     found = dt.compare(
         gpt(),
@@ -136,12 +137,12 @@ def test_one_without_a_plan_keeps_its_row() -> None:
         ),
     ],
 )
-def test_what_is_no_strategy(strategies: Any, message: str) -> None:
+def test_compare_rejects_invalid_strategies(strategies: Any, message: str) -> None:
     with pytest.raises(dt.PlanningError, match=f"(?s){message}"):
         dt.compare(gpt(), loss_fn, strategies, TOKENS, TOKENS)
 
 
-def test_a_placed_model_is_refused() -> None:
+def test_compare_rejects_parallelized_model() -> None:
     parallel: Any = dt.parallelize(gpt(), dt.Mesh())
     with pytest.raises(dt.PlanningError, match=r"pass the original module, model.module"):
         dt.compare(parallel, loss_fn, {"one": (dt.Mesh(), {})}, TOKENS, TOKENS)

@@ -1,4 +1,4 @@
-"""`dt.compile`: functions of distributed tensors and modules give what plain torch gives."""
+"""`dt.compile`: functions of DTensors and parallelized modules give the results of plain torch."""
 
 from __future__ import annotations
 
@@ -39,13 +39,15 @@ def close(found: Any, expected: Tensor) -> None:
     ],
 )
 @pytest.mark.parametrize("placement", [dt.Row(), dt.Column(), dt.Replicate()], ids=str)
-def test_one_argument(fn: Callable[[Tensor], Tensor], placement: dt.Placement) -> None:
-    """7 x 5 over 3 ranks: no shard is like another."""
+def test_compiled_function_of_one_dtensor_matches_torch(
+    fn: Callable[[Tensor], Tensor], placement: dt.Placement
+) -> None:
+    """7 x 5 over 3 ranks: all shards have different shapes."""
     x = torch.randn(7, 5)
     close(dt.compile(fn, TP3)(dt.distribute(x, TP3, tp=placement)), fn(x))
 
 
-def test_two_axes() -> None:
+def test_compiled_matmul_on_two_axes_matches_torch() -> None:
     mesh = dt.Mesh(dp=2, tp=2)
     x, w = torch.randn(6, 8), torch.randn(8, 10)
     f = dt.compile(lambda a, b: (a @ b).softmax(-1), mesh, out=dict(dp=dt.Row()))
@@ -68,7 +70,7 @@ def test_two_axes() -> None:
         ([dict(tp=dt.Column())], "f32[8,12@tp]"),
     ],
 )
-def test_pins_of_results(out: Any, spec: str) -> None:
+def test_out_placements_are_applied_to_results(out: Any, spec: str) -> None:
     x, w = torch.randn(8, 16), torch.randn(16, 12)
     f = dt.compile(lambda a, b: a @ b, TP2, out=out)
     y = f(dt.distribute(x, TP2, tp=dt.Column()), dt.distribute(w, TP2, tp=dt.Row()))
@@ -85,12 +87,12 @@ def test_pins_of_results(out: Any, spec: str) -> None:
         (dict(tp=dt.Shard(3)), "does not fit result 0"),
     ],
 )
-def test_pins_that_do_not_fit(out: Any, message: str) -> None:
+def test_out_placements_that_do_not_fit_raise_planning_error(out: Any, message: str) -> None:
     with pytest.raises(dt.PlanningError, match=message):
         dt.compile(lambda a: a * 2, TP2, out=out)(torch.randn(4, 4))
 
 
-def test_pins_in_the_structure_of_the_result() -> None:
+def test_out_placements_follow_structure_of_result() -> None:
     def fn(a: Any) -> dict[str, Any]:
         return {"double": a * 2, "name": "n", "both": (a + 1, [a.exp(), a.sum()])}
 
@@ -103,7 +105,7 @@ def test_pins_in_the_structure_of_the_result() -> None:
     assert str(raised.value).endswith('fix: write "double"')
 
 
-def test_pytrees_and_what_is_no_tensor() -> None:
+def test_compile_accepts_and_returns_pytrees_with_non_tensors() -> None:
     def fn(parts: Mapping[str, Any], scale: float, *, name: str) -> dict[str, Any]:
         total = parts["a"] + parts["b"][0] * scale
         return {"total": total, "both": (total, parts["b"][1]), "name": name, "rows": len(total)}
@@ -118,14 +120,14 @@ def test_pytrees_and_what_is_no_tensor() -> None:
     close(found["both"][1], z)
 
 
-def test_an_argument_and_a_constant_as_results() -> None:
+def test_compiled_function_returns_argument_and_constant_unchanged() -> None:
     x = torch.randn(3)
     same, ones = dt.compile(lambda a: (a, torch.ones(2)), TP2)(dt.distribute(x, TP2, tp=dt.Row()))
     close(same, x)
     close(ones, torch.ones(2))
 
 
-def test_results_are_arguments() -> None:
+def test_compiled_result_is_argument_of_next_compiled_function() -> None:
     x = torch.randn(6, 4)
     first = dt.compile(lambda a: a.exp(), TP2, out=dict(tp=dt.Row()))
     second = dt.compile(lambda a: a.sum(0), TP2)
@@ -136,7 +138,7 @@ def test_results_are_arguments() -> None:
 # -- calls -----------------------------------------------------------------------------------------
 
 
-def test_a_new_shape_is_captured_and_an_old_one_is_not() -> None:
+def test_compile_captures_new_shapes_and_reuses_plans_of_old_ones() -> None:
     f = dt.compile(lambda a, n: a * n, TP2)
     for shape, n, captures in (((2,), 1, 1), ((3,), 1, 2), ((2,), 1, 2), ((2,), 3, 3)):
         x = torch.randn(shape)
@@ -148,7 +150,7 @@ def test_a_new_shape_is_captured_and_an_old_one_is_not() -> None:
 
 @pytest.mark.default("tp2_pp2")
 @pytest.mark.parametrize("placed", ["single", "tp2_pp2", "dp2_tp2"])
-def test_the_forward_of_a_model(placed: str) -> None:
+def test_compiled_model_forward_matches_torch(placed: str) -> None:
     where = SIX[placed]
     plain = make_model()
     model = dt.parallelize(make_model(), where.mesh, where.pins, stages=where.stages)
@@ -158,7 +160,7 @@ def test_the_forward_of_a_model(placed: str) -> None:
         close(dt.compile(model, where.mesh)(tokens), plain(tokens))
 
 
-def test_training_and_evaluation_mode() -> None:
+def test_compiled_model_follows_train_and_eval_mode() -> None:
     class Scaled(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -196,8 +198,9 @@ DIFFERENTIATED: dict[str, tuple[Callable[..., Any], Callable[[Any], Any]]] = {
 
 @pytest.mark.parametrize("name", list(DIFFERENTIATED))
 @pytest.mark.parametrize("placed", [{}, dict(tp=dt.Row()), dict(tp=dt.Column())], ids=str)
-def test_gradients_go_through_a_compiled_function(name: str, placed: dict[str, Any]) -> None:
-    """Twice, to where the operands are placed, in a sum with an eager op."""
+def test_gradients_through_compiled_function_match_torch(name: str, placed: dict[str, Any]) -> None:
+    """Runs twice; each gradient has the placement of its operand and adds to that of an eager
+    op."""
     fn, loss = DIFFERENTIATED[name]
     compiled = dt.compile(fn, TP3)
     for _ in range(2):
@@ -214,7 +217,7 @@ def test_gradients_go_through_a_compiled_function(name: str, placed: dict[str, A
                 assert x.grad.spec == x.spec
 
 
-def test_what_has_no_gradient_through_a_compiled_function() -> None:
+def test_compiled_function_gradient_limits_raise_errors_as_torch() -> None:
     def leaf() -> Any:
         return dt.distribute(torch.ones(3), TP2).requires_grad_()
 
@@ -250,7 +253,9 @@ def test_what_has_no_gradient_through_a_compiled_function() -> None:
 # -- planning without running ----------------------------------------------------------------------
 
 
-def test_a_plan_launches_and_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_plan_starts_no_launch_and_accepts_meta_tensors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("a session was made")
 
@@ -273,7 +278,7 @@ def test_a_plan_launches_and_computes_nothing(monkeypatch: pytest.MonkeyPatch) -
 # -- what is refused -------------------------------------------------------------------------------
 
 
-def test_what_is_refused() -> None:
+def test_compile_rejects_bad_arguments() -> None:
     x = torch.randn(4, 4)
     cases: list[tuple[Callable[[], Any], str]] = [
         (lambda: dt.compile(lambda a: a, TP2, search="x"), "search='x'"),
@@ -291,7 +296,7 @@ def test_what_is_refused() -> None:
 
 
 @pytest.mark.ray
-def test_on_ray(ray_session: None) -> None:
+def test_compiled_function_on_ray_is_bitwise_equal_to_in_process(ray_session: None) -> None:
     x, w = torch.randn(7, 5), torch.randn(5, 4)
     f = dt.compile(lambda a, b: (a @ b).softmax(0), TP2, out=dict(tp=dt.Row()))
     with dt.launch(TP2):

@@ -1,4 +1,5 @@
-"""Cross entropy over a split vocabulary, and `Partial("softmax")` as users state it."""
+"""Cross entropy over a split vocabulary, and `Partial("softmax")` as a placement that users
+state."""
 
 from __future__ import annotations
 
@@ -54,7 +55,9 @@ def allowed() -> Iterator[None]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_one_reduction_of_three_numbers_a_row(reduction: Reduction, dtype: torch.dtype) -> None:
+def test_vocabulary_split_loss_sends_one_all_reduce_of_three_numbers_per_row(
+    reduction: Reduction, dtype: torch.dtype
+) -> None:
     def fn(x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(x, y, reduction=reduction)
 
@@ -73,7 +76,9 @@ def test_one_reduction_of_three_numbers_a_row(reduction: Reduction, dtype: torch
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("vocab", [10, 5, 2])  # over 4 ranks 5 are 2 + 2 + 1 + 0
 @pytest.mark.parametrize("ignored", [-100, 1])
-def test_values_over_a_split_vocabulary(vocab: int, ignored: int, reduction: Reduction) -> None:
+def test_cross_entropy_over_split_vocabulary_matches_torch(
+    vocab: int, ignored: int, reduction: Reduction
+) -> None:
     x, w, y = values(vocab=vocab)
     targets = torch.where(y == -100, ignored, y)
 
@@ -89,7 +94,7 @@ def test_values_over_a_split_vocabulary(vocab: int, ignored: int, reduction: Red
 
 
 @pytest.mark.usefixtures("allowed")
-def test_float32_is_within_a_millionth() -> None:
+def test_float32_gradients_over_split_vocabulary_are_within_1e_6() -> None:
     x, w, y = values(rows=300, vocab=1000)
     whole = gradients(x, w, y)
     for num in (2, 3):
@@ -101,8 +106,9 @@ def test_float32_is_within_a_millionth() -> None:
 
 
 @pytest.mark.usefixtures("allowed")
-def test_a_masked_part_of_the_vocabulary() -> None:
-    """The padding of a vocabulary, all that the last rank has, is -inf; and a row is so wholly."""
+def test_cross_entropy_with_minus_inf_logits_matches_torch() -> None:
+    """The logits of the last rank's part of the vocabulary are all -inf (padding), and one row is
+    -inf entirely."""
 
     def fn(logits: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(logits, y, reduction="none")
@@ -124,7 +130,7 @@ def test_a_masked_part_of_the_vocabulary() -> None:
 
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("wrong", [-1, 10])
-def test_a_target_out_of_range(wrong: int, tp: int) -> None:
+def test_target_out_of_range_raises_task_error_with_class_count(wrong: int, tp: int) -> None:
     x, w, y = values()
     y[3] = wrong
     mesh = dt.Mesh(tp=tp)
@@ -143,7 +149,7 @@ def triples(rows: int = 6) -> Tensor:
 
 
 @pytest.mark.parametrize("num", [2, 3])
-def test_it_is_redistributed(num: int) -> None:
+def test_softmax_partial_redistributes_without_loss(num: int) -> None:
     x, mesh = triples(), dt.Mesh(tp=num)
     d = dt.distribute(x, mesh, tp=dt.Partial("softmax"))
     assert str(d.spec) == "f32[6,3]{softmax@tp}"
@@ -161,7 +167,7 @@ def test_it_is_redistributed(num: int) -> None:
 
 @pytest.mark.parametrize("op", ["max", "softmax"])
 @pytest.mark.usefixtures("allowed")
-def test_a_view_of_what_is_no_sum_is_of_the_whole(op: Literal["max", "softmax"]) -> None:
+def test_view_of_non_sum_partial_reads_and_writes_full_value(op: Literal["max", "softmax"]) -> None:
     x, mesh = triples(), dt.Mesh(tp=2)
     for view in (lambda d: d[:, 0], lambda d: d.t(), lambda d: d.view(-1), lambda d: d[1:3]):
         d = dt.distribute(x, mesh, tp=dt.Partial(op))
@@ -183,12 +189,12 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("text", REFUSED)
-def test_what_it_does_not_fit(text: str) -> None:
+def test_softmax_partial_on_unsuitable_spec_is_refused(text: str) -> None:
     with pytest.raises(PlanningError, match=REFUSED[text]):
         dt.spec(text, dt.Mesh(a=2, b=2))
 
 
-def test_it_must_fit_on_one_rank_too() -> None:
+def test_softmax_partial_shape_is_checked_on_one_rank_too() -> None:
     with pytest.raises(PlanningError, match=r"this one is f32\[5,4\]"):
         dt.distribute(torch.randn(5, 4), dt.Mesh(tp=1), tp=dt.Partial("softmax"))
 
@@ -214,7 +220,7 @@ def stated(monkeypatch: pytest.MonkeyPatch) -> dt.OpRule:
     return dt.rule("test_cross_entropy::row_stats", "n v -> n k!", reduce="softmax")
 
 
-def test_a_rule_of_the_users_folds_so(stated: dt.OpRule) -> None:
+def test_user_rule_with_softmax_reduction_is_certified_and_matches_torch(stated: dt.OpRule) -> None:
     x = torch.randn(5, 7, dtype=torch.float64)
     found = dt.testing.certify(stated, x)
     assert found.wrong == () and found.checked > 3
@@ -236,6 +242,6 @@ def test_a_rule_of_the_users_folds_so(stated: dt.OpRule) -> None:
 
 
 @pytest.mark.usefixtures("stated")
-def test_a_rule_whose_triples_may_be_split_is_refused() -> None:
+def test_user_rule_must_mark_softmax_dim_as_whole() -> None:
     with pytest.raises(PlanningError, match='mark it as whole, as in "n v -> n k!"'):
         dt.rule("test_cross_entropy::row_stats", "n v -> n k", reduce="softmax")

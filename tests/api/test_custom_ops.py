@@ -1,5 +1,5 @@
-"""Ops of the user's on Ray, whose actors are other processes: those of the script, of a module that
-the actors cannot see, and those that cannot be had there."""
+"""User-defined ops on Ray, whose actors are other processes: ops defined in the script, ops of a
+module that actors cannot import, and ops that cannot be sent."""
 
 from __future__ import annotations
 
@@ -183,9 +183,8 @@ print("equal")
 
 @pytest.mark.slow
 @pytest.mark.ray
-def test_ops_of_the_script_and_of_a_module_elsewhere(tmp_path: Path) -> None:
-    """Trained on Ray as in plain torch: the script is `__main__`, the module in a folder that only
-    the script has on its path."""
+def test_ops_of_script_and_of_unimportable_module_train_on_ray_as_in_torch(tmp_path: Path) -> None:
+    """The script is `__main__`; the module is in a folder that only the script has on its path."""
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "far_ops.py").write_text(textwrap.dedent(MODULE))
@@ -219,8 +218,8 @@ dt.rule("test_custom_ops::twice", "... -> ...", linear="x")
 
 @pytest.mark.slow
 @pytest.mark.ray
-def test_what_cannot_be_had_is_said_before_it_runs(ray_session: None) -> None:
-    """And the launch goes on: the next program, with an op of this module, runs."""
+def test_op_that_cannot_be_sent_to_actors_raises_before_running(ray_session: None) -> None:
+    """The launch survives: the next program, with an op of this test module, runs."""
     torch.library.define("test_custom_ops::method", "(Tensor x) -> Tensor")
     torch.library.impl("test_custom_ops::method", "default", Held().run)
     torch.library.register_fake("test_custom_ops::method", torch.empty_like)
@@ -257,10 +256,10 @@ scale.register_autograd(lambda ctx, grad: grad * {factor})
 
 
 @pytest.mark.parametrize("backend", ["inprocess", pytest.param("ray", marks=pytest.mark.ray)])
-def test_an_op_that_is_edited_and_reloaded(
+def test_edited_and_reloaded_op_is_used_from_next_call(
     backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    """Its kernel, what that calls, and its gradient are the new ones from the next call on."""
+    """The new kernel, the functions that it calls and its gradient are used."""
     if backend == "ray":
         request.getfixturevalue("ray_session")
     monkeypatch.syspath_prepend(tmp_path)

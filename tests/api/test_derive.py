@@ -1,4 +1,4 @@
-"""`dt.placements.for_model` on models that nobody listed: what it finds, and that it is right."""
+"""`dt.placements.for_model` on models that dtensor does not know: which placements it derives."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def derived(kind: type[nn.Module], size: int | None) -> dt.placements.Placements
     return dt.placements.for_model(build(kind), DATA[kind][:1], size=size)
 
 
-def test_fused_heads_outside_of_their_projections() -> None:
+def test_for_model_splits_fused_heads_outside_their_projections() -> None:
     assert_expected_inline(
         str(derived(Interleaved, 4)),
         """\
@@ -114,7 +114,7 @@ def test_fused_heads_outside_of_their_projections() -> None:
 
 
 @pytest.mark.slow
-def test_what_is_in_the_way_stays_whole() -> None:
+def test_for_model_replicates_weights_it_cannot_split_and_says_why() -> None:
     assert_expected_inline(
         str(derived(Mixer, 2)),
         """\
@@ -144,7 +144,7 @@ def test_what_is_in_the_way_stays_whole() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("kind", [Interleaved, Mixer])
-def test_gradients_are_plain_torchs(kind: type[nn.Module], size: int) -> None:
+def test_gradients_under_derived_placements_match_torch(kind: type[nn.Module], size: int) -> None:
     model = build(kind)
     placed = dt.parallelize(model, dt.Mesh(tp=size), derived(kind, size))
     step = dt.train_step(placed, loss_fn, torch.optim.AdamW(model.parameters()))
@@ -157,7 +157,7 @@ def test_gradients_are_plain_torchs(kind: type[nn.Module], size: int) -> None:
 
 
 @pytest.mark.slow
-def test_the_derived_placements_of_the_projects_gpt_are_megatrons() -> None:
+def test_derived_placements_of_gpt_are_megatrons() -> None:
     ids = torch.zeros(4, 8, dtype=torch.long)
     placements = dt.placements.for_model(GPT(), (ids,), size=2)
     assert dict(placements) == {
@@ -169,13 +169,13 @@ def test_the_derived_placements_of_the_projects_gpt_are_megatrons() -> None:
     }
 
 
-def test_on_one_rank_the_placements_are_those_of_any_number() -> None:
+def test_for_model_with_size_1_equals_placements_for_any_size() -> None:
     ids = torch.zeros(4, 8, dtype=torch.long)
     one, any_number = (dt.placements.for_model(GPT(), (ids,), size=size) for size in (1, None))
     assert one == any_number
 
 
-def test_the_result_is_a_dict_that_can_be_edited() -> None:
+def test_derived_placements_are_editable_dict() -> None:
     placements = dt.placements.for_model(MLP(), (torch.zeros(4, 16),), axis="x")
     del placements["down.weight"]
     placements["up.weight"] = dict(x=dt.Replicate())
@@ -191,7 +191,7 @@ def test_the_result_is_a_dict_that_can_be_edited() -> None:
     assert '"down.weight"' not in str(placements)
 
 
-def test_mistakes() -> None:
+def test_for_model_rejects_bad_arguments() -> None:
     with pytest.raises(dt.PlanningError, match="for_model takes an nn.Module, not function"):
         dt.placements.for_model(loss_fn)  # type: ignore[arg-type]
     with pytest.raises(dt.PlanningError, match="size=0: an axis has at least 1 rank"):
@@ -213,7 +213,7 @@ class Inception(nn.Module):
 
 @pytest.mark.default("2")
 @pytest.mark.parametrize("size", [None, 2])
-def test_what_is_derived_can_be_trained(size: int | None) -> None:
+def test_model_with_derived_placements_can_be_planned_for_training(size: int | None) -> None:
     model, x = build(Inception), torch.randn(2, 3, 4, 4)
     found = dt.placements.for_model(model, (x,), size=size)
     assert "aten.slice.Tensor cuts its dim at other places" in found.reasons["classes.weight"]
@@ -222,7 +222,7 @@ def test_what_is_derived_can_be_trained(size: int | None) -> None:
     dt.train_step(placed, lambda m, x: m(x).square().mean(), opt).plan(x)
 
 
-def test_a_model_that_has_no_gradient_is_derived_from_its_forward() -> None:
+def test_for_model_uses_forward_alone_if_model_has_no_gradient() -> None:
     class Ids(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -1,5 +1,5 @@
-"""`detect_nan`: the first op that gives NaN or Inf, with its rank, its line and its operands; masks
-are not taken for one."""
+"""`detect_nan` reports the first op that gives NaN or Inf, with its rank, line and operands, and
+does not report masks of -inf."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ MAKE: dict[str, tuple[Middle, str, str]] = {
 
 
 @pytest.mark.parametrize("case", MAKE)
-def test_the_first_op_with_its_rank_its_line_and_its_operands(case: str) -> None:
+def test_detect_nan_names_first_op_with_rank_line_and_operands(case: str) -> None:
     middle, fact, line = MAKE[case]
     text = error(step_of(middle), X)
     assert re.match(r"rank \d \(stage 0\), instruction \d+", text)
@@ -85,7 +85,7 @@ def test_the_first_op_with_its_rank_its_line_and_its_operands(case: str) -> None
     assert re.search(r"\n  \w+: f32\[1,\d+\]", text)
 
 
-def test_what_the_batch_or_a_weight_brings_is_said() -> None:
+def test_detect_nan_says_if_batch_or_weight_already_has_nan_or_inf() -> None:
     bad = X.clone()
     bad[3, 2] = float("nan")
     text = error(step_of(F.relu), X, bad)
@@ -109,14 +109,14 @@ MASKS: dict[str, Middle] = {
 
 
 @pytest.mark.parametrize("mask", MASKS)
-def test_an_inf_that_masks_is_none(mask: str) -> None:
+def test_detect_nan_ignores_inf_used_as_mask(mask: str) -> None:
     schedule = dt.GPipe(microbatches=1)
     found = losses_of(step_of(MASKS[mask], schedule=schedule), X)
     assert found == losses_of(step_of(MASKS[mask], schedule=schedule, detect_nan=False), X)
 
 
-def test_nan_alone() -> None:
-    """A wanted Inf passes; the loss is what it is without the check."""
+def test_detect_nan_set_to_nan_ignores_inf() -> None:
+    """The loss equals the loss without the check."""
 
     def middle(h: Tensor) -> Tensor:
         return (h + torch.log((h > 0).float())).softmax(-1)
@@ -128,15 +128,15 @@ def test_nan_alone() -> None:
     assert "gives NaN" in error(step_of(lambda h: torch.log(h), detect_nan="nan"), X)
 
 
-def test_an_option_that_is_none() -> None:
+def test_detect_nan_rejects_unknown_option() -> None:
     with pytest.raises(PlanningError, match="detect_nan='inf': it is True, False or "):
         step_of(F.relu, detect_nan="inf")
 
 
 @pytest.mark.default("tp2_pp2")
 @pytest.mark.parametrize("placed", ["tp2_pp2", "dp2_tp2"])
-def test_a_sound_model_runs_as_without(placed: str) -> None:
-    """GPT with attention, pipelines and microbatches: the same bits."""
+def test_detect_nan_does_not_change_bits_of_healthy_model(placed: str) -> None:
+    """A GPT with attention, pipelines and microbatches."""
     data = batches(3)
     found: list[list[float]] = []
     for detect in (False, True):
@@ -149,8 +149,8 @@ def test_a_sound_model_runs_as_without(placed: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "bert"])
-def test_masks_of_hugging_face(name: str) -> None:
-    """With padding, of which whole rows see nothing."""
+def test_detect_nan_accepts_attention_masks_of_hugging_face_models(name: str) -> None:
+    """With padding, some rows attend to nothing."""
     torch.manual_seed(0)
     ids = torch.randint(96, (4, 16))
     mask = torch.ones_like(ids)
@@ -169,7 +169,7 @@ def test_masks_of_hugging_face(name: str) -> None:
     assert losses[1] < losses[0]
 
 
-def test_a_compiled_function() -> None:
+def test_detect_nan_in_compiled_function_names_rank_and_op() -> None:
     mesh = dt.Mesh(tp=2)
     x = dt.distribute(torch.tensor([[1.0, 4.0], [-1.0, 9.0]]), mesh, tp=dt.Row())
     plain, checked = dt.compile(torch.sqrt, mesh), dt.compile(torch.sqrt, mesh, detect_nan=True)

@@ -1,4 +1,5 @@
-"""`dt.generator(..., prefill=other)`: prompts on one mesh, decoding on another; what is sent."""
+"""`dt.generator(..., prefill=other)`: one mesh prefills prompts, another decodes; the tests check
+the texts and the bytes sent between the meshes."""
 
 from __future__ import annotations
 
@@ -98,7 +99,7 @@ PAIRS: dict[str, tuple[tuple[Any, ...], dict[int, Sequence[int]], float]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pair", PAIRS)
-def test_texts_are_those_of_one_mesh(pair: str) -> None:
+def test_texts_with_prefill_on_other_mesh_equal_those_of_one_mesh(pair: str) -> None:
     stated, places, times = PAIRS[pair]
     policy, actor = two(*stated)
     ranks = {(policy, actor)[number].mesh: own for number, own in places.items()}
@@ -127,8 +128,8 @@ def test_texts_are_those_of_one_mesh(pair: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_policy_decodes_and_its_replica_prefills() -> None:
-    """Greedy tokens against transformers' own, on either side."""
+def test_decoding_on_policy_with_prefill_on_replica_matches_transformers() -> None:
+    """Greedy decoding."""
     policy, actor = two("llama", "pp2", "tp2")
     gen = dt.generator(policy, slots=2, length=48, buckets=(24,), prefill=actor, ahead=2)
     with dt.launch(policy.mesh, actor.mesh):
@@ -154,10 +155,11 @@ def synced(gen: Generator) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ahead", [0, 2])
-def test_nothing_depends_on_when_a_prefill_ends(
+def test_texts_do_not_depend_on_when_prefill_ends(
     ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Random arrivals, cancelled ones among them, against each alone on one mesh."""
+    """Requests arrive at random times and some are cancelled; each text equals the text of the same
+    request alone on one mesh."""
     rng = random.Random(0)
     gen, meshes = pair_of_writers(ahead=ahead, eos=[5, 11])
     one = dt.generator(gen.model, slots=2, length=40, buckets=(8, 24), eos=[5, 11])
@@ -186,7 +188,9 @@ def test_nothing_depends_on_when_a_prefill_ends(
 
 
 @pytest.mark.slow
-def test_others_decode_while_a_prompt_is_prefilled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_requests_decode_while_new_prompt_is_prefilled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     gen, meshes = pair_of_writers()
     with dt.launch(*meshes):
         synced(gen)
@@ -206,7 +210,7 @@ def test_others_decode_while_a_prompt_is_prefilled(monkeypatch: pytest.MonkeyPat
     assert second.tokens == greedy(writer(), [9], 3)
 
 
-def test_who_ends_with_the_first_token_is_not_sent() -> None:
+def test_request_that_ends_with_first_token_sends_no_cache() -> None:
     gen, meshes = pair_of_writers()
     text = greedy(writer(), [5, 17, 3], 6)
     with dt.launch(*meshes):
@@ -222,7 +226,7 @@ def test_who_ends_with_the_first_token_is_not_sent() -> None:
     assert (list(middle.tokens), middle.reason) == (text[: last + 1], "stop")
 
 
-def test_nothing_of_before_is_left_in_a_row() -> None:
+def test_reused_cache_row_contains_nothing_of_earlier_request() -> None:
     gen, meshes = pair_of_writers()
     with dt.launch(*meshes):
         synced(gen)
@@ -235,8 +239,9 @@ def test_nothing_of_before_is_left_in_a_row() -> None:
 
 
 @pytest.mark.slow
-def test_versions_of_tokens() -> None:
-    """Of each side's weights when the program was asked for; a policy's are of the newest."""
+def test_tokens_record_weight_version_of_mesh_that_computed_them() -> None:
+    """The version is taken when the program is submitted; a policy always has the newest
+    version."""
     train, prompts, play = dt.Mesh(), dt.Mesh(name="prompts"), dt.Mesh(name="play")
     policy = dt.parallelize(writer(), train, {})
     reader, actor = dt.replica(policy, prompts), dt.replica(policy, play)
@@ -257,7 +262,7 @@ def test_versions_of_tokens() -> None:
     assert other.versions == [4, 4]
 
 
-def test_programs_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_loaded_transfer_programs_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disaggregated_prefill, "MAX_LOADED", 3)
     gen, meshes = pair_of_writers(slots=3)
     with dt.launch(*meshes) as session:
@@ -279,8 +284,8 @@ def test_programs_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_a_prefill_that_fails() -> None:
-    """Its positions are more than the model has: who was on the way is dropped, the next go on."""
+def test_failed_prefill_drops_waiting_requests_and_next_ones_continue() -> None:
+    """The prefill fails because the prompt has more positions than the model."""
     gen, meshes = pair_of_writers(length=96, buckets=(8, 80))
     with dt.launch(*meshes):
         synced(gen)
@@ -294,7 +299,9 @@ def test_a_prefill_that_fails() -> None:
     assert list(text.tokens) == greedy(writer(), [5, 17, 3], 6)
 
 
-def test_a_transfer_that_fails_gives_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_cache_transfer_drops_request_and_next_one_works(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     gen, meshes = pair_of_writers()
 
     def broken(*args: object) -> tuple[torch.Tensor, ...]:
@@ -312,7 +319,7 @@ def test_a_transfer_that_fails_gives_no_tokens(monkeypatch: pytest.MonkeyPatch) 
     assert list(text.tokens) == greedy(writer(), [5, 17, 3, 1], 6)
 
 
-def test_launches() -> None:
+def test_requests_pending_at_end_of_launch_are_dropped_in_next_launch() -> None:
     gen, meshes = pair_of_writers(slots=1)
     with dt.launch(*meshes):
         synced(gen)
@@ -328,7 +335,7 @@ def test_launches() -> None:
 
 
 @pytest.mark.slow
-def test_what_is_refused() -> None:
+def test_generator_with_prefill_rejects_bad_arguments() -> None:
     module = writer()
     policy = dt.parallelize(module, dt.Mesh(tp=2), {})
     actor = dt.replica(policy, dt.Mesh(name="play"))
@@ -364,7 +371,7 @@ def test_what_is_refused() -> None:
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
-def test_on_ray() -> None:
+def test_disaggregated_prefill_on_ray_equals_in_process() -> None:
     policy, actor = two("llama", "tp2", "single")
     gen = dt.generator(actor, slots=2, length=48, buckets=(24,), ahead=1, prefill=policy)
     with dt.launch(policy.mesh, actor.mesh):
@@ -378,8 +385,8 @@ def test_on_ray() -> None:
 
 
 @pytest.mark.slow
-def test_the_program_agrees_before_it_writes() -> None:
-    """All ranks vote, those too that only have tables; rows are fed."""
+def test_transfer_program_votes_on_all_ranks_before_writing() -> None:
+    """Ranks that only hold cache tables vote too."""
     policy, actor = two("gpt2", "tp2", "single")
     gen = dt.generator(actor, slots=2, length=48, buckets=(24,), prefill=policy)
     with dt.launch(policy.mesh, actor.mesh):

@@ -1,5 +1,5 @@
-"""`torch.distributions`, gaussian_nll_loss and rrelu in a step: what torch checks in Python is a
-check of the step, and what is drawn does not depend on placements."""
+"""`torch.distributions`, `gaussian_nll_loss` and `rrelu` in a step: torch's Python checks become
+checks of the step, and random numbers do not depend on placements."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def trained(name: str, loss: Loss) -> list[float]:
 @pytest.mark.default("rrelu in evaluation-tp2")
 @pytest.mark.parametrize("placed", PLACED)
 @pytest.mark.parametrize("name", LOSSES)
-def test_as_torch(name: str, placed: str) -> None:
+def test_losses_with_distributions_match_torch(name: str, placed: str) -> None:
     expected = Net()
     optimizer = sgd(expected)
     losses: list[float] = []
@@ -135,14 +135,15 @@ def test_as_torch(name: str, placed: str) -> None:
 
 @pytest.mark.default("rrelu")
 @pytest.mark.parametrize("name", DRAWN)
-def test_no_placement_changes_what_is_drawn(name: str) -> None:
+def test_random_draws_do_not_depend_on_placement(name: str) -> None:
     first = trained("single", DRAWN[name])
     for placed in PLACED:
         assert trained(placed, DRAWN[name]) == pytest.approx(first, rel=1e-5)
 
 
-def test_what_is_drawn() -> None:
-    """A third of the median, and of slopes the mean; by the quantiles of torch's distributions."""
+def test_cauchy_and_rrelu_draws_follow_their_distributions() -> None:
+    """Compares quantiles of Cauchy draws with torch's `icdf`, and the range and mean of rrelu
+    slopes."""
 
     def drawn(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         wide = distributions.Cauchy(x, 2 * torch.ones(())).rsample()
@@ -180,8 +181,8 @@ BAD: dict[str, tuple[Loss, str]] = {
 @pytest.mark.default("gaussian-single")
 @pytest.mark.parametrize("placed", ["single", "dp2 microbatches", "tp2"])
 @pytest.mark.parametrize("name", BAD)
-def test_what_torch_refuses_is_refused_in_the_step(name: str, placed: str) -> None:
-    """A step that is refused changes nothing: the next ones are as without it."""
+def test_values_that_torch_rejects_fail_the_step_and_change_nothing(name: str, placed: str) -> None:
+    """Later steps equal those of a run without the failed step."""
     loss, text = BAD[name]
     good = [(x.abs() + 0.1, y) for x, y in map(data, range(2))]
     bad = (good[0][0].clone(), good[0][1])
@@ -230,7 +231,7 @@ dt.rule("distributions::ctc", "t! b c!, b s!, b, b -> b, t! b c!")
 
 @pytest.mark.default("tp2")
 @pytest.mark.parametrize("placed", PLACED)
-def test_the_ctc_loss_that_an_error_advises(placed: str) -> None:
+def test_ctc_loss_written_as_error_fix_advises_matches_torch(placed: str) -> None:
     def rows(model: nn.Module, x: Tensor) -> Tensor:
         return model(x)[:, None, :].expand(-1, 5, -1).transpose(0, 1).log_softmax(-1) * 1.0
 

@@ -1,4 +1,5 @@
-"""Ops on DTensors: plain torch's values and gradients, and the bits that dt.compile gives."""
+"""Eager ops on DTensors: values and gradients match plain torch and are bitwise equal to
+dt.compile."""
 
 from __future__ import annotations
 
@@ -75,7 +76,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Shapes]] = {
 @pytest.mark.sample(*(f"{name}-{mesh}" for name in FUNCTIONS for mesh in MESHES[1:]))
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_values_and_gradients(name: str, mesh: dt.Mesh) -> None:
+def test_eager_ops_match_torch_values_and_gradients(name: str, mesh: dt.Mesh) -> None:
     fn, shapes = FUNCTIONS[name]
     for choice in sampled(mesh, shapes, 2):
         plain = [torch.randn(s, dtype=torch.float64).requires_grad_() for s in shapes]
@@ -86,8 +87,8 @@ def test_values_and_gradients(name: str, mesh: dt.Mesh) -> None:
 
 @pytest.mark.default("mesh(tp=3)")
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_rows_that_ids_choose(mesh: dt.Mesh) -> None:
-    """An embedding, and cross entropy over a split vocabulary: ids have no gradient."""
+def test_eager_embedding_and_cross_entropy_with_ids_match_torch(mesh: dt.Mesh) -> None:
+    """Ids have no gradient."""
     values = torch.randn(7, 10, dtype=torch.float64).requires_grad_()
     targets, rows = torch.randint(0, 10, (7,)), torch.randint(0, 7, (3, 5))
     targets[2] = -100
@@ -104,7 +105,7 @@ def test_rows_that_ids_choose(mesh: dt.Mesh) -> None:
             same(got, gradients(partial(fn, ids), [values]))
 
 
-def test_numbers_mix_freely() -> None:
+def test_eager_ops_mix_dtensors_with_python_and_torch_scalars() -> None:
     x = torch.arange(6.0).reshape(2, 3)
     d = dt.distribute(x, dt.Mesh(tp=2), tp=dt.Row())
     number = torch.tensor(3, dtype=torch.int64)
@@ -124,8 +125,8 @@ def test_numbers_mix_freely() -> None:
         same(fn(d), fn(x), atol=0)
 
 
-def test_a_number_that_changes_is_not_planned_again() -> None:
-    """A learning rate, a bias correction: one plan and one program serve all of its values."""
+def test_eager_op_with_changing_scalar_is_planned_once() -> None:
+    """One plan and one program serve all values of a learning rate or a bias correction."""
     x = torch.randn(4, 3)
     with dt.launch(dt.Mesh(tp=2)) as session:
         d = dt.distribute(x, dt.Mesh(tp=2), tp=dt.Row())
@@ -142,8 +143,8 @@ def test_a_number_that_changes_is_not_planned_again() -> None:
         assert loaded == loaded[:1] * 4
 
 
-def test_numbers_are_told_apart() -> None:
-    """0.0, -0.0, nan, 1, 1.0 and True hash alike, or unlike themselves."""
+def test_eager_ops_distinguish_scalars_that_compare_equal() -> None:
+    """For example 1, 1.0 and True, or 0.0 and -0.0; nan differs from itself."""
     x = torch.tensor([1.0, -1.0])
     d = dt.distribute(x, dt.Mesh(tp=2))
     for number in (0.0, -0.0, float("nan"), 1, 1.0, True, float("-inf")):
@@ -157,7 +158,7 @@ def test_numbers_are_told_apart() -> None:
             torch.testing.assert_close(got.full_tensor(), wanted, equal_nan=True, rtol=0, atol=0)
 
 
-def test_factories_are_placed_like_their_operand() -> None:
+def test_like_factories_use_placement_of_their_operand() -> None:
     x = dt.distribute(torch.randn(6, 4), dt.Mesh(tp=2), tp=dt.Row())
     for y, value in (
         (torch.zeros_like(x), 0),
@@ -174,7 +175,7 @@ def test_factories_are_placed_like_their_operand() -> None:
     assert torch.equal(torch.ones_like(pending).full_tensor(), torch.ones(6))
 
 
-def test_reads() -> None:
+def test_reading_dtensor_values_as_python_or_numpy_matches_torch() -> None:
     x = dt.distribute(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), dt.Mesh(tp=2), tp=dt.Row())
     assert x.sum().item() == float(x.sum()) == 10.0 and int(x.max()) == 4
     assert x.tolist() == [[1, 2], [3, 4]] and x.numpy().tolist() == x.tolist()
@@ -185,7 +186,7 @@ def test_reads() -> None:
 
 
 @torch.inference_mode()
-def test_inference_mode() -> None:
+def test_eager_ops_in_inference_mode_match_torch() -> None:
     a, w = torch.randn(2, 5, 6), torch.randn(4, 6)
     x, y = dt.distribute(a, dt.Mesh(tp=2)), dt.distribute(w, dt.Mesh(tp=2), tp=dt.Row())
     same(
@@ -195,7 +196,7 @@ def test_inference_mode() -> None:
     )
 
 
-def test_out() -> None:
+def test_eager_op_writes_result_to_out_argument() -> None:
     a, b = torch.randn(4, 3), torch.randn(4, 3)
     x, y = (dt.distribute(t, dt.Mesh(tp=2), tp=dt.Row()) for t in (a, b))
     z = torch.empty_like(x)
@@ -214,8 +215,8 @@ WRONG_OUT: dict[str, tuple[Callable[..., Any], torch.dtype]] = {
 
 
 @pytest.mark.parametrize("name", WRONG_OUT)
-def test_what_torch_does_not_cast(name: str) -> None:
-    """Torch's error, whose words may be those of its fake tensors."""
+def test_out_argument_that_torch_cannot_cast_to_is_refused(name: str) -> None:
+    """The error is torch's and may mention fake tensors."""
     call, dtype = WRONG_OUT[name]
     x, out = torch.ones(2, 2), torch.zeros(1 if name == "argmax" else 2, 2, dtype=dtype)
     with pytest.raises((RuntimeError, TypeError)):
@@ -226,7 +227,7 @@ def test_what_torch_does_not_cast(name: str) -> None:
     same(ours, torch.zeros_like(out))
 
 
-def test_out_of_another_dtype_or_shape() -> None:
+def test_out_argument_of_other_dtype_is_cast_and_of_other_shape_is_refused() -> None:
     a, mesh = torch.full((3, 2), 1.5), dt.Mesh(tp=2)
     for out in (torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.float64)):
         ours = dt.distribute(out, mesh)
@@ -244,7 +245,7 @@ SINGLE = ("broadcast", "mm", "softmax", "var", "layer_norm", "attention of group
 @pytest.mark.default("broadcast-mesh(tp=2)")
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("name", SINGLE)
-def test_each_op_is_bitwise(name: str, mesh: dt.Mesh) -> None:
+def test_each_eager_op_is_bitwise_equal_to_compile(name: str, mesh: dt.Mesh) -> None:
     fn, shapes = FUNCTIONS[name]
     for choice in sampled(mesh, shapes, 6):
         inputs = _spread(mesh, shapes, choice)
@@ -272,8 +273,10 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Shapes]] = {
 
 @pytest.mark.default("variance")
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_programs_are_bitwise(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where both run the same ops. A compiled plan looks ahead: it may send less, and later."""
+def test_eager_programs_are_bitwise_equal_to_compile_if_both_run_same_ops(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compiled plan sees later ops and may therefore send less, or later."""
     fn, shapes = PROGRAMS[name]
     plans: list[dt.Plan] = []
     execute = execute_op._run
@@ -315,7 +318,7 @@ def _spread(mesh: dt.Mesh, shapes: Shapes, choice: tuple[Any, ...]) -> list[dt.D
     return [dt.distribute(x, mesh, **p) for x, p in zip(plain, choice, strict=True)]
 
 
-def test_each_takes_what_the_other_made() -> None:
+def test_compiled_functions_and_eager_ops_accept_each_others_results() -> None:
     mesh = dt.Mesh(dp=2, tp=2)
     x = dt.distribute(torch.randn(8, 6), mesh, dp=dt.Row(), tp=dt.Column())
     double = dt.compile(lambda x: x * 2, mesh)
@@ -328,7 +331,7 @@ def test_each_takes_what_the_other_made() -> None:
     assert not double(x).full_tensor().any()
 
 
-def test_one_program_serves_many_lines_and_launches() -> None:
+def test_eager_program_is_reused_across_lines_and_launches() -> None:
     x = torch.randn(4, 4)
     for _ in range(2):
         with dt.launch(dt.Mesh(tp=2)) as session:

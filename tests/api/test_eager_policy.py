@@ -1,4 +1,5 @@
-"""`dt.implicit_redistribution`: what counts, what is said, once per line; errors of eager ops."""
+"""`dt.implicit_redistribution`: which eager ops count as redistributing, its errors and its
+warnings once per line; and other errors of eager ops."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ def pending() -> tuple[dt.DTensor, dt.DTensor]:
     return x, w
 
 
-def test_error_names_the_op_the_specs_and_the_bytes() -> None:
+def test_implicit_redistribution_error_names_op_specs_and_bytes() -> None:
     x, w = pending()
     y = x @ w
     assert str(y.spec) == "f32[8,4]{sum@tp}"
@@ -38,7 +39,7 @@ def test_error_names_the_op_the_specs_and_the_bytes() -> None:
         (y + x @ w).t().full_tensor()  # sums stay pending together; reading is no op
 
 
-def test_an_in_place_op_that_is_refused_changes_nothing() -> None:
+def test_refused_in_place_op_changes_nothing() -> None:
     x = dt.distribute(torch.ones(4, 6), TP2, tp=dt.Row())
     other = dt.distribute(torch.ones(4, 6), TP2, tp=dt.Column())
     version = x._version
@@ -47,7 +48,7 @@ def test_an_in_place_op_that_is_refused_changes_nothing() -> None:
     assert bool((x == 1).all()) and str(x.spec) == "f32[4@tp,6]" and x._version == version
 
 
-def test_warns_once_per_line() -> None:
+def test_implicit_redistribution_warns_once_per_line() -> None:
     x, w = pending()
     with pytest.warns(UserWarning) as seen, dt.implicit_redistribution("warn"):
         for _ in range(3):
@@ -65,7 +66,7 @@ def test_warns_once_per_line() -> None:
     assert seen[0].lineno != seen[1].lineno
 
 
-def test_a_backward_names_the_users_line() -> None:
+def test_implicit_redistribution_in_backward_names_users_line() -> None:
     x, w = pending()
     w.requires_grad_()
     y = (x @ w).redistribute(tp=dt.Replicate())
@@ -79,7 +80,7 @@ def test_a_backward_names_the_users_line() -> None:
         opt.step()
 
 
-def test_what_sends_nothing_is_not_implicit() -> None:
+def test_ops_that_send_nothing_are_allowed_in_error_mode() -> None:
     whole = dt.distribute(torch.randn(8, 4), TP2)
     rows = dt.distribute(torch.randn(8, 4), TP2, tp=dt.Row())
     with dt.implicit_redistribution("error"):
@@ -92,7 +93,7 @@ def test_what_sends_nothing_is_not_implicit() -> None:
             rows.sum(0).relu()
 
 
-def test_a_setting_outside_with_lasts() -> None:
+def test_implicit_redistribution_setting_outside_with_persists() -> None:
     x, w = pending()
     before = dt.implicit_redistribution("allow")
     with warnings.catch_warnings():
@@ -103,7 +104,7 @@ def test_a_setting_outside_with_lasts() -> None:
         dt.implicit_redistribution("never")  # type: ignore[arg-type]
 
 
-def test_a_sum_is_reduced_once() -> None:
+def test_pending_sum_is_reduced_once_for_many_uses() -> None:
     """The reduced value is kept beside the pending one."""
     x, w = pending()
     y = x @ w
@@ -127,7 +128,7 @@ def _without_line(text: str) -> str:
     return re.sub(r"\.py:\d+", ".py:N", text)
 
 
-def test_plain_tensors_do_not_mix() -> None:
+def test_eager_op_on_dtensor_and_plain_tensor_is_refused_with_fix() -> None:
     x = dt.distribute(torch.randn(8, 4), TP2, tp=dt.Row())
     with pytest.raises(dt.PlanningError) as error:
         x @ torch.randn(4, 2)
@@ -150,7 +151,7 @@ def test_plain_tensors_do_not_mix() -> None:
         torch.randn(8, 4).add_(x)
 
 
-def test_two_meshes_and_two_launches_do_not_mix() -> None:
+def test_eager_op_on_dtensors_of_two_meshes_or_launches_is_refused() -> None:
     x = dt.distribute(torch.randn(4), TP2)
     y = dt.distribute(torch.randn(4), dt.Mesh(dp=2))
     with pytest.raises(dt.PlanningError, match=r"mesh\(tp=2\)(.|\n)*mesh\(dp=2\)(.|\n)*fix: "):
@@ -175,7 +176,7 @@ def test_two_meshes_and_two_launches_do_not_mix() -> None:
         (lambda x: dt.compile(lambda y: y + x, TP2)(x), "was not passed to it"),
     ],
 )
-def test_what_is_not_supported_says_so(op, words: str) -> None:  # type: ignore[no-untyped-def]
+def test_unsupported_eager_op_is_refused_with_fix(op, words: str) -> None:  # type: ignore[no-untyped-def]
     x = dt.distribute(torch.randn(4, 4), TP2)
     before = x.full_tensor()
     with pytest.raises(dt.PlanningError, match=f"{words}(.|\n)*fix: "):
@@ -183,7 +184,7 @@ def test_what_is_not_supported_says_so(op, words: str) -> None:  # type: ignore[
     assert torch.equal(x.full_tensor(), before)
 
 
-def test_a_failure_names_the_rank_the_op_and_the_line() -> None:
+def test_failed_eager_op_names_rank_op_and_line() -> None:
     with dt.launch(TP2):
         table = dt.distribute(torch.randn(4, 3), TP2)
         ids = dt.distribute(torch.tensor([0, 7]), TP2)
@@ -195,7 +196,7 @@ def test_a_failure_names_the_rank_the_op_and_the_line() -> None:
         assert torch.equal((table + 1).full_tensor(), table.full_tensor() + 1)  # all else goes on
 
 
-def test_printing() -> None:
+def test_dtensor_repr_and_format_show_spec_values_and_grad_fn() -> None:
     x = dt.distribute(torch.arange(4.0).reshape(2, 2), TP2, tp=dt.Row())
     assert repr(x) == "DTensor(f32[2@tp,2], mesh(tp=2),\n        [[0., 1.],\n         [2., 3.]])"
     x.requires_grad_()
@@ -207,7 +208,7 @@ def test_printing() -> None:
     assert f"{x.sum()} {x.sum():.2f}" == "6.0 6.00" and f"{x}" == str(x)
 
 
-def test_a_view_across_ranks_warns_where_it_is_used_and_not_where_it_is_read() -> None:
+def test_view_across_ranks_is_reported_at_use_and_not_at_read() -> None:
     x = dt.distribute(torch.arange(8.0), TP2, tp=dt.Row())
     with dt.implicit_redistribution("error"):
         v = x[1:]
