@@ -48,7 +48,7 @@ def test_tests_are_skipped_without_their_extra(tmp_path: Path) -> None:
     (tmp_path / "blocks.py").write_text(BLOCKS)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))}
     files = ("tests/api/test_einops.py", "tests/api/test_huggingface.py")
-    helped = "tests/api/test_generation.py::test_what_is_refused_by_name"
+    helped = "tests/api/test_generation.py::test_generator_refuses_unsupported_models_by_name"
     command = [sys.executable, "-m", "pytest", "-p", "blocks", "-q", "-rs", *files, helped]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,5 @@
-"""Random ops on DTensors: the numbers of ``dt.Mesh()`` under any placement, and torch's laws."""
+"""Random ops on DTensors draw the numbers of ``dt.Mesh()`` under any placement, from the
+distributions of torch."""
 
 from __future__ import annotations
 
@@ -69,7 +70,7 @@ def drawn(fn: Callable[[Tensor], Tensor], mesh: dt.Mesh, stated: Any = None) -> 
 
 @pytest.mark.default("rand_like")
 @pytest.mark.parametrize("name", OPS)
-def test_the_numbers_of_one_rank_under_any_placement(name: str) -> None:
+def test_eager_random_ops_draw_same_numbers_under_any_placement(name: str) -> None:
     wanted = drawn(OPS[name], ONE)
     before = torch.get_rng_state()
     for mesh in MESHES:
@@ -79,8 +80,7 @@ def test_the_numbers_of_one_rank_under_any_placement(name: str) -> None:
     assert torch.equal(torch.get_rng_state(), before)  # torch's generator is not read
 
 
-def test_a_draw_is_followed_by_another() -> None:
-    """`manual_seed` starts again; a compiled function's numbers are others."""
+def test_successive_draws_differ_and_manual_seed_repeats_them() -> None:
     x = dt.distribute(X, dt.Mesh(tp=2), tp=dt.Row())
 
     def three() -> list[Tensor]:
@@ -94,7 +94,7 @@ def test_a_draw_is_followed_by_another() -> None:
     assert not torch.equal(torch.rand_like(x).full_tensor(), found[0])  # type: ignore[attr-defined]
 
 
-def test_the_laws_are_torchs() -> None:
+def test_eager_random_ops_follow_torch_distributions() -> None:
     x = dt.distribute(torch.full((300, 200), 0.25), dt.Mesh(tp=2), tp=dt.Row())
     mean: dict[str, Callable[[Tensor], Tensor]] = {
         "0.5": torch.rand_like,
@@ -111,14 +111,14 @@ def test_the_laws_are_torchs() -> None:
     assert float(dropped.max()) == pytest.approx(0.25 / 0.7)
 
 
-def test_placed_as_what_it_is_like() -> None:
+def test_eager_random_op_result_has_placement_of_operand() -> None:
     mesh = dt.Mesh(dp=2, tp=2)
     x = dt.distribute(X, mesh, dp=dt.Row(), tp=dt.Column())
     for fn in (torch.rand_like, F.dropout, torch.bernoulli, lambda x: x.clone().normal_()):
         assert str(fn(x).spec) == str(x.spec)  # type: ignore[attr-defined]
 
 
-def test_the_gradient_of_a_dropout_has_its_mask() -> None:
+def test_eager_dropout_gradient_uses_forward_mask() -> None:
     x = dt.distribute(X, dt.Mesh(tp=2), tp=dt.Column()).requires_grad_()
     y = F.dropout(x, 0.5)
     y.sum().backward()
@@ -138,7 +138,9 @@ def test_the_gradient_of_a_dropout_has_its_mask() -> None:
     ],
     ids=["multinomial", "generator", "geometric", "rrelu"],
 )
-def test_what_has_no_form_by_counter_is_refused(fn: Callable[[Tensor], Tensor]) -> None:
+def test_random_op_without_counter_based_form_is_refused_with_fix(
+    fn: Callable[[Tensor], Tensor],
+) -> None:
     x = dt.distribute(X, dt.Mesh(tp=2))
     with pytest.raises(
         dt.PlanningError, match="no form by counter(.|\n)*fix: (rand_like|torch.arg)"
@@ -146,7 +148,7 @@ def test_what_has_no_form_by_counter_is_refused(fn: Callable[[Tensor], Tensor]) 
         fn(x)
 
 
-def test_draws_of_categories_as_the_error_of_multinomial_says() -> None:
+def test_categorical_draw_written_as_multinomial_fix_advises_works() -> None:
     def drawn(p: Tensor) -> Tensor:
         return torch.argmax(p / torch.empty_like(p).exponential_(), -1)
 

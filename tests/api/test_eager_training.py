@@ -1,5 +1,5 @@
-"""A training loop written for one device, with torch's own optimizer, on DTensor parameters; on Ray
-the same numbers, asynchronously, with failures that name the line."""
+"""A training loop written for one device, with torch's own optimizer, runs on DTensor parameters.
+On Ray it gives the same numbers, runs asynchronously, and a failure names the line."""
 
 from __future__ import annotations
 
@@ -111,8 +111,9 @@ def allowed() -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_transformer_is_trained_as_on_one_device(optimizer: str) -> None:
-    """In float64: Adam divides by the size of gradients, and those of k's bias are rounding."""
+def test_eager_transformer_training_matches_one_device(optimizer: str) -> None:
+    """In float64, because Adam divides by the size of gradients, and the gradients of k's bias are
+    only rounding errors."""
     mesh = dt.Mesh(dp=2, tp=2)
     model = Transformer().double()
     parallel = spread(model, mesh, MEGATRON)
@@ -125,7 +126,7 @@ def test_a_transformer_is_trained_as_on_one_device(optimizer: str) -> None:
     assert all(isinstance(p, nn.Parameter) and p.grad is not None for p in parallel.parameters())
 
 
-def test_gradients_accumulate_and_the_state_is_placed_like_its_parameter() -> None:
+def test_eager_gradients_accumulate_and_optimizer_state_follows_placement() -> None:
     mesh = dt.Mesh(tp=2)
     w = nn.Parameter(dt.distribute(torch.randn(6, 4), mesh, tp=dt.Row()))
     x = dt.distribute(torch.randn(3, 4), mesh)
@@ -141,7 +142,7 @@ def test_gradients_accumulate_and_the_state_is_placed_like_its_parameter() -> No
     assert not w.grad.any()
 
 
-def test_hooks_and_double_backward() -> None:
+def test_eager_hooks_and_double_backward_match_torch() -> None:
     x = torch.randn(5, 3, dtype=torch.float64)
     results = []
     for t in (x, dt.distribute(x, dt.Mesh(tp=2), tp=dt.Row())):
@@ -155,7 +156,7 @@ def test_hooks_and_double_backward() -> None:
     same(results[1], results[0])
 
 
-def test_moves_are_differentiable() -> None:
+def test_redistribute_is_differentiable() -> None:
     mesh = dt.Mesh(dp=2, tp=2)
     a = torch.randn(6, 4)
     x = dt.distribute(a, mesh, tp=dt.Row()).requires_grad_()
@@ -176,7 +177,7 @@ def test_moves_are_differentiable() -> None:
     same(w.grad, a.sum(0)[:, None].expand(4, 3), atol=1e-5)
 
 
-def test_batch_norm_keeps_its_statistics() -> None:
+def test_eager_batch_norm_running_statistics_match_torch() -> None:
     plain = nn.BatchNorm1d(3).double()
     layer = spread(plain, dt.Mesh(tp=2), {})
     for name, buffer in list(layer.named_buffers()):
@@ -192,7 +193,7 @@ def test_batch_norm_keeps_its_statistics() -> None:
 
 @pytest.mark.default("False")
 @pytest.mark.parametrize("masked", [False, True])
-def test_a_layer_of_torchs_own(masked: bool) -> None:
+def test_eager_transformer_encoder_layer_matches_torch(masked: bool) -> None:
     mesh = dt.Mesh(tp=2)
     plain = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True).double()
     layer = spread(
@@ -215,8 +216,8 @@ def test_a_layer_of_torchs_own(masked: bool) -> None:
 
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_session")
-def test_training_views_and_waiting(tmp_path: Path) -> None:
-    """One launch for all that needs no failure: starting actors takes seconds."""
+def test_eager_training_and_views_on_ray_match_in_process(tmp_path: Path) -> None:
+    """One launch serves all checks that need no failure, because starting actors takes seconds."""
     model = Transformer().double()
     x = torch.randn(6, 4)
     here = _written(x)
@@ -261,7 +262,7 @@ def _an_op_returns_before_it_has_run(session: Any, go: Path) -> None:
 
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_session")
-def test_a_failure_names_the_line_that_issued_the_op() -> None:
+def test_eager_failure_on_ray_names_line_that_issued_op() -> None:
     with pytest.raises(dt.daft.DaftError) as error, dt.launch(dt.Mesh(tp=2), backend="ray"):
         table = dt.distribute(torch.randn(4, 3), dt.Mesh(tp=2))
         good = dt.distribute(torch.tensor([0, 1]), dt.Mesh(tp=2))

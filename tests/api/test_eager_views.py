@@ -1,6 +1,6 @@
-"""Views and in-place ops on DTensors mean what they mean in PyTorch: storage is shared, or not.
+"""Views and in-place ops on DTensors share storage as in PyTorch.
 
-Each program is run on plain tensors and on DTensors; every tensor that it leaves is compared.
+Each program is run on plain tensors and on DTensors, and every tensor that it returns is compared.
 """
 
 from __future__ import annotations
@@ -150,14 +150,14 @@ PROGRAMS: list[Program] = [
 @pytest.mark.default("detached-mesh(tp=2)", "detached-mesh(tp=3)", "detached-mesh(dp=2, tp=2)")
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__)
-def test_aliasing_is_pytorchs(program: Program, mesh: dt.Mesh) -> None:
+def test_views_and_in_place_ops_alias_as_in_torch(program: Program, mesh: dt.Mesh) -> None:
     for p in placements(mesh, 2)[:: 1 if len(mesh.axes) == 1 else 3]:
         x = torch.randn(6, 4, dtype=torch.float64)
         d = dt.distribute(x, mesh, **p)
         same(program(d), program(x), atol=1e-6)
 
 
-def test_a_placement_outlives_in_place_ops() -> None:
+def test_in_place_ops_keep_placement() -> None:
     mesh = dt.Mesh(dp=2, tp=2)
     x = dt.distribute(torch.randn(8, 4), mesh, dp=dt.Row(), tp=dt.Column(unit=2))
     other = dt.distribute(torch.randn(8, 4), mesh, dp=dt.Column())
@@ -176,7 +176,7 @@ def test_a_placement_outlives_in_place_ops() -> None:
 
 
 @pytest.mark.parametrize("p", placements(TP2, 2), ids=str)
-def test_gradients_through_views_and_writes(p: dict[str, dt.Placement]) -> None:
+def test_gradients_through_views_and_in_place_ops_match_torch(p: dict[str, dt.Placement]) -> None:
     def program(x: torch.Tensor) -> Any:
         y = x * 2
         y[1:].mul_(3)
@@ -195,8 +195,8 @@ def test_gradients_through_views_and_writes(p: dict[str, dt.Placement]) -> None:
     same([loss, d.grad], [wanted, x.grad])
 
 
-def test_a_saved_value_that_is_changed_is_an_error() -> None:
-    """Torch's version counters: a gradient is never computed from a value that has changed."""
+def test_changing_value_saved_for_backward_raises() -> None:
+    """Uses torch's version counters, so that no gradient is computed from a changed value."""
     x = dt.distribute(torch.randn(4), TP2, tp=dt.Row()).requires_grad_()
     y = x.exp()
     y.detach().add_(1)
@@ -215,7 +215,7 @@ def test_a_saved_value_that_is_changed_is_an_error() -> None:
         v.mul_(2)
 
 
-def test_versions() -> None:
+def test_version_counter_and_base_are_shared_with_views() -> None:
     x = dt.distribute(torch.randn(4), TP2)
     v = x[1:]
     assert x._version == v._version == 0
@@ -224,7 +224,7 @@ def test_versions() -> None:
     assert v._base is x and v._is_view()
 
 
-def test_what_torch_refuses_is_refused_with_its_words() -> None:
+def test_in_place_ops_that_torch_refuses_raise_torchs_message() -> None:
     x = dt.distribute(torch.arange(6), TP2)
     for op, words in (
         (lambda x: x.mul_(0.5), "can't be cast"),
@@ -239,7 +239,7 @@ def test_what_torch_refuses_is_refused_with_its_words() -> None:
     assert torch.equal(x.full_tensor(), torch.arange(6))
 
 
-def test_deep_copies() -> None:
+def test_deepcopy_copies_shards_and_keeps_aliases_and_pickle_is_refused() -> None:
     model = torch.nn.Linear(4, 6)
     model.weight = torch.nn.Parameter(dt.distribute(model.weight.detach(), TP2, tp=dt.Row()))
     model.bias = torch.nn.Parameter(dt.distribute(model.bias.detach(), TP2, tp=dt.Row()))

@@ -1,7 +1,8 @@
-"""Attention written with einops: captured, split by heads, refused by its line, and eager.
+"""Attention written with einops can be captured, split by heads and run eagerly; errors name its
+line.
 
-A `rearrange` is a reshape, a permutation and a reshape, so a fused projection "(three h d)" is
-split by ``blocks=3`` and whole heads by ``unit=``, as with views.
+A `rearrange` is a reshape, a permutation and a reshape. As with views, a fused projection "(three h
+d)" is split with ``blocks=3`` and whole heads with ``unit=``.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ MODELS: dict[type[nn.Module], tuple[int, ...]] = {
 
 @pytest.mark.default("Fused")
 @pytest.mark.parametrize("kind", MODELS)
-def test_forward_and_backward_are_captured(kind: type[nn.Module]) -> None:
+def test_einops_attention_forward_and_backward_are_captured(kind: type[nn.Module]) -> None:
     check(squared, (kind(), an_input(*MODELS[kind])), grads="loss")
     check(kind(), (an_input(*MODELS[kind]).requires_grad_(),), grads="tangents")
 
@@ -113,7 +114,9 @@ MEGATRON: dict[type[nn.Module], dict[str, Any]] = {
 
 @pytest.mark.parametrize("mesh", [TP2, dt.Mesh(tp=3)], ids=str)
 @pytest.mark.parametrize("kind", MEGATRON)
-def test_heads_are_split_and_gradients_are_torchs(kind: type[nn.Module], mesh: dt.Mesh) -> None:
+def test_einops_attention_split_by_heads_matches_torch_gradients(
+    kind: type[nn.Module], mesh: dt.Mesh
+) -> None:
     torch.manual_seed(0)
     model, x = kind(), an_input(*MODELS[kind])
     opt = torch.optim.AdamW(model.parameters())
@@ -135,7 +138,7 @@ def refused(model: nn.Module, mesh: dt.Mesh, pins: dict[str, Any]) -> str:
     return re.sub(r"\.py:\d+", ".py:N", str(caught.value))
 
 
-def test_a_pin_across_fused_projections_proposes_the_blocks() -> None:
+def test_placement_across_fused_einops_projection_is_refused_proposing_blocks() -> None:
     assert_expected_inline(
         refused(Fused(), TP2, {"qkv.weight": dict(tp=dt.Row())}),
         """\
@@ -160,7 +163,7 @@ OPS: dict[str, tuple[Any, tuple[int, ...]]] = {
 
 @pytest.mark.parametrize("mesh", MESHES[:1] + MESHES[2:], ids=str)
 @pytest.mark.parametrize("name", OPS)
-def test_on_eager_tensors(name: str, mesh: dt.Mesh) -> None:
+def test_eager_einops_match_torch(name: str, mesh: dt.Mesh) -> None:
     fn, shape = OPS[name]
     x = torch.randn(shape, dtype=torch.float64)
     with dt.implicit_redistribution("allow"):
@@ -168,7 +171,7 @@ def test_on_eager_tensors(name: str, mesh: dt.Mesh) -> None:
             same(fn(dt.distribute(x, mesh, **choice)), fn(x))
 
 
-def test_eager_attention_and_its_gradients() -> None:
+def test_eager_einops_attention_sends_nothing_and_matches_torch_gradients() -> None:
     def attention(x: Tensor, w: Tensor) -> Tensor:
         q, k, v = rearrange(F.linear(x, w), FUSED, three=3, h=2)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)

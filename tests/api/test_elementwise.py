@@ -1,4 +1,5 @@
-"""Steps with optimizers that are none of torch's: losses, states, and numbers on the optimizer."""
+"""Train steps with custom elementwise optimizers: losses, state, and counters stored on the
+optimizer."""
 
 from __future__ import annotations
 
@@ -120,7 +121,7 @@ KINDS: dict[str, Make] = {
     "placed", ["tp2", *(pytest.param(p, marks=pytest.mark.slow) for p in ("zero1", "pp2")), "zero3"]
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_trains_as_in_torch(kind: str, placed: str) -> None:
+def test_custom_optimizer_trains_as_in_torch(kind: str, placed: str) -> None:
     both = Both(KINDS[kind], placed)
     with dt.launch(both.mesh):
         both.take(*batches(4))
@@ -128,7 +129,7 @@ def test_it_trains_as_in_torch(kind: str, placed: str) -> None:
     assert both.step.elementwise is not None
 
 
-def test_it_needs_the_statement() -> None:
+def test_custom_optimizer_requires_elementwise_true() -> None:
     module = Net()
     model = dt.parallelize(module, *PLACED["tp2"][:2])
     with pytest.raises(dt.PlanningError, match=r"fix: train_step\(..., elementwise=True\), if"):
@@ -141,7 +142,7 @@ def test_it_needs_the_statement() -> None:
     assert step.elementwise is None
 
 
-def test_a_subclass_that_differs_in_init_alone_needs_none() -> None:
+def test_optimizer_subclass_that_only_changes_init_needs_no_elementwise() -> None:
     both = Both(own.Renamed, elementwise=False)
     torch.optim.lr_scheduler.StepLR(both.opt, 1)
     both.take(*batches(3))
@@ -152,8 +153,8 @@ def test_a_subclass_that_differs_in_init_alone_needs_none() -> None:
 # -- numbers on the optimizer ----------------------------------------------------------------------
 
 
-def test_groups_and_attributes_read_as_in_torch_at_once() -> None:
-    """After each call; what the user writes between steps counts."""
+def test_custom_optimizer_groups_and_attributes_match_torch_after_each_step() -> None:
+    """Values that the user writes between steps are used by the next step."""
     both = Both(own.Counted)
     plain, opt = both.plain, both.opt
     schedules = [torch.optim.lr_scheduler.StepLR(o, 2, 0.5) for o in (plain, opt)]
@@ -176,8 +177,9 @@ def test_groups_and_attributes_read_as_in_torch_at_once() -> None:
     both.check_same()
 
 
-def test_a_failed_step_gives_its_numbers_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the update, and in it; what the user has written since stays."""
+def test_failed_step_restores_numbers_of_custom_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The failure is before or during the update; values that the user has written since the step
+    are kept."""
     both = Both(own.Counted)
     update, fails = shard_optimizer._update, [0]
 
@@ -201,7 +203,7 @@ def test_a_failed_step_gives_its_numbers_back(monkeypatch: pytest.MonkeyPatch) -
     both.check_same()
 
 
-def test_what_the_user_writes_before_a_failure_is_heard_stays() -> None:
+def test_value_written_by_user_before_failure_is_read_is_kept() -> None:
     module = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4))
     opt = own.Counted(module.parameters())
     model = dt.parallelize(module, dt.Mesh(tp=2), {})
@@ -219,8 +221,9 @@ def test_what_the_user_writes_before_a_failure_is_heard_stays() -> None:
 # -- state in and out ------------------------------------------------------------------------------
 
 
-def test_it_is_gathered_loaded_and_looked_at() -> None:
-    """In torch's own format; numbers are Python's again; the object's attributes beside them."""
+def test_custom_optimizer_state_is_gathered_and_loaded_in_torch_format() -> None:
+    """Counters in the state are Python numbers again, and the optimizer's attributes are saved with
+    it."""
     both = Both(own.Counted)
     with dt.launch(both.mesh):
         both.take(*batches(2))
@@ -238,7 +241,7 @@ def test_it_is_gathered_loaded_and_looked_at() -> None:
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_it_is_saved_and_resumed(tmp_path: Path, inside: bool) -> None:
+def test_custom_optimizer_save_and_resume(tmp_path: Path, inside: bool) -> None:
     both = Both(own.Counted)
     with dt.launch(both.mesh):
         both.take(*batches(3))
@@ -255,7 +258,7 @@ def test_it_is_saved_and_resumed(tmp_path: Path, inside: bool) -> None:
     both.check_same()
 
 
-def test_it_is_switched() -> None:
+def test_custom_optimizer_survives_switch_to_other_placement() -> None:
     both = Both(own.Counted)
     with dt.launch(both.mesh) as run:
         both.take(*batches(2))
@@ -268,7 +271,7 @@ def test_it_is_switched() -> None:
 # -- groups that change ----------------------------------------------------------------------------
 
 
-def test_a_group_that_is_added() -> None:
+def test_param_group_added_between_steps_trains_with_custom_optimizer() -> None:
     both = Both(lambda parameters: own.Counted([*parameters][:2]))
     with dt.launch(both.mesh):
         both.take(*batches(2))
@@ -279,8 +282,7 @@ def test_a_group_that_is_added() -> None:
     both.check_same()
 
 
-def test_an_option_that_is_switched_on() -> None:
-    """It brings a state along."""
+def test_option_switched_on_between_steps_adds_optimizer_state() -> None:
     both = Both(own.Amsgrad)
     with dt.launch(both.mesh):
         both.take(*batches(2))
@@ -294,8 +296,8 @@ def test_an_option_that_is_switched_on() -> None:
 
 
 @pytest.mark.parametrize("kind", ["lion", "counted", "wide"])
-def test_bf16_with_masters_and_without(kind: str) -> None:
-    """With masters as torch's own optimizer over a float32 copy."""
+def test_custom_optimizer_trains_bf16_with_and_without_master_weights(kind: str) -> None:
+    """With master weights, the losses equal those of torch's optimizer over a float32 copy."""
     module, copied = Net(torch.bfloat16), Net(torch.bfloat16)
     opt = KINDS[kind](module.parameters())
     masters = [nn.Parameter(p.detach().float()) for p in copied.parameters()]
@@ -321,7 +323,7 @@ def test_bf16_with_masters_and_without(kind: str) -> None:
     assert [float(step(x)) for x in batches(3)] == pytest.approx(wanted, rel=0.05)
 
 
-def test_accelerates_wrapper_is_taken_off(tmp_path: Path) -> None:
+def test_step_unwraps_optimizer_of_accelerate(tmp_path: Path) -> None:
     accelerate = pytest.importorskip("accelerate", reason=missing("accelerate"))
     module = Net()
     accelerator = accelerate.Accelerator(cpu=True)
@@ -345,8 +347,9 @@ def test_accelerates_wrapper_is_taken_off(tmp_path: Path) -> None:
         torch.testing.assert_close(wrapped.optimizer.state[q], plain.state[p])
 
 
-def test_accelerates_accumulation_is_refused() -> None:
-    """Its wrapper would not step; ours would, at each micro-step."""
+def test_gradient_accumulation_of_accelerate_is_refused() -> None:
+    """Accelerate's wrapper would skip the optimizer at each micro-step, while a train step would
+    not."""
     accelerate = pytest.importorskip("accelerate", reason=missing("accelerate"))
     module = Net()
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
@@ -370,8 +373,8 @@ def test_accelerates_accumulation_is_refused() -> None:
 
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_session")
-def test_on_ray_the_class_goes_along() -> None:
-    """One that no module has, too; a rank that is lost takes nothing along."""
+def test_custom_optimizer_class_is_sent_to_ray_ranks() -> None:
+    """Also a class that no module defines. A lost rank loses no optimizer state."""
 
     class Local(own.Counted):
         def step(self, closure: Any = None) -> None:

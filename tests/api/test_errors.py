@@ -1,7 +1,7 @@
-"""Mistakes that show in the program, under its placements: the whole text of each error.
+"""Full error texts for mistakes that are found in a captured program under its placements.
 
-Each text is one sentence of fact, the operands with their numbers, the user's line where there is
-one, and a fix. Lines of this file stand as N.
+Each text is one sentence of fact, the operands with their numbers, the user's line if there is one,
+and a fix. Line numbers of this file are replaced by N.
 """
 # ruff: noqa: E501  (messages stand as they are printed)
 
@@ -90,7 +90,7 @@ def strict(model: nn.Module, mesh: Mesh, pins: Mapping[str, Any], x: Tensor) -> 
     return dt.compile(lambda model, x: model(x), mesh).plan(placed, x)
 
 
-def test_a_pin_that_cuts_heads_proposes_the_unit() -> None:
+def test_placement_that_cuts_heads_error_proposes_unit() -> None:
     x = torch.empty(2, 4, 16)
     assert_expected_inline(
         refused(strict, Heads(22), TP4, {"q.weight": dict(tp=Row())}, x),
@@ -105,7 +105,7 @@ fix: tp=Shard(0, unit=16), which lines up
     strict(Heads(22), TP4, {"q.weight": dict(tp=Shard(0, unit=16))}, x)  # the fix
 
 
-def test_a_pin_across_fused_qkv_proposes_the_blocks() -> None:
+def test_placement_across_fused_qkv_error_proposes_blocks() -> None:
     model, x = CausalSelfAttention(16, 4, bias=False), torch.empty(2, 4, 16)
     assert_expected_inline(
         refused(strict, model, TP2, {"qkv.weight": dict(tp=Row())}, x),
@@ -121,7 +121,7 @@ fix: tp=Shard(0, blocks=3), which lines up
 
 
 @pytest.mark.slow
-def test_too_few_kv_heads_propose_splitting_the_axis() -> None:
+def test_too_few_kv_heads_error_proposes_splitting_the_axis() -> None:
     model = Llama(width=32, heads=4, groups=2, layers=1)
     pins = {"*.attn.k.weight": dict(tp=Row())}
     assert_expected_inline(
@@ -139,7 +139,7 @@ fix: split the axis, as in Mesh(tp=2, tp_rep=2), and tp=Shard(0), which lines up
     strict(model, split, pins, torch.zeros(4, 8, dtype=torch.int64))  # the fix
 
 
-def test_too_few_heads_for_an_axis_that_cannot_be_split() -> None:
+def test_too_few_heads_for_prime_axis_error_proposes_smaller_axis() -> None:
     mesh = Mesh(tp=3)
     model, x = CausalSelfAttention(24, 4, bias=False), torch.empty(2, 4, 24)
     pins = {"qkv.weight": dict(tp=Row(blocks=3))}
@@ -157,7 +157,7 @@ fix: an axis of 2 ranks, Mesh(tp=2), and tp=Shard(0, blocks=3), which lines up
     strict(model, TP2, pins, torch.empty(2, 4, 24))  # the fix
 
 
-def test_a_minor_axis_is_told_the_unit_alone() -> None:
+def test_cut_heads_error_on_minor_axis_proposes_unit_only() -> None:
     mesh = Mesh(dp=2, tp=4)
     x = torch.empty(2, 4, 16)
     pins = {"q.weight": dict(dp=Row(), tp=Row())}
@@ -197,7 +197,7 @@ def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
-def test_an_op_without_a_rule() -> None:
+def test_op_without_rule_error_proposes_dt_rule() -> None:
     def fn(x: Tensor) -> Tensor:
         return mix(x)
 
@@ -213,8 +213,8 @@ fix: dt.rule("test_errors::mix", "... -> ...") if it works element by element;
     )
 
 
-def test_a_rule_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error has the user's line and what went wrong as its cause."""
+def test_failing_rule_error_names_users_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exception of the rule is the cause of the error."""
 
     def fails(call: OpCall) -> Rule:
         raise KeyError("k")
@@ -236,8 +236,8 @@ fix: write it with other ops, or as an op of your own that has its dt.rule""",
     )
 
 
-def test_dtypes_that_an_op_does_not_take_together() -> None:
-    """Torch captures the product, its kernel refuses it."""
+def test_mixed_dtypes_error_proposes_cast_or_autocast() -> None:
+    """Torch can capture this product, but its kernel refuses it."""
 
     class Mixed(nn.Module):
         def __init__(self) -> None:
@@ -291,7 +291,7 @@ fix: make relu f32, as with .to(torch.float32), or run it under torch.autocast""
     )
 
 
-def test_parameters_of_several_dtypes() -> None:
+def test_parameters_of_several_dtypes_error_proposes_model_float() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double())
     compiled = dt.compile(lambda m, x: m(x), TP2)
     text = refused(compiled.plan, dt.parallelize(model, TP2, {}), torch.ones(2, 4))
@@ -307,13 +307,15 @@ def test_parameters_of_several_dtypes() -> None:
         (torch.int64, "pass x.float()"),
     ],
 )
-def test_a_batch_of_another_dtype_than_the_weights(dtype: torch.dtype, fix: str) -> None:
+def test_batch_of_other_dtype_than_weights_error_proposes_cast(
+    dtype: torch.dtype, fix: str
+) -> None:
     model = dt.parallelize(nn.Linear(4, 4), TP2)
     text = refused(dt.compile(lambda m, x: m(x), TP2).plan, model, torch.ones(2, 4, dtype=dtype))
     assert text.splitlines()[1::3] == [f"  x: {dtype_name(dtype)}[2,4]", f"fix: {fix}"]
 
 
-def test_item() -> None:
+def test_item_call_error_proposes_tensor_ops() -> None:
     def fn(x: Tensor) -> Tensor:
         return x * x.sum().item()
 
@@ -327,7 +329,7 @@ fix: keep it a tensor (torch.where, a mask that multiplies), or pass it in as a 
     )
 
 
-def test_a_custom_autograd_function() -> None:
+def test_unsupported_autograd_function_argument_error_names_class_and_fix() -> None:
     def fn(x: Tensor) -> Tensor:
         return Doubled.apply(x, lambda x: x * 2)
 
@@ -349,7 +351,7 @@ def squared_error(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return (model(x) - y).pow(2).mean()
 
 
-def test_a_loss_that_mixes_rows() -> None:
+def test_loss_that_mixes_rows_error_proposes_one_microbatch() -> None:
     def contrastive(model: nn.Module, x: Tensor) -> Tensor:
         z = F.normalize(model(x), dim=-1)
         scores = z @ z.T
@@ -368,7 +370,7 @@ fix: use microbatches=1, or write the loss as a mean or sum over rows""",
     train(contrastive, x, microbatches=1)  # the fix
 
 
-def test_a_loss_that_is_no_sum_over_rows() -> None:
+def test_loss_that_is_not_sum_over_rows_error_proposes_one_microbatch() -> None:
     def root(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         return (model(x) - y).pow(2).mean().sqrt()
 
@@ -406,7 +408,7 @@ fix: use microbatches=1, or write the loss as a mean or sum over rows""",
     )
 
 
-def test_a_loss_that_is_an_output_of_transformers() -> None:
+def test_loss_fn_returning_transformers_output_error_proposes_its_loss() -> None:
     from transformers.modeling_outputs import CausalLMOutput
 
     def whole(model: nn.Module, x: Tensor) -> Any:
@@ -424,7 +426,9 @@ fix: return its loss, as in `return out.loss`""",
 
 
 @pytest.mark.parametrize("pack", [list, tuple])
-def test_a_list_where_a_tensor_belongs(pack: Callable[[Any], Any]) -> None:
+def test_list_in_place_of_tensor_error_proposes_tensor_or_unpacking(
+    pack: Callable[[Any], Any],
+) -> None:
     x, y = torch.randn(8, 16), torch.randn(8, 16)
     for args, length in ((pack([x]), y), 1), ((pack([x, y]),), 2):  # the second is a whole batch
         text = refused(capture, squared_error, (MLP(), *args), grads="loss")
@@ -434,7 +438,7 @@ def test_a_list_where_a_tensor_belongs(pack: Callable[[Any], Any]) -> None:
         )
 
 
-def test_a_loss_that_is_no_scalar() -> None:
+def test_non_scalar_loss_or_metric_error_proposes_reduction() -> None:
     def unreduced(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         return (model(x) - y).pow(2)
 

@@ -1,4 +1,4 @@
-"""Mistakes in what is stated, of placements, inputs and stages: the whole text of each error.
+"""Full error texts for mistakes in stated placements, inputs and stages.
 
 Each text is one sentence of fact, the operands with their numbers, and a fix.
 """
@@ -38,7 +38,7 @@ def placed(placements: Any, module: nn.Module | None = None) -> str:
 # -- placements ------------------------------------------------------------------------------------
 
 
-def test_a_pattern_that_matches_no_parameter() -> None:
+def test_pattern_without_match_error_lists_parameters() -> None:
     assert_expected_inline(
         placed({"*.attn.qvk.weight": dict(tp=Row())}),
         """\
@@ -63,7 +63,7 @@ fix: name a parameter as in model.named_parameters(), or remove the pattern""",
     )
 
 
-def test_an_axis_that_is_not_in_the_mesh() -> None:
+def test_unknown_axis_error_lists_axes_of_mesh() -> None:
     assert_expected_inline(
         placed({"*.up.weight": dict(tpp=Row())}),
         """\
@@ -80,7 +80,7 @@ fix: name an axis of the mesh; or add expert to the mesh, expert=1 to split noth
     )
 
 
-def test_the_axis_of_the_stages() -> None:
+def test_placement_on_stage_axis_error_says_to_remove_it() -> None:
     assert_expected_inline(
         placed({"*.up.weight": dict(pp=Row())}),
         """\
@@ -90,7 +90,7 @@ fix: remove it; stages= says which stage holds a parameter""",
     )
 
 
-def test_a_dim_that_is_not_there() -> None:
+def test_placement_on_missing_dim_error_proposes_existing_dim() -> None:
     assert_expected_inline(
         placed({"*.up.weight": dict(tp=Shard(2))}),
         """\
@@ -109,7 +109,7 @@ fix: dt.Row() splits 64""",
     )
 
 
-def test_blocks_and_units_that_do_not_fit() -> None:
+def test_blocks_or_unit_that_do_not_divide_dim_error_proposes_value() -> None:
     assert_expected_inline(
         placed({"*.qkv.weight": dict(tp=Row(blocks=5))}),
         """\
@@ -136,7 +136,7 @@ fix: unit=4""",
     )
 
 
-def test_blocks_that_another_axis_would_lose() -> None:
+def test_blocks_on_minor_axis_error_proposes_other_axis_order() -> None:
     assert_expected_inline(
         placed({"*.qkv.weight": dict(dp=Row(), tp=Row(blocks=3))}),
         """\
@@ -147,7 +147,7 @@ fix: name tp before dp, so that dp splits its blocks""",
     )
 
 
-def test_what_is_not_a_placement() -> None:
+def test_invalid_placement_value_error_proposes_placement() -> None:
     assert_expected_inline(
         placed({"*.up.weight": dict(tp="row")}),
         """\
@@ -174,7 +174,7 @@ fix: write tp=dt.Replicate(), or tp=dt.Row() to split it""",
     )
 
 
-def test_inputs_that_do_not_fit() -> None:
+def test_invalid_inputs_argument_error_names_arguments_and_fix() -> None:
     arguments = {"tokens": Meta((8, 16), torch.int64), "labels": Meta((8,), torch.int64)}
     assert_expected_inline(
         refused(input_pins, arguments, {"tokns": dict(dp=Row())}, MESH),
@@ -207,7 +207,7 @@ def staged(*lists: list[str], axis: str = "pp") -> str:
     return refused(resolve_stages, GPT(layers=2), MESH, {axis: list(lists)})
 
 
-def test_stage_lists() -> None:
+def test_invalid_stage_lists_error_names_stages_and_fix() -> None:
     assert_expected_inline(
         staged(["embed*", "blocks.0.*"], ["blocks.1.*", "head*"]),
         """\

@@ -1,4 +1,5 @@
-"""Plans and loaded programs of many shapes: the last used stay, and what is evicted works again."""
+"""Plans and loaded programs of many shapes: the most recently used ones are kept, and evicted ones
+can be used again."""
 
 from __future__ import annotations
 
@@ -72,8 +73,10 @@ def few(monkeypatch: pytest.MonkeyPatch) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", PLACES)
-def test_a_step_over_twenty_lengths(backend: Backend, few: int, request: Any) -> None:
-    """The bits are those of a launch in which nothing is evicted."""
+def test_step_with_evictions_over_twenty_lengths_is_bitwise_unchanged(
+    backend: Backend, few: int, request: Any
+) -> None:
+    """Results are bitwise equal to those of a launch without eviction."""
     if backend == "ray":
         request.getfixturevalue("ray_session")
     lengths = [*range(2, 22), 2, 3, 21, 2]
@@ -95,7 +98,7 @@ def test_a_step_over_twenty_lengths(backend: Backend, few: int, request: Any) ->
     assert all(map(torch.equal, found, want))
 
 
-def test_those_used_last_stay(few: int) -> None:
+def test_most_recently_used_programs_stay_loaded(few: int) -> None:
     f = dt.compile(lambda x: x * 2, MESH)
     with dt.launch(MESH) as run:
         for length in (2, 3, 4):
@@ -112,7 +115,7 @@ def test_those_used_last_stay(few: int) -> None:
         assert handles(run) != before and len(handles(run)) == few
 
 
-def test_programs_of_a_function_that_is_gone_are_unloaded() -> None:
+def test_programs_of_deleted_function_are_unloaded() -> None:
     with dt.launch(MESH) as run:
         for number in range(5):
             f = dt.compile(lambda x, number=number: x * number, MESH)
@@ -122,7 +125,7 @@ def test_programs_of_a_function_that_is_gone_are_unloaded() -> None:
             assert len(handles(run)) == 1
 
 
-def test_constants_go_with_their_program(few: int) -> None:
+def test_captured_constants_are_dropped_with_their_program(few: int) -> None:
     caught = torch.arange(3.0)
     f = dt.compile(lambda x: x + caught, MESH)
     with dt.launch(MESH) as run:
@@ -134,7 +137,7 @@ def test_constants_go_with_their_program(few: int) -> None:
         assert len(held) == few * MESH.size
 
 
-def test_gradients_and_a_step_of_one_shape_stay_together(few: int) -> None:
+def test_step_and_gradients_programs_of_one_shape_both_stay_loaded(few: int) -> None:
     step = trained()
     with dt.launch(MESH) as run:
         for length in range(2, 8):
@@ -147,7 +150,7 @@ def test_gradients_and_a_step_of_one_shape_stay_together(few: int) -> None:
         assert handles(run) == before
 
 
-def test_a_run_under_way_keeps_its_program(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pending_run_keeps_its_program_loaded(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from dtensor.daft.cluster.cluster import _CallFuture
 
     f = dt.compile(lambda x: x * 2, MESH)
@@ -182,8 +185,9 @@ OTHER = dt.Mesh(tp=2, name="other")
 
 
 @pytest.mark.parametrize("use", [of_ops, of_transfers, of_saves])
-def test_programs_in_flight_stay(use: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that ended are unloaded when one more is loaded, the ones used last excepted."""
+def test_programs_in_flight_are_not_unloaded(use: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Completed programs are unloaded when another program is loaded, except the most recently used
+    ones."""
     from dtensor.daft.cluster.cluster import _CallFuture
 
     monkeypatch.setattr("dtensor.api.store.store.MAX_LOADED", 3)
@@ -205,7 +209,9 @@ def test_programs_in_flight_stay(use: Any, monkeypatch: pytest.MonkeyPatch) -> N
         assert handles(run) == before
 
 
-def test_a_moves_program_stays_while_it_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_program_of_sync_stays_loaded_while_it_is_in_flight(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from dtensor.daft.cluster.cluster import _CallFuture
 
     monkeypatch.setattr("dtensor.api.store.store.MAX_LOADED", 1)
@@ -242,7 +248,7 @@ def test_cache_loads_a_key_again_if_it_is_for_another_object() -> None:
     assert cache.get("key", [1]) is None and len(cache) == 0
 
 
-def test_cache_unloads_the_program_used_longest_ago_that_is_not_running() -> None:
+def test_cache_unloads_least_recently_used_program_that_is_not_running() -> None:
     cache = ProgramCache[LoadedOnce](2)
     a, b = cache.load("a", LoadedOnce), cache.load("b", LoadedOnce)
     assert cache.get("a") is a
@@ -258,7 +264,7 @@ def test_cache_unloads_the_program_used_longest_ago_that_is_not_running() -> Non
     assert cache.keys() == ["c"]
 
 
-def test_run_with_results_counts_only_while_its_future_is_kept() -> None:
+def test_run_with_results_counts_as_running_only_while_its_future_exists() -> None:
     program = ClusterProgram(None, None)  # type: ignore[arg-type]
     program.last_run = ref(Pending())
     gc.collect()
@@ -282,7 +288,7 @@ class Pending(Future):
         return self.ended
 
 
-def test_a_failure_that_is_read_when_its_program_is_gone(few: int) -> None:
+def test_failure_can_be_read_after_its_program_was_evicted(few: int) -> None:
     def look_up(x: Tensor, at: Tensor) -> Tensor:
         return x[at]
 
@@ -300,7 +306,9 @@ def test_a_failure_that_is_read_when_its_program_is_gone(few: int) -> None:
         cluster.immediate = True
 
 
-def test_transfers_of_many_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transfers_of_many_shapes_evict_programs_and_stay_correct(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("dtensor.api.store.store.MAX_LOADED", 3)
     other = dt.Mesh(tp=2, name="other")
     with dt.launch(MESH, other) as run:
@@ -314,8 +322,9 @@ def test_transfers_of_many_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:recovered")
-def test_a_rank_is_replaced_after_evictions(ray_session: None, few: int) -> None:
-    """What may have to run again is not evicted, and what was evicted works with who is new."""
+def test_rank_replaced_after_evictions_gives_same_bits(ray_session: None, few: int) -> None:
+    """Programs that recovery may run again are not evicted, and evicted programs run on the
+    replacement."""
     lengths = [*range(2, 12), 2, 3, 4, 2]
     step = trained()
     with dt.launch(MESH, "ray", spares=1, snapshot_every=4) as run:

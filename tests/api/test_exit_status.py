@@ -1,4 +1,5 @@
-"""What a copy of the process tells; that the status is right with it is in test_saves.py."""
+"""The exit status is found by forking a copy of the process; test_saves.py checks that this gives
+the right status."""
 
 from __future__ import annotations
 
@@ -30,13 +31,15 @@ def die_of(number: int) -> None:
     signal.pause()
 
 
-def test_the_status_of_a_copy() -> None:
+def test_status_of_forked_copy_is_its_exit_code_or_signal() -> None:
     assert _status_of(child(lambda: os._exit(3))) == 3
     assert _status_of(child(lambda: os._exit(0))) == 0
     assert _status_of(child(lambda: die_of(signal.SIGINT))) == -signal.SIGINT
 
 
-def test_one_that_has_none_of_its_own_counts_as_0(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copy_that_crashes_hangs_or_was_reaped_counts_as_status_0(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert _status_of(child(lambda: die_of(signal.SIGABRT))) == 0  # a crash of it alone
     reaped = child(lambda: os._exit(3))
     os.waitpid(reaped, 0)  # as a program does that takes the status of all its children

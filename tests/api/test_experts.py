@@ -1,6 +1,8 @@
-"""Mixtures of experts of transformers: whole, their experts split, and their inner dim split.
+"""Mixture-of-experts models of transformers: replicated, with experts split, and with their inner
+dim split.
 
-Their product is an op of transformers', which is there once that is imported.
+The grouped product of the experts is an op of transformers, which exists once transformers is
+imported.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ EXPERTS: dict[str, Any] = {"*.experts.*": dict(tp=dt.Shard(0))}
 @pytest.mark.sample(*(f"{f}-experts" for f in FAMILIES), "olmoe-whole", "mixtral-derived")
 @pytest.mark.parametrize("how", ["whole", "experts", "derived"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_two_steps_are_plain_torchs(family: str, how: str) -> None:
+def test_moe_training_steps_match_torch(family: str, how: str) -> None:
     found = trainable(family, Record(family=family))
     assert found is not None
     model, batch, (losses, weights) = found
@@ -52,7 +54,7 @@ def test_two_steps_are_plain_torchs(family: str, how: str) -> None:
         assert (state[name] - expected).abs().max() <= 1e-5 * max(scale, 1e-3), name
 
 
-def test_experts_that_a_rank_does_not_hold_give_zeros() -> None:
+def test_grouped_mm_gives_zeros_for_experts_of_other_ranks() -> None:
     rows, experts = torch.randn(8, 4), torch.randn(3, 4, 8)
     stops = torch.tensor([3, 3, 7], dtype=torch.int32)
     whole = grouped_mm(rows, experts, stops, None)
@@ -63,8 +65,8 @@ def test_experts_that_a_rank_does_not_hold_give_zeros() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_rows_past_the_last_offset_are_zero(dtype: torch.dtype) -> None:
-    """Torch's kernel leaves them as memory was."""
+def test_grouped_mm_rows_past_last_offset_are_zero(dtype: torch.dtype) -> None:
+    """Torch's kernel leaves these rows uninitialized."""
     stops = torch.tensor([3, 5], dtype=torch.int32)
     rows, experts = torch.randn(8, 8, dtype=dtype), torch.randn(2, 8, 4, dtype=dtype)
     grad = torch.randn(8, 4, dtype=dtype)
@@ -79,10 +81,11 @@ def test_rows_past_the_last_offset_are_zero(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("stops", [[2, 9], [3, 2], [-1, 4]])
 @pytest.mark.parametrize("groups", [None, [1]])
-def test_offsets_that_are_not_among_the_rows_raise(
+def test_grouped_mm_offsets_out_of_range_raise_index_error(
     stops: list[int], groups: list[int] | None
 ) -> None:
-    """Torch's kernel reads elsewhere: on a CPU it gives numbers, on a GPU it may end its use."""
+    """Torch's kernel would read out of bounds: on a CPU it returns garbage, on a GPU it may make
+    the device unusable."""
     rows, experts = torch.randn(8, 8), torch.randn(2, 8, 8)
     held = experts if groups is None else experts[groups]
     given = torch.tensor(stops, dtype=torch.int32)

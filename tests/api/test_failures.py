@@ -1,4 +1,5 @@
-"""A step that fails names rank, instruction and the model's line; nothing hangs or is left over."""
+"""A failing step names the rank, the instruction and the line of the model; nothing hangs and no
+state is left behind."""
 
 from __future__ import annotations
 
@@ -47,8 +48,9 @@ def out_of_range(which: str) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("backend", BACKENDS, indirect=True)
-def test_an_exception_in_the_model(backend: str) -> None:
-    """At float(loss), again where that is read, and nowhere else: later steps are as without it."""
+def test_exception_in_model_raises_when_its_loss_is_read(backend: str) -> None:
+    """It is raised by each `float(loss)` of the failed step and nowhere else; later steps equal a
+    run without the failure."""
     run = Run.of("pp2")
     good, bad = batch(), out_of_range("tokens")
     with dt.launch(run.mesh, backend=backend, deadline_s=NEVER_S):  # type: ignore[arg-type]
@@ -69,7 +71,7 @@ def test_an_exception_in_the_model(backend: str) -> None:
     assert_losses_close([first, loss], train_torch(plain, adam, [good, good], clip=1.0))
 
 
-def test_a_target_out_of_range_on_the_last_stage() -> None:
+def test_target_out_of_range_on_last_stage_names_rank_stage_and_line() -> None:
     run = Run.of("tp2_pp2")
     with dt.launch(run.mesh):
         with pytest.raises(TaskError, match=r"rank 2 \(stage 1\)(.|\n)*Target 77 is out of") as e:
@@ -77,7 +79,7 @@ def test_a_target_out_of_range_on_the_last_stage() -> None:
         assert re.search(r"at models\.py:\d+: loss = F\.cross_entropy", str(e.value))
 
 
-def test_what_nobody_read_raises_at_the_next_call() -> None:
+def test_unread_failure_raises_at_next_call() -> None:
     run = Run.of("tp2")
     with dt.launch(run.mesh):
         run.step(*out_of_range("tokens"))
@@ -85,7 +87,7 @@ def test_what_nobody_read_raises_at_the_next_call() -> None:
             run.step(*batch())
 
 
-def test_what_nobody_read_raises_at_the_end_of_the_launch() -> None:
+def test_unread_failure_raises_once_at_end_of_launch() -> None:
     run = Run.of("tp2")
     with pytest.raises(TaskError, match="index out of range"), dt.launch(run.mesh):
         run.step(*out_of_range("tokens"))
@@ -94,7 +96,7 @@ def test_what_nobody_read_raises_at_the_end_of_the_launch() -> None:
         run.state()
 
 
-def test_outside_a_launch_the_next_call_starts_anew() -> None:
+def test_failed_call_outside_launch_does_not_affect_next_call() -> None:
     run = Run.of("tp2")
     with pytest.raises(TaskError, match="index out of range"):
         float(run.step(*out_of_range("tokens")))
@@ -107,7 +109,7 @@ def test_outside_a_launch_the_next_call_starts_anew() -> None:
         fresh.state()
 
 
-def test_an_exception_in_a_compiled_function() -> None:
+def test_exception_in_compiled_function_names_users_line() -> None:
     mesh = dt.Mesh(tp=2)
     look_up = dt.compile(lambda table, ids: F.embedding(ids, table), mesh)
     with dt.launch(mesh), pytest.raises(TaskError, match=r"test_failures\.py:\d+"):
@@ -119,9 +121,12 @@ def test_an_exception_in_a_compiled_function() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS, indirect=True)
-def test_a_host_raises_anything_anywhere(backend: str, tmp_path: Path) -> None:
-    """In a forward, a backward, a function, an eager op, a reward, initial values, a save, a load:
-    named, with the exception as the cause; and the launch goes on."""
+def test_any_exception_type_on_host_is_reported_and_launch_continues(
+    backend: str, tmp_path: Path
+) -> None:
+    """Raised in a forward, a backward, a compiled function, an eager op, a reward, an init
+    function, a save and a load. The error names the place and has the original exception as its
+    cause."""
     mesh = dt.Mesh(tp=2)
     model = dt.parallelize(raising.Net(), mesh, {"up.weight": dict(tp=dt.Row())})
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -203,8 +208,8 @@ def squares(model: nn.Module, x: Tensor) -> Tensor:
 
 
 @pytest.mark.ray
-def test_a_killed_actor_is_named(ray_session: None, tmp_path: Path) -> None:
-    """While it runs its part of a step's forward: it says so, and stays there."""
+def test_killed_actor_is_named_in_error(ray_session: None, tmp_path: Path) -> None:
+    """The actor is killed while it runs its part of a step's forward."""
     from tests.who_hangs.trials import obeying
 
     stages = {"pp": [["first*"], ["second*"]]}

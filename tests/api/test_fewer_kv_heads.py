@@ -1,6 +1,7 @@
-"""Models of transformers with fewer key heads than ranks give what they give on one rank.
+"""Models of transformers with fewer KV heads than ranks give the results of one rank.
 
-`dt.placements.for_model` places them: the ranks differ by one query head at most.
+`dt.placements.for_model` places them; the numbers of query heads of two ranks differ by at most
+one.
 """
 
 from __future__ import annotations
@@ -71,7 +72,9 @@ def derived(module: nn.Module, ranks: int) -> dt.placements.Placements:
 
 @pytest.mark.default(*DEFAULT)
 @pytest.mark.parametrize(("family", "heads", "kv_heads", "ranks"), CASES)
-def test_trains_as_torch(family: str, heads: int, kv_heads: int, ranks: int) -> None:
+def test_model_with_fewer_kv_heads_than_ranks_trains_as_torch(
+    family: str, heads: int, kv_heads: int, ranks: int
+) -> None:
     pins = derived(build(family, heads, kv_heads), ranks)
     (row,) = (p["tp"] for n, p in pins.items() if n.endswith(("o_proj.weight", "n.dense.weight")))
     assert isinstance(row, dt.Shard)
@@ -91,8 +94,10 @@ def test_trains_as_torch(family: str, heads: int, kv_heads: int, ranks: int) -> 
 
 @pytest.mark.default("Llama-8-2-4")
 @pytest.mark.parametrize(("family", "heads", "kv_heads", "ranks"), CASES)
-def test_generates_as_transformers(family: str, heads: int, kv_heads: int, ranks: int) -> None:
-    """Each rank keeps the key heads that its query heads use, and at least as many as a later
+def test_model_with_fewer_kv_heads_than_ranks_generates_as_transformers(
+    family: str, heads: int, kv_heads: int, ranks: int
+) -> None:
+    """Each rank caches the KV heads that its query heads use, and at least as many as any later
     rank."""
     module = build(family, heads, kv_heads).eval()
     prompts = [[3, 5, 7, 9, 11], [2, 4]]
@@ -118,7 +123,7 @@ def test_generates_as_transformers(family: str, heads: int, kv_heads: int, ranks
 
 
 @pytest.mark.slow
-def test_the_processes_of_ray_have_the_same_bits() -> None:
+def test_training_with_fewer_kv_heads_on_ray_is_bitwise_equal_to_in_process() -> None:
     pins = derived(build("Llama", 8, 2), 4)
     runs: list[Any] = []
     for backend in ("inprocess", "ray"):

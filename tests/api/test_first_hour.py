@@ -1,5 +1,5 @@
-"""What people try in the first hour, out of other libraries' habits: it works, or the error fits on
-a screen and its fix works."""
+"""What new users try out of habit from other libraries: it works, or the error fits on a screen and
+its fix works."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def raises(call: Callable[[], Any], *words: str, kind: type[Exception] = TypeErr
 # -- what other libraries' loops have --------------------------------------------------------------
 
 
-def test_a_grad_scaler() -> None:
+def test_grad_scaler_misuse_raises_and_autocast_fix_works() -> None:
     scaler, step = torch.amp.GradScaler("cpu"), train()
     loss = step(X, Y)
     raises(lambda: scaler.scale(loss), "GradScaler", "torch.bfloat16")
@@ -86,14 +86,16 @@ def test_a_grad_scaler() -> None:
 
 
 @pytest.mark.parametrize("move", [lambda m: m.cuda(), lambda m: m.to("cuda"), lambda m: m.to(0)])
-def test_a_model_is_not_moved(move: Callable[[Any], Any]) -> None:
+def test_moving_parallelized_model_to_device_raises_with_launch_fix(
+    move: Callable[[Any], Any],
+) -> None:
     model = placed()
     raises(lambda: move(model), 'dt.launch(mesh, device="cuda")', kind=dt.PlanningError)
     with dt.launch(TP2, device="cpu"):  # the fix, where there is no GPU
         assert float(dt.train_step(model, loss_fn, adam(model))(X, Y)) > 0
 
 
-def test_a_dtype_is_changed_in_place() -> None:
+def test_dtype_change_of_parallelized_model_works_in_place() -> None:
     model = placed()
     for changed in (model.to("cpu"), model.cpu(), model.to(torch.float64), model.double()):
         assert changed is model
@@ -102,7 +104,7 @@ def test_a_dtype_is_changed_in_place() -> None:
     assert model.requires_grad_(False) is model
 
 
-def test_an_averaged_model() -> None:
+def test_averaged_model_of_parallelized_model_raises_and_module_fix_works() -> None:
     model = placed()
     raises(lambda: AveragedModel(model), "AveragedModel(model.module)")  # type: ignore[arg-type]
     net: Any = model.module
@@ -117,7 +119,7 @@ def test_an_averaged_model() -> None:
     assert torch.equal(copy.deepcopy(model).state_dict()["up.weight"], net.up.weight)
 
 
-def test_pickles() -> None:
+def test_pickling_parallelized_model_raises_and_fixes_work() -> None:
     step = train()
     model = step.model
     raises(lambda: pickle.dumps(model), "a parallelized Net", 'torch.save(model.state_dict(), "mod')
@@ -133,7 +135,7 @@ def test_pickles() -> None:
         assert torch.equal(again(X, Y.t()).full_tensor(), expected)
 
 
-def test_numpy_arrays() -> None:
+def test_step_accepts_numpy_arrays() -> None:
     expected = float(train()(X, Y))
     step = train()
     assert float(step(X.numpy(), y=Y.numpy())) == expected
@@ -150,7 +152,7 @@ def _of_batch(model: Any, batch: Any) -> torch.Tensor:
     return loss_fn(model, batch.x, batch.y) if hasattr(batch, "x") else loss_fn(model, **batch)
 
 
-def test_mappings() -> None:
+def test_step_accepts_mapping_types_as_batch() -> None:
     def of_its_class(model: Any, batch: Any) -> torch.Tensor:
         assert type(batch) is UserDict
         return _of_batch(model, batch)
@@ -161,7 +163,7 @@ def test_mappings() -> None:
     assert len(step.plans) == 1
 
 
-def test_a_mapping_that_cannot_be_made_of_a_dict() -> None:
+def test_mapping_that_cannot_be_rebuilt_raises_and_dict_fix_works() -> None:
     class Odd(UserDict[str, Any]):
         def __init__(self, a: int, b: int) -> None:
             super().__init__({"x": X, "y": Y})
@@ -171,7 +173,7 @@ def test_a_mapping_that_cannot_be_made_of_a_dict() -> None:
     assert float(train(lambda m, b: loss_fn(m, **b))(dict(Odd(1, 2))))
 
 
-def test_the_name_of_an_option() -> None:
+def test_unknown_option_name_error_proposes_right_option() -> None:
     text = raises(
         lambda: train(microbatches=4), "microbatches", "schedule=dt.GPipe(microbatches=4)"
     )
@@ -186,7 +188,7 @@ def test_the_name_of_an_option() -> None:
     assert "*" not in str(inspect.signature(dt.Row)).replace("*, ", "")
 
 
-def test_a_float64_batch() -> None:
+def test_float64_batch_error_proposes_float() -> None:
     raises(lambda: train()(X.double(), Y), "x: f64[4,8]", "x.float()", kind=dt.PlanningError)
     numpy = np.ones((4, 8))
     raises(lambda: train()(numpy, Y), "astype", kind=dt.PlanningError)
@@ -199,7 +201,7 @@ def test_a_float64_batch() -> None:
     assert float(train()(numpy.astype("float32"), Y))
 
 
-def test_swapped_arguments() -> None:
+def test_swapped_train_step_arguments_error_shows_right_order() -> None:
     model = placed()
     opt: Any = adam(model)
     for args in ((loss_fn, model, opt), (model, opt, loss_fn), (opt, loss_fn, model)):
@@ -211,7 +213,7 @@ def test_swapped_arguments() -> None:
     assert float(dt.train_step(model, loss_fn, opt)(X, Y))
 
 
-def test_a_model_is_not_called() -> None:
+def test_calling_parallelized_model_raises_and_compile_fix_works() -> None:
     model: Any = placed()
     text = raises(lambda: model(X), "a parallelized model cannot be called directly")
     fix = text.partition("fix: ")[2].splitlines()[0]
@@ -219,7 +221,7 @@ def test_a_model_is_not_called() -> None:
     torch.testing.assert_close(result.full_tensor(), model.module(X))
 
 
-def test_gradients_of_parameters_that_are_away() -> None:
+def test_reading_gradients_inside_launch_raises_and_step_gradients_works() -> None:
     step = train()
     model = step.model
     with dt.launch(TP2):
@@ -241,7 +243,7 @@ def test_gradients_of_parameters_that_are_away() -> None:
         assert set(step.gradients(X, Y)) == {n for n, _ in model.named_parameters()}
 
 
-def test_print_of_a_loss_with_metrics() -> None:
+def test_printed_loss_shows_value_and_metrics() -> None:
     def with_metrics(model: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
         loss = loss_fn(model, x, y)
         return loss, {"root": loss.sqrt(), "half": loss / 2}
@@ -253,7 +255,7 @@ def test_print_of_a_loss_with_metrics() -> None:
     assert f"{loss:.3f}" == f"{number:.3f}" and str(plain) == str(float(plain))
 
 
-def test_a_key_of_a_nested_state(tmp_path: Any) -> None:
+def test_wrong_key_of_gathered_state_error_and_state_saves_and_loads(tmp_path: Any) -> None:
     model = placed()
     opt = adam(model)
     state = dt.gather_state_dict(model, opt)
@@ -297,7 +299,9 @@ def _crooked(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("loss", [_by_value, _by_size, _crooked])
-def test_torch_dumps_no_graphs(loss: Any, capfd: pytest.CaptureFixture[str]) -> None:
+def test_capture_failure_prints_nothing_from_torch(
+    loss: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
     raises(lambda: train(loss).plan(X, Y), "test_first_hour.py", kind=dt.PlanningError)
     assert capfd.readouterr() == ("", "")
 
@@ -306,13 +310,13 @@ def test_torch_dumps_no_graphs(loss: Any, capfd: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.parametrize("name", ["Column", "Row", "Replicate"])
-def test_a_placement_names_no_axis(name: str) -> None:
+def test_axis_name_passed_to_placement_error_shows_dict_form(name: str) -> None:
     text = raises(lambda: getattr(dt, name)("tp"), f"dict(tp=dt.{name}())")
     fix = eval(text.partition("fix: ")[2].splitlines()[0], {"dt": dt})
     assert fix == dict(tp=getattr(dt, name)())
 
 
-def test_what_an_eager_redistribute_sends() -> None:
+def test_eager_collectives_records_what_redistribute_sends() -> None:
     x = dt.distribute(X, TP2, tp=dt.Row())
     with dt.testing.eager_collectives() as sent:
         x.redistribute(tp=dt.Replicate())
@@ -325,7 +329,7 @@ def test_what_an_eager_redistribute_sends() -> None:
     assert sent[0].bytes_sent == X.numel() * 4 // 2
 
 
-def test_placements_that_split_nothing() -> None:
+def test_plan_warns_if_placements_split_nothing_and_fixes_work() -> None:
     def warning(step: Any) -> str:
         words = " ".join(str(step.plan(X, Y)).split())
         assert words.count("warning ") <= 1
@@ -413,7 +417,7 @@ SPLITS = r"fix: inputs=dict\({0}=dt.Row\(\)\) splits the batch, .*; inputs=dict\
         (Net, dt.Mesh(dp=1), {}, None, ""),
     ],
 )
-def test_work_that_all_ranks_repeat(
+def test_step_warns_if_all_ranks_repeat_same_work(
     net: Callable[[], nn.Module], mesh: dt.Mesh, placements: Any, inputs: Any, said: str
 ) -> None:
     model = dt.parallelize(net(), mesh, placements)
@@ -429,7 +433,7 @@ def test_work_that_all_ranks_repeat(
     assert not warned or warned[0].filename == __file__
 
 
-def test_swapped_row_and_column() -> None:
+def test_plan_notes_swapped_row_and_column_with_more_all_reduces() -> None:
     swapped = {"up.weight": dict(tp=dt.Column()), "down.weight": dict(tp=dt.Row())}
     planned = train(placements=swapped).plan(X, Y)
     text = str(planned)
@@ -464,7 +468,7 @@ def make():
         ("plan train.py --mesh tp=2", "fix: train.py:make"),
     ],
 )
-def test_the_command_line(
+def test_command_line_mistake_exits_2_and_its_fix_works(
     words: str,
     said: str,
     tmp_path: Any,

@@ -1,4 +1,5 @@
-"""`dt.generator`: texts of Hugging Face's models and of one's own, under all kinds of placement."""
+"""`dt.generator`: generated tokens for models of Hugging Face and for the user's own modules, under
+all kinds of placement."""
 
 from __future__ import annotations
 
@@ -55,8 +56,11 @@ def drive(gen: Generator, asked: Sequence[dict[str, Any]], rng: random.Random) -
 @pytest.mark.parametrize("num", [6, 64])
 @pytest.mark.parametrize("where", MESHES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_are_those_of_generate(family: str, where: str, num: int) -> None:
-    """Four requests in three slots: one arrives late. Numbers are those of the whole text."""
+def test_greedy_tokens_and_logprobs_match_transformers_generate(
+    family: str, where: str, num: int
+) -> None:
+    """Four requests share three slots, so one starts late. Logprobs equal those of one forward over
+    the whole text."""
     model: Any = build(family)
     want = by_transformers(model, PROMPTS, num)
     gen = dt.generator(placed(family, where), slots=3, length=96, buckets=(24,))
@@ -74,7 +78,7 @@ def test_greedy_tokens_are_those_of_generate(family: str, where: str, num: int) 
 
 
 @pytest.mark.slow
-def test_the_models_own_end_of_text_ends_it() -> None:
+def test_generation_stops_at_models_eos_token_unless_eos_is_none() -> None:
     model: Any = build("llama")
     (free,) = by_transformers(model, PROMPTS[:1], 8)
     model.generation_config.eos_token_id = free[4]
@@ -88,7 +92,7 @@ def test_the_models_own_end_of_text_ends_it() -> None:
     assert list(longer.tokens) == free and longer.reason == "length"
 
 
-def test_what_is_refused_by_name() -> None:
+def test_generator_refuses_unsupported_models_by_name() -> None:
     import transformers as hf
 
     sizes: dict[str, Any] = dict(vocab_size=32, hidden_size=16, num_hidden_layers=1)
@@ -122,11 +126,11 @@ def single() -> Iterator[Generator]:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_ranks_that_are_replaced_while_a_token_is_read(
+def test_ranks_replaced_while_token_is_read_do_not_change_texts(
     single: Generator, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
-    """At each of all reads: nobody is lost, and the tokens are the same. ``fails``: the read ends
-    in an error too, as where the values were lost with their rank."""
+    """Recovery is simulated at each read of the generation. With ``fails``, that read also raises
+    an error, as if the values were lost with their rank."""
     asked: dict[str, Any] = dict(max_new_tokens=[1, 3, 2, 4, 1, 2], seed=1, temperature=0.8)
     prompts = [[5, 17, 3], [9], list(range(20)), [1, 2], [4], [30]]
     undisturbed = single(prompts, **asked)
@@ -150,7 +154,7 @@ def test_ranks_that_are_replaced_while_a_token_is_read(
 
 
 @pytest.mark.slow
-def test_a_module_by_the_protocol(single: Generator) -> None:
+def test_users_module_with_cache_arguments_generates_as_without_cache(single: Generator) -> None:
     model = writer()
     prompts = [[5, 17, 3], [9], list(range(20)), [1, 2]]
     by_two = dt.generator(
@@ -164,8 +168,8 @@ def test_a_module_by_the_protocol(single: Generator) -> None:
 
 
 @pytest.mark.slow
-def test_the_same_model_trains_and_generates_with_what_it_learned() -> None:
-    """Its weights are on the ranks once; a step between changes what is generated."""
+def test_generation_uses_weights_updated_by_training_step() -> None:
+    """The ranks store the weights once for both programs."""
     mesh = dt.Mesh(tp=2)
     pins: dict[str, Any] = {
         "*.{q,k,v}.weight": dict(tp=dt.Row(unit=8)),
@@ -198,10 +202,10 @@ def test_the_same_model_trains_and_generates_with_what_it_learned() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("where", "together"), [("tp2", 3), ("dp2", 1)])
-def test_a_request_gets_what_it_gets_alone(
+def test_request_result_is_bitwise_independent_of_other_requests(
     where: str, together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the bit, whatever its company, slot and arrival, and however late stops are noticed."""
+    """Whatever its slot and arrival time, and however late a stop is noticed."""
     # a graph of its own: it counts the plans, and one of another model may be planned again
     monkeypatch.setattr("dtensor.api.step.bound_call.capture", capture)
     rng = random.Random(0)
@@ -229,9 +233,9 @@ def test_a_request_gets_what_it_gets_alone(
 @pytest.mark.sample("llama-pp2", "gemma2-dp2")
 @pytest.mark.parametrize("where", MESHES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_prompts_enter_together(family: str, where: str) -> None:
-    """Five prompts, four slots: three of a bucket in one run, one alone beside repeats of it, one
-    late; each prefill is one run."""
+def test_prompts_of_one_bucket_are_prefilled_in_one_run(family: str, where: str) -> None:
+    """Five prompts for four slots: three of one bucket in one run, one in a run padded with repeats
+    of it, one late."""
     prompts = [*PROMPTS, [2, 3]]
     want = by_transformers(build(family), prompts, 6)
     gen = dt.generator(placed(family, where), slots=4, length=64, buckets=(8, 24), prefill_batch=3)
@@ -245,8 +249,7 @@ def test_prompts_enter_together(family: str, where: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_slot_keeps_nothing_of_the_request_before() -> None:
-    """One that makes its keys and values NaN leaves none behind."""
+def test_reused_slot_is_not_affected_by_nan_of_earlier_request() -> None:
     model = writer()
     with torch.no_grad():
         model.embed.weight[31] = float("inf")
@@ -259,7 +262,7 @@ def test_a_slot_keeps_nothing_of_the_request_before() -> None:
     assert gen([prompt], max_new_tokens=8) == clean
 
 
-def test_captures_are_as_many_as_buckets(single: Generator) -> None:
+def test_generator_captures_one_prefill_per_bucket_and_one_decode(single: Generator) -> None:
     prompts = [[n % 32] * n for n in range(1, 25)]
     single(prompts, max_new_tokens=1)
     for temperature, top_k, top_p in ((0.5, 0, 1.0), (1.0, 3, 0.5)):
@@ -272,11 +275,11 @@ def test_captures_are_as_many_as_buckets(single: Generator) -> None:
 @pytest.mark.sample("single-inprocess", "tp2pp2-inprocess", "tp2-ray")
 @pytest.mark.parametrize("backend", ["inprocess", pytest.param("ray", marks=pytest.mark.ray)])
 @pytest.mark.parametrize("where", MESHES)
-def test_one_message_to_each_actor_and_token(
+def test_each_token_takes_one_message_to_each_actor(
     where: str, backend: Any, request: pytest.FixtureRequest
 ) -> None:
-    """What is read, fed back and dropped rides along; with stages too, whose first run is like all
-    others."""
+    """Reads, fed-back tokens and drops are part of that message. With stages, the first run sends
+    as many messages as the others."""
     if backend == "ray":
         request.getfixturevalue("ray_session")
     gen = dt.generator(placed("llama", where), slots=2, length=32, buckets=(8,))
@@ -295,7 +298,7 @@ def test_one_message_to_each_actor_and_token(
 
 
 @pytest.mark.slow
-def test_plans_and_the_summary() -> None:
+def test_generator_plans_and_summary_describe_prefill_and_decode() -> None:
     gen = dt.generator(placed("llama", "tp2pp2"), slots=3, length=32, buckets=(8, 16))
     decode = gen.plan("decode")
     assert gen.plan("prefill", bucket=8).name == "prefill" and decode.name == "decode"
@@ -318,9 +321,9 @@ def test_plans_and_the_summary() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_each_rank_keeps_the_kv_heads_that_it_uses(family: str) -> None:
-    """4 query heads over 4 ranks share 2 of keys: each rank has the projection of both and keeps
-    the one that its query head uses."""
+def test_each_rank_caches_only_kv_heads_its_query_heads_use(family: str) -> None:
+    """4 query heads over 4 ranks share 2 KV heads: each rank projects both and caches the one that
+    its query head uses."""
     pins: dict[str, dict[str, dt.Placement]] = {
         "*.q_proj.weight": dict(tp=dt.Row(unit=16)),
         "*.o_proj.weight": dict(tp=dt.Column(unit=16)),
@@ -332,8 +335,9 @@ def test_each_rank_keeps_the_kv_heads_that_it_uses(family: str) -> None:
 
 
 @pytest.mark.slow
-def test_stages_without_a_cache() -> None:
-    """Embeddings and head alone; and stages of a schedule of their own, claimed by training."""
+def test_generator_supports_stages_without_attention_layers() -> None:
+    """Stages with only embeddings or only the head; also with a stage-to-rank order that a training
+    schedule has fixed."""
     stages = [["*embed*"], ["*layers.0.*"], ["*layers.1.*"], ["model.norm*", "lm_head*"]]
     model = dt.parallelize(build("llama"), dt.Mesh(pp=2), {}, stages={"pp": stages})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -356,7 +360,7 @@ def test_stages_without_a_cache() -> None:
 # -- asking ----------------------------------------------------------------------------------------
 
 
-def test_seeds(single: Generator) -> None:
+def test_generation_seed_determines_sampled_tokens(single: Generator) -> None:
     how: dict[str, Any] = dict(max_new_tokens=10, temperature=1.0)
     same = single([[1, 2]] * 3, seed=7, **how)
     assert len({text.tokens for text in same}) == 3  # numbers of its own for each place
@@ -376,7 +380,7 @@ def test_seeds(single: Generator) -> None:
     assert mixed[0] == same[0] and len(mixed[1].tokens) == 3
 
 
-def test_streams(single: Generator) -> None:
+def test_stream_yields_same_tokens_in_turns_and_can_be_abandoned(single: Generator) -> None:
     prompts = [[5, 17, 3], [9], [4, 4], [1], [2, 3], [30]]
     whole = single(prompts, max_new_tokens=6)
     events = list(single.stream(prompts, max_new_tokens=6))
@@ -398,7 +402,7 @@ def test_streams(single: Generator) -> None:
     assert single(prompts, max_new_tokens=6) == whole
 
 
-def test_requests_come_and_go(single: Generator) -> None:
+def test_requests_can_be_submitted_and_cancelled_between_steps(single: Generator) -> None:
     (want,) = single([[5, 17, 3]], max_new_tokens=6)
     first = single.submit(torch.tensor([9, 9]), max_new_tokens=20)
     assert {event.request for event in single.step()} == {first.number}
@@ -412,7 +416,7 @@ def test_requests_come_and_go(single: Generator) -> None:
     assert single.step() == []
 
 
-def test_what_is_asked_is_checked(single: Generator) -> None:
+def test_generator_rejects_bad_requests_and_options(single: Generator) -> None:
     for prompts, match in (
         ([5, 3], r"fix: \[prompt\]"),
         (torch.tensor([5, 3]), r"fix: \[prompt\]"),
@@ -463,8 +467,8 @@ def test_what_is_asked_is_checked(single: Generator) -> None:
     assert single([]) == [] and single.idle
 
 
-def test_launches(single: Generator) -> None:
-    """Caches begin anew in each; what was on its way is lost, and says so."""
+def test_generator_drops_pending_requests_at_end_of_launch(single: Generator) -> None:
+    """The caches start empty in each launch."""
     want = single([[5, 3]], max_new_tokens=4)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -485,8 +489,9 @@ def test_launches(single: Generator) -> None:
 @pytest.mark.usefixtures("ray_session")
 @pytest.mark.sample("llama")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_on_ray(family: str) -> None:
-    """The same tokens as transformers', the same bits as in-process, drawn ones too."""
+def test_generation_on_ray_equals_in_process_and_transformers(family: str) -> None:
+    """Greedy tokens equal those of transformers; sampled tokens are bitwise equal to those in
+    process."""
     gen = dt.generator(placed(family, "tp2"), slots=2, length=96, buckets=(24,), ahead=1)
     drawn: dict[str, Any] = dict(max_new_tokens=5, temperature=[0, 1.0, 0, 0.7], seed=3)
     with dt.launch(gen.model.mesh):

@@ -1,10 +1,12 @@
-"""Every family of transformers' models for causal language modelling, small, beside its `generate`.
+"""Every family of causal language models of transformers, in a small configuration, against its own
+`generate`.
 
     pytest tests/api/test_generation_families.py -m "sweep or not sweep" -k "phi"
 
-A family gives the same greedy tokens, or is refused by name when the generator is made. Weights are
-spread wider than models begin with. What transformers itself does not build small, or does not
-generate from, is skipped. Transformers 5.23: 87 equal, 60 refused, none unequal.
+A family gives the same greedy tokens, or the generator refuses it by name. Weights are drawn from a
+wider range than the models' own initialization. Models that transformers cannot build in a small
+configuration, or cannot generate from, are skipped. Transformers 5.23: 87 equal, 60 refused, none
+unequal.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ def shrunk(family: str) -> Any:
 @pytest.mark.default("bert")
 @pytest.mark.sample("bert", "opt")
 @pytest.mark.parametrize("family", sorted(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
-def test_family(family: str) -> None:
+def test_family_generates_as_transformers_or_is_refused_by_name(family: str) -> None:
     model = shrunk(family)
     words = min(model.config.get_text_config(decoder=True).vocab_size, 90)
     drawn = torch.Generator().manual_seed(1)

@@ -1,7 +1,8 @@
-"""On a GPU: all ranks on one, in this process and in a Ray actor, against plain torch on it.
+"""Training, compile, collectives and attention with all ranks on one GPU, in process and in a Ray
+actor, against plain torch.
 
-Each body also runs on CPU tensors, so that it cannot rot where there is no GPU; selected there with
-`-m gpu`, the rest fail. On Ray all ranks share an actor, and so one GPU.
+Each test also runs on CPU tensors, so that it is exercised on machines without a GPU. With `-m gpu`
+on such a machine, the GPU cases fail. On Ray all ranks share an actor, and so one GPU.
 """
 
 from __future__ import annotations
@@ -53,10 +54,10 @@ PLACES = [
 @pytest.mark.default("inprocess-cpu-tp2")
 @pytest.mark.parametrize("placed", ["tp2", "dp2_tp2", "tp2_pp2"])
 @pytest.mark.parametrize(("backend", "device"), PLACES)
-def test_training(
+def test_gpu_training_matches_torch(
     backend: Backend, device: str, placed: str, request: pytest.FixtureRequest
 ) -> None:
-    """SGD: AdamW would turn the rounding of a gradient that is zero into a whole step."""
+    """With SGD: AdamW would turn the rounding error of a zero gradient into a full step."""
     # torch.autograd's engine asks for a real GPU: beside simulated ones torch is on the CPU
     beside = "cpu" if request.config.getoption("simulated_gpus") else device
     data = batches(3, ignored=True) * 2
@@ -80,8 +81,8 @@ def test_training(
 
 
 @pytest.mark.parametrize(("backend", "device"), PLACES)
-def test_compile(backend: Backend, device: str) -> None:
-    """Also an op that makes a tensor of its own: it must be on the rank's device."""
+def test_compiled_function_on_gpu_matches_torch(backend: Backend, device: str) -> None:
+    """The function creates a tensor, which must be on the rank's device."""
 
     def fn(x: Tensor, w: Tensor) -> Tensor:
         at = torch.arange(x.shape[0], dtype=torch.float32, device=x.device)
@@ -98,7 +99,9 @@ def test_compile(backend: Backend, device: str) -> None:
 
 
 @pytest.mark.parametrize(("backend", "device"), PLACES)
-def test_collectives_and_where_values_are(backend: Backend, device: str) -> None:
+def test_gpu_collectives_are_correct_and_results_return_on_cpu(
+    backend: Backend, device: str
+) -> None:
     case = Collectives(3, large=100)
     where = function("where", "def forward(x):\n    return (str(x.device.type),)")
     made = program(
@@ -135,10 +138,11 @@ class Made(TorchDispatchMode):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("placed", ["tp2", "dp2_tp2", "tp2_pp2"])
-def test_a_step_makes_tensors_on_the_device_of_its_ranks(
+def test_step_creates_all_tensors_on_device_of_its_ranks(
     placed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a GPU: on torch's meta device, whose tensors have no numbers to be copied out."""
+    """Uses torch's meta device in place of a GPU: meta tensors have no values that could be copied
+    to the CPU."""
     copy_to, run_engine, made = worker.copy_to, Engine.run, Made()
 
     def copy(value: object, device: torch.device) -> object:
@@ -158,8 +162,9 @@ def test_a_step_makes_tensors_on_the_device_of_its_ranks(
     assert made.count > 1000 and made.ops == set()
 
 
-def test_an_optimizer_leaves_an_actor_without_its_state() -> None:
-    """Which is in the values of the table: another one goes on with these."""
+def test_pickled_shard_optimizer_contains_no_state() -> None:
+    """The state is stored in the actor's table of values; the unpickled optimizer continues with
+    it."""
     names = tuple(("w", key) for key in ("step", "exp_avg", "exp_avg_sq"))
     what, options = Updated((("w",),), ("w",), names), ({"lr": 0.1},)
     optimizer, values = ShardOptimizer(torch.optim.AdamW), tuple(absent("cpu") for _ in names)
@@ -234,7 +239,9 @@ def _close(found: Tensor, expected: Tensor, limit: float = 2e-5) -> None:
 @pytest.mark.parametrize("layout", ["contiguous", "fused", "transposed"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("device", DEVICES)
-def test_attention(device: str, shape: tuple[int, ...], layout: str, is_causal: bool) -> None:
+def test_attention_kernel_matches_reference_on_device(
+    device: str, shape: tuple[int, ...], layout: str, is_causal: bool
+) -> None:
     q, k, v, grad = _inputs(shape, layout, device)
     expected = _expected(q, k, v, grad, is_causal, 0.3)
     out, lse = torch.ops.dt.attention(q, k, v, is_causal, 0.3)
@@ -273,8 +280,10 @@ def _mask(kind: str, shape: tuple[int, ...], device: str) -> Tensor:
 @pytest.mark.parametrize("layout", [pytest.param("contiguous", marks=pytest.mark.slow), "fused"])
 @pytest.mark.parametrize("shape", [*SHAPES, (4, 8, 2, 1, 40, 64)], ids=str)
 @pytest.mark.parametrize("device", DEVICES)
-def test_attention_masked(device: str, shape: tuple[int, ...], layout: str, mask: str) -> None:
-    """Against torch's plain math in float64; what sees nothing gets zeros."""
+def test_masked_attention_kernel_matches_float64_math(
+    device: str, shape: tuple[int, ...], layout: str, mask: str
+) -> None:
+    """Rows that the mask excludes entirely give zeros."""
     torch.manual_seed(0)
     q, k, v, grad = _inputs(shape, layout, device)
     given = _mask(mask, shape, device)
@@ -291,7 +300,7 @@ def test_attention_masked(device: str, shape: tuple[int, ...], layout: str, mask
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("device", DEVICES)
-def test_attention_in_half_precision_against_torch(
+def test_half_precision_attention_matches_torch(
     device: str, dtype: torch.dtype, request: pytest.FixtureRequest
 ) -> None:
     if device == "cuda" and request.config.getoption("simulated_gpus"):
@@ -307,7 +316,7 @@ def test_attention_in_half_precision_against_torch(
         torch.testing.assert_close(a, b, rtol=3e-2, atol=3e-2)
 
 
-def test_rows_are_copied_only_where_the_kernel_could_not_read_them() -> None:
+def test_attention_inputs_are_copied_only_if_kernel_cannot_read_them() -> None:
     x = torch.randn(2, 3, 5, 8)
     assert aligned(x) is x
     kept = x.transpose(1, 2)
@@ -316,8 +325,9 @@ def test_rows_are_copied_only_where_the_kernel_could_not_read_them() -> None:
         assert torch.equal(aligned(odd), odd) and aligned(odd).is_contiguous()
 
 
-def test_a_result_that_came_in_a_buffer_is_laid_for_the_backward() -> None:
-    """It may begin anywhere in one: the kernel reads it from 16-byte boundaries alone."""
+def test_unaligned_attention_output_is_copied_to_16_byte_boundary() -> None:
+    """An output inside a larger buffer may start anywhere, but the backward kernel needs 16-byte
+    alignment."""
     kept = torch.randn(2, 5, 3, 8)
     assert rows_first(kept.transpose(1, 2)).data_ptr() == kept.data_ptr()
     for first in (1, 4):

@@ -1,5 +1,6 @@
-"""One home for the weights: every way in which plain torch reads or writes a module, between steps
-inside a launch, outside one, after one and in a second one, gives what plain torch gives."""
+"""Weights have one current value: every way in which plain torch reads or writes a module
+gives what plain torch gives, between steps inside a launch, outside one, after one and in a
+second one."""
 
 from __future__ import annotations
 
@@ -334,7 +335,9 @@ PLACED: dict[str, tuple[dt.Mesh, dict[str, Any], str]] = {
     "placed",
     [pytest.param(name, marks=[pytest.mark.ray] * name.endswith("Ray")) for name in PLACED],
 )
-def test_between_steps_inside_a_launch(placed: str, request: pytest.FixtureRequest) -> None:
+def test_module_access_between_steps_inside_launch_matches_torch(
+    placed: str, request: pytest.FixtureRequest
+) -> None:
     mesh, options, backend = PLACED[placed]
     if backend == "ray":
         request.getfixturevalue("ray_session")
@@ -351,8 +354,9 @@ def test_between_steps_inside_a_launch(placed: str, request: pytest.FixtureReque
     twins.check("outside")
 
 
-def test_torchs_clipping_between_steps_is_refused() -> None:
-    """It would find no gradients, and clip nothing without a word."""
+def test_torch_gradient_clipping_between_steps_inside_launch_is_refused() -> None:
+    """Parameters have no `.grad` on the controller, so torch's functions would silently clip
+    nothing."""
     twins = Twins.of()
     with dt.launch(twins.mesh):
         twins.train(1)
@@ -368,7 +372,7 @@ def test_torchs_clipping_between_steps_is_refused() -> None:
     twins.check("after")
 
 
-def test_between_steps_outside_a_launch() -> None:
+def test_module_access_between_steps_outside_launch_matches_torch() -> None:
     twins = Twins.of()
     for name, way in WAYS.items():
         twins.train(1)
@@ -379,7 +383,7 @@ def test_between_steps_outside_a_launch() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("second", ["inside", "at its start", "outside"])
-def test_after_a_launch_and_in_a_second(second: str) -> None:
+def test_module_access_after_launch_and_in_second_launch_matches_torch(second: str) -> None:
     twins = Twins.of()
     for name, way in WAYS.items():
         with dt.launch(twins.mesh):
@@ -400,7 +404,7 @@ def test_after_a_launch_and_in_a_second(second: str) -> None:
 # -- what is kept ----------------------------------------------------------------------------------
 
 
-def test_objects_memory_and_aliases_are_those_from_before() -> None:
+def test_launch_preserves_tensor_objects_memory_and_aliases() -> None:
     twins = Twins.of()
     net = twins.net
     before = {name: (t, t.data_ptr()) for name, t in tensors_of(net).items()}
@@ -417,7 +421,7 @@ def test_objects_memory_and_aliases_are_those_from_before() -> None:
     same(array, twins.plain.mean.numpy(), "an array")
 
 
-def test_own_reads_fetch_nothing() -> None:
+def test_dtensor_and_metadata_reads_fetch_no_values() -> None:
     twins = Twins.of()
     scheduler = torch.optim.lr_scheduler.StepLR(twins.optimizer, 1)
     with dt.launch(twins.mesh) as session:
@@ -434,7 +438,7 @@ def test_own_reads_fetch_nothing() -> None:
         assert len(shapes) == 7 and isinstance(twins.net.up.weight, LazyTensor)
 
 
-def test_what_is_touched_is_fetched_alone() -> None:
+def test_only_touched_tensors_are_fetched_and_only_written_ones_sent() -> None:
     twins = Twins.of()
     with dt.launch(twins.mesh):
         twins.train(1)
@@ -453,7 +457,7 @@ def test_what_is_touched_is_fetched_alone() -> None:
         twins.train(1)
 
 
-def test_several_wrappers_of_one_module() -> None:
+def test_several_parallelized_wrappers_of_one_module_share_its_weights() -> None:
     twins = Twins.of()
     here, there = (
         dt.parallelize(twins.net, twins.mesh, {}),
@@ -472,7 +476,7 @@ def test_several_wrappers_of_one_module() -> None:
     twins.check("at the end")
 
 
-def test_the_wrapper_reads_as_the_module_does() -> None:
+def test_parallelized_wrapper_reads_current_values_as_module_does() -> None:
     twins = Twins.of()
     with dt.launch(twins.mesh):
         twins.train(2)
@@ -483,7 +487,7 @@ def test_the_wrapper_reads_as_the_module_does() -> None:
         same(float(twins.model.scale), float(twins.plain.scale), "an attribute")
 
 
-def test_an_argument_and_an_eager_operand_are_current() -> None:
+def test_parameters_as_arguments_and_eager_operands_have_current_values() -> None:
     twins = Twins.of()
     times = dt.compile(lambda x, w: x @ w, twins.mesh)
     with dt.launch(twins.mesh):
@@ -497,7 +501,7 @@ def test_an_argument_and_an_eager_operand_are_current() -> None:
         same(product.full_tensor(), X * twins.plain.scale.item(), "a number")
 
 
-def test_a_scheduler_and_hooks_of_the_optimizer() -> None:
+def test_optimizer_hook_sees_updated_weights() -> None:
     twins = Twins.of()
     seen: list[Tensor] = []
     twins.optimizer.register_step_post_hook(
@@ -509,11 +513,11 @@ def test_a_scheduler_and_hooks_of_the_optimizer() -> None:
             same(seen[-1], twins.plain.up.weight.detach(), "in the hook")
 
 
-def test_the_controllers_optimizer_is_stepped_for_who_looks(
+def test_controller_optimizer_steps_only_for_schedulers_and_hooks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """For schedulers, who warn where it was not, and warnings are errors here; for a hook; for who
-    has put a function in the place of `step`; and for nobody else."""
+    """Schedulers warn if the optimizer has not stepped, and warnings are errors here. A user's
+    replacement of `step` is called too."""
     twins, stepped = Twins.of(), list[object]()
     step = type(twins.optimizer).step
 
@@ -559,7 +563,7 @@ def test_the_controllers_optimizer_is_stepped_for_who_looks(
     twins.check("with schedulers")
 
 
-def test_another_thread_reads_while_steps_run() -> None:
+def test_other_thread_reads_weights_while_steps_run() -> None:
     twins, stop, seen = Twins.of(), threading.Event(), set[float]()
 
     def read() -> None:
@@ -579,7 +583,7 @@ def test_another_thread_reads_while_steps_run() -> None:
     assert len(seen) > 1
 
 
-def test_an_object_in_a_tensors_place() -> None:
+def test_tensor_replaced_by_new_object_is_used_by_next_step() -> None:
     twins = Twins.of()
     with dt.launch(twins.mesh):
         twins.train(1)
@@ -594,7 +598,7 @@ def test_an_object_in_a_tensors_place() -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "inside"])
-def test_parameters_that_the_optimizer_does_not_hold_stay_as_they_are(when: str) -> None:
+def test_parameters_outside_optimizer_stay_unchanged(when: str) -> None:
     twins = Twins.of()
     if when == "inside":
         twins.train(1)
@@ -613,7 +617,7 @@ def test_parameters_that_the_optimizer_does_not_hold_stay_as_they_are(when: str)
 # -- what is not seen, and what is gone ------------------------------------------------------------
 
 
-def test_a_view_that_was_written_is_sent_or_refused() -> None:
+def test_write_through_view_is_sent_if_memory_is_current_else_refused() -> None:
     twins = Twins.of()
     view = twins.net.up.weight.detach()
     with pytest.raises(dt.PlanningError, match=r"up\.weight was written through a view"):  # noqa: SIM117
@@ -629,7 +633,7 @@ def test_a_view_that_was_written_is_sent_or_refused() -> None:
     twins.check("all but that write came home")
 
 
-def test_memory_that_two_parameters_share_is_refused() -> None:
+def test_parameters_with_overlapping_memory_are_refused() -> None:
     twins = Twins.of()
     twins.net.first.weight.data = twins.net.turned.data.t()
     with pytest.raises(dt.PlanningError, match="share memory without being one tensor"):
@@ -643,7 +647,7 @@ def test_memory_that_two_parameters_share_is_refused() -> None:
 LEFT = r"up\.weight is not here: its value was on mesh\(tp=2\)(.|\n)*fix: leave bring_home out"
 
 
-def test_values_that_stay_away_are_refused_until_others_are_loaded() -> None:
+def test_values_not_brought_home_raise_until_others_are_loaded() -> None:
     twins = Twins.of()
     start = copy.deepcopy(dt.gather_state_dict(twins.model, twins.optimizer))
     with dt.launch(twins.mesh, bring_home=False):
@@ -677,7 +681,7 @@ def test_values_that_stay_away_are_refused_until_others_are_loaded() -> None:
             assert float(twins.step(x, x)) == float(again.step(x, X * (other + 1)))
 
 
-def test_what_was_gathered_is_here() -> None:
+def test_gathered_state_survives_launch_without_bring_home() -> None:
     twins = Twins.of()
     with dt.launch(twins.mesh, bring_home=False):
         twins.train(2)
@@ -689,7 +693,7 @@ def test_what_was_gathered_is_here() -> None:
     twins.check("after the second")
 
 
-def test_an_exception_leaves_the_launch_and_values_come_home() -> None:
+def test_values_come_home_after_exception_in_launch() -> None:
     twins = Twins.of()
     with pytest.raises(KeyError, match="mine"), dt.launch(twins.mesh):
         twins.train(2)
@@ -697,7 +701,7 @@ def test_an_exception_leaves_the_launch_and_values_come_home() -> None:
     twins.check("after")
 
 
-def test_an_exception_is_not_hidden_by_a_failure_that_nobody_has_read() -> None:
+def test_users_exception_is_not_hidden_by_unread_failure_or_lost_values() -> None:
     twins = Twins.of()
     with pytest.raises(KeyError, match="mine") as caught, dt.launch(twins.mesh) as session:
         twins.train(1)
@@ -714,7 +718,7 @@ def test_an_exception_is_not_hidden_by_a_failure_that_nobody_has_read() -> None:
         twins.net.state_dict()
 
 
-def test_bring_home_is_a_truth_value() -> None:
+def test_bring_home_must_be_bool() -> None:
     with (
         pytest.raises(dt.PlanningError, match="bring_home is 'no'"),
         dt.launch(
@@ -730,8 +734,8 @@ def test_bring_home_is_a_truth_value() -> None:
 
 @pytest.mark.default("zero")
 @pytest.mark.parametrize("placed", ["tp2", "zero"])
-def test_a_written_parameter_sets_its_master(placed: str) -> None:
-    """One that is written becomes what was written; the others go on from their masters."""
+def test_writing_parameter_resets_its_master_weight(placed: str) -> None:
+    """The master weights of the other parameters are kept."""
     losses: list[list[float]] = []
     for parted in (False, True):
         torch.manual_seed(0)
@@ -759,7 +763,7 @@ def test_a_written_parameter_sets_its_master(placed: str) -> None:
     assert losses[0] == losses[1]
 
 
-def test_a_model_on_meta_stays_where_it_is() -> None:
+def test_meta_device_model_keeps_values_on_ranks_until_loaded() -> None:
     with torch.device("meta"):
         net = nn.Linear(4, 4)
     mesh = dt.Mesh(tp=2)
@@ -788,7 +792,7 @@ def test_a_model_on_meta_stays_where_it_is() -> None:
 
 
 @pytest.mark.slow
-def test_a_model_of_transformers_saves_and_generates(tmp_path: Path) -> None:
+def test_transformers_model_saves_and_generates_between_steps(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason=missing("transformers"))
     config = transformers.GPT2Config(
         vocab_size=32, n_positions=16, n_embd=16, n_layer=1, n_head=2, attn_pdrop=0.0,

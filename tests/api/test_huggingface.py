@@ -1,7 +1,7 @@
-"""GPT-2, Llama and BERT of Hugging Face, unmodified, under placements that were derived.
+"""GPT-2, Llama and BERT of Hugging Face, unmodified, under derived placements.
 
-Their losses and all gradients are plain torch's under every placement; on Ray they are in-process's
-to the bit; and the collectives are those that Megatron's layers would make.
+Loss and gradients match plain torch under every placement, Ray is bitwise equal to in-process, and
+the collectives are those of Megatron's layers.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def is_zero(name: str) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", MODELS)
-def test_loss_and_gradients_are_plain_torchs(name: str, mesh: str) -> None:
+def test_hugging_face_loss_and_gradients_match_torch(name: str, mesh: str) -> None:
     loss, found = outcome(name, mesh)
     expected_loss, expected = reference(name)
     assert loss == pytest.approx(expected_loss, abs=2e-6)
@@ -89,10 +89,10 @@ def test_loss_and_gradients_are_plain_torchs(name: str, mesh: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-def test_the_collectives_are_megatrons(name: str) -> None:
-    """Forward, each row-parallel product and the embedding; backward, the input of each pair of
-    layers; cross entropy over a split vocabulary: one of three numbers a token, and its input.
-    """
+def test_hugging_face_collectives_are_megatrons(name: str) -> None:
+    """Forward: one all-reduce for each row-parallel product, the embedding, and three numbers per
+    token of the cross entropy over the split vocabulary. Backward: one for the input of each pair
+    of layers and of the cross entropy."""
     plan = make_step(name, "tp2").plan(*batch())
     layers, pairs = 2, 2
     forward = layers * pairs + 1 + 1
@@ -103,7 +103,7 @@ def test_the_collectives_are_megatrons(name: str) -> None:
 
 @pytest.mark.default("gpt2")
 @pytest.mark.parametrize("name", MODELS)
-def test_one_value_crosses_between_stages(name: str) -> None:
+def test_one_value_is_transferred_between_stages_in_each_direction(name: str) -> None:
     plan = make_step(name, "pp2_tp2").plan(*batch())
     crossing = [c for c in plan.collectives if c.kind == "transfer"]
     assert [c.phase for c in crossing] == ["forward", "backward"]
@@ -113,7 +113,9 @@ def test_one_value_crosses_between_stages(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "mesh"), [("gpt2", "tp2"), ("llama", "zero3"), ("bert", "pp2_tp2")]
 )
-def test_ray_is_in_process(name: str, mesh: str, ray_session: None) -> None:
+def test_hugging_face_on_ray_is_bitwise_equal_to_in_process(
+    name: str, mesh: str, ray_session: None
+) -> None:
     expected_loss, expected = outcome(name, mesh)
     loss, found = outcome(name, mesh, backend="ray")
     assert loss == expected_loss
@@ -132,8 +134,9 @@ def padded_loss(model: nn.Module, ids: Tensor, labels: Tensor, mask: Tensor) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["tp2", "dp2_tp2", "pp2_tp2", "zero3"])
 @pytest.mark.parametrize("name", MODELS)
-def test_attention_with_padding_is_one_op_and_plain_torchs(name: str, mesh: str) -> None:
-    """Right and left of the tokens; split as attention without a mask is."""
+def test_padded_attention_is_one_op_and_matches_torch(name: str, mesh: str) -> None:
+    """With padding on the left and on the right; attention with a mask is split in the same way as
+    without."""
     ids, labels = batch()
     mask = torch.ones_like(ids)
     mask[0, 9:] = mask[1, :5] = mask[-1, 1:] = 0
@@ -163,7 +166,7 @@ def test_attention_with_padding_is_one_op_and_plain_torchs(name: str, mesh: str)
 # -- what is derived -------------------------------------------------------------------------------
 
 
-def test_gpt2() -> None:
+def test_derived_gpt2_placements_text() -> None:
     assert_expected_inline(
         str(derived("gpt2", None)),
         """\
@@ -184,7 +187,7 @@ def test_gpt2() -> None:
     )
 
 
-def test_llama_over_three_ranks() -> None:
+def test_derived_llama_placements_text_for_three_ranks() -> None:
     assert_expected_inline(
         str(derived("llama", 3)),
         """\
@@ -211,7 +214,7 @@ def test_llama_over_three_ranks() -> None:
     )
 
 
-def test_llama_with_fewer_groups_of_heads_than_ranks() -> None:
+def test_derived_llama_placements_replicate_kv_if_fewer_heads_than_ranks() -> None:
     placements = derived("llama", 8)
     attention = {pattern for pattern in placements if "attn" in pattern}
     assert attention == {f"model.layers.*.self_attn.{name}_proj.weight" for name in "qo"}
@@ -221,7 +224,7 @@ def test_llama_with_fewer_groups_of_heads_than_ranks() -> None:
     assert [pattern for pattern in derived("llama", 4) if "k_proj" in pattern]
 
 
-def test_bert() -> None:
+def test_derived_bert_placements_text() -> None:
     text = re.sub(r" \(modeling_bert.py:\d+\)", "", str(derived("bert", 2)))
     assert_expected_inline(
         text,
@@ -251,7 +254,7 @@ def test_bert() -> None:
     )
 
 
-def test_roles_of_transposed_and_plain_layers_are_stated_alike() -> None:
+def test_conv1d_and_linear_layers_take_same_roles() -> None:
     """GPT-2's Conv1D weights are (in, out), Llama's Linear weights (out, in)."""
     stated: dict[str, dict[str, Any]] = {
         "gpt2": {

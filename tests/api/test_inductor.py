@@ -1,4 +1,5 @@
-"""`launch(local="inductor")`: the same bits in all backends and modes, and nearly those without."""
+"""`launch(local="inductor")`: all backends and modes are bitwise equal, and close to results
+without inductor."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ def kernels_of(program: Program) -> list[str]:
 
 
 @pytest.mark.slow
-def test_all_modes_have_the_same_bits() -> None:
+def test_inductor_modes_are_bitwise_equal_and_close_to_generated() -> None:
     losses, state, program = trained("tp2", "inductor")
     assert "fused(add, gelu)" in kernels_of(program)
     assert "fused(add, add, native_layer_norm)" in kernels_of(program)
@@ -76,8 +77,7 @@ def test_all_modes_have_the_same_bits() -> None:
 
 
 @pytest.mark.slow
-def test_a_bias_in_the_memory_of_its_product_beside_a_chain() -> None:
-    """Its line says what is done in place, and stays as it is."""
+def test_in_place_bias_add_stays_in_place_beside_fused_chain() -> None:
     torch.manual_seed(0)
     x, weight, bias = torch.randn(4, 8), torch.randn(8, 8), torch.randn(8)
 
@@ -98,7 +98,7 @@ def test_a_bias_in_the_memory_of_its_product_beside_a_chain() -> None:
 
 @pytest.mark.slow
 @pytest.mark.ray
-def test_on_ray_the_same_bits() -> None:
+def test_inductor_on_ray_is_bitwise_equal_to_in_process() -> None:
     losses, state, _ = trained("tp2", "inductor")
     there, same, _ = trained("tp2", "inductor", "ray")
     assert losses == there
@@ -114,14 +114,16 @@ def test_on_ray_the_same_bits() -> None:
         ("dp2", dict(llama=True)),
     ],
 )
-def test_other_placements_and_models(name: str, more: dict[str, Any]) -> None:
+def test_inductor_losses_match_generated_for_other_placements_and_models(
+    name: str, more: dict[str, Any]
+) -> None:
     losses, _, program = trained(name, "inductor", **more)
     assert kernels_of(program)
     assert_losses_close(losses, trained(name, "generated", **more)[0])
 
 
 @pytest.mark.slow
-def test_a_profile_names_what_was_fused() -> None:
+def test_profile_names_fused_kernels_of_inductor() -> None:
     mesh = dt.Mesh(tp=2)
     f = dt.compile(lambda x, y: ((x * y).relu() + x).sum(), mesh)
     with dt.launch(mesh, local="inductor"):
@@ -134,7 +136,7 @@ def test_a_profile_names_what_was_fused() -> None:
     assert "fused(mul, relu, add, sum)" in kernels
 
 
-def test_what_it_does_not_go_with() -> None:
+def test_inductor_rejects_incompatible_options() -> None:
     mesh = dt.Mesh()
     for wrong, said in (
         (dict(local="fast"), 'local=\'fast\': it is "generated" or "inductor"'),
@@ -151,7 +153,7 @@ def test_what_it_does_not_go_with() -> None:
 
 
 @pytest.mark.slow
-def test_without_a_compiler_the_launch_says_so() -> None:
+def test_inductor_launch_without_cpp_compiler_raises_with_fix() -> None:
     code = 'import dtensor as dt\nwith dt.launch(dt.Mesh(), local="inductor"): pass'
     done = subprocess.run(
         [sys.executable, "-c", code],
