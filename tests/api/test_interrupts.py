@@ -215,7 +215,7 @@ def test_a_signal_before_a_launch_starts_warns_of_nothing() -> None:
             running = launched()  # the signal waited for the end of the block
         places += line.came
     running.close()
-    made = next(n for n, place in enumerate(places) if "session.py" in place)
+    made = next(n for n, place in enumerate(places) if "unstarted.py" in place)
     begun = next(n for n, place in enumerate(places) if "signals.py" in place and n > made)
     assert made < begun < len(places) - 1
 

@@ -34,11 +34,10 @@ from dtensor.api.store.session import (
     Launch,
     LocalKind,
     MeshSession,
-    forget_unstarted,
     launched,
     launches,
-    record_unstarted,
 )
+from dtensor.api.store.unstarted import forget_unstarted, record_unstarted
 from dtensor.daft import Backend, DaftError, Mode
 from dtensor.daft.diagnosis.diagnosis import ranks_text
 from dtensor.daft.launch_options import LaunchOptions

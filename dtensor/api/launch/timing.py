@@ -18,7 +18,8 @@ from dtensor.api.launch.launching import launch
 from dtensor.api.step.bound_call import BoundCall
 from dtensor.api.step.loss import Loss
 from dtensor.api.step.training import TrainStep
-from dtensor.api.store.session import Launch, check_started, launched, session_for
+from dtensor.api.store.session import Launch, launched, session_for
+from dtensor.api.store.unstarted import check_started
 from dtensor.daft.cluster.cluster import Backend, RecordedRun
 from dtensor.errors import PlanningError
 from dtensor.runtime.simulate.calibration import calibrate as measured_topology

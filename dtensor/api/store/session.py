@@ -13,16 +13,12 @@ values are put on the ranks at first use, and return when the launch ends (home.
 
 from __future__ import annotations
 
-import sys
 import time
 import warnings
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from traceback import walk_stack
-from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -34,6 +30,7 @@ from dtensor.api.store.default_home import move_to_planned_homes
 from dtensor.api.store.home import ModelHome, OptimizerHome
 from dtensor.api.store.store import Source as TensorSource
 from dtensor.api.store.store import TensorStore
+from dtensor.api.store.unstarted import check_started
 from dtensor.api.values.randomness import Counter
 from dtensor.daft import Cluster, DaftError, Future, Handle, Mode, launch_cluster
 from dtensor.daft.cluster.cluster import RunRequest
@@ -42,7 +39,7 @@ from dtensor.daft.run.worker import Counted
 from dtensor.errors import PlanningError, check_word
 from dtensor.frontend.call_lock import CALL_LOCK
 from dtensor.frontend.graph import type_text
-from dtensor.frontend.source import Source, caller_level, lines_text, source_here
+from dtensor.frontend.source import caller_level
 from dtensor.runtime.lower.program import holders, on_mesh
 from dtensor.sharding.ops.call import STEP
 from dtensor.sharding.plan.plan import Plan
@@ -473,72 +470,6 @@ def _check_as_planned(label: str, value: torch.Tensor, spec: TensorSpec) -> None
 launches: list[Launch] = []
 """The running launch, if there is one."""
 _implicit: dict[Mesh, MeshSession] = {}
-_unstarted: list[_Unstarted] = []
-"""The latest launch, until it is started or closed."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Unstarted:
-    """A launch that was not started yet. ``stack``: the running lines when it was made."""
-
-    session: weakref.ref[MeshSession]
-    source: Source | None
-    stack: list[tuple[CodeType, int]]
-
-
-def record_unstarted(session: MeshSession, source: Source | None, *, tried: bool = False) -> None:
-    """Record the latest launch, which is not started yet, in place of an earlier one. ``tried``:
-    its start has failed, so no warning is needed if it becomes garbage."""
-    reference = weakref.ref(session, None if tried else _warn_never_started)
-    _unstarted[:] = [_Unstarted(reference, source, _running_lines(sys._getframe(1)))]
-
-
-def forget_unstarted(session: MeshSession) -> None:
-    """Remove the launch from the record of launches that were not started, if it is there."""
-    _unstarted[:] = [launch for launch in _unstarted if launch.session() is not session]
-
-
-def _warn_never_started(session: weakref.ref[MeshSession]) -> None:
-    """Warn of a launch that became garbage and was never started: ``dt.launch(mesh)`` in a line of
-    its own, or a function that returned without starting it.
-
-    If an exception, such as a signal's, ended the code that would have started the launch, there is
-    no warning. The launch becomes garbage where the exception was handled, which is another line
-    than the one that made the launch or called the function that made it.
-    """
-    for launch in list(_unstarted):
-        if launch.session is session and not sys.is_finalizing():
-            _unstarted.clear()
-            running = _running_lines(sys._getframe(1))
-            if not running or launch.stack[: len(running)] != running:
-                continue
-            warnings.warn(
-                f"a launch was made and never started, and nothing refers to it any more: the "
-                f"code after it runs without it.\n"
-                f"{lines_text(launch=launch.source)}"
-                f"fix: with dt.launch(...): ...; or run = dt.launch(...) and run.start()",
-                RuntimeWarning,
-                stacklevel=caller_level(),
-            )
-
-
-def _running_lines(frame: FrameType | None) -> list[tuple[CodeType, int]]:
-    """Return the line that each function on the stack is running, outermost first, down to
-    ``frame``."""
-    return [(caller.f_code, line) for caller, line in walk_stack(frame)][::-1]
-
-
-def check_started() -> None:
-    """Raises PlanningError if the latest launch was never started. A launch without references does
-    not count."""
-    for launch in _unstarted:
-        if launch.session() is not None:
-            raise PlanningError(
-                f"a launch was made and never started, and this would run without it.\n"
-                f"{lines_text(launch=launch.source, call=source_here())}"
-                f"fix: `with run:` around the call or run.start() before it, where run is the "
-                f"result of dt.launch; run.close() discards the launch"
-            )
 
 
 def _interrupt_clusters() -> None:
