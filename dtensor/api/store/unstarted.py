@@ -15,20 +15,17 @@ import weakref
 from dataclasses import dataclass
 from traceback import walk_stack
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING
 
 from dtensor.errors import PlanningError
 from dtensor.frontend.source import Source, caller_level, lines_text, source_here
 
-if TYPE_CHECKING:
-    from dtensor.api.store.session import MeshSession
-
 
 @dataclass(frozen=True, slots=True)
 class _Unstarted:
-    """A launch that was not started yet. ``stack``: the running lines when it was made."""
+    """A launch that was not started yet: its session, the line that made it, and the lines that were
+    running then."""
 
-    session: weakref.ref[MeshSession]
+    session: weakref.ref[object]
     source: Source | None
     stack: list[tuple[CodeType, int]]
 
@@ -37,19 +34,19 @@ _unstarted: list[_Unstarted] = []
 """The latest launch, until it is started or closed."""
 
 
-def record_unstarted(session: MeshSession, source: Source | None, *, tried: bool = False) -> None:
+def record_unstarted(session: object, source: Source | None, *, tried: bool = False) -> None:
     """Record the latest launch, which is not started yet, in place of an earlier one. ``tried``:
     its start has failed, so no warning is needed if it becomes garbage."""
     reference = weakref.ref(session, None if tried else _warn_never_started)
     _unstarted[:] = [_Unstarted(reference, source, _running_lines(sys._getframe(1)))]
 
 
-def forget_unstarted(session: MeshSession) -> None:
+def forget_unstarted(session: object) -> None:
     """Remove the launch from the record of launches that were not started, if it is there."""
     _unstarted[:] = [launch for launch in _unstarted if launch.session() is not session]
 
 
-def _warn_never_started(session: weakref.ref[MeshSession]) -> None:
+def _warn_never_started(session: weakref.ref[object]) -> None:
     """Warn of a launch that became garbage and was never started: ``dt.launch(mesh)`` in a line of
     its own, or a function that returned without starting it.
 
