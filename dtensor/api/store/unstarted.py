@@ -22,8 +22,7 @@ from dtensor.frontend.source import Source, caller_level, lines_text, source_her
 
 @dataclass(frozen=True, slots=True)
 class _Unstarted:
-    """A launch that was not started yet: its session, the line that made it, and the lines that were
-    running then."""
+    """A launch that was not started yet, the line that made it, and the lines that ran then."""
 
     session: weakref.ref[object]
     source: Source | None
