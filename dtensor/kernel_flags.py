@@ -1,7 +1,7 @@
 """The settings of a process that torch's kernels follow: determinism, precisions, backends.
 
     flags = kernel_flags()                 # (("deterministic algorithms", (False, False)), ...)
-    obey(flags)                            # in another process: set them there
+    set_kernel_flags(flags)                # in another process: set them there
 
 The controller's settings count: they are sent with a run to the ranks in other processes
 (`daft/ray`), and a program that reads a setting is captured again after it has changed
@@ -132,7 +132,7 @@ def kernel_flags() -> Flags:
     return tuple([(name, get()) for name, (get, _) in _FLAGS.items()])
 
 
-def obey(flags: Flags) -> None:
+def set_kernel_flags(flags: Flags) -> None:
     """Set the settings of this process."""
     for (name, value), (_, before) in zip(flags, kernel_flags(), strict=True):
         if value != before or name.startswith("float32"):  # setting a precision changes others

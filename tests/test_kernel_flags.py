@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from dtensor.kernel_flags import kernel_flags, obey
+from dtensor.kernel_flags import kernel_flags, set_kernel_flags
 
 CHANGES: dict[str, Callable[[], object]] = {
     "deterministic": lambda: torch.use_deterministic_algorithms(True, warn_only=True),
@@ -66,7 +66,7 @@ def before() -> Iterator[bytes]:
     # in a process in which somebody has called torch.backends.disable_global_flags(), too
     with getattr(torch.backends, "__allow_nonbracketed_mutation")():
         yield kept
-    obey(marshal.loads(kept))
+    set_kernel_flags(marshal.loads(kept))
     assert marshal.dumps(kernel_flags(), 2) == kept
 
 
@@ -76,9 +76,9 @@ def test_a_change_is_seen_and_can_be_set(name: str, before: bytes) -> None:
     CHANGES[name]()
     changed, told = marshal.dumps(kernel_flags(), 2), answers()
     assert changed != before
-    obey(marshal.loads(before))
+    set_kernel_flags(marshal.loads(before))
     assert marshal.dumps(kernel_flags(), 2) == before
     assert answers() == at_first
-    obey(marshal.loads(changed))
+    set_kernel_flags(marshal.loads(changed))
     assert marshal.dumps(kernel_flags(), 2) == changed
     assert answers() == told

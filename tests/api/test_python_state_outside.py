@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 import dtensor as dt
-from dtensor.kernel_flags import kernel_flags, obey
+from dtensor.kernel_flags import kernel_flags, set_kernel_flags
 from tests.api.test_python_state import (
     MESH,
     STEPS,
@@ -341,7 +341,7 @@ def as_it_was(monkeypatch: pytest.MonkeyPatch) -> Any:
     amount = torch.backends.cudnn.benchmark_limit
     with np.errstate(), decimal.localcontext():
         yield
-    obey(flags)
+    set_kernel_flags(flags)
     sys.setrecursionlimit(limit)
     torch.backends.cudnn.benchmark_limit = amount
     os.chdir(folder)

@@ -16,7 +16,7 @@ import pytest
 
 import dtensor as dt
 from dtensor.daft.ray.bootstrap import starting_line
-from dtensor.daft.ray.bootstrap.starting_line import said_while_it_starts
+from dtensor.daft.ray.bootstrap.starting_line import show_starting_ranks
 from tests.extras import missing
 
 pytest.importorskip("ray", reason=missing("ray"))
@@ -163,7 +163,7 @@ def test_it_counts_and_then_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stderr", stream)
     monkeypatch.setattr(starting_line, "AFTER_S", 0.0)
     counts = iter([0, 2])
-    with said_while_it_starts(4, lambda: next(counts, 3)):
+    with show_starting_ranks(4, lambda: next(counts, 3)):
         assert stream.came.wait(600.0)
     lines = [line.removeprefix("\x1b[K") for line in stream.getvalue().split("\r")]
     assert [line for line in dict.fromkeys(lines) if line] == [
@@ -180,7 +180,7 @@ def test_a_log_gets_whole_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(starting_line, "LOG_AFTER_S", 0.001)
     monkeypatch.setattr(starting_line, "LOG_EACH_S", 0.001)
     counts = iter([2])
-    with said_while_it_starts(4, lambda: next(counts, 3)):
+    with show_starting_ranks(4, lambda: next(counts, 3)):
         assert stream.came.wait(600.0)
     first, second, *_ = stream.getvalue().splitlines()
     assert first == "dtensor: starting 4 ranks: 2 ready"
@@ -197,6 +197,6 @@ def test_it_does_not_come_where_that_is_soon(
     monkeypatch.setattr(starting_line, "AFTER_S", 1e6)
     monkeypatch.setattr(starting_line, "LOG_AFTER_S", 1e6)
     monkeypatch.setattr(starting_line, "LOG_EACH_S", 1e6)
-    with said_while_it_starts(1, lambda: 0):
+    with show_starting_ranks(1, lambda: 0):
         pass
     assert stream.getvalue() == ""

@@ -46,7 +46,7 @@ from dtensor.daft.ray.bootstrap.actor_placement import MachineCapacity, place
 from dtensor.daft.ray.bootstrap.launch_folder import LaunchSeen
 from dtensor.daft.ray.bootstrap.machines import START_S, ranks_per_gpu
 from dtensor.daft.ray.bootstrap.progress import Progress
-from dtensor.daft.ray.bootstrap.starting_line import said_while_it_starts
+from dtensor.daft.ray.bootstrap.starting_line import show_starting_ranks
 from dtensor.daft.ray.channel.messages import ONE_WAY, REQUEST, HostFailed, Payload
 from dtensor.daft.ray.channel.processes import END_S, HostProcess, LaunchProcesses
 from dtensor.daft.ray.diagnosis.failure_detector import AwaitedCall, FailureDetector
@@ -143,7 +143,7 @@ class RayCluster(HostedCluster):
         with waits_may_act(), self._lock:
             if not self._starting:  # another thread has waited meanwhile
                 return
-            with said_while_it_starts(self.size, lambda: self._num_ready):
+            with show_starting_ranks(self.size, lambda: self._num_ready):
                 self._wait_long(self._starting)
             if self.changes is not None:
                 self._recovery = Recovery(self, self.changes, self._max_restarts)
@@ -258,7 +258,7 @@ class RayCluster(HostedCluster):
             for (host, _), part in zip(places, parts, strict=True):
                 process = processes[host]
                 if method is Worker.begin:
-                    self.membership.tell(process, Ranks.obey, flags)
+                    self.membership.tell(process, Ranks.set_kernel_flags, flags)
                 call, plain = self._message(host, method, part, run, flags)
                 call.kind, call.lent = REQUEST if read else ONE_WAY, read and method is Worker.put
                 if self._recovery is not None:

@@ -1,6 +1,6 @@
 """Prints to standard error that ranks are starting: "starting 4 ranks: 2 ready".
 
-    with said_while_it_starts(4, lambda: 2):
+    with show_starting_ranks(4, lambda: 2):
         ...                                  # waits for the ranks
 
 On a terminal it is one line, which appears after `AFTER_S`, is updated, and disappears at the end.
@@ -22,7 +22,7 @@ _CLEAR = "\r\x1b[K"
 
 
 @contextmanager
-def said_while_it_starts(size: int, num_ready: Callable[[], int]) -> Generator[None]:
+def show_starting_ranks(size: int, num_ready: Callable[[], int]) -> Generator[None]:
     """Within the block, print that `size` ranks are starting, and how many are ready."""
     stream = sys.stderr
     if stream is None:  # pyright: ignore[reportUnnecessaryComparison]

@@ -37,7 +37,7 @@ from dtensor.daft.ray.transports.connect import HostConnections, Rendezvous
 from dtensor.daft.run.worker import HostRun, Values, Worker
 from dtensor.daft.undo.snapshot_file import SnapshotFile
 from dtensor.daft.undo.snapshots import SnapshotStore
-from dtensor.kernel_flags import obey
+from dtensor.kernel_flags import set_kernel_flags
 
 Plain: TypeAlias = dict[int, dict[str, bytes | int]]
 """Rank to name to marshalled data, or, if the data is unchanged, the run that it was sent for."""
@@ -333,15 +333,15 @@ class Ranks:
                         f"input {name!r} was last sent for run {sent_for}, not {data}"
                     )
                 if rank <= _FLAGS_RANK:
-                    self.obey(value)
+                    self.set_kernel_flags(value)
                 else:
                     inputs[rank][name] = marshal.loads(value)  # a new object, which the run owns
         return host_run
 
-    def obey(self, flags: bytes) -> None:
+    def set_kernel_flags(self, flags: bytes) -> None:
         """Apply the controller's settings of torch's kernels to this process."""
         if flags != self._flags:
-            obey(marshal.loads(flags))
+            set_kernel_flags(marshal.loads(flags))
             self._flags = flags
 
     @property
