@@ -1,4 +1,5 @@
-"""Parameters made on the ranks: the same bits on every mesh, nothing whole, errors by name."""
+"""Parameters initialized on the ranks: the values are bitwise equal on every mesh, no rank holds a
+full split parameter, and errors name the parameter."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ INITS: dict[str, Any] = {"reset": "reset", "function": small_normal, "builder": 
 
 @pytest.mark.default("reset")
 @pytest.mark.parametrize("init", INITS)
-def test_the_same_bits_on_every_mesh(init: str) -> None:
+def test_initial_values_are_bitwise_equal_on_every_mesh(init: str) -> None:
     whole = values(dt.Mesh(), {}, INITS[init])
     assert {t.device.type for t in whole.values()} == {"cpu"}
     for mesh, pins in MESHES.values():
@@ -67,8 +68,8 @@ def test_the_same_bits_on_every_mesh(init: str) -> None:
             assert torch.equal(found[name], whole[name]), name
 
 
-def test_the_function_runs_once_for_all_ranks() -> None:
-    """So that numbers which it takes from elsewhere are the same on each."""
+def test_init_function_runs_once_for_all_ranks() -> None:
+    """So random numbers that it draws from other generators are the same on all ranks."""
     drawn: list[Tensor] = []
 
     def init(model: nn.Module) -> None:
@@ -83,8 +84,8 @@ def test_the_function_runs_once_for_all_ranks() -> None:
     assert torch.equal(y, drawn[0].T)
 
 
-def test_a_rank_makes_its_shard_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No rank of a split parameter holds all of it."""
+def test_rank_initializes_only_its_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No rank of a split parameter ever holds all of it."""
     sizes: dict[str, set[int]] = {}
     inner = initial_values.make
 
@@ -101,7 +102,7 @@ def test_a_rank_makes_its_shard_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sizes["norm.weight"] == {16}
 
 
-def test_outside_a_launch_the_values_are_the_same() -> None:
+def test_initial_values_are_same_inside_and_outside_launch() -> None:
     dt.manual_seed(5)
     model = dt.parallelize(on_meta(DropoutGPT), dt.Mesh(), init="reset")
     before = dt.gather_state_dict(model)["model"]
@@ -109,7 +110,7 @@ def test_outside_a_launch_the_values_are_the_same() -> None:
     assert all(torch.equal(before[name], after[name]) for name in after)
 
 
-def test_seeds_and_names_give_other_numbers() -> None:
+def test_initial_values_depend_on_seed_and_parameter_name() -> None:
     first = values(dt.Mesh(), {}, "reset")
     dt.manual_seed(6)
     model = dt.parallelize(on_meta(DropoutGPT), dt.Mesh(), init="reset")
@@ -118,7 +119,7 @@ def test_seeds_and_names_give_other_numbers() -> None:
     assert not torch.equal(first["blocks.0.up.weight"], first["blocks.1.up.weight"])
 
 
-def test_distributions_are_those_of_torch() -> None:
+def test_initial_values_follow_torch_distributions() -> None:
     model = dt.parallelize(on_meta(lambda: nn.Linear(400, 300)), dt.Mesh(), init="reset")
     state = dt.gather_state_dict(model)["model"]
     bound = 1 / 400**0.5
@@ -157,7 +158,7 @@ class Odd(nn.Module):
         return x + (self.blocks @ x.T).sum() + self.turned.sum() + self.cos.sum()  # type: ignore[operator]
 
 
-def test_padding_rows_buffers_and_small_matrices() -> None:
+def test_init_handles_padding_rows_buffers_and_orthogonal_matrices() -> None:
     def run(mesh: dt.Mesh, pins: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
         dt.manual_seed(1)
         model = dt.parallelize(on_meta(Odd), mesh, pins, init=Odd)
@@ -185,7 +186,7 @@ class Forgets(nn.Module):
         self.gain = nn.Parameter(torch.ones(3))
 
 
-def test_a_parameter_that_nothing_initialises() -> None:
+def test_parameter_without_initialization_is_refused_by_name() -> None:
     with pytest.raises(dt.PlanningError, match=r"Nothing initialises all of gain.*\n.*\nfix: give"):
         dt.parallelize(on_meta(Forgets), dt.Mesh(), init="reset")
     model = dt.parallelize(on_meta(Forgets), dt.Mesh(), init=Forgets)
@@ -207,7 +208,7 @@ class Given(nn.Module):
         self.register_buffer("shift", torch.as_tensor([[1, 2]]))
 
 
-def test_values_from_data_and_lists_of_tensors() -> None:
+def test_init_accepts_values_from_data_and_tensor_lists() -> None:
     model = dt.parallelize(on_meta(Given), dt.Mesh(tp=2), init=Given)
     found = dt.gather_state_dict(model)["model"]
     expected = Given().state_dict()
@@ -215,7 +216,7 @@ def test_values_from_data_and_lists_of_tensors() -> None:
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_memory_that_is_read_before_it_is_filled() -> None:
+def test_init_that_reads_uninitialized_memory_is_refused() -> None:
     def zeroing(rows: Any) -> Callable[[nn.Module], None]:
         def init(model: nn.Module) -> None:
             with torch.no_grad():
@@ -235,7 +236,7 @@ def test_memory_that_is_read_before_it_is_filled() -> None:
     assert torch.equal(found, torch.tensor([[0.0, 0.0], [2.0, 2.0], [0.0, 0.0]]))
 
 
-def test_what_needs_the_whole_matrix_is_refused_for_a_large_one() -> None:
+def test_init_that_needs_whole_large_matrix_is_refused() -> None:
     with pytest.raises(
         dt.PlanningError,
         match=r"initialisation of turned cannot be done shard by shard: \w+ needs the whole tensor",
@@ -243,7 +244,7 @@ def test_what_needs_the_whole_matrix_is_refused_for_a_large_one() -> None:
         dt.parallelize(on_meta(lambda: Odd(5000)), dt.Mesh(), init=lambda: Odd(5000))
 
 
-def test_values_that_decide() -> None:
+def test_init_that_branches_on_tensor_value_is_refused() -> None:
     def init(model: nn.Module) -> None:
         if float(model.weight.sum()) > 0:  # type: ignore[arg-type, operator]
             nn.init.zeros_(model.weight)  # type: ignore[arg-type]
@@ -252,13 +253,13 @@ def test_values_that_decide() -> None:
         dt.parallelize(on_meta(lambda: nn.Linear(3, 3)), dt.Mesh(), init=init)
 
 
-def test_a_meta_model_without_init() -> None:
+def test_meta_model_without_init_is_refused_when_used() -> None:
     model = dt.parallelize(on_meta(lambda: nn.Linear(3, 3)), dt.Mesh())
     with pytest.raises(dt.PlanningError, match=r"weight is on the meta device and has no value"):
         dt.compile(lambda m, x: m(x), dt.Mesh())(model, torch.ones(2, 3))
 
 
-def test_loaded_values_replace_those_that_would_be_made() -> None:
+def test_loaded_values_replace_initial_values() -> None:
     mesh = dt.Mesh(tp=2)
     torch.manual_seed(0)
     real = DropoutGPT(p=0.0)

@@ -1,4 +1,5 @@
-"""On Ray: the same initial values and masks as in one process; the controller holds no model."""
+"""On Ray, initial values and dropout masks are the same as in process, and the controller holds no
+copy of the model."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ def _in_status(field: str) -> int:
     return int(line.split()[1]) << 10
 
 
-def test_as_in_one_process_and_the_controller_holds_no_model() -> None:
+def test_initial_values_on_ray_equal_in_process_without_controller_copy() -> None:
     losses, state = _train()
     with dt.launch(MESH, backend="ray", deadline_s=120):
         found, values = _train()

@@ -1,5 +1,5 @@
-"""What a signal's handler raises loses nothing: at drawn lines of what changes state, it is undone
-or it ends, the state is that of one of the two, and the next step is right."""
+"""An exception raised by a signal handler loses nothing: at random lines of code that changes
+state, the operation is either undone or completed, and the next step is right."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def tried(what: str, line: AtLine, after: list[list[torch.Tensor]]) -> None:
 @pytest.mark.parametrize("draws", [10, 400])
 @pytest.mark.parametrize("what", DOES)
 @pytest.mark.sample(*(f"{what}-10" for what in DOES))
-def test_a_signal_at_any_line_loses_nothing(
+def test_signal_at_any_line_undoes_or_completes_operation(
     what: str, draws: int, after: list[list[torch.Tensor]]
 ) -> None:
     counted, drawn = AtLine(), random.Random(what)
@@ -199,9 +199,9 @@ def test_a_signal_at_any_line_loses_nothing(
             raise
 
 
-def test_a_signal_before_a_launch_starts_warns_of_nothing() -> None:
-    """A signal comes at each line from the call of `launch` to the block of `start` in which
-    signals wait."""
+def test_signal_before_launch_starts_gives_no_warning() -> None:
+    """A signal arrives at each line between the call of `launch` and the block of `start` in which
+    signals are delayed."""
     with dt.launch(TP):  # what is imported or read once is not counted
         pass
     places: list[str] = []
@@ -220,7 +220,7 @@ def test_a_signal_before_a_launch_starts_warns_of_nothing() -> None:
     assert made < begun < len(places) - 1
 
 
-def test_a_handler_that_raises_nothing_changes_nothing(after: list[list[torch.Tensor]]) -> None:
+def test_signal_handler_without_exception_changes_nothing(after: list[list[torch.Tensor]]) -> None:
     seen: list[int] = []
     training, counted = Training(), AtLine()
     with dt.launch(TP), handled({signal.SIGUSR1: lambda number, frame: seen.append(number)}):
@@ -233,8 +233,10 @@ def test_a_handler_that_raises_nothing_changes_nothing(after: list[list[torch.Te
         assert same(training.state(), after[3])
 
 
-def test_a_handler_may_save(tmp_path: Path, after: list[list[torch.Tensor]]) -> None:
-    """It runs where all calls work, though the signal comes within a step; the step goes on."""
+def test_signal_handler_may_save_checkpoint_during_step(
+    tmp_path: Path, after: list[list[torch.Tensor]]
+) -> None:
+    """The handler runs at a point where all calls work, and the step continues after it."""
     training, counted = Training(), AtLine()
     with dt.launch(TP):
         training.step(0)
@@ -291,7 +293,7 @@ class WithOp:
         return list(dt.gather_state_dict(self.model)["model"].values())
 
 
-def test_one_within_an_instruction_undoes_the_step() -> None:
+def test_interrupt_within_instruction_undoes_step() -> None:
     with dt.launch(TP):
         training = WithOp()
         training.step()
@@ -302,10 +304,10 @@ def test_one_within_an_instruction_undoes_the_step() -> None:
         assert float(training.step()) == float(before[0].sum() * 2 + before[1].sum() * 2)
 
 
-def test_the_second_ends_the_launch(
+def test_second_interrupt_ends_launch_that_hangs(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """It is for what never ends, and what is lost is said."""
+    """The error says which state is lost."""
     monkeypatch.setattr(signals, "SAY_AFTER_S", 0.0)
 
     def hangs() -> None:
@@ -331,10 +333,9 @@ def test_the_second_ends_the_launch(
         assert float(WithOp().step()) != 0.0
 
 
-def test_who_waits_for_another_threads_call_is_interrupted(
+def test_thread_waiting_for_another_threads_call_can_be_interrupted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Though what that thread does takes long."""
     has, go = threading.Event(), threading.Event()
 
     def holds() -> None:
@@ -416,9 +417,10 @@ main()
 
 @pytest.mark.slow
 @pytest.mark.ray
-def test_ctrl_c_to_all_processes_of_a_launch(tmp_path: Path) -> None:
-    """As a terminal sends it: the ranks' and Ray's are in the group, or see that they are not. The
-    child says a step before it begins; its signal, if any, has come before it says the next one."""
+def test_ctrl_c_to_all_processes_of_launch_loses_nothing(tmp_path: Path) -> None:
+    """The signal goes to the whole process group, as from a terminal; the processes of ranks and of
+    Ray are in the group or ignore it. The child prints each step before it begins; a signal, if
+    any, has arrived before the child prints the next step."""
     (answers := tmp_path / "answers").touch()
     child = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-c", GROUP, str(answers)],

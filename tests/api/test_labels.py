@@ -1,4 +1,4 @@
-"""Objects keep their labels, whatever the module calls them."""
+"""Parameters keep their labels when the module renames, moves or replaces them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def net() -> nn.Module:
     return module
 
 
-def test_an_object_keeps_its_first_name() -> None:
+def test_tensor_keeps_its_first_name_as_label() -> None:
     module = net()
     labels = Labels(module)
     first = labels.snapshot()
@@ -37,7 +37,7 @@ def test_an_object_keeps_its_first_name() -> None:
     assert labels.snapshot().number == first.number
 
 
-def test_no_label_is_given_twice() -> None:
+def test_new_tensor_gets_new_label() -> None:
     module = net()
     labels = Labels(module)
     old, kept = module.down.weight, labels.snapshot()
@@ -75,7 +75,7 @@ def rebuilt(module: nn.Module) -> None:
         rebuilt,
     ],
 )
-def test_each_way_of_changing_a_module_is_seen(change: object) -> None:
+def test_snapshot_detects_each_way_of_changing_module(change: object) -> None:
     module = net()
     module.extra = nn.Parameter(torch.ones(2))
     seen = Labels(module).snapshot()
@@ -85,7 +85,7 @@ def test_each_way_of_changing_a_module_is_seen(change: object) -> None:
     assert not seen.is_current()
 
 
-def test_a_tie_is_one_object() -> None:
+def test_tied_parameter_has_one_label() -> None:
     module = net()
     module.tied = nn.Linear(4, 8)
     labels = Labels(module)
@@ -109,7 +109,7 @@ def placed(model: dt.ParallelModule) -> dict[str, object]:
     return {p.name: dict(p.placements) for p in model.placements if p.placements}
 
 
-def test_a_placement_follows_its_object_and_a_pattern_finds_new_names() -> None:
+def test_placement_follows_moved_parameter_and_pattern_matches_new_ones() -> None:
     module = net()
     model = dt.parallelize(module, MESH, {"up.weight": dict(tp=dt.Row())})
     module.inner = nn.Sequential(module.up)
@@ -122,7 +122,7 @@ def test_a_placement_follows_its_object_and_a_pattern_finds_new_names() -> None:
     assert placed(model) == {"inner.0.weight": {"tp": dt.Row()}}
 
 
-def test_a_role_follows_into_the_module_that_has_the_weight() -> None:
+def test_role_follows_weight_into_wrapping_module() -> None:
     module = net()
     model = dt.parallelize(module, MESH, {"up": dict(tp=dt.ColumnParallel())})
     module.up = nn.Sequential(module.up)
@@ -131,7 +131,7 @@ def test_a_role_follows_into_the_module_that_has_the_weight() -> None:
     assert owners == {"up.0.weight": "up.0"}
 
 
-def test_a_new_parameter_that_cannot_be_placed_is_refused_until_it_can() -> None:
+def test_new_parameter_that_cannot_be_placed_is_refused_until_it_can() -> None:
     module = net()
     model = dt.parallelize(module, MESH, {"up.weight": dict(tp=dt.Shard(1, blocks=2))})
     module.up = nn.Linear(3, 8)
@@ -147,7 +147,7 @@ def stages(model: dt.ParallelModule) -> dict[str, tuple[int, ...]]:
     return dict(model.stage_plan.held)
 
 
-def test_a_stage_follows_and_a_new_parameter_needs_one() -> None:
+def test_moved_parameter_keeps_stage_and_new_parameter_needs_stage() -> None:
     module = net()
     mesh = dt.Mesh(pp=2)
     model = dt.parallelize(module, mesh, stages={"pp": [["up.*"], ["down.*"]]})
@@ -163,7 +163,7 @@ def test_a_stage_follows_and_a_new_parameter_needs_one() -> None:
     assert stages(model)["down.weight"] == (0, 1)
 
 
-def test_what_nobody_has_any_more_is_forgotten() -> None:
+def test_labels_of_deleted_parameters_are_forgotten() -> None:
     module = net()
     model = dt.parallelize(module, MESH, {"*.weight": dict(tp=dt.Row())})
     for _ in range(3):

@@ -1,8 +1,7 @@
-"""Batches that the microbatches do not divide: the last one of an epoch, of any number of rows.
+"""Batches whose rows are not a multiple of the microbatches, such as the last batch of an epoch.
 
-A batch is cut as torch.chunk cuts, each data-parallel rank's rows on their own; the loss and the
-gradients are those of plain torch on the whole batch, and a batch with fewer rows than microbatches
-has fewer of them.
+The rows of each data-parallel rank are cut as torch.chunk cuts. Loss and gradients equal those of
+plain torch on the whole batch. A batch with fewer rows than microbatches has fewer microbatches.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ def compare(placed: Placed, schedule: dt.Schedule, batches: Sequence[Sequence[Te
 @pytest.mark.sample(*(f"{name}-{rows}" for name in PLACED for rows in (1, 3, 7)))
 @pytest.mark.parametrize("rows", range(1, 10))
 @pytest.mark.parametrize("name", PLACED)
-def test_a_batch_of_any_number_of_rows(name: str, rows: int) -> None:
+def test_batch_of_any_number_of_rows_trains_as_torch(name: str, rows: int) -> None:
     compare(PLACED[name], dt.OneFOneB(microbatches=4), [data(rows), data(rows)])
 
 
@@ -77,13 +76,13 @@ def test_a_batch_of_any_number_of_rows(name: str, rows: int) -> None:
     ],
     ids=lambda schedule: type(schedule).__name__,
 )
-def test_every_schedule_runs_a_short_batch(schedule: dt.Schedule) -> None:
+def test_every_schedule_trains_short_batches_as_torch(schedule: dt.Schedule) -> None:
     compare(PLACED["pp2"], schedule, [data(rows) for rows in (8, 5, 2, 1)])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("level", [1, 2, 3])
-def test_one_step_takes_batches_of_all_sizes_with_state_stored_split(level: int) -> None:
+def test_zero_step_trains_batches_of_varying_sizes_as_torch(level: int) -> None:
     batches = [data(rows) for rows in (8, 30, 3, 7, 1, 8)]
     expected = make_model()
     losses = train_torch(expected, sgd(expected), batches, loss=loss_fn, clip=1.0)
@@ -106,7 +105,7 @@ def test_one_step_takes_batches_of_all_sizes_with_state_stored_split(level: int)
 
 
 @pytest.mark.slow
-def test_random_numbers_do_not_depend_on_how_a_batch_is_cut() -> None:
+def test_random_numbers_do_not_depend_on_microbatch_sizes() -> None:
     def losses(mesh: dt.Mesh, microbatches: int, inputs: Any = None) -> list[float]:
         torch.manual_seed(0)
         module = DropoutGPT()
@@ -136,7 +135,7 @@ def test_random_numbers_do_not_depend_on_how_a_batch_is_cut() -> None:
         (1, None, "1 of 8 microbatches    ", 1),
     ],
 )
-def test_the_plan_says_how_many_microbatches_have_rows(
+def test_plan_states_number_of_microbatches_with_rows(
     rows: int, inputs: Any, stated: str, actions: int
 ) -> None:
     run = Run.of(
@@ -152,7 +151,7 @@ def test_the_plan_says_how_many_microbatches_have_rows(
 
 
 @pytest.mark.slow
-def test_a_pipeline_of_a_short_batch_has_its_bubble() -> None:
+def test_pipeline_of_short_batch_has_shorter_schedule_and_step_time() -> None:
     run = Run.of(PLACED["pp2"], loss=loss_fn, schedule=dt.OneFOneB(microbatches=4))
     plan = run.step.plan(*data(2))
     assert plan.schedule == "F0 F1 .  B0 .  B1\n.  F0 B0 F1 B1 ."
@@ -160,7 +159,7 @@ def test_a_pipeline_of_a_short_batch_has_its_bubble() -> None:
 
 
 @pytest.mark.slow
-def test_gradients_of_a_short_batch() -> None:
+def test_gradients_of_short_batch_match_torch() -> None:
     run = Run.of(
         PLACED["dp2"],
         module=make_model(),
@@ -180,8 +179,8 @@ def test_gradients_of_a_short_batch() -> None:
         torch.testing.assert_close(kept[name], asked[name])
 
 
-def test_rows_that_belong_together_are_not_cut_apart() -> None:
-    """Pairs of rows: a microbatch of 3 rows would hold half a pair."""
+def test_microbatches_that_would_cut_row_groups_are_refused() -> None:
+    """Pairs of rows: a microbatch of 3 rows would contain half a pair."""
 
     def paired(model: nn.Module, x: Tensor) -> Tensor:
         first, second = model(x).view(x.shape[0] // 2, 2, 4).unbind(1)

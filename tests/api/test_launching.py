@@ -1,4 +1,5 @@
-"""A launch is an object: what it is before it starts, over cells, after its end; one at a time."""
+"""The launch object: before its start, across notebook cells, after its end; only one launch runs
+at a time."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ def none_is_left() -> Iterator[None]:
 # -- started and closed ----------------------------------------------------------------------------
 
 
-def test_start_and_close_are_as_a_block(trained: Trained) -> None:
+def test_start_and_close_equal_with_block(trained: Trained) -> None:
     other = Trained()
     with dt.launch(MESH) as run:
         assert isinstance(run, launching.LaunchSession)
@@ -77,7 +78,7 @@ def test_start_and_close_are_as_a_block(trained: Trained) -> None:
     assert torch.equal(trained.weight, other.weight)
 
 
-def test_a_started_one_is_entered(trained: Trained) -> None:
+def test_started_launch_can_be_entered_as_block(trained: Trained) -> None:
     with dt.launch(MESH).start() as run:
         trained.step(X)
         run.switch(trained.model, trained.optimizer, dt.Mesh(dp=1), {})
@@ -90,7 +91,7 @@ def test_a_started_one_is_entered(trained: Trained) -> None:
     assert run.closed
 
 
-def test_one_is_closed_in_its_block(trained: Trained) -> None:
+def test_launch_can_be_closed_inside_its_block(trained: Trained) -> None:
     with dt.launch(MESH) as run:
         trained.step(X)
         run.close()
@@ -100,8 +101,7 @@ def test_one_is_closed_in_its_block(trained: Trained) -> None:
         raise KeyError
 
 
-def test_closing_raises_what_nobody_has_read(trained: Trained) -> None:
-    """Once, and with the weights at home."""
+def test_close_raises_unread_failure_once_and_brings_weights_home(trained: Trained) -> None:
     before = trained.weight
     run = dt.launch(MESH).start()
     trained.step(X)
@@ -141,7 +141,9 @@ def trace(trained: Trained) -> object:
 
 
 @pytest.mark.parametrize("call", [steps, compiled, distribute, calibrate, trace])
-def test_nothing_runs_while_one_waits(trained: Trained, call: Callable[[Trained], object]) -> None:
+def test_call_before_start_of_launch_is_refused(
+    trained: Trained, call: Callable[[Trained], object]
+) -> None:
     before = trained.weight
     run = dt.launch(MESH)
     with pytest.raises(dt.PlanningError) as caught:
@@ -158,7 +160,7 @@ def test_nothing_runs_while_one_waits(trained: Trained, call: Callable[[Trained]
         call(trained)
 
 
-def test_what_runs_nothing_goes_on(trained: Trained) -> None:
+def test_planning_and_loading_state_work_before_launch_starts(trained: Trained) -> None:
     state = dt.gather_state_dict(trained.model, trained.optimizer)
     run = dt.launch(MESH)
     assert trained.step.plan(X).cost.seconds > 0
@@ -166,8 +168,8 @@ def test_what_runs_nothing_goes_on(trained: Trained) -> None:
     run.close()
 
 
-def test_a_newer_one_replaces_it(trained: Trained) -> None:
-    """As where a cell is run again, and ``Out[1]`` has the first."""
+def test_newer_launch_replaces_unstarted_launch(trained: Trained) -> None:
+    """As when a notebook cell runs again while ``Out[1]`` still refers to the first launch."""
     first = dt.launch(MESH)
     second = dt.launch(MESH)
     with second:
@@ -178,7 +180,7 @@ def test_a_newer_one_replaces_it(trained: Trained) -> None:
         trained.step(X)
 
 
-def test_closing_the_older_one_does_not_start_the_newer(trained: Trained) -> None:
+def test_closing_older_launch_does_not_start_newer_one(trained: Trained) -> None:
     first, second = dt.launch(MESH), dt.launch(MESH)
     first.close()
     with pytest.raises(dt.PlanningError, match="never started"):
@@ -187,8 +189,8 @@ def test_closing_the_older_one_does_not_start_the_newer(trained: Trained) -> Non
     trained.step(X)
 
 
-def test_one_that_is_gone_does_not_count(trained: Trained) -> None:
-    """It is told where it goes, as nobody can start it."""
+def test_deleted_unstarted_launch_warns_and_is_ignored(trained: Trained) -> None:
+    """The warning names the line that made the launch."""
     with pytest.warns(
         RuntimeWarning, match=r"(?s)nothing refers to it .*: dt.launch\(MESH\)\n"
     ) as c:
@@ -210,7 +212,7 @@ def test_function_that_returns_without_starting_its_launch_warns() -> None:
         make()
 
 
-def test_error_before_the_start_of_a_launch_warns_of_nothing() -> None:
+def test_error_before_start_of_launch_gives_no_warning() -> None:
     def make() -> None:
         run = dt.launch(MESH)
         raise ValueError(run.mesh)
@@ -222,8 +224,9 @@ def test_error_before_the_start_of_a_launch_warns_of_nothing() -> None:
         gc.collect()
 
 
-def test_one_waits_while_another_runs(trained: Trained) -> None:
-    """Both were made before: what runs in the first is meant for it, what comes after is not."""
+def test_second_launch_cannot_start_while_first_runs(trained: Trained) -> None:
+    """Both launches are made first. Calls inside the first block run in the first launch; calls
+    after it are refused, because the second is not started."""
     first, second = dt.launch(MESH), dt.launch(MESH)
     with first:
         trained.step(X)
@@ -235,7 +238,7 @@ def test_one_waits_while_another_runs(trained: Trained) -> None:
         trained.step(X)
 
 
-def test_it_has_no_ranks(trained: Trained) -> None:
+def test_unstarted_launch_has_no_ranks_or_recoveries(trained: Trained) -> None:
     run = dt.launch(MESH)
     reads: list[Callable[[], Any]] = [
         lambda: run.recoveries,
@@ -254,8 +257,8 @@ def test_it_has_no_ranks(trained: Trained) -> None:
 # -- one at a time, and each once ------------------------------------------------------------------
 
 
-def test_a_second_one_while_one_runs(trained: Trained) -> None:
-    """It is refused where it is made, so that ``run`` in a notebook is still the first."""
+def test_making_second_launch_while_one_runs_is_refused(trained: Trained) -> None:
+    """It is refused when it is made, so ``run`` in a notebook still refers to the first launch."""
     run = dt.launch(MESH).start()
     with pytest.raises(dt.PlanningError) as caught:
         run = dt.launch(dt.Mesh(tp=2))
@@ -267,7 +270,7 @@ def test_a_second_one_while_one_runs(trained: Trained) -> None:
     run.close()
 
 
-def test_none_starts_twice(trained: Trained) -> None:
+def test_launch_cannot_be_started_twice(trained: Trained) -> None:
     with dt.launch(MESH) as run:
         with pytest.raises(dt.PlanningError, match="is entered already"), run:
             pass
@@ -282,8 +285,10 @@ def test_none_starts_twice(trained: Trained) -> None:
         given_up.start()
 
 
-def test_a_start_that_fails(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`start` may be called again, and until then steps are refused; a block is over."""
+def test_failed_start_can_be_retried_but_failed_block_cannot(
+    trained: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until a retry succeeds, steps are refused."""
     run = dt.launch(MESH)
     with monkeypatch.context() as patch:
         patch.setattr(launching, "start_cluster", too_few)
@@ -335,8 +340,8 @@ step(torch.tensor([0, int(sys.argv[2])]))  # nobody reads it
     ("backend", "index"),
     [("inprocess", 1), ("inprocess", 77), pytest.param("ray", 77, marks=pytest.mark.ray)],
 )
-def test_one_that_is_never_closed_ends_with_the_process(backend: str, index: int) -> None:
-    """Its values come home; what failed is told, and the exit status is not 0."""
+def test_launch_never_closed_ends_with_process(backend: str, index: int) -> None:
+    """Its values come home; a failure is printed and makes the exit status nonzero."""
     words = [sys.executable, "-c", NEVER_CLOSED, backend, str(index)]
     ended = subprocess.run(words, capture_output=True, text=True)
     assert ended.stdout == "trained: True\n"

@@ -1,4 +1,5 @@
-"""Calls that differ in lengths alone: as plain torch, by one export or by a capture each."""
+"""Calls whose arguments differ only in lengths match plain torch, with one export for all lengths
+or one capture for each."""
 
 from __future__ import annotations
 
@@ -186,7 +187,7 @@ LARGE = ("whole numbers",)
     "name",
     [pytest.param(n, marks=pytest.mark.slow) if n in LARGE else n for n in PROGRAMS],
 )
-def test_each_length_is_right(name: str, counted: Counted) -> None:
+def test_each_length_matches_torch_and_uses_expected_captures(name: str, counted: Counted) -> None:
     use, follows = PROGRAMS[name]
     torch.manual_seed(0)
     plain, model = Part(use), Part(use)
@@ -210,8 +211,8 @@ def test_each_length_is_right(name: str, counted: Counted) -> None:
         assert counted.written == 0, counted
 
 
-def test_lengths_that_were_equal_before(counted: Counted) -> None:
-    """Two symbols take the place of one: an export is made a second time, and then no more."""
+def test_lengths_that_differ_after_being_equal_cause_one_more_export(counted: Counted) -> None:
+    """The new export has two symbols in place of one."""
 
     def f(x: Tensor, y: Tensor) -> Tensor:
         return x.sum(0) * x.shape[0] + y.mean(0) * (2 * y.shape[0])
@@ -223,8 +224,7 @@ def test_lengths_that_were_equal_before(counted: Counted) -> None:
     assert (counted.captures, counted.written) == (1, 4)
 
 
-def test_a_value_that_changes_now_and_then(counted: Counted) -> None:
-    """An export is made anew for each, however often that is."""
+def test_changed_python_value_causes_one_new_export_per_value(counted: Counted) -> None:
     scale = [1.0]
     program = dt.compile(lambda x: x * scale[0] * x.shape[0], dt.Mesh(dp=2))
     length = 2
@@ -295,7 +295,7 @@ OF_MODEL = (swapped_in_module, set_attribute, evaluated, frozen)
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_what_it_reads_is_read_anew(
+def test_changed_state_is_read_again_with_dynamic_lengths(
     change: Callable[[Reading], None], counted: Counted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(globals(), "SCALE", SCALE.clone())
@@ -341,10 +341,10 @@ def test_what_it_reads_is_read_anew(
         pytest.param(lambda: GPT(layers=1), id="gpt"),
     ],
 )
-def test_a_model_trains_on_batches_of_any_size(
+def test_model_trains_on_batches_of_any_size_with_two_exports(
     make: Callable[[], nn.Module], counted: Counted
 ) -> None:
-    """A shorter last batch is another dim: an export of both is made, and then no more."""
+    """A shorter last batch changes a second dim, so a second export has both dims dynamic."""
     torch.manual_seed(1)
     plain = make()
     model = make()
@@ -374,7 +374,7 @@ def test_a_model_trains_on_batches_of_any_size(
 
 
 @pytest.mark.slow
-def test_dropout_is_that_of_a_capture(counted: Counted) -> None:
+def test_dropout_plan_of_dynamic_length_equals_captured_plan(counted: Counted) -> None:
     def step_of(model: nn.Module) -> dt.TrainStep:
         parallel = dt.parallelize(model, dt.Mesh(tp=2))
         return dt.train_step(parallel, loss_fn, torch.optim.AdamW(model.parameters()))
@@ -387,7 +387,7 @@ def test_dropout_is_that_of_a_capture(counted: Counted) -> None:
     assert (counted.captures, counted.written) == (1 + 4, 3)
 
 
-def test_of_a_compiled_function(counted: Counted) -> None:
+def test_compiled_function_with_dynamic_length_matches_torch(counted: Counted) -> None:
     w = torch.randn(4, 6)
 
     def f(x: Tensor, w: Tensor) -> dict[str, Any]:
@@ -410,7 +410,7 @@ def test_of_a_compiled_function(counted: Counted) -> None:
 # -- what is told ----------------------------------------------------------------------------------
 
 
-def test_the_third_capture_for_lengths_warns_once(counted: Counted) -> None:
+def test_third_capture_for_lengths_warns_once_with_reason_and_fix(counted: Counted) -> None:
     program = dt.compile(lambda x, w: (x * len(str(x.shape[0]))) @ w, dt.Mesh(tp=2))
     w = torch.ones(4, 6)
     for length in (5, 8, 13):
@@ -428,7 +428,7 @@ def test_the_third_capture_for_lengths_warns_once(counted: Counted) -> None:
         program(torch.ones(length, 4), w)
 
 
-def test_an_error_of_the_program_is_that_of_a_capture(counted: Counted) -> None:
+def test_users_exception_for_one_length_is_raised_as_in_capture(counted: Counted) -> None:
     def f(x: Tensor) -> Tensor:
         if x.shape[0] > 10:
             raise ValueError("too long")
@@ -443,7 +443,7 @@ def test_an_error_of_the_program_is_that_of_a_capture(counted: Counted) -> None:
     assert counted.captures == 2
 
 
-def test_an_export_that_gives_another_graph_is_not_used(
+def test_export_that_gives_other_graph_is_not_used(
     counted: Counted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ForLengths, "is_as_captured", lambda *_: False)

@@ -1,4 +1,4 @@
-"""A step's loss counts, compares, prints and is averaged as the float that it is."""
+"""The loss of a step behaves as a float: in arithmetic, comparison, printing and averaging."""
 
 from __future__ import annotations
 
@@ -81,23 +81,27 @@ BOTH: dict[str, Callable[[list[Any]], Any]] = {
 
 
 @pytest.mark.parametrize("name", ONE)
-def test_one_counts_as_its_float(losses: list[dt.Loss], name: str) -> None:
+def test_functions_of_one_loss_equal_functions_of_its_float(
+    losses: list[dt.Loss], name: str
+) -> None:
     assert same(ONE[name](losses[0]), ONE[name](float(losses[0])))
 
 
 @pytest.mark.parametrize("name", BOTH)
-def test_several_count_as_their_floats(losses: list[dt.Loss], name: str) -> None:
+def test_functions_of_several_losses_equal_functions_of_floats(
+    losses: list[dt.Loss], name: str
+) -> None:
     assert same(BOTH[name](losses), BOTH[name]([float(a) for a in losses]))
 
 
-def test_a_running_total(losses: list[dt.Loss]) -> None:
+def test_running_total_of_losses_is_float(losses: list[dt.Loss]) -> None:
     total = 0.0
     for loss in losses:
         total += loss
     assert type(total) is float and total == float(losses[0]) + float(losses[1])
 
 
-def test_functions_of_torch_take_it_as_a_scalar_tensor(losses: list[dt.Loss]) -> None:
+def test_torch_functions_accept_loss_as_scalar_tensor(losses: list[dt.Loss]) -> None:
     both = torch.stack([a.tensor() for a in losses])
     assert torch.equal(torch.stack(losses), both)  # type: ignore[arg-type]
     assert not torch.isnan(losses[0])  # type: ignore[arg-type]
@@ -105,7 +109,7 @@ def test_functions_of_torch_take_it_as_a_scalar_tensor(losses: list[dt.Loss]) ->
     assert losses[0].detach().item() == float(losses[0])
 
 
-def test_what_it_has_not_is_said_with_float(losses: list[dt.Loss]) -> None:
+def test_missing_loss_attribute_error_proposes_float(losses: list[dt.Loss]) -> None:
     with pytest.raises(AttributeError, match=r"float\(loss\)") as caught:
         losses[0].numpy()
     assert "loss.tensor().numpy" in str(caught.value)
@@ -118,13 +122,13 @@ def test_what_it_has_not_is_said_with_float(losses: list[dt.Loss]) -> None:
     assert losses[0] is not None and losses[0] != "x"
 
 
-def test_an_equal_loss_is_another_key(losses: list[dt.Loss]) -> None:
-    """As with tensors: equal by value, told apart where they are kept."""
+def test_equal_losses_are_different_dict_keys(losses: list[dt.Loss]) -> None:
+    """As for tensors: equal by value, but hashed by identity."""
     assert len({losses[0], losses[1], losses[0]}) == 2
 
 
-def test_detach_does_not_wait_and_running_ahead_is_kept() -> None:
-    """Losses are kept without being read; the step's own books do not compare them by value."""
+def test_detached_losses_do_not_wait_for_steps() -> None:
+    """The step does not compare pending losses by value internally."""
     mesh = dt.Mesh(tp=2)
     model = dt.parallelize(nn.Linear(2, 2), mesh, {})
     step = dt.train_step(

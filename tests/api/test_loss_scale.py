@@ -1,4 +1,5 @@
-"""float16 with torch's GradScaler: scale, skipped steps and weights are those of torch's loop."""
+"""float16 training with torch's GradScaler: scale, skipped steps and weights equal those of torch's
+loop."""
 
 from __future__ import annotations
 
@@ -91,7 +92,7 @@ CASES: list[tuple[dt.Mesh, float, dict[str, Any]]] = [
 
 @pytest.mark.default("mesh0-4194304.0-options0")
 @pytest.mark.parametrize(("mesh", "scale", "options"), CASES)
-def test_scales_losses_and_weights_are_those_of_torch(
+def test_grad_scaler_scales_losses_and_weights_match_torch(
     mesh: dt.Mesh, scale: float, options: dict[str, Any]
 ) -> None:
     batches = data(14)
@@ -118,7 +119,7 @@ def test_scales_losses_and_weights_are_those_of_torch(
         torch.testing.assert_close(ours, torchs, rtol=0, atol=2e-3)
 
 
-def test_gradients_are_those_of_the_loss_itself() -> None:
+def test_gradients_with_grad_scaler_are_unscaled() -> None:
     (x, y), *_ = data(1)
     exact = gradients_of(net(), (x, y), loss_fn)
     scaling = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -149,7 +150,7 @@ class Counting(nn.Module):
         return (drop * nn.functional.embedding(ids, torch.ones(4, 1))).square().mean()
 
 
-def test_a_skipped_step_is_not_committed_and_a_failed_one_moves_no_scale() -> None:
+def test_skipped_step_is_not_committed_and_failed_step_keeps_scale() -> None:
     module = Counting()
     model = dt.parallelize(module, dt.Mesh(dp=2))
     opt = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
@@ -178,7 +179,7 @@ def test_a_skipped_step_is_not_committed_and_a_failed_one_moves_no_scale() -> No
 
 
 @pytest.mark.parametrize("backend", ["inprocess", pytest.param("ray", marks=pytest.mark.ray)])
-def test_a_skipped_step_that_nobody_reads_is_no_failure(backend: Any) -> None:
+def test_unread_skipped_step_raises_nothing(backend: Any) -> None:
     scaling = scaler(SMALL)
     (x, y), (u, v) = data(2)
     module, step = step_of(dt.Mesh(dp=2), scaling)
@@ -198,7 +199,7 @@ def test_a_skipped_step_that_nobody_reads_is_no_failure(backend: Any) -> None:
         torch.testing.assert_close(ours, torchs, rtol=0, atol=2e-3)
 
 
-def test_the_plan_says_it_and_a_call_reads_the_loss_before_its_scale() -> None:
+def test_plan_with_grad_scaler_lists_unscaled_norm() -> None:
     scaling = torch.amp.GradScaler("cpu", init_scale=8.0)
     _, step = step_of(dt.Mesh(), scaling)
     (x, y), *_ = data(1)
@@ -207,7 +208,7 @@ def test_the_plan_says_it_and_a_call_reads_the_loss_before_its_scale() -> None:
     assert "clipped" not in text
 
 
-def test_what_is_no_scaler_or_is_switched_off() -> None:
+def test_invalid_or_disabled_grad_scaler_is_refused() -> None:
     with pytest.raises(PlanningError, match="grad_scaler"):
         step_of(dt.Mesh(), True)  # type: ignore[arg-type]
     _, step = step_of(dt.Mesh(), torch.amp.GradScaler("cpu", enabled=False))

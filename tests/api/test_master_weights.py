@@ -1,4 +1,5 @@
-"""Master weights: the optimizer steps float32 copies, and parameters of 16 bits follow them."""
+"""Master weights: the optimizer updates float32 copies, and the 16-bit parameters are rounded from
+them."""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ OPTIMIZERS: dict[str, Any] = {
 
 @pytest.mark.default("sgd")
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_one_rank_gives_the_bits_of_the_recipe(name: str) -> None:
+def test_master_weights_on_one_rank_equal_manual_recipe_bitwise(name: str) -> None:
     data = batches(4)
     make = OPTIMIZERS[name]
     run = build(dt.Mesh(), make=lambda m: make(m.parameters()), master_weights=True)
@@ -77,8 +78,9 @@ def test_one_rank_gives_the_bits_of_the_recipe(name: str) -> None:
         assert_same_bits(state["optimizer"]["state"][number], entries[label], label)
 
 
-def test_updates_too_small_for_16_bits_add_up() -> None:
-    """An update by 1e-3 of a weight of 1 is less than half an ulp (2**-9): alone it is lost."""
+def test_updates_below_half_ulp_accumulate_in_master_weights() -> None:
+    """An update of 1e-3 to a weight of 1 is below half an ulp of bf16 (2**-9) and is lost without
+    masters."""
 
     def summed(model: nn.Module, x: Tensor) -> Tensor:
         return model(x).sum()
@@ -110,7 +112,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.default("pp2_dp2")
 @pytest.mark.parametrize("case", CASES)
-def test_levels_agree_to_the_bit(case: str) -> None:
+def test_zero_levels_with_master_weights_are_bitwise_equal(case: str) -> None:
     data = batches(3)
     found: list[Any] = []
     for zero in (0, 1, 2, 3):
@@ -135,7 +137,7 @@ def saved(state: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.default("3")
 @pytest.mark.parametrize("zero", [1, 3])
-def test_training_resumes_to_the_bit(zero: int) -> None:
+def test_training_with_master_weights_resumes_bitwise(zero: int) -> None:
     data = batches(5)
     case = dict(mesh=dt.Mesh(dp=2), master_weights=True, clip_grad_norm=1.0)
     run = build(**case, zero=zero)  # type: ignore[arg-type]
@@ -152,7 +154,7 @@ def test_training_resumes_to_the_bit(zero: int) -> None:
     assert all(e[MASTER].dtype == F32 for e in state["optimizer"]["state"].values())
 
 
-def test_state_moves_to_another_placement_and_out_of_a_launch() -> None:
+def test_master_weights_move_to_other_placement_and_out_of_launch() -> None:
     data = batches(2)
     run = build(dt.Mesh(dp=2), zero=3, master_weights=True)
     with dt.launch(run.mesh):
@@ -172,8 +174,8 @@ def test_state_moves_to_another_placement_and_out_of_a_launch() -> None:
     assert all(0 < m < 3e-2 for m in moved)  # one step of AdamW at 1e-2 from where they were
 
 
-def test_values_loaded_into_the_model_alone_are_not_undone() -> None:
-    """The optimizer's copies are then of another model: the next step begins from the new one."""
+def test_weights_loaded_without_optimizer_reset_master_weights() -> None:
+    """The next step starts from the loaded weights and not from the old masters."""
     one = batch()
     run = build(dt.Mesh(dp=2), master_weights=True)
     with dt.launch(run.mesh):
@@ -188,7 +190,7 @@ def test_values_loaded_into_the_model_alone_are_not_undone() -> None:
         assert (after[name] - value).abs().max() <= 2**-6, name
 
 
-def test_without_masters_their_state_is_taken_in_16_bits() -> None:
+def test_state_with_masters_loads_as_16_bits_without_master_weights() -> None:
     data = batches(2)
     run = build(dt.Mesh(), master_weights=True)
     with dt.launch(run.mesh):
@@ -206,7 +208,7 @@ def test_without_masters_their_state_is_taken_in_16_bits() -> None:
 # -- what the plan says ----------------------------------------------------------------------------
 
 
-def test_the_plan_counts_the_copies() -> None:
+def test_plan_counts_memory_of_master_weights() -> None:
     one = batch()
     numel = sum(p.numel() for p in gpt().parameters())
     found = []
@@ -231,7 +233,7 @@ def test_the_plan_counts_the_copies() -> None:
 
 
 @pytest.mark.parametrize("zero", [0, 1])
-def test_ranks_hold_what_the_plan_counts(zero: int) -> None:
+def test_rank_memory_of_masters_equals_plan(zero: int) -> None:
     run = build(dt.Mesh(dp=2), zero=zero, master_weights=True)
     one = batch()
     memory = run.step.plan(*one).memory[0]
@@ -246,7 +248,7 @@ def test_ranks_hold_what_the_plan_counts(zero: int) -> None:
     assert nbytes == [memory.optimizer + memory.masters] * 2
 
 
-def test_mistakes() -> None:
+def test_master_weights_mistakes_raise_planning_error() -> None:
     with pytest.raises(PlanningError, match=r"narrower than float32.*\n.*\n.*bfloat16"):
         build(dt.Mesh(), dtype=None, master_weights=True)
     one = batch()

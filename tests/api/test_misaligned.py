@@ -1,8 +1,9 @@
-"""Pins that do not line up with the program: activations are redistributed, or parameters are
-gathered (`parallelize(misaligned="gather")`).
+"""Placements that do not line up with the program: activations are redistributed, or parameters are
+gathered before use (`parallelize(misaligned="gather")`).
 
-Any pin that fits its parameter runs, with torch's numbers; the parameter, its gradient and the
-optimizer's state lie as pinned, and the plan says what is communicated, why, and at what price.
+Any placement that fits its parameter runs and gives torch's numbers. The parameter, its gradient
+and its optimizer state are stored as placed, and the plan states what is communicated, why, and at
+what cost.
 """
 # ruff: noqa: E501  (plans stand as they are printed)
 
@@ -77,7 +78,7 @@ def step_of(
 # -- what is planned -------------------------------------------------------------------------------
 
 
-def test_the_plan_says_what_is_gathered_and_why() -> None:
+def test_plan_states_which_parameters_are_gathered_and_why() -> None:
     _, _, step = step_of(TP4)
     plan = step.plan(X)
     text = re.sub(r"\.py:\d+", ".py:N", str(plan))
@@ -115,7 +116,7 @@ q_weight: f32[352@tp,16]
     )
 
 
-def test_memory_and_messages_are_those_of_what_is_stored() -> None:
+def test_misaligned_plan_memory_and_messages_are_those_of_stored_shards() -> None:
     stated = step_of(TP4, make=torch_adamw)[2].plan(X)
     whole = step_of(TP4, {}, make=torch_adamw)[2].plan(X)
     nbytes = 352 * 16 * 4
@@ -138,8 +139,8 @@ def torch_adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def test_sums_over_the_axis_are_scattered_in_each_backward() -> None:
-    """The rows of the batch and the parameter over one axis: as ZeRO's level 3."""
+def test_gradients_of_gathered_parameter_are_scattered_in_each_backward() -> None:
+    """Batch rows and the parameter are split over one axis, as with ZeRO level 3."""
     pins = {"q.weight": dict(dp=dt.Row())}
     options: dict[str, Any] = dict(inputs=dict(dp=dt.Row()), schedule=dt.GPipe(microbatches=2))
     plan = step_of(dt.Mesh(dp=4), pins, **options)[2].plan(X)
@@ -159,7 +160,7 @@ def test_sums_over_the_axis_are_scattered_in_each_backward() -> None:
 
 
 @pytest.mark.slow
-def test_every_pin_that_is_refused_as_misaligned_runs_as_storage() -> None:
+def test_every_misaligned_placement_trains_as_torch_with_gather() -> None:
     data = batches(2)
     reference = make_model()
     losses = train_torch(reference, sgd(reference), data, loss=loss_fn, clip=1.0)
@@ -205,7 +206,7 @@ def trained(
 
 @pytest.mark.default("1")
 @pytest.mark.parametrize("microbatches", [1, 4])
-def test_the_bits_are_those_of_a_replicated_parameter(microbatches: int) -> None:
+def test_misaligned_gather_is_bitwise_equal_to_replicated_parameter(microbatches: int) -> None:
     given: dict[str, Any] = dict(schedule=dt.GPipe(microbatches=microbatches))
     replicated = trained(TP4, {"q.weight": dict(tp=dt.Replicate())}, "error", **given)
     assert_same_bits(trained(TP4, PINS, **given), replicated)
@@ -226,7 +227,7 @@ TRAINED = {
 
 @pytest.mark.default("dp first")
 @pytest.mark.parametrize("name", TRAINED)
-def test_with_other_options(name: str) -> None:
+def test_misaligned_gather_trains_as_torch_with_other_options(name: str) -> None:
     mesh, shards, given = TRAINED[name]
     expected = Heads()
     losses = train_torch(expected, sgd(expected), [(X,)] * 3, loss=mean_square, clip=0.1)
@@ -237,8 +238,8 @@ def test_with_other_options(name: str) -> None:
 
 @pytest.mark.default("stages0")
 @pytest.mark.parametrize("stages", [TWO_STAGES, "auto"])
-def test_a_tied_parameter_on_two_stages(stages: Any) -> None:
-    """Heads of 4 are cut in halves; the embedding, which is the head too, in blocks of its own."""
+def test_misaligned_tied_parameter_on_two_stages_trains_as_torch(stages: Any) -> None:
+    """The placement cuts heads of 4 in halves and splits the tied embedding and head in blocks."""
     pins = {
         **MEGATRON,
         "embed.weight": dict(tp=dt.Row(blocks=(12, 20), unit=2)),
@@ -266,7 +267,7 @@ def test_a_tied_parameter_on_two_stages(stages: Any) -> None:
     assert stored["blocks.1.attn.qkv.weight"] == "f32[(10+38)@tp,16]"
 
 
-def test_state_is_saved_and_loaded_under_any_placement() -> None:
+def test_misaligned_state_loads_bitwise_under_any_placement() -> None:
     before = trained(TP4, PINS, make=torch_adamw, steps=2)
     whole, found = [], []
     for pins, misaligned, into in (({}, "error", whole), (PINS, "gather", found)):
@@ -278,8 +279,9 @@ def test_state_is_saved_and_loaded_under_any_placement() -> None:
     assert_same_bits(found, whole)
 
 
-def test_programs_share_the_stored_parameter() -> None:
-    """Steps and evaluation gather it; a program with which the pin lines up splits its work."""
+def test_several_programs_share_stored_misaligned_parameter() -> None:
+    """Steps and evaluation gather it; a program with which the placement lines up computes on the
+    shards."""
     model, optimizer, step = step_of(TP4, keep_gradients=True)
     evaluate = dt.compile(lambda model, x: model(x), TP4)
     project = dt.compile(lambda model, x: model.q(x), TP4)
@@ -300,7 +302,7 @@ def test_programs_share_the_stored_parameter() -> None:
         torch.testing.assert_close(kept[name], gradients[name])
 
 
-def test_a_buffer_that_forward_changes() -> None:
+def test_misaligned_buffer_written_by_forward_matches_torch() -> None:
     class Counting(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -329,13 +331,13 @@ def test_a_buffer_that_forward_changes() -> None:
 # -- what is said ----------------------------------------------------------------------------------
 
 
-def test_a_word_that_is_neither() -> None:
+def test_misaligned_rejects_unknown_option() -> None:
     match = 'misaligned=\'gathr\': it is "redistribute", "error" or "gather"'
     with pytest.raises(dt.PlanningError, match=match):
         dt.parallelize(MLP(), TP4, {}, misaligned="gathr")
 
 
-def test_a_pin_that_lines_up_is_used_as_pinned() -> None:
+def test_aligned_placement_is_used_without_gather() -> None:
     pins = {"up.weight": dict(tp=dt.Row()), "down.weight": dict(tp=dt.Column())}
     x = torch.empty(8, 16)
     texts = [
@@ -359,7 +361,7 @@ class Grouped(nn.Module):
         return self.b(self.norm(self.a(x)))
 
 
-def test_an_activation_is_gathered_before_a_norm_over_groups() -> None:
+def test_misaligned_activation_is_gathered_before_group_norm_with_fix() -> None:
     pins = {"a.weight": dict(tp=dt.Row())}
     x = torch.randn(6, 8)
     mesh = dt.Mesh(tp=2)
@@ -393,7 +395,7 @@ class Gated(nn.Module):
         return self.b(nn.functional.glu(self.a(x)))
 
 
-def test_the_halves_of_a_gate_line_up_in_two_blocks() -> None:
+def test_gated_halves_line_up_with_two_blocks() -> None:
     x = torch.randn(6, 8)
     pins = {"a.weight": dict(tp=dt.Row()), "b.weight": dict(tp=dt.Column())}
     text = str(step_of(dt.Mesh(tp=2), pins, module=Gated(), misaligned="redistribute")[2].plan(x))
@@ -411,8 +413,8 @@ def test_the_halves_of_a_gate_line_up_in_two_blocks() -> None:
 
 @pytest.mark.default("0", "5", "10", "19")
 @pytest.mark.parametrize("seed", range(60))
-def test_random_programs_under_random_pins(seed: int) -> None:
-    """Slices, splits, pads, norms over groups and views: no pin is refused, no number is wrong."""
+def test_random_programs_under_random_placements_match_torch(seed: int) -> None:
+    """Programs of slices, splits, pads, group norms and views. No placement is refused."""
     case = Case.of(seed)
     try:
         case.check()

@@ -1,4 +1,4 @@
-"""What a new user tries: it works, or the error says what is wrong and what to write."""
+"""What a new user tries: it works, or the error says what is wrong and how to fix it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def step(loss: Callable[..., Any] = loss_fn, make: Any = adamw, **options: Any) 
         (lambda m, x, y: m(x).mean().detach(), "does not depend on any parameter"),
     ],
 )
-def test_losses_that_are_none(loss: Callable[..., Any], message: str) -> None:
+def test_invalid_loss_is_refused_with_users_line_and_fix(
+    loss: Callable[..., Any], message: str
+) -> None:
     with pytest.raises(dt.PlanningError, match=message) as caught:
         step(loss).plan(TOKENS, TARGETS)
     assert "test_mistakes.py:" in str(caught.value) and "fix: " in str(caught.value)
@@ -190,12 +192,14 @@ def planned(fn: Callable[..., Any]) -> dt.Plan:
 
 
 @pytest.mark.parametrize(("call", "message"), WRONG, ids=[message for _, message in WRONG])
-def test_a_wrong_value_is_refused_where_it_enters(call: Callable[[], Any], message: str) -> None:
+def test_invalid_argument_is_refused_by_called_function(
+    call: Callable[[], Any], message: str
+) -> None:
     with pytest.raises(dt.PlanningError, match=message):
         call()
 
 
-def test_the_wrong_mesh() -> None:
+def test_step_on_other_mesh_than_launch_is_refused() -> None:
     with (
         dt.launch(dt.Mesh(tp=4)),
         pytest.raises(dt.PlanningError, match=r"launch is on mesh\(tp=4\), .* for mesh\(tp=2\)"),
@@ -204,8 +208,8 @@ def test_the_wrong_mesh() -> None:
 
 
 @pytest.mark.slow
-def test_an_output_of_the_last_stage_as_an_argument() -> None:
-    """A compiled function takes it (test_results.py), a step with a backward does not."""
+def test_output_of_last_stage_is_refused_as_argument_of_train_step() -> None:
+    """A compiled function accepts it (test_results.py); a step with a backward does not."""
     where = SIX["pp2"]
     model = dt.parallelize(make_model(), where.mesh, stages=where.stages)
     logits = dt.compile(model, where.mesh)(TOKENS)
@@ -216,7 +220,7 @@ def test_an_output_of_the_last_stage_as_an_argument() -> None:
     train(TOKENS, logits.full_tensor())
 
 
-def test_in_process_ranks_run_on_the_current_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_process_launch_refuses_gpu_other_than_current(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("is_available", True), ("device_count", 2), ("current_device", 0)):
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
     for device, said in {

@@ -1,4 +1,4 @@
-"""An optimizer's state is values of the ranks' tables, with names, specs and ranks."""
+"""Optimizer state is stored in the tables of the ranks as values with names, specs and ranks."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ class Trained:
     ("variant", "masters"),
     [(name, False) for name in VARIANTS] + [(name, True) for name in ("sgd", "adamw", "rprop")],
 )
-def test_values_have_names_and_specs_and_may_be_put(variant: str, masters: bool) -> None:
-    """What is in the tables is all that there is: another rank's optimizer goes on with it."""
+def test_optimizer_state_put_back_by_name_continues_bitwise(variant: str, masters: bool) -> None:
+    """The tables hold the complete state: the optimizer of another rank continues with it."""
     kind, given = VARIANTS[variant]
     results: list[Any] = []
     for put in (False, True):
@@ -92,7 +92,7 @@ def test_values_have_names_and_specs_and_may_be_put(variant: str, masters: bool)
     assert_same_bits(results[0], results[1])
 
 
-def test_one_value_that_is_put_counts() -> None:
+def test_writing_one_state_value_changes_only_its_parameter() -> None:
     run = Trained(O.SGD, dict(lr=1.0, momentum=0.5))
     with dt.launch(MESH) as session:
         float(run.step(*run.data[0]))
@@ -106,8 +106,8 @@ def test_one_value_that_is_put_counts() -> None:
         assert torch.all((others - run.module.a.bias.detach()).abs() < 5)
 
 
-def test_there_is_none_before_the_first_step() -> None:
-    """Nor after one that was undone."""
+def test_optimizer_state_is_empty_before_first_step() -> None:
+    """It is also empty after a first step that was undone."""
     run = Trained(O.AdamW, {})
     x, y = run.data[0]
     with dt.launch(MESH) as session:
@@ -121,8 +121,7 @@ def test_there_is_none_before_the_first_step() -> None:
     assert len(run.state()["optimizer"]["state"]) == 4
 
 
-def test_a_momentum_that_is_stated_later() -> None:
-    """As torch has it, also where it is left out again in between."""
+def test_momentum_switched_on_and_off_matches_torch() -> None:
     run = Trained(O.SGD, dict(lr=0.1))
     with dt.launch(MESH) as session:
         for number, momentum in enumerate((0.0, 0.9, 0.9, 0.0, 0.5, 0.5)):
@@ -136,8 +135,8 @@ def test_a_momentum_that_is_stated_later() -> None:
     )
 
 
-def test_steps_that_share_an_optimizer() -> None:
-    """Each with other parameters, in turns; the state is looked at in between."""
+def test_alternating_steps_sharing_one_optimizer_match_torch() -> None:
+    """The steps train different parameters; the state is read in between."""
 
     def of_a(model: Any, x: Tensor, y: Tensor) -> Tensor:
         return model.a(x).square().mean()
@@ -159,7 +158,7 @@ def test_steps_that_share_an_optimizer() -> None:
     )
 
 
-def test_a_state_that_does_not_fit_is_refused() -> None:
+def test_optimizer_state_with_wrong_shape_or_entries_is_refused() -> None:
     run = Trained(O.AdamW, {})
     with dt.launch(MESH):
         float(run.step(*run.data[0]))
@@ -180,7 +179,7 @@ def test_a_state_that_does_not_fit_is_refused() -> None:
         run.step(*run.data[1])
 
 
-def test_what_adagrad_begins_with_on_the_meta_device() -> None:
+def test_adagrad_initial_accumulator_is_kept_for_meta_device_model() -> None:
     with torch.device("meta"):
         module = Net()
     model = dt.parallelize(module, MESH, {"*.weight": dict(tp=dt.Row())}, init="reset")

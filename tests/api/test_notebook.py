@@ -1,5 +1,5 @@
-"""A launch over the cells of a notebook: cells that fail, that are interrupted, that run again, and
-one that is never run."""
+"""A launch across notebook cells: cells that fail, are interrupted or run again, and a closing cell
+that never runs."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def notebook(kernel: Notebook) -> Iterator[Notebook]:
 
 
 @pytest.mark.slow
-def test_a_launch_over_cells(notebook: Notebook) -> None:
+def test_launch_across_notebook_cells_survives_failing_cells(notebook: Notebook) -> None:
     assert notebook(f"{LAUNCH}\nrun").text == "launch of mesh(dp=2): never started"
     refused = notebook("step(x, y)").error
     assert refused.startswith("PlanningError: a launch was made and never started")
@@ -148,7 +148,7 @@ def test_a_launch_over_cells(notebook: Notebook) -> None:
 
 
 @pytest.mark.slow
-def test_the_same_cells_again(notebook: Notebook) -> None:
+def test_rerun_notebook_cells_restart_launch(notebook: Notebook) -> None:
     cells = [f"{LAUNCH}\nrun.start()", "step(x, y)"]
     for cell in cells:
         assert not notebook(cell).error
@@ -164,7 +164,7 @@ def test_the_same_cells_again(notebook: Notebook) -> None:
     assert "has ended" in notebook("run.close()\nrun.start()").error
 
 
-def test_an_interrupt_between_steps(notebook: Notebook) -> None:
+def test_interrupt_between_steps_keeps_launch_usable(notebook: Notebook) -> None:
     assert not notebook(f"{LAUNCH}\nrun.start()").error
     waits = f"for _ in range(3):\n    step(x, y)\n{BEGUN}time.sleep(1e6)"
     assert notebook(waits, interrupt_at="begun").error.startswith("KeyboardInterrupt")
@@ -177,7 +177,7 @@ def test_an_interrupt_between_steps(notebook: Notebook) -> None:
 
 
 @pytest.mark.slow
-def test_an_interrupt_within_steps(tmp_path: Path) -> None:
+def test_interrupt_within_steps_keeps_launch_usable(tmp_path: Path) -> None:
     with Notebook(tmp_path) as notebook:
         assert not notebook(f"{SETUP}\n{LAUNCH}\nrun.start()\nnum = 0").error
         loop = f"step(x, y)\n{BEGUN}while True:\n    step(x, y)\n    num += 1"
@@ -189,8 +189,8 @@ def test_an_interrupt_within_steps(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.ray
-def test_the_cell_that_closes_is_never_run(tmp_path: Path) -> None:
-    """Steps on Ray, an interrupt between them; then the kernel ends, and nothing is left."""
+def test_kernel_shutdown_without_closing_launch_leaves_no_process(tmp_path: Path) -> None:
+    """Steps run on Ray and are interrupted; then the kernel ends."""
     with Notebook(tmp_path) as notebook:
         assert not notebook(SETUP).error
         on_ray = "run = dt.launch(mesh, backend='ray', deadline_s=3600)\nrun.start()"

@@ -1,4 +1,4 @@
-"""Weights that are computed from others (torch.nn.utils.parametrize): as in torch, under any
+"""Weights computed from other parameters (torch.nn.utils.parametrize) match plain torch under any
 placement."""
 
 from __future__ import annotations
@@ -98,15 +98,15 @@ def compare(placed: str, change: Change, loss: Any = loss_fn, steps: int = 3) ->
 @pytest.mark.default("low rank-pp2")
 @pytest.mark.parametrize("placed", ["tp2", "zero3", "pp2"])
 @pytest.mark.parametrize("way", WAYS)
-def test_before_the_first_step(way: str, placed: str) -> None:
+def test_parametrization_before_first_step_matches_torch(way: str, placed: str) -> None:
     compare(placed, {0: WAYS[way]})
 
 
-def test_a_cache_of_weights_within_a_step() -> None:
+def test_parametrize_cached_within_step_matches_torch() -> None:
     compare("tp2", {0: WAYS["weight_norm"]}, cached)
 
 
-def test_a_cache_of_weights_around_a_step_is_not_the_captures() -> None:
+def test_parametrize_cached_around_step_keeps_users_cached_weight() -> None:
     net = Net()
     parametrizations.weight_norm(net.mid)
     model = dt.parallelize(net, dt.Mesh(tp=2), {})
@@ -119,7 +119,7 @@ def test_a_cache_of_weights_around_a_step_is_not_the_captures() -> None:
 
 @pytest.mark.default("pp2")
 @pytest.mark.parametrize("placed", PLACED)
-def test_what_is_frozen_at_first_is_trained_later(placed: str) -> None:
-    """What is frozen later is in changing.py."""
+def test_parametrized_layer_frozen_at_first_trains_later(placed: str) -> None:
+    """Layers that are frozen later are tested with changing.py."""
     thaw = {2: lambda net: net.up.requires_grad_(True)}
     compare(placed, {0: lambda net: net.up.requires_grad_(False), **thaw}, steps=4)

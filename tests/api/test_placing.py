@@ -1,4 +1,5 @@
-"""What users state: patterns, placements of parameters, stages, pins of arguments."""
+"""Resolution of what users state: glob patterns, placements of parameters, stages, and placements
+of inputs."""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ class Normed(nn.Module):
         ("Up.weight", "up.weight", False),  # case matters
     ],
 )
-def test_globs(glob: str, name: str, expected: bool) -> None:
+def test_glob_matches_expected_names(glob: str, name: str, expected: bool) -> None:
     assert matches(glob, name) is expected
 
 
@@ -73,12 +74,12 @@ def test_braces_expand_in_order() -> None:
 
 
 @pytest.mark.parametrize("glob", ["a.{b", "a.b}", "a.{3..1}"])
-def test_stray_braces_are_errors(glob: str) -> None:
+def test_stray_braces_raise_with_fix(glob: str) -> None:
     with pytest.raises(PlanningError, match="fix: write"):
         expand(glob)
 
 
-def test_names_of_a_tied_parameter_stand_together() -> None:
+def test_tied_parameter_lists_all_its_names() -> None:
     tied = next(n for n in names_of(GPT(tied=True)) if n.name == "embed.weight")
     assert tied.names == ("embed.weight", "head.weight")
 
@@ -135,14 +136,14 @@ BRACKETED = {
 
 
 @pytest.mark.parametrize("case", BRACKETED)
-def test_a_name_matches_itself_alone(case: str) -> None:
+def test_name_with_brackets_matches_only_itself(case: str) -> None:
     pattern, expected = BRACKETED[case]
     placed = dict(tp=ColumnParallel()) if case == "a role" else ROWS
     found = resolve_placements(Bracketed(), TP, {pattern: placed})
     assert {p.name for p in found if p.pattern is not None} == expected
 
 
-def test_stages_of_names_with_brackets() -> None:
+def test_stage_patterns_match_names_with_brackets() -> None:
     first = ["a[0].weight", "a[0].bias"]
     plan = resolve_stages(Bracketed(), Mesh(pp=2), {"pp": [first, ["a0.*"]]})
     assert (plan.held["a[0].weight"], plan.held["a0.weight"]) == ((0,), (1,))
@@ -153,7 +154,7 @@ def test_stages_of_names_with_brackets() -> None:
 
 
 @pytest.mark.parametrize("case", FOUND)
-def test_what_patterns_place(case: str) -> None:
+def test_patterns_place_expected_parameters(case: str) -> None:
     kind, placements, expected = FOUND[case]
     found = resolve_placements(kind(), TP, placements)
     assert {p.name: p.placements for p in found if p.pattern is not None} == {
@@ -171,7 +172,7 @@ def test_each_parameter_and_buffer_has_an_entry_with_its_pattern() -> None:
     assert [(p.name, p.placements) for p in found if p.name == "table"] == [("table", {})]
 
 
-def test_axes_keep_their_order_and_are_checked_at_size_one() -> None:
+def test_axes_keep_stated_order_and_are_checked_at_size_one() -> None:
     found = resolve_placements(MLP(), Mesh(dp=2, tp=2), {"up.weight": dict(tp=Row(), dp=Row())})
     assert list(found[0].placements) == ["tp", "dp"]
     with pytest.raises(PlanningError, match="dim 2 is not there"):
@@ -183,7 +184,7 @@ def test_axes_keep_their_order_and_are_checked_at_size_one() -> None:
 PP = Mesh(pp=2, tp=2)
 
 
-def test_stages_hold_parameters_and_ties_are_held_by_both() -> None:
+def test_stages_hold_matched_parameters_and_tied_ones_are_on_both() -> None:
     first, last = ["embed*", "positions*", "blocks.0.*"], ["blocks.1.*", "norm*"]
     plan = resolve_stages(GPT(tied=True), PP, {"pp": [first, [*last, "head*"]]})
     assert (plan.axis, plan.num_stages) == ("pp", 2)
@@ -195,7 +196,7 @@ def test_stages_hold_parameters_and_ties_are_held_by_both() -> None:
     assert one_name.held["embed.weight"] == (0,)
 
 
-def test_a_buffer_goes_with_the_parameters_of_its_module_or_as_stated() -> None:
+def test_buffer_is_on_stage_of_its_module_or_as_stated() -> None:
     plan = resolve_stages(Normed(), PP, {"pp": [["up*"], ["norm.weight", "norm.bias", "down*"]]})
     assert plan.held["norm.running_mean"] == plan.held["norm.num_batches_tracked"] == (1,)
     assert "table" not in plan.held  # its module's parameters are on both stages
@@ -203,14 +204,14 @@ def test_a_buffer_goes_with_the_parameters_of_its_module_or_as_stated() -> None:
     assert plan.held["table"] == (1,)
 
 
-def test_the_number_of_stages_is_a_multiple_of_the_axis() -> None:
+def test_number_of_stages_must_be_multiple_of_axis_size() -> None:
     lists = [["embed*", "positions*"], ["blocks.0.*"], ["blocks.1.*"], ["norm*", "head*"]]
     assert resolve_stages(GPT(), PP, {"pp": lists}).num_stages == 4
     with pytest.raises(PlanningError, match="no multiple of the axis pp"):
         resolve_stages(GPT(), PP, {"pp": [[*lists[0], *lists[1]], *lists[2:]]})
 
 
-def test_no_stages() -> None:
+def test_stages_none_resolves_to_no_stages() -> None:
     assert resolve_stages(GPT(), TP, None) == NO_STAGES
 
 
@@ -250,11 +251,13 @@ ALL = ("tokens", "batch.ids")
         ({"tokens": dict(dp=Column())}, {"tokens": {"dp": Shard(-1)}}, ALL),
     ],
 )
-def test_inputs(inputs: Any, pins: Any, batch: tuple[str, ...]) -> None:
+def test_inputs_argument_resolves_to_placements_and_batch_arguments(
+    inputs: Any, pins: Any, batch: tuple[str, ...]
+) -> None:
     assert input_pins(ARGUMENTS, inputs, DP) == InputPins(pins=pins, batch=batch)
 
 
-def test_pins_under_the_names_of_the_flow() -> None:
+def test_planner_pins_use_dataflow_names() -> None:
     graph = capture(lambda m, x: m(x), (MLP(), torch.randn(8, 16)), grads="none")
     flow = dataflow(graph)
     found = planner_pins(

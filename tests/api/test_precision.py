@@ -1,4 +1,5 @@
-"""16 bits: autocast is torch's, sums over ranks and microbatches are float32, wires carry 16."""
+"""16-bit training: autocast equals torch's, sums over ranks and microbatches are float32, and
+messages carry 16 bits."""
 
 from __future__ import annotations
 
@@ -48,8 +49,9 @@ def only_forward(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
 
 @pytest.mark.default("under_autocast")
 @pytest.mark.parametrize("loss", [under_autocast, only_forward])
-def test_on_one_rank_autocast_gives_torchs_bits(loss: Any) -> None:
-    """Of gradients and of parameters after three steps; the loss is of an op of our own."""
+def test_autocast_on_one_rank_is_bitwise_equal_to_torch(loss: Any) -> None:
+    """Compares gradients, and parameters after three steps. The loss is only close, because dtensor
+    computes it with its own op."""
     data = batches(3)
     run = build(dt.Mesh(), dtype=None, loss=loss)
     with dt.launch(run.mesh):
@@ -63,8 +65,8 @@ def test_on_one_rank_autocast_gives_torchs_bits(loss: Any) -> None:
     assert_same_bits(state["model"], dict(plain.state_dict()))
 
 
-def test_on_one_rank_cudas_list_gives_the_bits_of_its_casts_in_torch() -> None:
-    """On CPU tensors torch's own region would do nothing."""
+def test_cuda_autocast_list_on_cpu_is_bitwise_equal_to_torch_casts() -> None:
+    """On CPU tensors, torch's own CUDA autocast region would do nothing."""
 
     def under(device: str) -> Any:
         def loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -95,7 +97,7 @@ def by_device(model: nn.Module, x: Tensor) -> Tensor:
         return torch.softmax(model(x), -1).float().square().mean()
 
 
-def test_the_plan_says_which_list_it_follows() -> None:
+def test_plan_states_device_of_its_autocast_list() -> None:
     module = nn.Linear(4, 4)
     model = dt.parallelize(module, dt.Mesh())
     step = dt.train_step(model, by_device, torch.optim.SGD(module.parameters(), lr=0.1))
@@ -116,7 +118,7 @@ def test_the_plan_says_which_list_it_follows() -> None:
             step.plan(x, device="cuda")
 
 
-def test_a_function_with_an_argument_named_device_is_given_it() -> None:
+def test_argument_named_device_is_passed_to_function() -> None:
     def forward(x: Tensor, device: str) -> Tensor:
         return torch.ones(3, device=device) * x
 
@@ -124,7 +126,7 @@ def test_a_function_with_an_argument_named_device_is_given_it() -> None:
     assert [str(o.spec) for o in plan.outputs] == ["f32[3]"]
 
 
-def test_autocast_around_the_call_is_another_program() -> None:
+def test_autocast_around_call_makes_separate_program() -> None:
     one = batch()
     run = build(dt.Mesh(), dtype=None)
     inner = build(dt.Mesh(), dtype=None, loss=under_autocast)
@@ -140,7 +142,7 @@ def test_autocast_around_the_call_is_another_program() -> None:
     assert plain == again != cast == stated
 
 
-def test_compiled_and_eager_calls_follow_the_autocast_around_them() -> None:
+def test_compiled_and_eager_calls_follow_surrounding_autocast() -> None:
     mesh = dt.Mesh(tp=2)
     x = dt.distribute(torch.randn(4, 8), mesh, tp=dt.Column())
     w = dt.distribute(torch.randn(8, 4), mesh, tp=dt.Row())
@@ -177,7 +179,7 @@ ROWS = torch.tensor([[256.0]] + [[1.0]] * 7).expand(8, 8).to(BF16)
     ("dp", "microbatches", "zero"),
     [(1, 8, 0), *((dp, m, z) for dp, m in ((8, 1), (2, 4)) for z in (0, 1, 2, 3))],
 )
-def test_sums_of_16_bits_are_float32(dp: int, microbatches: int, zero: int) -> None:
+def test_gradient_sums_of_16_bit_values_are_float32(dp: int, microbatches: int, zero: int) -> None:
     run = build(
         dt.Mesh(dp=dp),
         module=Ones(),
@@ -196,15 +198,15 @@ def test_sums_of_16_bits_are_float32(dp: int, microbatches: int, zero: int) -> N
     assert state["model"]["w"].tolist() == [-264.0] * 8  # to even
 
 
-def test_without_masters_the_sum_is_rounded_once() -> None:
+def test_without_masters_gradient_sum_is_rounded_once() -> None:
     run = build(dt.Mesh(dp=2), module=Ones(), make=sgd, loss=total, schedule=dt.GPipe(4))
     with dt.launch(run.mesh):
         gradient = run.step.gradients(ROWS)["w"]
     assert gradient.dtype == BF16 and gradient.tolist() == [264.0] * 8
 
 
-def test_a_loss_of_16_bits_is_summed_in_float32() -> None:
-    """And is of 16 bits to who reads it, as in torch."""
+def test_loss_of_16_bits_is_summed_in_float32() -> None:
+    """The loss that the user reads has 16 bits, as in torch."""
     run = build(dt.Mesh(), module=Ones(), make=sgd, loss=total, schedule=dt.GPipe(8))
     run.module.w.data.fill_(1.0)  # type: ignore[union-attr]
     plan = run.step.plan(ROWS)
@@ -228,9 +230,9 @@ MANY: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", [loss_of, under_autocast])
-def test_many_ranks_are_no_less_exact_than_one(loss: Any) -> None:
-    """Against float64: where a batch is split, more sums are float32; a split product adds a
-    rounding of each rank's part, which is a few per cent of what 16 bits cost anyway."""
+def test_gradients_on_many_ranks_are_as_exact_as_on_one(loss: Any) -> None:
+    """Compares with float64. Splitting the batch makes more of the sums float32; splitting a
+    product adds one rounding per rank, a few per cent of the total 16-bit error."""
     one = batch(size=64)
     exact = exact_gradients(one)
     dtype = BF16 if loss is loss_of else None
@@ -247,8 +249,8 @@ def test_many_ranks_are_no_less_exact_than_one(loss: Any) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("loss", [loss_of, under_autocast])
-def test_on_every_device(device: str, loss: Any) -> None:
-    """The program is the same; a GPU's kernels add in another order."""
+def test_precision_is_same_on_every_device(device: str, loss: Any) -> None:
+    """The program is the same; kernels of a GPU add in another order."""
     one = batch(size=64)
     dtype = BF16 if loss is loss_of else None
     exact = exact_gradients(one)
@@ -278,9 +280,9 @@ def is_bias(name: str) -> bool:
     return name.endswith("bias") and "norm" not in name
 
 
-def test_what_is_of_16_bits_is_sent_as_such() -> None:
-    """dp=2: a rank sends half of what is scattered, and its half of what is gathered. The gradients
-    of biases are sums over rows, of which each rank's part is float32."""
+def test_values_of_16_bits_are_sent_as_16_bits() -> None:
+    """With dp=2, a rank sends half of what is scattered and its half of what is gathered. Gradients
+    of biases are sums over rows, and each rank's part of such a sum is float32."""
     one = batch()
     numel = sum(p.numel() for p in gpt().parameters())
     sums = sum(p.numel() for n, p in gpt().named_parameters() if is_bias(n))
@@ -307,7 +309,7 @@ def test_what_is_of_16_bits_is_sent_as_such() -> None:
     assert sent(accumulated, *one) == {("all_reduce", "float32"): 4 * numel}
 
 
-def test_autocast_halves_what_linear_layers_send() -> None:
+def test_autocast_halves_bytes_sent_by_linear_layers() -> None:
     one = batch()
     half = build(dt.Mesh(dp=2), dtype=None, loss=under_autocast, zero=3)
     full = build(dt.Mesh(dp=2), dtype=None, zero=3)
@@ -320,7 +322,7 @@ def test_autocast_halves_what_linear_layers_send() -> None:
     assert here["all_gather", "bfloat16"] > 0
 
 
-def test_a_weight_that_is_used_twice_is_gathered_once() -> None:
+def test_weight_used_twice_is_gathered_once_per_phase() -> None:
     def twice(model: nn.Module, x: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=BF16):
             return model(model(x).relu()).float().square().mean()

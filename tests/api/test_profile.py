@@ -1,4 +1,5 @@
-"""`step.profile`: its parts add up, name what ran, and change nothing that a step does not."""
+"""`step.profile`: its parts add up to the step's time and name the kernels, and profiled steps give
+the results of normal steps."""
 
 from __future__ import annotations
 
@@ -107,7 +108,7 @@ def made_up_profile() -> tuple[Program, Profile]:
     return program, profile_of(measured, planned.plan, simulate(planned.plan, planned.grid))
 
 
-def test_a_made_up_measurement_is_shared_out() -> None:
+def test_synthetic_measurement_is_divided_into_expected_parts() -> None:
     program, profile = made_up_profile()
     check_sums(profile, 2)
     assert profile.seconds == pytest.approx(1.35e-3)
@@ -164,11 +165,11 @@ def written_down() -> Profile:
     )
 
 
-def test_the_table() -> None:
+def test_profile_table_equals_golden_file() -> None:
     assert str(written_down()) + "\n" == GOLDEN.read_text()
 
 
-def test_many_ranks_are_cut_short() -> None:
+def test_profile_table_shows_at_most_8_ranks() -> None:
     profile = written_down()
     many = replace(profile, ranks=tuple(replace(profile.ranks[0], rank=r) for r in range(10)))
     text = str(many).splitlines()
@@ -181,7 +182,7 @@ def test_many_ranks_are_cut_short() -> None:
 
 @pytest.mark.default("single")
 @pytest.mark.parametrize("name", ["single", "tp2", "pp2"])
-def test_parts_add_up_in_this_process(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profile_parts_add_up_in_process(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run.of(name)
     with dt.launch(run.mesh):
         profile = run.step.profile(3, *batches(1)[0])
@@ -205,8 +206,7 @@ def test_parts_add_up_in_this_process(name: str, monkeypatch: pytest.MonkeyPatch
     assert f"rank {run.mesh.size - 1}" in text and "dispatch" in text
 
 
-def test_steps_are_steps() -> None:
-    """So many as it says, and with the bits of steps that nobody timed."""
+def test_profiled_steps_are_counted_and_bitwise_equal_to_normal_steps() -> None:
     mesh = dt.Mesh(tp=2)
     timed, plain = mlp_step(mesh), mlp_step(mesh)
     count = 2 * (NUM_WARM + 2)
@@ -219,7 +219,7 @@ def test_steps_are_steps() -> None:
         assert timed.model.steps.present() == count + 1
 
 
-def test_a_compiled_function() -> None:
+def test_profile_of_compiled_function_names_its_kernels() -> None:
     mesh = dt.Mesh(tp=2)
     f = dt.compile(lambda x, w: (x @ w).relu(), mesh)
     with dt.launch(mesh):
@@ -231,11 +231,11 @@ def test_a_compiled_function() -> None:
     assert repr(profile).startswith("<profile lambda: ")
 
 
-def test_outside_of_a_launch() -> None:
+def test_profile_works_outside_launch() -> None:
     check_sums(mlp_step(dt.Mesh(tp=2)).profile(1, *data()), 2)
 
 
-def test_a_function_on_a_part_of_the_ranks() -> None:
+def test_profile_of_function_on_part_of_ranks() -> None:
     whole, half = dt.Mesh(pp=2, tp=2), dt.Mesh(tp=2)
     f = dt.compile(lambda x: x.relu().sum(), half)
     with dt.launch(whole):
@@ -243,7 +243,7 @@ def test_a_function_on_a_part_of_the_ranks() -> None:
         check_sums(f.profile(2, x), 2)
 
 
-def test_checks_that_ops_make_have_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profile_has_rows_for_checks_and_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiling, "measure_floors", lambda cluster: (NONE,) * cluster.size)
     mesh = dt.Mesh()
     model = dt.parallelize(MLP(), mesh, {})
@@ -254,7 +254,7 @@ def test_checks_that_ops_make_have_a_row(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("backend", ["inprocess", pytest.param("ray", marks=pytest.mark.ray)])
-def test_a_failing_step_raises_as_a_step_does(backend: dt.daft.Backend) -> None:
+def test_profile_of_failing_step_raises_and_next_step_runs(backend: dt.daft.Backend) -> None:
     mesh = dt.Mesh(tp=2)
     model = dt.parallelize(BadNet(own_op=True), mesh, {})
     step = dt.train_step(model, bad_loss, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -270,7 +270,7 @@ def test_a_failing_step_raises_as_a_step_does(backend: dt.daft.Backend) -> None:
 
 
 @pytest.mark.parametrize("n", [0, -1, 2.5, True, "3", None])
-def test_how_many_steps(n: object) -> None:
+def test_profile_rejects_invalid_number_of_steps(n: object) -> None:
     step = mlp_step(dt.Mesh(tp=2))
     with pytest.raises(dt.PlanningError, match=r"fix: step.profile\(10, \*batch\)"):
         step.profile(n, *data())  # type: ignore[arg-type]
@@ -281,7 +281,7 @@ def test_how_many_steps(n: object) -> None:
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_on_ray() -> None:
+def test_profile_on_ray_includes_channel_and_waiting_time() -> None:
     run = Run.of("tp2_pp2")
     with dt.launch(run.mesh, backend="ray"):
         profile = run.step.profile(3, *batches(1)[0])
@@ -295,7 +295,7 @@ def test_on_ray() -> None:
     assert min(own.idle.seconds for own in single.ranks) == 0.0
 
 
-def test_without_a_batch_it_is_of_the_last_ones() -> None:
+def test_profile_without_batch_uses_last_batch_while_it_exists() -> None:
     run = Run.of("tp2")
     with dt.launch(run.mesh):
         batch = batches(1)[0]

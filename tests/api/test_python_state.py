@@ -1,5 +1,5 @@
-"""Ways in which what a step reads besides its arguments changes between steps: each is as in plain
-PyTorch, or an error that names it; none is ignored."""
+"""A step reads Python state besides its arguments, and that state changes between steps: the result
+is that of plain PyTorch, or an error names the state; no change is ignored."""
 
 from __future__ import annotations
 
@@ -921,7 +921,7 @@ SAMPLE = (  # of each kind of thing that may change
 @pytest.mark.sample(*SAMPLE)
 @pytest.mark.filterwarnings("ignore:.*A step was captured for each")
 @pytest.mark.parametrize("name", WAYS)
-def test_it_is_as_in_torch(name: str) -> None:
+def test_changed_python_state_gives_losses_of_torch(name: str) -> None:
     expected, _ = losses(WAYS[name], plain_step)
     assert len(set(expected)) == STEPS
     with dt.launch(MESH):
@@ -931,7 +931,7 @@ def test_it_is_as_in_torch(name: str) -> None:
 
 @pytest.mark.default("a hook of an activation", "an array that a step changes")
 @pytest.mark.parametrize("name", REFUSED)
-def test_it_is_refused(name: str) -> None:
+def test_unsupported_python_state_is_refused_by_name(name: str) -> None:
     make, message = REFUSED[name]
     with pytest.raises(dt.PlanningError, match=f"(?s){message}"), dt.launch(MESH):
         losses(make, step_of)
@@ -940,7 +940,7 @@ def test_it_is_refused(name: str) -> None:
 # -- what is said ----------------------------------------------------------------------------------
 
 
-def test_a_value_that_changes_at_each_step_is_said_to_cost_a_capture() -> None:
+def test_value_that_changes_at_each_step_warns_of_repeated_captures() -> None:
     model = net()
     step = step_of(model, cross_entropy)
     for i in range(3):
@@ -957,7 +957,7 @@ def test_a_value_that_changes_at_each_step_is_said_to_cost_a_capture() -> None:
     assert len(step.plans) == 4
 
 
-def test_a_number_that_is_an_argument_is_named() -> None:
+def test_warning_names_number_argument_that_changes() -> None:
     step = step_of(net(), lambda model, x, y, beta: cross_entropy(model, x, y) * beta)
     with pytest.warns(UserWarning, match=r"the argument beta: 0.0 -> 3.0"):
         for i in range(4):
@@ -968,7 +968,7 @@ def test_a_number_that_is_an_argument_is_named() -> None:
     assert len(step.plans) == 5
 
 
-def test_a_tensor_that_is_read_is_named() -> None:
+def test_warning_names_closure_tensor_whose_value_is_read() -> None:
     t = torch.tensor(1.0)
     step = step_of(net(), lambda model, x, y: cross_entropy(model, x, y) * t.item())
     with pytest.warns(UserWarning, match=r"t \(closure of <lambda>\): 3.0 -> 4.0"):
@@ -980,7 +980,7 @@ def test_a_tensor_that_is_read_is_named() -> None:
     assert len(step.plans) == 4
 
 
-def test_an_equal_object_is_no_change() -> None:
+def test_equal_replacement_objects_cause_no_new_capture() -> None:
     model = net(lambda self, h: h * self.config.beta * self.table[0] * sum(self.numbers))
     step = None
     for _ in range(3):
@@ -990,13 +990,13 @@ def test_an_equal_object_is_no_change() -> None:
     assert step is not None and len(step.plans) == 1
 
 
-def test_a_clock_is_said_to_be_read_once() -> None:
+def test_reading_clock_warns_that_it_is_read_once() -> None:
     step = step_of(net(lambda self, h: h * (time.time() % 7)), cross_entropy)
     with pytest.warns(UserWarning, match=r"reads the clock, once.*test_python_state.py:\d+"):
         step.plan(*batch(0))
 
 
-def test_a_step_that_is_captured_at_each_call_draws_as_torch_does() -> None:
+def test_capture_each_call_draws_random_numbers_as_torch() -> None:
     def between(self: Any, h: Tensor) -> Tensor:
         self.calls += 1
         noise = torch.from_numpy(np.random.rand(16).astype(np.float32))
@@ -1027,8 +1027,8 @@ class ByClass(dict[str, float]):
 SCALES = ByClass()
 
 
-def test_a_dict_with_methods_of_its_own_is_read_as_a_dict() -> None:
-    """A registry of transformers is one; an unexpected argument of its `get` was the error."""
+def test_dict_subclass_with_own_methods_is_read_as_dict() -> None:
+    """A registry in transformers is one; its `get` takes no unexpected arguments."""
     net = Net()
     SCALES[net] = 2.0
     model = dt.parallelize(net, MESH, {})
@@ -1051,7 +1051,7 @@ class WithDefault(dict[str, float]):
         return self.get(key, 1.0)
 
 
-def test_the_first_item_of_an_empty_dict_with_its_own_lookup_is_seen() -> None:
+def test_first_item_added_to_default_dict_subclass_is_noticed() -> None:
     scales = WithDefault()
     scaled_sum = dt.compile(lambda x: (x * scales["a"]).sum(), MESH)
     x = torch.ones(4)
@@ -1062,8 +1062,8 @@ def test_the_first_item_of_an_empty_dict_with_its_own_lookup_is_seen() -> None:
     assert found == [4.0, 8.0]
 
 
-def test_attributes_of_the_parallelized_model_are_the_modules() -> None:
-    """As a user of plain torch sets them: on what `parallelize` has returned."""
+def test_attributes_set_on_parallelized_model_change_the_module() -> None:
+    """As users of plain torch set them, on the object that `parallelize` returned."""
     plain, net = Net(), Net()
     net.load_state_dict(plain.state_dict())
     model: Any = dt.parallelize(net, MESH, {})
@@ -1081,12 +1081,12 @@ def test_attributes_of_the_parallelized_model_are_the_modules() -> None:
     assert model.mesh is MESH and copy.deepcopy(model).mesh == MESH
 
 
-def test_a_misspelt_capture() -> None:
+def test_capture_option_rejects_unknown_value() -> None:
     with pytest.raises(dt.PlanningError, match='capture=.*"once" or "each call"'):
         step_of(net(), cross_entropy, capture="every call")
 
 
-def test_a_refused_step_leaves_all_as_it_was() -> None:
+def test_refused_step_leaves_python_state_unchanged() -> None:
     seen: list[int] = []
 
     def between(self: Any, h: Tensor) -> Tensor:
@@ -1104,7 +1104,7 @@ def test_a_refused_step_leaves_all_as_it_was() -> None:
     assert random.getstate() == state
 
 
-def test_a_hook_before_the_optimizers_step_is_refused() -> None:
+def test_optimizer_step_pre_hook_is_refused() -> None:
     model = net()
     step = step_of(model, cross_entropy)
     handle = step.optimizer.register_step_pre_hook(lambda *_: None)

@@ -1,6 +1,6 @@
-"""Ways in which a step reads state that lies in Python's, torch's or C's own objects: each is as in
-plain PyTorch, or a warning names the line that reads it; none is ignored (as test_python_state.py,
-whose ways are of the user's own state)."""
+"""A step reads state inside objects of Python, torch or C: the result is that of plain PyTorch, or
+a warning names the line that reads it; no change is ignored. The user's own state is in
+test_python_state.py."""
 
 from __future__ import annotations
 
@@ -365,7 +365,7 @@ SAMPLE = (  # the ways that were lost before
 @pytest.mark.sample(*SAMPLE)
 @pytest.mark.filterwarnings("ignore:.*A step was captured for each")
 @pytest.mark.parametrize("name", WAYS)
-def test_it_is_as_in_torch(name: str) -> None:
+def test_changed_library_state_gives_losses_of_torch(name: str) -> None:
     read, change = WAYS[name]
     expected, _ = losses(lambda: times(read, change), plain_step)
     with dt.launch(MESH):
@@ -376,7 +376,7 @@ def test_it_is_as_in_torch(name: str) -> None:
 
 @pytest.mark.default("a clock in a partial")
 @pytest.mark.parametrize("name", [*unseen(), "a clock after an op"])
-def test_a_warning_names_the_line(name: str) -> None:
+def test_warning_names_line_that_reads_unguarded_state(name: str) -> None:
     if name in (own := unseen()):
         read, said = own[name]
         made, loss, _ = times(read, nothing)
@@ -393,8 +393,8 @@ def test_a_warning_names_the_line(name: str) -> None:
         step.plan(*batch(1))
 
 
-def test_a_program_that_logs_beside_ray_reads_nothing() -> None:
-    """Ray puts a function into Python's logging that asks the clock."""
+def test_logging_with_ray_log_factory_gives_no_warning() -> None:
+    """Ray installs a log record factory that reads the clock."""
     pytest.importorskip("ray", reason=missing("ray"))
     from ray._private import log
 
@@ -415,7 +415,7 @@ def test_a_program_that_logs_beside_ray_reads_nothing() -> None:
 # -- what is stated to be constant -----------------------------------------------------------------
 
 
-def test_what_is_stated_to_be_constant_is_not_told() -> None:
+def test_dt_constant_suppresses_warning() -> None:
     def length(path: pathlib.Path) -> float:
         return float(len(path.read_text()))
 
@@ -427,7 +427,7 @@ def test_what_is_stated_to_be_constant_is_not_told() -> None:
     assert dt.constant(length, FILE) == length(FILE)
 
 
-def test_a_step_that_is_captured_at_each_call_tells_nothing() -> None:
+def test_capture_each_call_gives_no_warning() -> None:
     step = step_of(
         net(),
         lambda m, x, y: cross_entropy(m, x, y) * len(FILE.read_text()),

@@ -1,4 +1,4 @@
-"""Random ops: the same masks and losses on every mesh, for any number of microbatches."""
+"""Random ops: masks and losses are the same on every mesh, for any number of microbatches."""
 
 from __future__ import annotations
 
@@ -64,14 +64,15 @@ def reference() -> list[float]:
     ],
     ids=str,
 )
-def test_losses_of_20_steps(mesh: dt.Mesh, microbatches: int, reference: list[float]) -> None:
+def test_dropout_losses_of_20_steps_are_same_on_every_mesh(
+    mesh: dt.Mesh, microbatches: int, reference: list[float]
+) -> None:
     found = train(mesh, microbatches)
     assert max(abs(a - b) for a, b in zip(reference, found, strict=True)) <= 2e-6
 
 
 @pytest.mark.slow
-def test_dropout_is_at_work(reference: list[float]) -> None:
-    """Another seed gives other losses; the same seed the same ones."""
+def test_same_seed_repeats_losses_and_dropout_changes_them(reference: list[float]) -> None:
     again = train(dt.Mesh(), steps=3)
     assert again == reference[:3]
     torch.manual_seed(0)
@@ -117,7 +118,7 @@ def summed(model: nn.Module, ids: Tensor) -> Tensor:
     ],
     ids=str,
 )
-def test_masks_are_bitwise_equal(mesh: dt.Mesh, microbatches: int) -> None:
+def test_dropout_masks_are_bitwise_equal_on_every_mesh(mesh: dt.Mesh, microbatches: int) -> None:
     def gradient(mesh: dt.Mesh, microbatches: int) -> Tensor:
         dt.manual_seed(9)
         model = dt.parallelize(
@@ -142,7 +143,7 @@ def test_masks_are_bitwise_equal(mesh: dt.Mesh, microbatches: int) -> None:
 
 @pytest.mark.default("shape2")
 @pytest.mark.parametrize("shape", [(6, 9), (5, 7), (2, 3, 4)])
-def test_numbers_of_compiled_functions(shape: tuple[int, ...]) -> None:
+def test_compiled_random_ops_are_bitwise_equal_on_split_tensors(shape: tuple[int, ...]) -> None:
     def draw(x: Tensor) -> tuple[Tensor, ...]:
         return (
             F.dropout(x, 0.5),
@@ -176,7 +177,7 @@ def test_numbers_of_compiled_functions(shape: tuple[int, ...]) -> None:
     assert expected[4].div(x).round().unique().numel() > 4
 
 
-def test_a_rank_draws_its_own_part_alone() -> None:
+def test_rank_draws_only_its_part_of_dropout_mask() -> None:
     mesh = dt.Mesh(tp=2)
     plan = dt.compile(lambda x: F.dropout(x), mesh).plan(dt.spec("f32[8,6@tp]", mesh))
     assert "dt.dropout(x, 0.5, op=0)" in str(plan)
@@ -186,7 +187,7 @@ def test_a_rank_draws_its_own_part_alone() -> None:
 # -- seeds, steps, calls -------------------------------------------------------------------------
 
 
-def test_calls_differ_and_repeat() -> None:
+def test_random_calls_differ_and_repeat_after_manual_seed() -> None:
     noise = dt.compile(lambda x: torch.randn_like(x), dt.Mesh())
     x = torch.zeros(4, 5)
     dt.manual_seed(7)
@@ -199,7 +200,7 @@ def test_calls_differ_and_repeat() -> None:
     assert not torch.equal(noise(x).full_tensor(), first)
 
 
-def test_functions_with_names_draw_apart() -> None:
+def test_compiled_functions_with_different_names_draw_different_numbers() -> None:
     def one(x: Tensor) -> Tensor:
         return torch.randn_like(x)
 
@@ -212,13 +213,13 @@ def test_functions_with_names_draw_apart() -> None:
     assert not torch.equal(a, b)
 
 
-def test_a_seed_is_an_integer() -> None:
+def test_manual_seed_rejects_non_integer() -> None:
     with pytest.raises(dt.PlanningError, match="a seed is an integer"):
         dt.manual_seed(0.5)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
-def test_the_step_is_kept_in_a_state() -> None:
+def test_step_number_in_saved_state_resumes_random_numbers() -> None:
     def start() -> tuple[dt.ParallelModule, Any, dt.TrainStep]:
         torch.manual_seed(0)
         model = dt.parallelize(DropoutGPT(0.2), dt.Mesh(tp=2), PINS)
@@ -241,7 +242,7 @@ def numbers(flow: Dataflow) -> list[object]:
 
 
 @pytest.mark.slow
-def test_capturing_again_keeps_the_numbers() -> None:
+def test_recapture_keeps_random_op_numbers() -> None:
     model = DropoutGPT(0.2)
     small, large = (
         dataflow(capture(loss_fn, (model, *batch(size=n)), grads="loss")) for n in (4, 6)
@@ -252,8 +253,8 @@ def test_capturing_again_keeps_the_numbers() -> None:
 # -- gradients and distributions -----------------------------------------------------------------
 
 
-def test_dropout_gradient() -> None:
-    """Each element that was kept has the gradient 1/(1-p), the others none."""
+def test_dropout_gradient_is_scaled_mask() -> None:
+    """Each kept element has the gradient 1/(1-p), each dropped element 0."""
     x = torch.ones(40, 50, requires_grad=True)
     y, kept = torch.ops.dt.dropout(x, 0.3, at_seed=1, at_step=2, op=3)
     (y * torch.arange(50.0)).sum().backward()
@@ -275,7 +276,7 @@ def test_dropout_gradient() -> None:
         (lambda x: F.alpha_dropout(x, 0.4, True), (300, 20)),
     ],
 )
-def test_dropouts_mean_what_torchs_mean(dropout: Any, shape: tuple[int, ...]) -> None:
+def test_dropout_variants_behave_as_in_torch(dropout: Any, shape: tuple[int, ...]) -> None:
     x = torch.ones(shape)
     got = dt.compile(dropout, dt.Mesh())(x).full_tensor()
     torch.manual_seed(0)
@@ -292,8 +293,8 @@ def _spread(x: Tensor) -> Tensor:
 
 @pytest.mark.default("causal")
 @pytest.mark.parametrize("kind", ["causal", "bool mask", "float mask", "gqa"])
-def test_attention_with_dropout(kind: str) -> None:
-    """The weights that are kept, scaled; at p near 0 it is torch's attention."""
+def test_attention_dropout_drops_and_scales_weights(kind: str) -> None:
+    """With p near 0 the result is torch's attention without dropout."""
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 4, 5, 3), torch.randn(2, 4, 6, 3), torch.randn(2, 4, 6, 3)
     options: dict[str, Any] = {}
@@ -318,7 +319,7 @@ def test_attention_with_dropout(kind: str) -> None:
     assert not torch.allclose(f(q, k, v, 0.5).full_tensor(), attend(q, k, v, 0.0), atol=1e-2)
 
 
-def test_dropout_in_evaluation_does_nothing() -> None:
+def test_dropout_in_eval_mode_does_nothing() -> None:
     x = torch.randn(3, 4)
     f = dt.compile(lambda x: F.dropout(x.clone(), 0.5, training=False, inplace=True), dt.Mesh())
     assert torch.equal(f(x).full_tensor(), x)

@@ -1,4 +1,4 @@
-"""Ranks that share an actor: only where `ranks_per_actor` says so, with the same numbers."""
+"""`ranks_per_actor`: ranks share an actor only if it says so, and the numbers stay the same."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from tests.extras import missing
 
 
 @pytest.mark.parametrize("number", [0, -1, 1.5, True, "2"])
-def test_what_is_no_number_of_ranks(number: Any) -> None:
+def test_ranks_per_actor_rejects_invalid_values(number: Any) -> None:
     with pytest.raises(PlanningError, match=r"ranks_per_actor=.* of at least 1\.\nfix: ranks_per_"):
         dt.launch(dt.Mesh(dp=2), ranks_per_actor=number).__enter__()
 
 
-def test_in_process_it_changes_nothing() -> None:
+def test_ranks_per_actor_changes_nothing_in_process() -> None:
     assert same(together(None, ranks_per_actor=2), together(None))
 
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_fewer_gpus_than_ranks_are_refused_unless_it_is_said() -> None:
+def test_fewer_gpus_than_ranks_are_refused_without_ranks_per_actor() -> None:
     ray = pytest.importorskip("ray", reason=missing("ray"))
     from dtensor.daft.ray.bootstrap.start_ray import end_ray
 
@@ -51,7 +51,7 @@ def test_fewer_gpus_than_ranks_are_refused_unless_it_is_said() -> None:
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [None, {TRAIN: (0, 1), PLAY: (2, 0)}], ids=["apart", "shared"])
-def test_actors_with_ranks_of_two_meshes(ray_session: None, ranks: Any) -> None:
+def test_actors_with_ranks_of_two_meshes_give_same_results(ray_session: None, ranks: Any) -> None:
     assert same(together(ranks, backend="ray", ranks_per_actor=3), together(None))
 
 

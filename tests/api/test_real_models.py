@@ -1,6 +1,5 @@
-"""Models made of torch's own layers, trained under placements: the numbers are plain torch's, and
-the collectives are those that one would write by hand. Convolutions with batch norm are in
-test_train.py."""
+"""Models of torch's own layers train as in plain torch, with the collectives that one would write
+by hand. Convolutions with batch norm are in test_train.py."""
 
 from __future__ import annotations
 
@@ -53,8 +52,9 @@ class Encoder(nn.Module):
 
 
 @pytest.mark.slow
-def test_torchs_transformer_encoder_has_megatrons_collectives() -> None:
-    """Its fused projection is viewed as (3 e), and each of the 3 is taken: heads split within."""
+def test_transformer_encoder_has_megatron_collectives_and_trains_as_torch() -> None:
+    """Its fused projection is viewed as (3 e) and divided into three, so heads are split within
+    each."""
     module = Encoder()
     batches = [(torch.randint(1, 12, (4, 5)), torch.randint(0, 4, (4,))) for _ in range(2)]
     batches[0][0][1, 3:] = 0
@@ -78,8 +78,8 @@ class Recurrent(nn.Module):
         return self.head(self.lstm(self.embed(tokens))[0][:, -1])
 
 
-def test_an_lstm_over_a_split_batch() -> None:
-    """Also without gradients, where torch runs it as one op on some machines."""
+def test_lstm_over_split_batch_trains_as_torch() -> None:
+    """Also runs without gradients, where torch runs the LSTM as one op on some machines."""
     module, mesh, rows = Recurrent(), dt.Mesh(dp=2), dict(dp=dt.Row())
     batches = [(torch.randint(0, 12, (5, 3)), torch.randint(0, 4, (5,))) for _ in range(2)]
     with torch.no_grad():
@@ -113,8 +113,8 @@ class Packed(nn.Module):
         return self.head(h.transpose(0, 1).flatten(1) + padded.sum(1) / known[:, None])
 
 
-def test_packed_sequences_over_a_split_batch() -> None:
-    """One plan serves all lengths: they stay a tensor."""
+def test_packed_sequences_over_split_batch_train_as_torch_with_one_plan() -> None:
+    """One plan serves all sequence lengths, because the lengths stay a tensor."""
     tokens = torch.randint(1, 12, (4, 3))
     first, second = tokens.clone(), tokens.clone()
     first[1, 2:], second[2, 1:] = 0, 0
@@ -135,8 +135,8 @@ class Causal(nn.Module):
         return self.head(self.encoder(x, mask=mask).mean(1))
 
 
-def test_torch_reads_a_mask_that_is_made_of_constants() -> None:
-    """It asks whether the mask is causal, and then leaves it to the attention."""
+def test_transformer_with_constant_causal_mask_trains_as_torch() -> None:
+    """Torch reads the mask's values to find whether it is causal."""
     module = Causal()
     batches = [(torch.randn(4, 3, 8), torch.randint(0, 4, (4,)))]
     trained(module, Placed(axes=dict(dp=2), inputs=dict(dp=dt.Row())), batches)
@@ -158,13 +158,13 @@ class Derived(nn.Module):
         return jvp(f, (x,), (torch.ones_like(x),))[1]
 
 
-def test_forward_mode_derivatives_lose_no_tangent() -> None:
+def test_model_with_forward_mode_derivatives_trains_as_torch() -> None:
     batches = [(torch.randn(4, 6), torch.randint(0, 4, (4,)))]
     trained(Derived(), Placed(axes=dict(dp=2), inputs=dict(dp=dt.Row())), batches)
 
 
-def test_norms_of_weights() -> None:
-    """Spectral norm writes a buffer that it has not read; weight norm's backward is one op."""
+def test_spectral_norm_and_weight_norm_train_as_torch() -> None:
+    """Spectral norm writes a buffer that it has not read; the backward of weight norm is one op."""
     module = nn.Sequential(
         parametrizations.spectral_norm(nn.Linear(6, 8)),
         nn.ReLU(),

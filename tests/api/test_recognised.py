@@ -1,6 +1,7 @@
-"""What of Hugging Face's models is recognised, and what is not and why, in tests/golden/recognised.
+"""Which patterns of Hugging Face models are recognised, and why others are not:
+tests/golden/recognised.
 
-After a wanted change, write the files anew and read the difference:
+After an intended change, regenerate the files and review the diff:
 
     python -m tests.api.test_recognised
 """
@@ -88,12 +89,12 @@ def recognised(name: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-def test_what_is_recognised(name: str) -> None:
+def test_recognised_patterns_equal_golden_file(name: str) -> None:
     assert recognised(name) == (GOLDEN / f"{name}.txt").read_text()
 
 
 @pytest.mark.slow
-def test_a_plan_tells_it() -> None:
+def test_plan_lists_recognised_ops() -> None:
     model = MODELS["llama"]()
     placed = dt.parallelize(model, dt.Mesh(tp=2), {"*mlp.up_proj.weight": dict(tp=dt.Row())})
     step = dt.train_step(placed, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -121,7 +122,7 @@ PLACED: dict[str, tuple[tuple[dt.Placement, ...], int, set[str]]] = {
 
 @pytest.mark.default("heads")
 @pytest.mark.parametrize("case", PLACED)
-def test_a_decode_step_gathers_no_cache(case: str) -> None:
+def test_decode_step_does_not_gather_kv_cache(case: str) -> None:
     placements, length, kinds = PLACED[case]
     torch.manual_seed(0)
     q, k, v = torch.randn(4, 8, 1, 16), torch.randn(4, 2, length, 16), torch.randn(4, 2, length, 16)
@@ -141,7 +142,7 @@ def test_a_decode_step_gathers_no_cache(case: str) -> None:
     assert float((out - want).abs().max()) <= 1e-6
 
 
-def test_a_program_without_patterns() -> None:
+def test_plan_without_patterns_says_so() -> None:
     plan = dt.compile(lambda x: x * 2, dt.Mesh(tp=1)).plan(torch.ones(2))
     assert plan.recognised() == "nothing of this program is a pattern that is looked for"
 

@@ -1,4 +1,5 @@
-"""`recompute=` and `torch.utils.checkpoint` in training: the same bits; what is refused."""
+"""`recompute=` and `torch.utils.checkpoint` in training give the same bits; unsupported uses are
+refused."""
 
 from __future__ import annotations
 
@@ -94,14 +95,14 @@ def dropout_gpt() -> nn.Module:
 @pytest.mark.default("pp2_1f1b")
 @pytest.mark.sample("tp2", "pp2_1f1b", "zero3_microbatches")
 @pytest.mark.parametrize("case", CASES)
-def test_masks_are_the_same_when_they_are_drawn_again(case: str) -> None:
+def test_recomputed_dropout_masks_are_bitwise_equal(case: str) -> None:
     plain = trained(dropout_gpt(), again=False, **CASES[case])
     assert_same_bits(trained(dropout_gpt(), recompute=["blocks.*"], **CASES[case]), plain)
 
 
 @pytest.mark.default("2")
 @pytest.mark.parametrize("dp", [1, 2])
-def test_statistics_move_once_a_step(dp: int) -> None:
+def test_recomputed_batch_norm_updates_statistics_once_per_step(dp: int) -> None:
     runs: list[Any] = []
     for checkpointed in (False, True):
         torch.manual_seed(0)
@@ -112,8 +113,8 @@ def test_statistics_move_once_a_step(dp: int) -> None:
 
 
 @pytest.mark.slow
-def test_torchs_wrapper_of_modules() -> None:
-    """It is another module around each block, which the state dict leaves out."""
+def test_apply_activation_checkpointing_is_bitwise_equal() -> None:
+    """The wrapper puts another module around each block; state dict names leave it out."""
     runs: list[Any] = []
     for wrapped in (False, True):
         torch.manual_seed(0)
@@ -129,7 +130,9 @@ def test_torchs_wrapper_of_modules() -> None:
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
 @pytest.mark.sample("gpt2-False")
 @pytest.mark.parametrize(("name", "reentrant"), [("gpt2", False), ("llama", True)])
-def test_hugging_face_models_that_checkpoint_themselves(name: str, reentrant: bool) -> None:
+def test_hugging_face_gradient_checkpointing_saves_memory_and_matches_torch(
+    name: str, reentrant: bool
+) -> None:
     module = huggingface.build(name)
     module.gradient_checkpointing_enable({"use_reentrant": reentrant})  # type: ignore[operator]
     model = dt.parallelize(module, dt.Mesh(tp=2), huggingface.derived(name, 2))
@@ -163,7 +166,7 @@ def refused(recompute: Any, module: nn.Module | None = None) -> str:
     return str(caught.value)
 
 
-def test_globs_without_a_match() -> None:
+def test_recompute_pattern_without_match_error_lists_modules() -> None:
     assert_expected_inline(
         refused(["block.*"]),
         """\
@@ -181,7 +184,7 @@ fix: "*" matches 2 of 2 modules""",
     )
 
 
-def test_modules_that_are_never_called() -> None:
+def test_recompute_pattern_of_uncalled_modules_error_lists_called_ones() -> None:
     assert_expected_inline(
         refused(["blocks.0", "blocks"]),
         """\
@@ -202,7 +205,7 @@ fix: name modules whose forward the program runs, or remove the pattern""",
     )
 
 
-def test_what_is_no_list_of_globs() -> None:
+def test_recompute_value_that_is_not_list_of_patterns_is_refused() -> None:
     assert_expected_inline(
         refused("blocks.*"),
         """\
@@ -217,7 +220,7 @@ fix: recompute=['embed']""",
     )
 
 
-def test_stated_twice() -> None:
+def test_recompute_stated_in_parallelize_and_train_step_is_refused() -> None:
     module = GPT()
     model = dt.parallelize(module, dt.Mesh(), recompute=["blocks.*"])
     with pytest.raises(PlanningError) as caught:
