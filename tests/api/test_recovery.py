@@ -1,4 +1,5 @@
-"""Launches on Ray in which ranks are lost and replaced: a delay, a warning, and the same bits."""
+"""Launches on Ray in which ranks are lost and replaced: the run is delayed, a warning is given, and
+the results are bitwise equal."""
 
 from __future__ import annotations
 
@@ -41,8 +42,8 @@ def lose(session: Any, rank: int, how: signal.Signals = signal.SIGKILL) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
 @pytest.mark.parametrize("name", FAULTS)
-def test_training_ends_with_the_same_bits(name: str) -> None:
-    """Four faults each, at drawn instructions: all kinds."""
+def test_training_with_lost_ranks_is_bitwise_equal_to_undisturbed_run(name: str) -> None:
+    """Four faults per run, at random instructions; all kinds of fault occur."""
     faults = [
         replace(fault, kind=kind)
         for fault, kind in zip(drawn(4, 7, SCENARIOS[name], twice=0.0), FAULTS[name], strict=True)
@@ -59,7 +60,7 @@ def test_training_ends_with_the_same_bits(name: str) -> None:
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
-def test_a_warning_and_a_record() -> None:
+def test_recovery_gives_one_warning_and_one_record() -> None:
     model, _, step = training(CASES["tp2"])
     with dt.launch(model.mesh, "ray", snapshot_every=1) as run:
         float(step(*batch(0)))
@@ -77,7 +78,7 @@ def test_a_warning_and_a_record() -> None:
 @pytest.mark.usefixtures("ray_session")
 @pytest.mark.filterwarnings("ignore:recovered")
 @pytest.mark.parametrize("where", ["tp2", "pp2"])
-def test_texts_are_made_again(where: str) -> None:
+def test_generation_with_lost_ranks_gives_same_texts(where: str) -> None:
     gen = dt.generator(placed("llama", where), slots=2, length=48, buckets=(8,), ahead=1)
     how: dict[str, Any] = dict(max_new_tokens=12, temperature=[0, 1.0, 0.7], seed=3)
     with dt.launch(gen.model.mesh):
@@ -101,8 +102,8 @@ def test_texts_are_made_again(where: str) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
 @pytest.mark.filterwarnings("ignore:recovered")
-def test_two_meshes_and_one_rank_of_one() -> None:
-    """The others go on with what they have; the rank is named by both numbers."""
+def test_lost_rank_of_one_mesh_is_replaced_and_other_mesh_keeps_values() -> None:
+    """The record names the rank by its number in the launch and in its mesh."""
     play = dt.Mesh(tp=2, name="play")
     x = torch.arange(8.0).reshape(4, 2)
     model, optimizer, step = training(CASES["dp2 zero3"])
@@ -137,7 +138,7 @@ class Cached(torch.nn.Module):
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
 @pytest.mark.filterwarnings("ignore:recovered")
-def test_what_no_snapshot_has_is_an_error() -> None:
+def test_state_missing_from_snapshots_raises_when_rank_is_lost() -> None:
     model = dt.parallelize(Cached(), dt.Mesh(tp=2), {"kept": dict(tp=dt.Row())})
     write: Any = dt.compile(lambda m, x, row: m(x, row), model.mesh)
     with dt.launch(model.mesh, "ray", snapshot_every=1, bring_home=False) as run:
@@ -153,7 +154,7 @@ def test_what_no_snapshot_has_is_an_error() -> None:
         assert again.tolist() == [0.0, 3.0, 3.0, 3.0]
 
 
-def test_what_is_stated_is_checked() -> None:
+def test_recovery_options_of_launch_are_checked() -> None:
     mesh = dt.Mesh(tp=2)
     for options, text in [
         (dict(spares=-1), "spares=-1"),

@@ -15,7 +15,7 @@ from tests.api.reductions import BF16, CASES, DTYPES, F16, PLACED, errors
 
 @pytest.mark.default(*list(CASES)[::2])
 @pytest.mark.parametrize("name", CASES)
-def test_a_reduction_is_as_exact_as_torchs(name: str) -> None:
+def test_reduction_is_as_exact_as_torch_in_16_bits(name: str) -> None:
     dtype = (BF16, F16)[list(CASES).index(name) % 2]
     found = errors(name, dtype, ["tp3"] if "column" not in name else ["columns"])
     assert not [e for e in found if not e.is_as_torch]
@@ -24,7 +24,9 @@ def test_a_reduction_is_as_exact_as_torchs(name: str) -> None:
 @pytest.mark.sweep
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_under_all_placements_in_all_dtypes(name: str, dtype: torch.dtype) -> None:
+def test_reductions_are_as_exact_as_torch_in_all_dtypes_and_placements(
+    name: str, dtype: torch.dtype
+) -> None:
     # torch's own kernel is less exact on strided tensors, as slices of channels are
     placed = [p for p in PLACED if (name, p) != ("batch_norm", "columns")]
     found = [e for seed in range(3) for e in errors(name, dtype, placed, seed)]
@@ -32,7 +34,7 @@ def test_under_all_placements_in_all_dtypes(name: str, dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("placed", PLACED)
-def test_a_mean_of_float16_does_not_overflow(placed: str) -> None:
+def test_float16_mean_does_not_overflow(placed: str) -> None:
     mesh, pins = PLACED[placed]
     mean = dt.compile(lambda x: (x.mean(), x.mean(0), torch.nn.functional.mse_loss(x, 0 * x)), mesh)
     x = torch.full((100, 6), 200.0, dtype=F16)
@@ -78,8 +80,10 @@ TRAINED: dict[str, dict[str, Any]] = {
 @pytest.mark.default("1-torch.bfloat16")
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 @pytest.mark.parametrize("placed", TRAINED)
-def test_gradients_that_are_sums_are_as_exact_as_torchs(placed: str, dtype: torch.dtype) -> None:
-    """And the loss, and the norm that clips: of 3 batches together."""
+def test_summed_gradients_loss_and_norm_are_as_exact_as_torch(
+    placed: str, dtype: torch.dtype
+) -> None:
+    """Errors are combined over three batches."""
     case = dict(TRAINED[placed])
     mesh, zero, schedule = case["mesh"], case.get("zero"), case.get("schedule")
     model = Scaled(dtype)
@@ -123,8 +127,9 @@ def test_gradients_that_are_sums_are_as_exact_as_torchs(placed: str, dtype: torc
 # -- plans -----------------------------------------------------------------------------------------
 
 
-def test_parts_are_sent_in_float32_and_rounded_once() -> None:
-    """Over two axes too: what is reduced over the first is still a part."""
+def test_partial_sums_of_bf16_are_sent_in_float32_and_rounded_once() -> None:
+    """Over two axes: after the reduction over the first axis the value is still partial, and stays
+    float32."""
     mesh = dt.Mesh(a=2, b=3)
     x = dt.distribute(torch.randn(12, 8).to(BF16), mesh, a=dt.Row(), b=dt.Row())
     plan = dt.compile(lambda x: x.sum(0), mesh).plan(x)
@@ -136,7 +141,7 @@ def test_parts_are_sent_in_float32_and_rounded_once() -> None:
     assert sent == [("all_reduce", "float32", 32), ("all_reduce", "float32", 32)]
 
 
-def test_what_is_linear_in_parts_is_in_float32_but_products_read_16_bits() -> None:
+def test_linear_ops_on_partial_sums_use_float32_and_matmuls_bf16() -> None:
     mesh = dt.Mesh(a=2)
     x = dt.distribute(torch.randn(12, 4096).to(BF16), mesh, a=dt.Row())
     w = dt.distribute(torch.randn(4096, 2).to(BF16), mesh)

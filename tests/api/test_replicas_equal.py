@@ -1,4 +1,5 @@
-"""Copies of a value on several ranks: equal to the bit, or said not to be."""
+"""`dt.check_replicas`: copies of a value on several ranks are bitwise equal, or the error names the
+value and the ranks."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ def launched() -> Any:
 
 
 @pytest.mark.slow
-def test_copies_that_drift_are_named(tmp_path: Path) -> None:
+def test_check_replicas_names_values_that_differ_between_ranks(tmp_path: Path) -> None:
     with on_gpus(varies=True), launched():
         run = trained()
         with pytest.raises(dt.ReplicasDiffer) as caught:
@@ -71,7 +72,7 @@ def test_copies_that_drift_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_deterministic_kernels_keep_copies_equal(deterministic: None, tmp_path: Path) -> None:
+def test_deterministic_kernels_keep_replicas_equal(deterministic: None, tmp_path: Path) -> None:
     with on_gpus(varies=True) as gpus, launched(), warnings.catch_warnings():
         warnings.simplefilter("error")
         run = trained()
@@ -83,7 +84,7 @@ def test_deterministic_kernels_keep_copies_equal(deterministic: None, tmp_path: 
 
 
 @pytest.mark.parametrize("name", ["tp2_pp2", "dp2"])
-def test_on_the_cpu_they_are_equal(name: str) -> None:
+def test_cpu_training_keeps_replicas_equal(name: str) -> None:
     run = Run.of(name, make=sgd)
     with pytest.raises(dt.PlanningError, match="no rank holds a value"):
         dt.check_replicas(run.model)
@@ -92,7 +93,7 @@ def test_on_the_cpu_they_are_equal(name: str) -> None:
         assert dt.check_replicas(run.model, run.optimizer) > 10
 
 
-def test_a_copy_that_was_changed_on_a_cpu_is_found() -> None:
+def test_check_replicas_finds_changed_copy_with_ranks_and_elements() -> None:
     run = Run.of("tp2", make=sgd)
     with dt.launch(run.mesh) as _:
         float(run.step(*batches(1)[0]))
@@ -114,7 +115,7 @@ def test_a_copy_that_was_changed_on_a_cpu_is_found() -> None:
     "dtype",
     [torch.bool, torch.uint8, torch.bfloat16, torch.float32, torch.int64, torch.complex128],
 )
-def test_a_digest_sees_each_bit_and_each_place(dtype: torch.dtype) -> None:
+def test_digest_depends_on_each_bit_and_position(dtype: torch.dtype) -> None:
     x = torch.arange(24).remainder(2 if dtype == torch.bool else 24).to(dtype).reshape(4, 6)
     before = digests(x, x.T, x[:0])[0]
     assert before.shape == (3, 2) and before[2].tolist() == [0, 0]
@@ -127,7 +128,7 @@ def test_a_digest_sees_each_bit_and_each_place(dtype: torch.dtype) -> None:
             assert digests(other)[0].tolist() != before[:1].tolist()
 
 
-def test_a_digest_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_digest_computed_in_parts_equals_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     from dtensor.runtime.transfer import digests as module
 
     x = torch.randn(1000)

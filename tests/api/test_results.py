@@ -1,4 +1,5 @@
-"""Results of `dt.compile` come back with their run, feed the next one, and are dropped by it."""
+"""Results of `dt.compile` return with the response of their run, can be arguments of the next run,
+and are dropped by it."""
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ def stored(x: dt.DTensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("backend", BACKENDS, indirect=True)
-def test_messages_of_a_loop(backend: str) -> None:
-    """One to each actor and call, whatever is read and dropped."""
+def test_loop_of_compiled_calls_sends_one_message_per_actor_and_call(backend: str) -> None:
+    """Reads and drops of results need no further messages."""
     step = dt.compile(lambda x: (x * 2, x.sum()), TP2)
     with dt.launch(TP2, backend=backend) as session:  # type: ignore[arg-type]
         x = dt.distribute(torch.ones(4), TP2)
@@ -56,8 +57,10 @@ def test_messages_of_a_loop(backend: str) -> None:
 
 @pytest.mark.parametrize("mesh", [TP2, TP3], ids=str)
 @pytest.mark.parametrize("placed", [dt.Replicate(), dt.Row(), dt.Column(), dt.Partial()], ids=str)
-def test_the_same_bits(mesh: dt.Mesh, placed: dt.Placement) -> None:
-    """As the ranks have them: 7 x 5, which 2 and 3 ranks hold unevenly; a sum is still pending."""
+def test_returned_shards_are_bitwise_equal_to_those_on_ranks(
+    mesh: dt.Mesh, placed: dt.Placement
+) -> None:
+    """7 x 5 is uneven over 2 and over 3 ranks; a sum is still partial."""
     x, w = torch.randn(7, 6), torch.randn(6, 5)
     f = dt.compile(lambda x, w: x @ w, mesh, out=dict(tp=placed))
     with dt.launch(mesh) as session:
@@ -70,8 +73,8 @@ def test_the_same_bits(mesh: dt.Mesh, placed: dt.Placement) -> None:
         torch.testing.assert_close(whole, x @ w)
 
 
-def test_how_much_comes_back() -> None:
-    """Results whose shards are so small together, in order; the others when they are read."""
+def test_small_results_return_with_run_and_large_ones_when_read() -> None:
+    """Results return in order while their shards together are at most `RETURNED_BYTES`."""
     count = RETURNED_BYTES // 4
     f = dt.compile(lambda x: (x * 2, x + 1, x[: count // 2] * 3), TP2, out=dict(tp=dt.Row()))
     with dt.launch(TP2) as session:
@@ -84,7 +87,7 @@ def test_how_much_comes_back() -> None:
         assert session.cluster.calls == before + TP2.size
 
 
-def test_what_is_read_is_a_copy() -> None:
+def test_full_tensor_and_local_tensors_return_copies() -> None:
     f = dt.compile(lambda x: x + 1, TP2)
     with dt.launch(TP2):
         y = f(dt.distribute(torch.zeros(3), TP2))
@@ -94,7 +97,7 @@ def test_what_is_read_is_a_copy() -> None:
         assert f(y).tolist() == [2.0] * 3
 
 
-def test_a_view_and_a_write_are_read_anew() -> None:
+def test_view_of_result_and_result_after_write_are_read_again() -> None:
     f = dt.compile(lambda x: x + 1, TP2)
     with dt.launch(TP2):
         y = f(dt.distribute(torch.zeros(3), TP2))
@@ -105,7 +108,7 @@ def test_a_view_and_a_write_are_read_anew() -> None:
         assert y.tolist() == [7.0, 5.0, 5.0]
 
 
-def test_what_came_back_is_dropped_with_the_tensor() -> None:
+def test_deleted_result_is_dropped_on_controller_and_ranks() -> None:
     f = dt.compile(lambda x: x + 1, TP2)
     with dt.launch(TP2) as session:
         x = dt.distribute(torch.zeros(3), TP2)
@@ -122,8 +125,8 @@ def test_what_came_back_is_dropped_with_the_tensor() -> None:
         assert not [held for _, held in table if held == name]
 
 
-def test_on_a_part_of_a_launch() -> None:
-    """A mesh that a transfer has put on ranks of the launch: its garbage is dropped there too."""
+def test_results_on_mesh_made_by_transfer_are_dropped_without_messages() -> None:
+    """The mesh is not one of the launch; a transfer placed it on ranks of the launch."""
     source, target = dt.Mesh(tp=2), dt.Mesh(cp=2)
     f = dt.compile(lambda x: x + 1, target)
     with dt.launch(source) as session:
@@ -168,7 +171,7 @@ def decode(backend: Any, ahead: int, num: int = 12) -> tuple[list[int], list[flo
 
 
 @pytest.mark.parametrize("backend", BACKENDS, indirect=True)
-def test_tokens_read_late_are_the_same(backend: str) -> None:
+def test_tokens_read_late_equal_tokens_read_at_once(backend: str) -> None:
     tokens, state = decode("inprocess", 0)
     assert len(set(tokens)) > 3
     for ahead in (0, 1, 4):
@@ -177,8 +180,8 @@ def test_tokens_read_late_are_the_same(backend: str) -> None:
 
 @pytest.mark.ray
 @pytest.mark.parametrize("ahead", [0, 1, 4])
-def test_a_call_that_fails_in_between(ray_session: None, ahead: int) -> None:
-    """What was made of its results fails with its cause, and what was not goes on."""
+def test_failed_call_fails_only_calls_that_use_its_results(ray_session: None, ahead: int) -> None:
+    """Dependent calls raise the cause; other calls run."""
     f = dt.compile(embed, TP2)
     with dt.launch(TP2, backend="ray"):
         table = dt.distribute(torch.linspace(-1, 1, 80).reshape(10, 8), TP2)
@@ -248,7 +251,7 @@ def transfers(plan: dt.Plan) -> list[tuple[str, int, int]]:
     [("inprocess", PP2TP2), pytest.param("ray", PP2, marks=pytest.mark.ray)],
     indirect=["backend"],
 )
-def test_what_the_last_stage_chose_feeds_the_first(backend: str, mesh: dt.Mesh) -> None:
+def test_result_on_last_stage_is_argument_on_first_stage(backend: str, mesh: dt.Mesh) -> None:
     plain, model = decoder(mesh)
     f = dt.compile(lambda model, *given: model(*given), mesh)
     token, state = torch.tensor([3]), torch.zeros(1, 8)
@@ -272,7 +275,7 @@ def test_what_the_last_stage_chose_feeds_the_first(backend: str, mesh: dt.Mesh) 
         assert transfers(f.plan(model, *made))[0] == (f.plan(model, *made).inputs[-2].name, 1, 0)
 
 
-def test_a_plan_prints_where_an_argument_goes() -> None:
+def test_plan_prints_transfer_of_argument_between_stages() -> None:
     _, model = decoder(PP2TP2)
     f = dt.compile(lambda model, token, state: model(token, state), PP2TP2)
     token, state = (dt.spec(f"{text} on pp=1", PP2TP2) for text in ("i64[1]", "f32[1,8@tp]"))
@@ -285,7 +288,7 @@ def test_a_plan_prints_where_an_argument_goes() -> None:
     assert transfers(whole) == [("relu", 0, 1)]
 
 
-def test_without_a_model_it_is_read_where_it_lies() -> None:
+def test_function_without_model_runs_on_stage_of_its_argument() -> None:
     _, model = decoder(PP2TP2)
     f = dt.compile(lambda model, *given: model(*given), PP2TP2)
     total = dt.compile(lambda x: (x * 2).sum(), PP2TP2)
@@ -316,13 +319,15 @@ def test_without_a_model_it_is_read_where_it_lies() -> None:
         (("f32[4] on pp=1,tp=0", "f32[4]"), "x is .* which is no stage of the program's"),
     ],
 )
-def test_a_part_that_is_no_stage(specs: tuple[str, ...], message: str) -> None:
+def test_argument_on_stage_outside_the_program_is_refused(
+    specs: tuple[str, ...], message: str
+) -> None:
     add = dt.compile(lambda x, y: x + y, PP2TP2)
     with pytest.raises(dt.PlanningError, match=message):
         add.plan(*(dt.spec(text, PP2TP2) for text in specs))
 
 
-def test_a_part_and_a_model_without_stages() -> None:
+def test_argument_on_one_stage_is_refused_for_model_without_stages() -> None:
     model = dt.parallelize(nn.Linear(4, 4), PP2TP2, {})
     f = dt.compile(lambda model, x: model(x), PP2TP2)
     with pytest.raises(
@@ -331,7 +336,7 @@ def test_a_part_and_a_model_without_stages() -> None:
         f.plan(model, dt.spec("f32[2,4] on pp=1", PP2TP2))
 
 
-def test_a_result_is_not_placed_on_the_axis_of_stages() -> None:
+def test_out_placement_on_axis_of_stages_is_refused() -> None:
     f = dt.compile(lambda x: x + 1, PP2TP2, out=dict(pp=dt.Row()))
     with pytest.raises(dt.PlanningError, match='out= places result 0 on the axis "pp", which hol'):
         f.plan(dt.spec("f32[4] on pp=1", PP2TP2))

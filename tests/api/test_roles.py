@@ -1,4 +1,5 @@
-"""`ColumnParallel` and `RowParallel` of modules: what they resolve to, and what is refused."""
+"""The module roles `ColumnParallel` and `RowParallel`: which placements they resolve to, and what
+is refused."""
 
 from __future__ import annotations
 
@@ -31,11 +32,11 @@ def specs(
     return {i.label: str(i.spec) for i in plan.inputs if i.kind == "parameter"}
 
 
-def test_they_are_the_placements_of_weights_and_biases() -> None:
+def test_roles_give_same_specs_as_megatron_placements() -> None:
     assert specs(GPT(), ROLES, batch(), loss_fn) == specs(GPT(), MEGATRON, batch(), loss_fn)
 
 
-def test_a_column_split_takes_the_bias_along_and_a_row_split_does_not() -> None:
+def test_column_parallel_splits_bias_and_row_parallel_replicates_it() -> None:
     x = (torch.zeros(8, 16),)
     found = specs(MLP(), {"up": dict(tp=dt.ColumnParallel())}, x)
     assert (found["up.weight"], found["up.bias"]) == ("f32[64@tp,16]", "f32[64@tp]")
@@ -91,7 +92,7 @@ class Adapted(nn.Module):
     ],
     ids=["column", "row"],
 )
-def test_the_product_says_which_dim_is_meant(role: Any, expected: list[str]) -> None:
+def test_role_splits_dim_by_use_of_weight_in_product(role: Any, expected: list[str]) -> None:
     found: list[str] = []
     ids = (torch.zeros(4, 5, dtype=torch.long),)
     for module in ("table", "conv", "turned", "adapted"):
@@ -100,14 +101,14 @@ def test_the_product_says_which_dim_is_meant(role: Any, expected: list[str]) -> 
     assert found == expected
 
 
-def test_a_tied_weight_is_what_the_named_module_makes_of_it() -> None:
-    """The embedding's rows are the head's outputs."""
+def test_role_of_tied_weight_follows_use_in_named_module() -> None:
+    """The rows of the embedding are the output dim of the head."""
     rows = specs(GPT(), {"embed": dict(tp=dt.RowParallel())}, batch(), loss_fn)
     columns = specs(GPT(), {"head": dict(tp=dt.ColumnParallel())}, batch(), loss_fn)
     assert rows["embed.weight"] == columns["embed.weight"] == "f32[32@tp,16]"
 
 
-def test_one_axis_may_be_stated_plainly_beside_a_role() -> None:
+def test_role_on_one_axis_combines_with_placement_on_another() -> None:
     pins = {"up": dict(tp=dt.ColumnParallel(), dp=dt.Replicate())}
     found = specs(MLP(), pins, (torch.zeros(8, 16),), dp=2, tp=2)
     assert found["up.weight"] == "f32[64@tp,16]"
@@ -139,13 +140,13 @@ def test_one_axis_may_be_stated_plainly_beside_a_role() -> None:
         ({"*.up": dict(tp=dt.RowParallel(), dp=3)}, '"*.up" names the axis "dp"'),
     ],
 )  # fmt: skip
-def test_refusals(pins: Any, message: str) -> None:
+def test_invalid_roles_are_refused(pins: Any, message: str) -> None:
     with pytest.raises(dt.PlanningError) as error:
         specs(GPT(), pins, batch(), loss_fn)
     assert message in str(error.value)
 
 
-def test_a_weight_that_feeds_no_product() -> None:
+def test_role_of_module_whose_weight_feeds_no_product_is_refused() -> None:
     class Scale(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -159,7 +160,7 @@ def test_a_weight_that_feeds_no_product() -> None:
         specs(model, {"0": dict(tp=dt.ColumnParallel())}, (torch.zeros(2, 4, 4),))
 
 
-def test_inputs_have_no_roles() -> None:
+def test_role_as_input_placement_is_refused() -> None:
     run = Run.of("tp2")
     step = dt.train_step(
         run.model, loss_fn, run.optimizer, inputs=dict(tp=dt.RowParallel())  # type: ignore[dict-item]

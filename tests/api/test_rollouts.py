@@ -1,5 +1,5 @@
-"""Rollouts: the numbers of a loop without them, no staler than stated, and mistakes; and the ledger
-of batches: the bound on staleness, who is in which, and that none starves."""
+"""Rollouts give the numbers of a plain loop and are never staler than stated; mistakes are refused.
+The `Ledger` of batches bounds staleness, assigns requests to batches and starves no request."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ OPTIONS: dict[str, Any] = dict(max_new_tokens=NEW, length=LENGTH, seed=7)
 
 
 @pytest.mark.slow
-def test_without_staleness_it_is_the_loop_that_does_one_after_the_other() -> None:
+def test_rollouts_without_staleness_equal_sequential_loop() -> None:
     steps, batch, samples = 4, 4, 2
     policy, actor, step = make()
     seen: list[dt.Rollouts] = []
@@ -140,7 +140,7 @@ def test_without_staleness_it_is_the_loop_that_does_one_after_the_other() -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("staleness", [1, 2])
-def test_scores_that_come_late_make_texts_stale_and_never_more_than_stated(staleness: int) -> None:
+def test_late_scores_never_exceed_stated_staleness(staleness: int) -> None:
     policy, actor, step = make()
     rng, worst, num = random.Random(1), 0, 0
     with dt.launch(TRAIN, PLAY):
@@ -169,7 +169,7 @@ def test_scores_that_come_late_make_texts_stale_and_never_more_than_stated(stale
 
 
 @pytest.mark.slow
-def test_prompts_that_end_and_a_generator_of_ones_own() -> None:
+def test_rollouts_accept_finite_prompts_and_users_generator() -> None:
     policy, actor, _ = make()
     with dt.launch(TRAIN, PLAY):
         dt.sync(policy, actor)
@@ -192,7 +192,7 @@ def test_prompts_that_end_and_a_generator_of_ones_own() -> None:
             next(dt.rollouts(gen, given, lambda *_: "good", batch_size=1, max_new_tokens=NEW))
 
 
-def test_mistakes() -> None:
+def test_rollouts_mistakes_raise_planning_error() -> None:
     policy, actor, _ = make()
     with pytest.raises(dt.PlanningError, match="samples=3"):
         dt.rollouts(actor, prompts(), score, batch_size=4, samples=3, **OPTIONS)
@@ -208,7 +208,7 @@ def test_mistakes() -> None:
 
 
 @pytest.mark.ray
-def test_on_ray_the_judge_scores_while_others_train_and_generate() -> None:
+def test_rollouts_on_ray_score_with_actor_while_training() -> None:
     policy, actor, step = make()
     with dt.launch(TRAIN, PLAY, backend="ray"):
         judge = daft.spawn(Judge)
@@ -227,7 +227,7 @@ def test_on_ray_the_judge_scores_while_others_train_and_generate() -> None:
 # -- the ledger -----------------------------------------------------------------------------------
 
 
-def test_without_staleness_batches_come_in_order_of_submission() -> None:
+def test_ledger_without_staleness_returns_batches_in_submission_order() -> None:
     ledger = Ledger(batch_size=3, staleness=0)
     numbers = [ledger.submit(0) for _ in range(ledger.room(0))]
     assert numbers == [0, 1, 2] and not ledger.room(0)
@@ -240,7 +240,7 @@ def test_without_staleness_batches_come_in_order_of_submission() -> None:
     assert not ledger.needs_sync(1) and ledger.room(1) == 3
 
 
-def test_stale_ones_come_first_and_then_those_that_are_done_first() -> None:
+def test_ledger_takes_stalest_requests_first_then_first_completed() -> None:
     ledger = Ledger(batch_size=2, staleness=1)
     assert [ledger.submit(0) for _ in range(ledger.room(0))] == [0, 1, 2, 3]
     ledger.complete(3)
@@ -255,12 +255,12 @@ def test_stale_ones_come_first_and_then_those_that_are_done_first() -> None:
     assert ledger.take() == (0, 2)
 
 
-def test_syncs_without_a_batch_between_them_count_once() -> None:
+def test_ledger_counts_syncs_without_batch_between_them_once() -> None:
     ledger = Ledger(batch_size=2, staleness=0)
     assert ledger.room(5) == 2
 
 
-def test_the_last_batch_of_a_source_that_has_ended() -> None:
+def test_ledger_returns_short_last_batch_when_source_ends() -> None:
     ledger = Ledger(batch_size=4, staleness=0)
     for _ in range(3):
         ledger.complete(ledger.submit(0))
@@ -272,10 +272,10 @@ def test_the_last_batch_of_a_source_that_has_ended() -> None:
 @given(
     st.integers(1, 4), st.integers(0, 3), st.integers(1, 6), st.integers(0, 2**32), st.booleans()
 )
-def test_the_bound_holds_and_none_starves(
+def test_ledger_keeps_staleness_bound_and_starves_no_request(
     size: int, staleness: int, slots: int, seed: int, lags: bool
 ) -> None:
-    """1,000 requests are completed in random order, at most `slots` of them under way at once."""
+    """1,000 requests complete in random order, with at most `slots` of them running at once."""
     rng = random.Random(seed)
     ledger = Ledger(size, staleness)
     synced, running, waiting, done = 0, list[int](), list[int](), 0

@@ -1,7 +1,7 @@
-"""What is computed row by row: over a split batch without a collective of its activations, in
-microbatches, and as plain torch has it.
+"""Row-by-row computations match plain torch over a split batch and in microbatches, without a
+collective on activations.
 
-Rows are uneven over 3 ranks and in 2 microbatches. Not here: rules one by one (tests/certify).
+Rows are uneven over 3 ranks and in 2 microbatches. Single rules are tested in tests/certify.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def trained(
 @pytest.mark.parametrize(
     "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
 )
-def test_as_torch(name: str) -> None:
+def test_row_by_row_models_match_torch_with_only_gradient_all_reduces(name: str) -> None:
     make, draw = CASES[name]
     torch.manual_seed(0)
     model, batch = make(), draw()

@@ -1,4 +1,5 @@
-"""`dt.rule`: a user's op, stated in one line, certified, and run over a mesh with its gradient."""
+"""`dt.rule`: a rule for a user's op is stated in one line, certified, and used over a mesh with its
+gradient."""
 
 from __future__ import annotations
 
@@ -76,7 +77,7 @@ def _values() -> tuple[Tensor, Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("registry")
-def test_a_custom_op_from_its_line_to_its_gradient() -> None:
+def test_custom_op_rule_is_certified_and_gives_right_gradients() -> None:
     x, weight = _values()
     stated = dt.rule(GATE, "b t d, d -> b t d")
     first = dt.testing.certify(GATE, x, weight)
@@ -118,7 +119,7 @@ def test_a_custom_op_from_its_line_to_its_gradient() -> None:
         ("b t d, b t d, d -> b t d, d", (1,)),
     ],
 )
-def test_wrong_rules_are_found(pattern: str, linear: Any) -> None:
+def test_certify_finds_wrong_rules(pattern: str, linear: Any) -> None:
     x, weight = _values()
     found = dt.testing.certify(dt.rule(GATE_BACKWARD, pattern, linear=linear), x, x, weight)
     assert found.wrong
@@ -126,7 +127,7 @@ def test_wrong_rules_are_found(pattern: str, linear: Any) -> None:
 
 
 @pytest.mark.usefixtures("registry")
-def test_a_missing_contraction_is_found() -> None:
+def test_certify_finds_wrong_reduction_of_contraction() -> None:
     x, weight = torch.randn(4, 6).double(), torch.randn(6, 5).double()
     right = dt.rule("test_rule_api::mix", "m k, k n -> m n", linear=("x", "weight"), flops="m k n")
     assert dt.testing.certify(right, x, weight).wrong == ()
@@ -136,7 +137,7 @@ def test_a_missing_contraction_is_found() -> None:
 
 
 @pytest.mark.usefixtures("registry")
-def test_stating_it_again() -> None:
+def test_restating_equal_rule_is_accepted_and_other_rule_is_refused() -> None:
     one = dt.rule(GATE, "b t d, d, d -> b t d")
     assert dt.rule(torch.ops.test_rule_api.gate.default, "b t d, d, d -> b t d") == one
     assert one.ops == ("test_rule_api.gate.default",)
@@ -147,8 +148,8 @@ def test_stating_it_again() -> None:
 
 
 @pytest.mark.usefixtures("registry")
-def test_operands_by_name_in_calls_that_leave_some_out() -> None:
-    """An optional tensor, absent; two of a group, one of them a number."""
+def test_linear_operands_by_name_work_if_calls_omit_some() -> None:
+    """An optional tensor is absent, or one operand of a linear group is a number."""
     x, weight = _values()
     dt.rule(GATE_BACKWARD, "b t d, b t d, d -> b t d, d", linear="grad")
     without = OpRule(
@@ -160,7 +161,7 @@ def test_operands_by_name_in_calls_that_leave_some_out() -> None:
 
 
 @pytest.mark.usefixtures("registry")
-def test_dtypes_that_the_op_does_not_take() -> None:
+def test_op_rule_with_same_dtypes_refuses_mixed_dtypes() -> None:
     dt.rule(GATE, "b t d, d -> b t d", dtypes="same")
     x, weight = _values()
     with pytest.raises(PlanningError, match="gate.default does not take bf16 and f64 together"):
@@ -224,15 +225,14 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_errors(name: str) -> None:
+def test_rule_errors_have_exact_text(name: str) -> None:
     state, text = ERRORS[name]
     with pytest.raises(PlanningError) as raised:
         state()
     assert str(raised.value) == text
 
 
-def test_the_fix_for_a_new_factor_is_accepted() -> None:
-    """The text of the fix is a pattern that passes the check which refused the other one."""
+def test_proposed_fix_for_new_factor_passes_its_own_check() -> None:
     from dtensor.api.rule import _check
 
     op = torch.ops.test_rule_api.gate.default

@@ -1,5 +1,5 @@
-"""A save is over before its process is: whichever way that ends, the status is not 0 where weights
-are missing, and it is said which; who saves waits where nothing could go on beside it."""
+"""Saves and the end of a process: the process waits for its saves, its exit status is nonzero if
+weights are missing, and it names the failed save. A save blocks if no step could run meanwhile."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.sample(*SOME)
 @pytest.mark.parametrize("case", ENDS)
-def test_no_end_of_a_process_hides_a_save_that_failed(case: str, folder: Path) -> None:
+def test_no_kind_of_process_exit_hides_failed_save(case: str, folder: Path) -> None:
     some = case in SOME
     cases = SOME if some else tuple(case for case in ENDS if case not in SOME)
     check(case, ENDS[case], ended(folder / ("some" if some else "others"), cases)[case])
@@ -122,7 +122,7 @@ def check(case: str, status: int, told: dict[str, Any]) -> None:
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_no_end_of_a_process_hides_a_save_of_actors_that_failed(folder: Path) -> None:
+def test_no_kind_of_process_exit_hides_failed_save_of_ray_actors(folder: Path) -> None:
     cases = {
         "on Ray, never left": STATUS,
         "on Ray, never left, sys.exit(3)": 3,
@@ -164,7 +164,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("format", ["hf", "dcp"])
-def test_it_waits_but_where_steps_can_go_on(
+def test_save_blocks_unless_steps_can_run_meanwhile(
     format: str, inside: bool, held: Any, tmp_path: Path
 ) -> None:
     own = model()
@@ -205,7 +205,7 @@ def test_it_waits_but_where_steps_can_go_on(
     assert os.listdir(tmp_path) == ["1"]
 
 
-def test_a_tokenizer_beside_the_weights_and_weights_beside_a_tokenizer(tmp_path: Path) -> None:
+def test_hugging_face_save_keeps_tokenizer_and_refuses_foreign_weights(tmp_path: Path) -> None:
     own, out = model(), tmp_path / "out"
 
     def weights() -> torch.Tensor:
@@ -228,7 +228,9 @@ def test_a_tokenizer_beside_the_weights_and_weights_beside_a_tokenizer(tmp_path:
     assert sorted(os.listdir(out)) == before
 
 
-def test_a_save_into_a_folder_that_fails_leaves_what_was_there(held: Any, tmp_path: Path) -> None:
+def test_failed_hugging_face_save_keeps_earlier_contents_of_folder(
+    held: Any, tmp_path: Path
+) -> None:
     own = dt.parallelize(nn.Linear(2, 2), dt.Mesh(tp=2))
     held.set()
     dt.save(tmp_path / "out", own, format="hf", step=1)
@@ -239,7 +241,7 @@ def test_a_save_into_a_folder_that_fails_leaves_what_was_there(held: Any, tmp_pa
     assert dt.load(tmp_path / "out", own).step == 1
 
 
-def test_from_pretrained_may_stand_on_the_next_line(tmp_path: Path) -> None:
+def test_from_pretrained_reads_model_right_after_save(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason=missing("transformers"))
     sizes = dict(vocab_size=37, hidden_size=16, intermediate_size=22, num_hidden_layers=1)
     heads = dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32)

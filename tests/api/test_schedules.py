@@ -1,5 +1,5 @@
-"""Every schedule gives the same gradients: to the bit those of one rank that takes microbatches in
-order, and within rounding those of one full batch."""
+"""Every schedule gives the same gradients: bitwise equal to one rank that runs the microbatches in
+order, and within rounding of one full batch."""
 
 from __future__ import annotations
 
@@ -105,12 +105,14 @@ SCHEDULES: list[tuple[Callable[[int], dt.Schedule], int]] = [
 @pytest.mark.default("GPipe-1-2-4")
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (3, 6)])
 @pytest.mark.parametrize(("schedule", "v"), SCHEDULES)
-def test_gradients(schedule: Callable[[int], dt.Schedule], v: int, p: int, m: int) -> None:
+def test_gradients_of_schedule_match_one_rank_and_full_batch(
+    schedule: Callable[[int], dt.Schedule], v: int, p: int, m: int
+) -> None:
     check(schedule, v, p, m)
 
 
-def test_both_halves_compute() -> None:
-    """I: the chain of inputs' gradients; W: the products with activations."""
+def test_backward_splits_into_input_and_weight_gradient_actions() -> None:
+    """I contains the chain of input gradients, W the products with activations."""
     step = step_of(2, dt.Mesh(pp=2), dt.ZBH1(2))
     plan = step.plan(*data())
     actions = Actions(plan, dt.ZBH1(2).grid(2, 2))
@@ -124,8 +126,9 @@ def test_both_halves_compute() -> None:
     assert "aten.native_layer_norm_backward.default" in names["I"]
 
 
-def test_stages_lie_where_the_schedule_has_them() -> None:
-    """As a V, also for evaluation; and not elsewhere once they lie."""
+def test_stages_are_placed_on_ranks_by_schedule() -> None:
+    """ZBV places them as a V, for evaluation too. A later schedule with another placement is
+    refused."""
     mesh = dt.Mesh(pp=2)
     step = step_of(4, mesh, dt.ZBV(4))
     x, y = data()
@@ -139,8 +142,9 @@ def test_stages_lie_where_the_schedule_has_them() -> None:
         dt.train_step(step.model, loss_fn, step.optimizer, schedule=dt.Interleaved1F1B(4))
 
 
-def test_costs_of_stages_are_those_of_the_plan() -> None:
-    """All that a stage does is counted once; a search over them is never slower than 1F1B."""
+def test_stage_costs_equal_costs_of_plan() -> None:
+    """Each op of a stage is counted once. A schedule found by search with these costs is never
+    slower than 1F1B."""
     step = step_of(3, dt.Mesh(pp=3), dt.OneFOneB(4))
     plan = step.plan(*data())
     plan = replace(plan, topology=dt.Topology(launch_latency=0.0))

@@ -1,4 +1,5 @@
-"""`search`: what it prints is of plans, its text is a program, and what cannot be is said."""
+"""`dt.search`: its rows are real plans, its printed code is a working program, and its errors name
+what does not fit."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def gpt(**options: Any) -> nn.Module:
 
 
 @pytest.mark.slow
-def test_what_is_found_is_planned_and_pastes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_results_are_real_plans_and_their_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     captured: list[object] = []
     capture = bound_call.capture
 
@@ -75,7 +76,7 @@ def test_what_is_found_is_planned_and_pastes(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.slow
-def test_where_nothing_fits_the_nearest_is_said() -> None:
+def test_search_error_names_nearest_strategy_if_nothing_fits() -> None:
     with pytest.raises(dt.PlanningError, match="nothing fits") as error:
         dt.search(gpt(), loss_fn, 2, TOKENS, TOKENS, memory=1000)
     _, nearest, fix = str(error.value).splitlines()
@@ -86,7 +87,7 @@ def test_where_nothing_fits_the_nearest_is_said() -> None:
 
 
 @pytest.mark.slow
-def test_estimates_are_near_what_plans_say() -> None:
+def test_search_estimates_are_near_times_of_plans() -> None:
     step = CapturedStep.of(gpt(), loss_fn, (TOKENS, TOKENS), {}, torch.optim.AdamW)
     program = SearchedProgram.of(step, 8, dt.topologies.laptop())
     points = points_of(program.facts)
@@ -98,7 +99,7 @@ def test_estimates_are_near_what_plans_say() -> None:
 
 
 @pytest.mark.slow
-def test_generation_by_tokens_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_for_generation_ranks_by_tokens_per_second(monkeypatch: pytest.MonkeyPatch) -> None:
     captured: list[object] = []
     capture = bound_call.capture
     monkeypatch.setattr(
@@ -133,7 +134,7 @@ def test_generation_by_tokens_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     assert least >= fullest
 
 
-def test_layers_are_dealt_evenly() -> None:
+def test_search_divides_layers_evenly_among_stages() -> None:
     with torch.device("meta"):
         model = Writer(layers=3)
     assert stages_of(model, repeated_modules(model), 2) == [
@@ -142,7 +143,7 @@ def test_layers_are_dealt_evenly() -> None:
     ]
 
 
-def test_the_space() -> None:
+def test_search_space_contains_expected_points() -> None:
     facts = SpaceFacts(num_ranks=4, rows=8, layers=2, tp_sizes=(1, 2))
     points = points_of(facts)
     assert len(set(points)) == len(points)
@@ -155,7 +156,7 @@ def test_the_space() -> None:
     assert len(points) == 24 + 16 + 14 + 40
 
 
-def test_repeated_modules() -> None:
+def test_repeated_modules_finds_layers_of_model() -> None:
     assert repeated_modules(gpt()) == ("blocks.0", "blocks.1", "blocks.2", "blocks.3")
     layers = [nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.Linear(4, 2)]
     assert repeated_modules(nn.Sequential(*layers)) == ("0", "2")
@@ -183,7 +184,7 @@ def test_repeated_modules() -> None:
         ),
     ],
 )
-def test_what_is_no_search(options: dict[str, Any], said: str) -> None:
+def test_search_rejects_bad_arguments(options: dict[str, Any], said: str) -> None:
     given: dict[str, Any] = dict(model=nn.Linear(2, 2), loss_fn=loss_fn, num_ranks=2) | options
     with pytest.raises(dt.PlanningError, match=said.replace("(", ".")):
         dt.search(given.pop("model"), given.pop("loss_fn"), given.pop("num_ranks"), **given)
@@ -191,8 +192,9 @@ def test_what_is_no_search(options: dict[str, Any], said: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks, limit", [(4, 12e6), (3, None)])
-def test_nothing_of_the_space_is_better(num_ranks: int, limit: float | None) -> None:
-    """All points of a small model are planned; `python -m tests.api.search_brute` has five."""
+def test_search_finds_best_strategy_of_whole_space(num_ranks: int, limit: float | None) -> None:
+    """All points of a small model are planned; `python -m tests.api.search_brute` does so for five
+    models."""
     from tests.api.search_brute import NETWORKS, Case, judge, residual, square  # needs transformers
 
     x = torch.empty(12, 256, device="meta")

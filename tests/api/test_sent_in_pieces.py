@@ -1,4 +1,4 @@
-"""Values that go to the ranks in pieces: what the controller holds of them meanwhile."""
+"""Values sent to the ranks in pieces: how much of them the controller holds meanwhile."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def puts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
 
 
 @pytest.mark.parametrize("placement", [dt.Row(), dt.Column(), dt.Replicate(), dt.Row(blocks=2)])
-def test_pieces_are_waited_for_but_the_last(puts: Any, placement: Any) -> None:
+def test_values_are_sent_in_bounded_pieces_and_step_is_right(puts: Any, placement: Any) -> None:
     step = stepping(16, 5, tp=placement)
     plain = torch.nn.Sequential(*(torch.nn.Linear(16, 16, bias=False) for _ in range(5)))
     plain.load_state_dict(step.model.module.state_dict())
@@ -71,7 +71,7 @@ def test_pieces_are_waited_for_but_the_last(puts: Any, placement: Any) -> None:
         assert first == pytest.approx(float(loss_fn(plain, x)), rel=1e-5)
 
 
-def test_a_value_that_does_not_fit_stops_it_and_the_next_call_goes_on(puts: Any) -> None:
+def test_value_of_wrong_shape_fails_sending_and_next_call_works(puts: Any) -> None:
     step = stepping(16, 5, tp=dt.Row())
     x = torch.randn(3, 16)
     step.plan(x)
@@ -89,8 +89,10 @@ def test_a_value_that_does_not_fit_stops_it_and_the_next_call_goes_on(puts: Any)
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="asks Linux")
 @pytest.mark.parametrize("options", [{}, dict(snapshot_every=1)], ids=["plain", "kept"])
-def test_the_controller_holds_no_copy_of_what_it_sends(ray_session: None, options: Any) -> None:
-    """256 MiB, of which a fifth may be on its way."""
+def test_controller_memory_stays_bounded_while_sending_weights(
+    ray_session: None, options: Any
+) -> None:
+    """Of 256 MiB at most a fifth may be in flight."""
     step = stepping(2048, 16, tp=dt.Row())
     x = torch.randn(2, 2048)
     step.plan(x)

@@ -1,4 +1,4 @@
-"""Several meshes in one launch: their ranks, what each has of its own, and what they share."""
+"""Several meshes in one launch: their ranks, their separate state, and what they share."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def together(ranks: Any, **launch: Any) -> list[tuple[list[Tensor], dict[str, An
 # -- ranks -----------------------------------------------------------------------------------------
 
 
-def test_ranks_in_order_or_as_stated() -> None:
+def test_meshes_get_ranks_in_order_or_as_stated() -> None:
     third = dt.Mesh(k=3)
     assert ranks_of_meshes((TRAIN, PLAY), None) == {TRAIN: (0, 1), PLAY: (2, 3)}
     assert ranks_of_meshes((TRAIN, PLAY), {PLAY: (1, 0)}) == {TRAIN: (0, 1), PLAY: (1, 0)}
@@ -122,19 +122,19 @@ def test_ranks_in_order_or_as_stated() -> None:
         ((TRAIN, 3), None, "not a Mesh"),
     ],
 )
-def test_what_is_refused(meshes: Any, ranks: Any, words: str) -> None:
+def test_launch_rejects_invalid_meshes_and_ranks(meshes: Any, ranks: Any, words: str) -> None:
     with pytest.raises(dt.PlanningError, match=words), dt.launch(*meshes, ranks=ranks):
         pass
     assert launched() is None
 
 
-def test_backend_and_device_by_position() -> None:
+def test_launch_of_several_meshes_accepts_positional_backend_and_device() -> None:
     with dt.launch(TRAIN, PLAY, "inprocess", "cpu") as session:
         assert session.mesh == TRAIN and session.ranks == (0, 1)
         assert session_for(PLAY).ranks == (2, 3)
 
 
-def test_a_program_for_a_mesh_that_is_not_there() -> None:
+def test_program_for_mesh_outside_launch_error_lists_its_meshes() -> None:
     words = r"mesh\(x=3\).*has mesh\(dp=2\) on ranks 0, 1 and mesh\(tp=2, name=\"play\"\) on ranks"
     with dt.launch(TRAIN, PLAY), pytest.raises(dt.PlanningError, match=words):
         dt.distribute(torch.ones(3), dt.Mesh(x=3))
@@ -146,7 +146,7 @@ def test_a_program_for_a_mesh_that_is_not_there() -> None:
 @pytest.mark.default("compiled-apart")
 @pytest.mark.parametrize("ranks", [None, {PLAY: (1, 0)}], ids=["apart", "shared"])
 @pytest.mark.parametrize("mode", ["compiled", "interpreted"])
-def test_two_models_in_turns_are_as_in_launches_of_their_own(ranks: Any, mode: Any) -> None:
+def test_two_models_on_two_meshes_equal_separate_launches_bitwise(ranks: Any, mode: Any) -> None:
     both = together(ranks, mode=mode)
     for (found, state), (expected, own) in zip(
         both, (alone(TRAIN, 1), alone(PLAY, 2)), strict=True
@@ -157,11 +157,11 @@ def test_two_models_in_turns_are_as_in_launches_of_their_own(ranks: Any, mode: A
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_on_ray_too(ray_session: None) -> None:
+def test_two_meshes_on_ray_are_bitwise_equal_to_in_process(ray_session: None) -> None:
     assert_same_bits(together(None, backend="ray"), together(None))
 
 
-def test_what_takes_a_mesh_or_a_step_works_on_the_second() -> None:
+def test_trace_gradients_and_calibrate_work_on_second_mesh() -> None:
     side, other = Side(PLAY, 2), Side(TRAIN, 1)
     with dt.launch(TRAIN, PLAY):
         other.turn(0)
@@ -180,7 +180,7 @@ def test_what_takes_a_mesh_or_a_step_works_on_the_second() -> None:
         assert dt.calibrate(PLAY).latency.keys() == {"tp"}
 
 
-def test_values_go_from_one_to_the_other() -> None:
+def test_transfer_moves_values_between_meshes_and_mixing_meshes_is_refused() -> None:
     x = torch.randn(6, 4)
     with dt.launch(TRAIN, PLAY) as session:
         a = dt.distribute(x, TRAIN, dp=dt.Row())
@@ -203,14 +203,14 @@ def test_values_go_from_one_to_the_other() -> None:
             dt.compile(lambda t: t + 1, TRAIN)(b)
 
 
-def test_a_model_of_one_mesh_is_not_for_another() -> None:
+def test_model_of_one_mesh_is_refused_in_program_for_another() -> None:
     side = Side(PLAY, 2)
     words = r'parallelized on mesh\(tp=2, name="play"\), the program is for mesh\(dp=2\)'
     with dt.launch(TRAIN, PLAY), pytest.raises(dt.PlanningError, match=words):
         dt.compile(logits, TRAIN)(side.model, torch.randn(8, 6))
 
 
-def test_one_module_on_both_meshes_has_one_value() -> None:
+def test_module_parallelized_on_two_meshes_has_one_value() -> None:
     side = Side(TRAIN, 1)
     shown = dt.parallelize(side.module, PLAY, {"up.weight": dict(tp=dt.Row())})
     evaluate = dt.compile(lambda model, x: model.up(x), PLAY)
@@ -232,7 +232,7 @@ def look_up(table: Tensor, index: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("mode", ["compiled", "interpreted"])
-def test_a_failing_call_leaves_the_other_mesh_going(mode: Any) -> None:
+def test_failed_call_on_one_mesh_does_not_stop_other_mesh(mode: Any) -> None:
     dt.manual_seed(3)
     side = Side(TRAIN, 1)
     with dt.launch(TRAIN, PLAY, mode=mode):
@@ -248,7 +248,7 @@ def test_a_failing_call_leaves_the_other_mesh_going(mode: Any) -> None:
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_a_lost_rank_takes_all_meshes_along(ray_session: None) -> None:
+def test_lost_rank_ends_all_meshes_of_launch(ray_session: None) -> None:
     side = Side(TRAIN, 1)
     words = r'rank 3, rank 1 of mesh\(tp=2, name="play"\)'
     with pytest.raises(daft.ActorLost, match=words) as caught:  # noqa: SIM117
@@ -264,8 +264,8 @@ def test_a_lost_rank_takes_all_meshes_along(ray_session: None) -> None:
         side.module.up.weight.sum()
 
 
-def test_one_mesh_has_the_cluster_itself() -> None:
-    """Its errors name ranks by one number."""
+def test_launch_of_one_mesh_uses_cluster_directly() -> None:
+    """Errors therefore name ranks by one number."""
     for given in ((TRAIN,), (TRAIN, "inprocess")):
         with dt.launch(*given) as session:  # type: ignore[arg-type]
             assert session.cluster is session.launch.cluster

@@ -1,4 +1,5 @@
-"""What values show of themselves: a screen, a summary, a notebook's table, the hardware's name."""
+"""Text and notebook forms of values: one screen of text, a summary, an HTML table, the name of the
+hardware."""
 
 from __future__ import annotations
 
@@ -65,7 +66,7 @@ def assert_plain(html: str) -> None:
 # -- the words -------------------------------------------------------------------------------------
 
 
-def test_a_screen() -> None:
+def test_screen_truncates_long_lines_and_texts() -> None:
     assert screen("a\nb") == "a\nb"
     assert screen("x" * WIDTH) == "x" * WIDTH
     assert screen("x" * (WIDTH + 1)) == "x" * (WIDTH - 4) + " ..."
@@ -74,7 +75,7 @@ def test_a_screen() -> None:
     assert screen("") == ""
 
 
-def test_text_for_a_notebook_is_escaped() -> None:
+def test_html_text_and_table_escape_markup() -> None:
     assert html_text("<script>&") == "<pre>&lt;script&gt;&amp;</pre>"
     table = html_table([("<b>", [("a", "<i>"), ("wide",)]), ("none", [])])
     assert_plain(table)
@@ -82,7 +83,7 @@ def test_text_for_a_notebook_is_escaped() -> None:
     assert 'rowspan="2"' in table and 'colspan="2"' in table
 
 
-def test_parts_that_fold() -> None:
+def test_html_folded_makes_one_foldable_part_per_paragraph() -> None:
     shown = html_folded("forward   per rank\n  a = <b>\n\n\nend\n" + "line\n" * 1000)
     assert_plain(shown)
     assert shown.startswith("<details><summary>forward, 2 lines</summary><pre>forward   per rank")
@@ -94,7 +95,7 @@ def cells(html: str) -> list[list[str]]:
     return [re.findall(r">([^<]*)</t[hd]>", row) for row in html.split("</tr>")[:-1]]
 
 
-def test_a_mesh_and_a_spec() -> None:
+def test_mesh_and_spec_show_as_html_tables() -> None:
     mesh = dt.Mesh(pp=2, dp=1, tp=2)
     assert cells(mesh._repr_html_()) == [
         ["mesh(pp=2, dp=1, tp=2)", "tp=0", "tp=1"],
@@ -118,7 +119,7 @@ def test_a_mesh_and_a_spec() -> None:
 # -- plans and steps -------------------------------------------------------------------------------
 
 
-def test_a_summary() -> None:
+def test_plan_summary_text() -> None:
     plan = plan_model(
         GPT(layers=2), loss_fn, batch(), dt.Mesh(dp=2, tp=2), MEGATRON,
         inputs=dict(dp=dt.Row()), name="gpt",
@@ -150,8 +151,8 @@ STAGES = {"pp": [["embed*", "positions*", "blocks.0.*"], ["blocks.1.*", "norm.*"
 
 
 @pytest.mark.slow
-def test_the_longest_summary_fits() -> None:
-    """Everything at once: six axes, stages, ZeRO, recomputation, masters, clipping."""
+def test_longest_plan_summary_fits_on_screen() -> None:
+    """Six axes, stages, ZeRO, recomputation, masters and clipping together."""
     mesh = dt.Mesh(pp=2, dp=2, tp=2, a=1, b=1, c=1, d=1)
     gpt = GPT(layers=2).bfloat16()
     model = dt.parallelize(
@@ -168,8 +169,9 @@ def test_the_longest_summary_fits() -> None:
     assert_plain(plan._repr_html_())
 
 
-def test_rows_of_a_summary_add_up() -> None:
-    """What is sent: of a plan of one stage, each row is all of its axis, phase and kind."""
+def test_summary_rows_add_up_to_totals_of_plan() -> None:
+    """For a plan of one stage, the rows of what is sent count each collective once, by axis, phase
+    and kind."""
     plan = plan_model(
         GPT(layers=2), loss_fn, batch(), dt.Mesh(dp=2, tp=2), MEGATRON,
         inputs=dict(dp=dt.Row()), microbatches=2, clip_grad_norm=1.0,
@@ -182,14 +184,14 @@ def test_rows_of_a_summary_add_up() -> None:
     assert sum(float(n) * scale[unit] for n, unit in texts) == pytest.approx(seconds, rel=0.01)
 
 
-def test_a_plan_of_nothing() -> None:
+def test_summary_of_plan_without_steps_says_nothing_is_sent() -> None:
     plan = dt.compile(lambda x: x, MESH).plan(torch.empty(4))
     assert_fits(plan.summary())
     assert "sent          nothing" in plan.summary()
     assert_plain(plan._repr_html_())
 
 
-def test_what_a_step_and_its_parts_show() -> None:
+def test_repr_of_step_plan_and_parts_is_short() -> None:
     step = mlp_step()
     assert_expected_inline(
         repr(step),
@@ -214,7 +216,7 @@ def test_what_a_step_and_its_parts_show() -> None:
         assert len(repr(value)) < 300
 
 
-def test_a_compiled_function() -> None:
+def test_repr_of_compiled_function_counts_plans() -> None:
     f = dt.compile(lambda x: x.relu(), MESH)
     assert repr(f) == "<compiled lambda on mesh(tp=2), plans: 0>"
     f.plan(torch.empty(4))
@@ -222,8 +224,8 @@ def test_a_compiled_function() -> None:
     assert_plain(f._repr_html_())
 
 
-def test_a_repr_asks_nothing_of_the_plan() -> None:
-    """It is cheap: what a failing assertion or a log calls costs no pass over the steps."""
+def test_plan_repr_does_not_visit_steps() -> None:
+    """Failing assertions and logs call repr, so it must be cheap."""
     plan = mlp_step().plan(*data())
     broken = replace(plan, steps=(object(),) * 10**6)  # type: ignore[arg-type]
     assert repr(broken) == "<plan square_loss on mesh(tp=2), steps: 1,000,000>"
@@ -232,7 +234,7 @@ def test_a_repr_asks_nothing_of_the_plan() -> None:
 # -- tensors, traces, programs ---------------------------------------------------------------------
 
 
-def test_a_tensor_of_many_rows() -> None:
+def test_repr_of_large_dtensor_is_cut_to_screen() -> None:
     with dt.launch(MESH):
         x = dt.distribute(torch.arange(900.0).reshape(9, 10, 10), MESH, tp=dt.Row())
         assert_fits(repr(x))
@@ -243,7 +245,7 @@ def test_a_tensor_of_many_rows() -> None:
     assert "values lost with their launch" in repr(x)
 
 
-def test_a_trace_and_a_comparison() -> None:
+def test_trace_and_comparison_have_short_repr_and_html() -> None:
     step = mlp_step()
     predicted = dt.simulate(step, *data())
     with dt.launch(MESH):
@@ -264,7 +266,7 @@ def test_a_trace_and_a_comparison() -> None:
 # -- hardware --------------------------------------------------------------------------------------
 
 
-def test_hardware_by_name() -> None:
+def test_topologies_by_name_have_titles_and_bandwidths() -> None:
     both = dt.topologies.h100(nvlink=("tp",), infiniband=["dp"])
     assert both.title == "H100 SXM bf16, NVLink along tp, 400G InfiniBand along dp"
     assert both.bandwidth_of("tp") > 4 * both.bandwidth_of("dp")
@@ -274,7 +276,7 @@ def test_hardware_by_name() -> None:
     assert dt.topologies.a100().flops < dt.topologies.h100().flops
 
 
-def test_a_name_does_not_hide_what_was_changed() -> None:
+def test_topology_title_names_changed_fields() -> None:
     laptop = dt.topologies.laptop()
     assert replace(laptop, flops=1e9).title == "a laptop's two cores with flops as stated"
     assert replace(laptop, flops=1e9, name="mine").title == "mine with flops as stated"
@@ -286,7 +288,7 @@ def test_a_name_does_not_hide_what_was_changed() -> None:
     assert eval(repr(laptop), {"Topology": dt.Topology}).title == laptop.title
 
 
-def test_hardware_that_is_stated_wrongly() -> None:
+def test_invalid_topologies_are_refused() -> None:
     with pytest.raises(dt.PlanningError, match="nvlink is 'tp' \\(str\\), not a tuple of axes"):
         dt.topologies.h100(nvlink="tp")
     with pytest.raises(dt.PlanningError, match="axis 'tp' is stated twice"):
@@ -300,6 +302,6 @@ def test_hardware_that_is_stated_wrongly() -> None:
         step.plan(*data())
 
 
-def test_a_calibrated_topology_says_on_what() -> None:
+def test_calibrated_topology_title_names_mesh_and_device() -> None:
     here = dt.calibrate(dt.Mesh(tp=2))
     assert here.title == "calibrated on mesh(tp=2), cpu, each rank alone in this process"

@@ -1,5 +1,5 @@
-"""The simulator: closed forms of schedules, the plan's bytes, meshes that do not exist; and what
-`dt.trace` measures: a step, and the runs of several programs of a launch."""
+"""`dt.simulate` predicts bubbles of schedules, messages and memory, also for meshes that do not
+exist; `dt.trace` measures a step or the runs of several programs of a launch."""
 
 from __future__ import annotations
 
@@ -46,8 +46,10 @@ MESSAGES = dt.Topology(
         (dt.DualPipeV, 2, 2),
     ],
 )
-def test_a_schedules_bubble(schedule: Callable[[int], dt.Schedule], v: int, p: int) -> None:
-    """That of the grid with the costs that the actions of these stages have."""
+def test_simulated_bubble_equals_bubble_of_schedule_grid(
+    schedule: Callable[[int], dt.Schedule], v: int, p: int
+) -> None:
+    """The grid uses the costs of the stages' actions."""
     step = step_of(v * p, dt.Mesh(pp=p), schedule(6))
     trace = dt.simulate(step, *data(), topology=COMPUTE)
     lasts: dict[tuple[str, int], dict[str, float]] = {}
@@ -77,16 +79,17 @@ def test_a_schedules_bubble(schedule: Callable[[int], dt.Schedule], v: int, p: i
     assert trace.bubble == pytest.approx(found, rel=1e-3)
 
 
-def test_a_plans_bubble_is_the_simulations() -> None:
-    """Where messages between stages take no time, which overlap in a simulation alone."""
+def test_simulated_bubble_equals_bubble_of_plan() -> None:
+    """With messages that take no time, because only the simulation overlaps messages between
+    stages."""
     for schedule in (dt.GPipe(6), dt.OneFOneB(6), dt.ZBH1(6)):
         step = step_of(3, dt.Mesh(pp=3), schedule, topology=COMPUTE)
         plan = step.plan(*data())
         assert dt.simulate(step).bubble == pytest.approx(plan.cost.bubble, abs=5e-3)
 
 
-def test_a_wait_for_a_collective_is_no_bubble() -> None:
-    """A rank that waits for others of its stage is busy with the stage's action."""
+def test_simulated_wait_for_collective_is_not_bubble() -> None:
+    """A rank that waits for other ranks of its stage counts as busy with the action."""
     within = dt.Topology(latency={"pp": 0.0, "tp": 1e-3}, bandwidth=1e9, flops=1e30)
     module = Chain(2)
     pins = {"layers.*.1.weight": dict(tp=dt.Row())}
@@ -102,14 +105,14 @@ def test_a_wait_for_a_collective_is_no_bubble() -> None:
         assert trace.idle > 0.9 and (trace.bubble > 0.2) == (stages is not None)
 
 
-def test_the_last_batch_and_a_topology() -> None:
+def test_simulate_defaults_to_last_batch_and_accepts_topology() -> None:
     step = step_of(2, dt.Mesh(pp=2), dt.OneFOneB(2))
     expected = dt.simulate(step, *data(), topology=COMPUTE)
     assert dt.simulate(step, COMPUTE) == dt.simulate(step, *data(), COMPUTE) == expected
     assert dt.simulate(step) == dt.simulate(step, *data()) != expected
 
 
-def test_messages_are_those_of_the_plan() -> None:
+def test_simulated_message_time_is_that_of_plans_collectives() -> None:
     mesh = dt.Mesh(pp=2, dp=2)
     step = step_of(2, mesh, dt.OneFOneB(2), inputs=dict(dp=dt.Row()), clip_grad_norm=1.0)
     plan = step.plan(*data())
@@ -126,7 +129,7 @@ def test_messages_are_those_of_the_plan() -> None:
 
 
 @pytest.mark.slow
-def test_a_mesh_of_4096_ranks() -> None:
+def test_simulate_handles_mesh_of_4096_ranks() -> None:
     mesh = dt.Mesh(pp=16, dp=32, tp=8)
     module = Chain(16)
     model = dt.parallelize(
@@ -147,7 +150,7 @@ def test_a_mesh_of_4096_ranks() -> None:
     assert trace.peak_bytes[0] > trace.peak_bytes[-2]
 
 
-def test_a_trace_is_saved_printed_and_drawn(tmp_path: Path) -> None:
+def test_trace_is_saved_printed_and_drawn(tmp_path: Path) -> None:
     trace = dt.simulate(step_of(2, dt.Mesh(pp=2), dt.ZBH1(2)), *data())
     trace.save(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
@@ -163,8 +166,8 @@ def test_a_trace_is_saved_printed_and_drawn(tmp_path: Path) -> None:
     assert drawing.count("<rect") >= 12 and "W1 stage 0" in drawing
 
 
-def test_messages_that_overlap_are_saved_on_several_threads(tmp_path: Path) -> None:
-    """The viewers take what is on one thread to be nested."""
+def test_saved_trace_puts_overlapping_messages_on_separate_threads(tmp_path: Path) -> None:
+    """Trace viewers nest all events of one thread."""
     trace = made(num_ranks=2, num_spans=50)
     trace.save(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
@@ -279,7 +282,7 @@ def check_picture(trace: dt.Trace) -> str:
     return drawing
 
 
-def test_a_picture_of_a_pipeline() -> None:
+def test_pipeline_picture_labels_actions_and_phases() -> None:
     step = step_of(4, dt.Mesh(pp=2), dt.ZBV(4))
     drawing = check_picture(dt.simulate(step, *data(), topology=COMPUTE))
     for text in ("3F0", "0W3", "1I0"):
@@ -291,7 +294,7 @@ def test_a_picture_of_a_pipeline() -> None:
 
 
 @pytest.mark.slow
-def test_a_picture_of_very_many_spans() -> None:
+def test_picture_of_40000_spans_is_small_and_shows_long_spans() -> None:
     trace = made(num_ranks=16, num_spans=2500)
     drawing = check_picture(trace)
     assert len(drawing) < 1e6
@@ -310,7 +313,7 @@ def test_a_picture_of_very_many_spans() -> None:
     )
 
 
-def test_an_action_of_narrow_spans_has_a_title() -> None:
+def test_picture_gives_title_to_actions_with_too_narrow_spans() -> None:
     step = step_of(4, dt.Mesh(pp=2), dt.ZBV(120))
     topology = dt.Topology(flops=1e9, memory_bandwidth=1e9, launch_latency=0.0)
     trace = dt.simulate(step, *data(), topology=topology)
@@ -321,7 +324,7 @@ def test_an_action_of_narrow_spans_has_a_title() -> None:
     assert ", computes " in unseen[0] and "test_schedules.py:" in unseen[0]
 
 
-def test_a_picture_is_the_same_in_a_dark_notebook() -> None:
+def test_picture_has_white_background_and_dark_text() -> None:
     trace = made(num_ranks=1, num_spans=2)
     root = ElementTree.fromstring(trace._repr_svg_())
     ground = root[0].attrib
@@ -333,12 +336,12 @@ def test_a_picture_is_the_same_in_a_dark_notebook() -> None:
     assert not any("id" in e.attrib or "style" in e.attrib for e in root.iter())
 
 
-def test_a_picture_of_nothing() -> None:
+def test_empty_trace_can_be_drawn() -> None:
     nothing = dt.Trace(name="f", ranks=(0,), alike=1, spans=(), peak_bytes=(0,))
     assert "0.0%</text>" in nothing._repr_svg_() and "0 s a step" in nothing._repr_svg_()
 
 
-def test_what_cannot_be_simulated() -> None:
+def test_simulate_rejects_plain_function() -> None:
     with pytest.raises(dt.PlanningError, match="not function"):
         dt.simulate(loss_fn, torch.empty(2, 2))  # type: ignore[arg-type]
 
@@ -373,12 +376,12 @@ def check_measured(backend: Literal["inprocess", "ray"]) -> None:
     assert table[-1].startswith("step")
 
 
-def test_a_measured_trace_has_the_names_of_the_simulated_one() -> None:
+def test_measured_trace_has_names_of_simulated_trace() -> None:
     check_measured("inprocess")
 
 
 @pytest.mark.ray
-def test_a_measured_trace_on_ray(ray_session: None) -> None:
+def test_measured_trace_on_ray_has_names_of_simulated_trace(ray_session: None) -> None:
     check_measured("ray")
 
 
@@ -393,7 +396,7 @@ def square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x).square().mean()
 
 
-def test_runs_of_several_programs(tmp_path: Path) -> None:
+def test_timeline_shows_runs_of_several_programs_and_actors(tmp_path: Path) -> None:
     net, mesh, x = nn.Linear(8, 8), dt.Mesh(tp=2), torch.randn(4, 8)
     model = dt.parallelize(net, mesh, {"weight": dict(tp=dt.Column())})
     step = dt.train_step(model, square, torch.optim.SGD(net.parameters(), lr=0.1))
@@ -431,7 +434,7 @@ def test_runs_of_several_programs(tmp_path: Path) -> None:
     assert any(e["name"].startswith("double: ") and e["pid"] == 1 for e in events)
 
 
-def test_a_run_that_was_undone_is_left_out() -> None:
+def test_timeline_skips_undone_runs() -> None:
     mesh = dt.Mesh(tp=2)
     f = dt.compile(lambda table, i: table[i], mesh)
     table, good, bad = torch.randn(4, 2), torch.tensor([1]), torch.tensor([7])
@@ -442,7 +445,7 @@ def test_a_run_that_was_undone_is_left_out() -> None:
     assert recording.timeline().num_runs == {"lambda": 1}
 
 
-def test_mistakes_of_recordings() -> None:
+def test_trace_recording_mistakes_raise() -> None:
     with pytest.raises(dt.PlanningError, match="in a launch"):
         dt.trace().__enter__()
     with (

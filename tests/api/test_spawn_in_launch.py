@@ -1,4 +1,4 @@
-"""Actors of the user's own beside the ranks of a launch, and DTensors among their arguments."""
+"""The user's actors inside a launch, and DTensors as their arguments."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def nothing_is_left() -> Any:
 # -- where actors live -----------------------------------------------------------------------------
 
 
-def test_nothing_is_made_where_nobody_spawns() -> None:
+def test_actor_session_is_created_at_first_spawn() -> None:
     with dt.launch(TRAIN):
         (place,) = actors.sessions
         assert not isinstance(place, daft.Session)
@@ -72,7 +72,7 @@ def test_nothing_is_made_where_nobody_spawns() -> None:
         assert actors.sessions == [actors.info_of(reward).session]
 
 
-def test_the_innermost_launch_has_them() -> None:
+def test_spawned_actor_belongs_to_innermost_launch() -> None:
     with daft.launch() as outer:
         with dt.launch(TRAIN):
             assert actors.info_of(daft.spawn(Reward)).session is not outer
@@ -81,7 +81,7 @@ def test_the_innermost_launch_has_them() -> None:
         assert actors.info_of(daft.spawn(Reward)).session is inner
 
 
-def test_they_end_with_the_launch(backend: Any) -> None:
+def test_actors_end_with_launch(backend: Any) -> None:
     with dt.launch(TRAIN, backend=backend):
         found = daft.spawn(Reward, 1.0).score(torch.ones(2, 3))
         assert found.get().tolist() == [2.0, 2.0]
@@ -89,7 +89,7 @@ def test_they_end_with_the_launch(backend: Any) -> None:
         found.get()
 
 
-def test_a_failure_that_nobody_read_raises_at_the_end(backend: Any) -> None:
+def test_unread_actor_failure_raises_at_end_of_launch(backend: Any) -> None:
     linear = torch.nn.Linear(2, 2)
     model = dt.parallelize(linear, TRAIN, {})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -101,14 +101,14 @@ def test_a_failure_that_nobody_read_raises_at_the_end(backend: Any) -> None:
     assert not torch.equal(linear.weight, before)  # it came home
 
 
-def test_an_exception_waits_for_no_actor() -> None:
+def test_users_exception_leaves_launch_without_waiting_for_actor() -> None:
     with pytest.raises(KeyError), dt.launch(TRAIN):
         daft.spawn(Reward).fail()
         raise KeyError("mine")
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["at the end", "in the block"])
-def test_the_ranks_end_even_where_the_actors_cannot(
+def test_ranks_end_even_if_stopping_actors_fails(
     monkeypatch: pytest.MonkeyPatch, inside: bool
 ) -> None:
     def broken(session: object) -> None:
@@ -122,7 +122,7 @@ def test_the_ranks_end_even_where_the_actors_cannot(
     assert session.closed and launched() is None
 
 
-def test_threads_that_spawn_have_one_place() -> None:
+def test_threads_spawn_actors_in_one_session() -> None:
     with dt.launch(TRAIN):
         made: list[Any] = []
         threads = [
@@ -138,7 +138,7 @@ def test_threads_that_spawn_have_one_place() -> None:
 # -- DTensors --------------------------------------------------------------------------------------
 
 
-def test_a_dtensor_arrives_whole(backend: Any) -> None:
+def test_dtensor_argument_arrives_at_actor_as_full_tensor(backend: Any) -> None:
     x = torch.arange(12.0).reshape(4, 3)
     with dt.launch(TRAIN, PLAY, backend=backend), dt.implicit_redistribution("allow"):
         reward = daft.spawn(Reward)
@@ -163,7 +163,7 @@ def test_a_dtensor_arrives_whole(backend: Any) -> None:
         assert torch.equal(rewards.full_tensor(), 2 * x.sum(1))
 
 
-def test_history_stays_here() -> None:
+def test_dtensor_argument_arrives_without_autograd_history() -> None:
     with dt.launch(TRAIN):
         reward = daft.spawn(Reward)
         x = dt.distribute(torch.ones(2, 3), TRAIN).requires_grad_()
@@ -172,7 +172,7 @@ def test_history_stays_here() -> None:
         assert reward.score(torch.nn.Parameter(x.detach())).get().tolist() == [3.0, 3.0]
 
 
-def test_the_controller_gets_one_copy_of_each_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_controller_fetches_each_shard_of_argument_once(monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = dt.Mesh(dp=2, tp=2)
     asked: list[Any] = []
     with dt.launch(mesh) as session, dt.implicit_redistribution("allow"):
@@ -190,7 +190,7 @@ def test_the_controller_gets_one_copy_of_each_shard(monkeypatch: pytest.MonkeyPa
     assert asked == [(0,), (0, 1)]
 
 
-def test_what_was_not_replicated_is_told_once() -> None:
+def test_split_dtensor_argument_warns_once_or_is_refused_by_policy() -> None:
     with dt.launch(TRAIN), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         reward = daft.spawn(Reward)
@@ -212,14 +212,14 @@ def test_what_was_not_replicated_is_told_once() -> None:
         reward.score(split.redistribute(dp=dt.Replicate()))
 
 
-def test_a_value_of_a_launch_that_has_ended() -> None:
+def test_dtensor_of_ended_launch_is_refused_as_argument() -> None:
     with dt.launch(TRAIN):
         left = dt.distribute(torch.ones(2, 3), TRAIN)
     with dt.launch(TRAIN), pytest.raises(RuntimeError, match="has ended"):
         daft.spawn(Reward).score(left)
 
 
-def test_an_undone_value_is_its_failure() -> None:
+def test_failed_dtensor_argument_raises_its_failure() -> None:
     with dt.launch(TRAIN, PLAY):
         reward = daft.spawn(Reward)
         look_up = dt.compile(lambda table, i: table[i], PLAY)
@@ -228,7 +228,7 @@ def test_an_undone_value_is_its_failure() -> None:
         assert reward.score(torch.ones(1, 2)).get().tolist() == [2.0]
 
 
-def test_futures_are_no_values() -> None:
+def test_future_in_place_of_value_is_refused_with_get_fix() -> None:
     with dt.launch(TRAIN):
         future = daft.spawn(Reward).score(torch.ones(2, 3))
         several = daft.WorkerGroup(Reward, 2).score(torch.ones(2, 3))
@@ -244,10 +244,10 @@ def test_futures_are_no_values() -> None:
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_a_slow_actor_stops_no_rank(
+def test_slow_actor_does_not_stop_ranks(
     ray_session: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It waits for nobody and nobody for it, but whoever reads its result."""
+    """Only a read of the actor's result waits for the actor."""
     monkeypatch.setattr(
         "dtensor.daft.ray.diagnosis.failure_detector.SILENT_S", math.inf
     )  # all are alive
@@ -271,7 +271,7 @@ def test_a_slow_actor_stops_no_rank(
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_a_lost_actor_takes_nobody_along(ray_session: None) -> None:
+def test_lost_actor_does_not_affect_ranks_or_other_actors(ray_session: None) -> None:
     with dt.launch(TRAIN, PLAY, backend="ray"):
         lost, other = daft.spawn(Reward), daft.spawn(Reward)
         lost.die()

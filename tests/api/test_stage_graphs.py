@@ -1,6 +1,5 @@
-"""Stages of every kind: skip connections, an encoder and a decoder, branches, stages that are split
-in different ways, arguments and buffers that several stages use. Numbers are those of plain torch.
-"""
+"""Pipelines of all shapes match plain torch: skip connections, encoder and decoder, branches,
+stages with different placements, arguments and buffers used by several stages."""
 
 from __future__ import annotations
 
@@ -129,7 +128,7 @@ CODERS = [["embed*", "encoder.0*"], ["encoder.1*", "decoder.0*"], ["decoder.1*",
         (Branches, square, vectors, [["left*"], ["right*"], ["out*"]], 3, dt.GPipe(2)),
     ],
 )
-def test_gradients_are_plain_torchs(
+def test_pipeline_gradients_match_torch(
     make: Callable[[], nn.Module],
     loss: Callable[..., Any],
     data: Callable[[], tuple[Tensor, ...]],
@@ -141,8 +140,8 @@ def test_gradients_are_plain_torchs(
     check_step(Run.of(placed, module=make(), loss=loss, schedule=schedule), loss, data())
 
 
-def test_a_tied_head_runs_on_the_stage_of_its_own_name() -> None:
-    """Though the stage before, where its input is, holds the weight as well."""
+def test_tied_head_runs_on_stage_that_names_it() -> None:
+    """The earlier stage, which computes the head's input, holds the weight too."""
     stages = [["embed*", "positions*", "blocks.*", "norm*"], ["head*"]]
     run = Run.of(Placed(axes=dict(pp=2), stages={"pp": stages}), module=GPT(), clip=None)
     plan = run.step.plan(*batch(size=8))
@@ -200,13 +199,13 @@ SPLIT = {
 
 @pytest.mark.default("tp4, then dp4")
 @pytest.mark.parametrize("case", SPLIT)
-def test_stages_that_are_split_in_different_ways(case: str) -> None:
+def test_stages_with_different_placements_match_torch(case: str) -> None:
     check_step(Run.of(SPLIT[case], module=two_mlps(), loss=square_error), square_error, rows())
 
 
-def test_what_crosses_is_at_its_smallest() -> None:
-    """The first stage needs the whole batch's gradient on each rank: a half of it crosses, and is
-    gathered where it is needed."""
+def test_value_between_stages_is_sent_split_and_gathered_at_target() -> None:
+    """The first stage needs the whole batch's gradient on each rank: half of it is sent to each and
+    then gathered."""
     run = Run.of(SPLIT["tp4, then dp2 tp2"], module=two_mlps(), loss=square_error, clip=None)
     plan = run.step.plan(*rows())
     half_of_a_microbatch = 2 * 16 * 4  # rows, columns, bytes
@@ -218,8 +217,9 @@ def test_what_crosses_is_at_its_smallest() -> None:
     assert [(c.axis, c.phase, c.stage) for c in gathers] == [("dp", "backward", 0)]
 
 
-def test_with_zero_on_both() -> None:
-    """dp=2 x tp=2 beside tp=4, where the states of what dp does not split are split over it."""
+def test_zero_with_stages_of_different_placements_matches_torch() -> None:
+    """With tp=4 on one stage and dp=2 x tp=2 on the other; state that dp does not split yet is
+    split over dp."""
     where = SPLIT["tp4, then dp2 tp2"]
     data = [rows() for _ in range(3)]
     assert_trains_as_torch(
@@ -270,7 +270,7 @@ TERM_STAGES = [["first.*"], ["second.*"], ["head.*"]]
         (difference, dict(pp=3, dp=2), dt.OneFOneB, {"dp": 2}),
     ],
 )
-def test_a_term_over_parameters_of_several_stages(
+def test_loss_term_over_parameters_of_several_stages_matches_torch(
     term: Callable[[Any], Tensor],
     axes: dict[str, int],
     schedule: Callable[[int], dt.Schedule],
@@ -288,7 +288,7 @@ def test_a_term_over_parameters_of_several_stages(
     assert_trains_as_torch(placed, data, build=two_mlps, loss=loss, **options)
 
 
-def test_only_scalars_of_a_penalty_cross_stages_once_a_step() -> None:
+def test_weight_penalty_sends_only_scalars_between_stages_once_per_step() -> None:
     placed = Placed(axes=dict(pp=2), stages={"pp": [["first.*"], ["second.*", "head.*"]]})
     plans = [
         Run.of(placed, module=two_mlps(), loss=loss, clip=None).step.plan(*rows())
@@ -300,7 +300,7 @@ def test_only_scalars_of_a_penalty_cross_stages_once_a_step() -> None:
     assert [(s.stage, s.to_stage, s.once) for s in scalars] == [(0, 1, True)] * 4
 
 
-def test_the_gradient_of_a_difference_crosses_stages_once_a_step() -> None:
+def test_gradient_of_weight_difference_crosses_stages_once_per_step() -> None:
     placed = Placed(axes=dict(pp=2), stages={"pp": [["first.*"], ["second.*", "head.*"]]})
     run = Run.of(placed, module=two_mlps(), loss=after_term(difference), clip=None)
     weight = run.module.get_parameter("first.up.weight").shape
@@ -343,7 +343,7 @@ def weighted(
     return (each * mask.flatten()).sum() / mask.numel()
 
 
-def test_each_stage_is_fed_the_arguments_that_it_uses() -> None:
+def test_stage_receives_only_arguments_that_it_uses() -> None:
     placed = Placed(
         axes=dict(pp=3, dp=2),
         stages={"pp": [["embed*", "one*"], ["two*"], ["place*", "head*"]]},
@@ -385,7 +385,7 @@ class Remembers(nn.Module):
         return y
 
 
-def test_a_buffer_that_several_stages_read_is_written_on_each() -> None:
+def test_buffer_read_by_several_stages_is_written_on_each() -> None:
     plain, x = Remembers(), torch.randn(3, 4)
     mesh = dt.Mesh(pp=2)
     stages = {"pp": [["one*"], ["two*"]]}

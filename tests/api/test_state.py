@@ -1,4 +1,4 @@
-"""State goes out whole, in torch's own format, and comes in under any placement."""
+"""State is gathered in full, in torch's format, and can be loaded under any placement."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def scrambled(**options: Any) -> nn.Module:
         ("pp2", "tp2", "after a step", True),
     ],
 )
-def test_three_steps_here_and_three_there_are_six(
+def test_training_continues_under_other_placement_as_in_torch(
     first: str, second: str, when: str, tied: bool
 ) -> None:
     make = adamw if tied else sgd
@@ -78,7 +78,7 @@ def test_three_steps_here_and_three_there_are_six(
     assert set(final["optimizer"]["state"]) == set(optimizer.state_dict()["state"])
 
 
-def test_plain_torch_goes_on_from_it() -> None:
+def test_plain_torch_continues_from_gathered_state() -> None:
     run = Run.of("tp2_pp2")
     with dt.launch(run.mesh):
         losses = run.losses(DATA[:3])
@@ -92,7 +92,7 @@ def test_plain_torch_goes_on_from_it() -> None:
     assert_losses_close(losses, train_torch(plain, adamw(plain), DATA, clip=1.0))
 
 
-def test_it_goes_on_from_plain_torch() -> None:
+def test_training_continues_from_state_of_plain_torch() -> None:
     model = make_model()
     optimizer = adamw(model)
     losses = train_torch(model, optimizer, DATA[:3], clip=1.0)
@@ -106,7 +106,7 @@ def test_it_goes_on_from_plain_torch() -> None:
     assert_losses_close(losses, train_torch(plain, adamw(plain), DATA, clip=1.0))
 
 
-def test_tied_names_share_one_value() -> None:
+def test_tied_names_share_one_value_in_gathered_state() -> None:
     run = Run.of("pp2")
     with dt.launch(run.mesh):
         run.losses(DATA[:2])
@@ -122,8 +122,8 @@ def squares(model: nn.Module, x: Tensor) -> Tensor:
 
 @pytest.mark.default("2")
 @pytest.mark.parametrize("hidden", [7, 2])
-def test_uneven_and_empty_shards(hidden: int) -> None:
-    """7 over 3 ranks is 3, 3, 1; 2 over 3 ranks leaves one with nothing."""
+def test_state_of_uneven_and_empty_shards_is_gathered_and_loaded(hidden: int) -> None:
+    """7 over 3 ranks is 3, 3, 1; 2 over 3 ranks leaves one rank without elements."""
     where = Placed(
         axes=dict(tp=3), pins={"up.weight": dict(tp=dt.Row()), "down.weight": dict(tp=dt.Column())}
     )
@@ -151,7 +151,7 @@ def test_uneven_and_empty_shards(hidden: int) -> None:
 # -- when values move ------------------------------------------------------------------------------
 
 
-def test_what_is_changed_by_hand_is_seen_at_the_next_use() -> None:
+def test_weights_changed_by_user_are_used_by_next_call() -> None:
     run = Run.of("tp2")
     with dt.launch(run.mesh):
         with torch.no_grad():
@@ -166,7 +166,7 @@ def test_what_is_changed_by_hand_is_seen_at_the_next_use() -> None:
     assert_same_bits(third, second)
 
 
-def test_before_any_step_it_is_the_controllers_state() -> None:
+def test_gathered_state_before_any_step_is_copy_of_users_state() -> None:
     run = Run.of("tp2")
     train_torch(run.module, run.optimizer, DATA[:1])
     expected = copy.deepcopy(run.module.state_dict()), copy.deepcopy(run.optimizer.state_dict())
@@ -180,7 +180,7 @@ def test_before_any_step_it_is_the_controllers_state() -> None:
     assert_same_bits((state["model"], state["optimizer"]), expected)  # a copy
 
 
-def test_a_state_that_is_none() -> None:
+def test_load_state_dict_rejects_malformed_state() -> None:
     run = Run.of("tp2")
     with pytest.raises(dt.PlanningError, match="no entry 'model'"):
         dt.load_state_dict(run.model, run.optimizer, run.module.state_dict())
@@ -189,7 +189,7 @@ def test_a_state_that_is_none() -> None:
 
 
 @pytest.mark.slow
-def test_batches_of_other_sizes_share_the_state() -> None:
+def test_programs_for_other_batch_sizes_share_state() -> None:
     data = [batch(0), batch(1, size=2), batch(2), batch(3, size=2), batch(4, length=5)]
     run = Run.of("tp2_pp2")
     with dt.launch(run.mesh) as session:

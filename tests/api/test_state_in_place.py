@@ -1,4 +1,5 @@
-"""State that a program changes: written in its own storage, and never so that it could be seen."""
+"""State that a program changes is written in place when no one can observe a partial write, and is
+copied otherwise."""
 
 from __future__ import annotations
 
@@ -85,7 +86,7 @@ def latest(mesh: dt.Mesh) -> Program:
 @pytest.mark.default("slots-index_copy")
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("split", MESHES)
-def test_a_cache_is_written_where_it_lies(name: str, split: str) -> None:
+def test_kv_cache_is_written_in_place(name: str, split: str) -> None:
     (fn, args, how), (mesh, placed) = FORMS[name], MESHES[split]
     if (name, split) == ("prefill", "positions"):
         pytest.skip("a slice of a split dim is no part of what each rank holds")
@@ -110,7 +111,7 @@ def test_a_cache_is_written_where_it_lies(name: str, split: str) -> None:
 
 @pytest.mark.default("12")
 @pytest.mark.parametrize("seed", range(24))
-def test_random_programs_are_as_in_torch(seed: int) -> None:
+def test_random_buffer_programs_match_torch(seed: int) -> None:
     draw = random.Random(1000 + seed)
     statements = drawn(draw)
     f = program(statements)
@@ -132,7 +133,7 @@ def test_random_programs_are_as_in_torch(seed: int) -> None:
 @pytest.mark.default("False-m.{a}.index_copy_(2, i, {x}[:, :, :2])")
 @pytest.mark.parametrize("text", [w for w in WRITES if "m.n" not in w and "{b}" not in w])
 @pytest.mark.parametrize("reads", [False, True])
-def test_what_becomes_of_each_form(text: str, reads: bool) -> None:
+def test_each_form_of_buffer_write_is_in_place_copied_or_at_commit(text: str, reads: bool) -> None:
     statements = [text.format(a="a", x="x")] + ["out.append(m.a * 2)"] * reads
     step = dt.compile(program(statements), dt.Mesh())
     model = dt.parallelize(Held(), dt.Mesh(), {})
@@ -144,7 +145,7 @@ def test_what_becomes_of_each_form(text: str, reads: bool) -> None:
         assert write.how == (("copied" if again else "in place") if reads else "at the commit")
 
 
-def test_the_plan_says_what_is_copied() -> None:
+def test_plan_states_copied_buffers_and_bytes() -> None:
     def f(m: Any, x: Tensor) -> Tensor:
         m.a.add_(x)
         return m.a.sum()
@@ -154,7 +155,7 @@ def test_the_plan_says_what_is_copied() -> None:
     assert "a: computed, and copied at the commit" in text and "192 B copied" in text
 
 
-def test_what_is_in_place_is_neither_counted_nor_priced_as_another() -> None:
+def test_in_place_write_adds_no_memory_or_cost_to_plan() -> None:
     def f(m: Any, x: Tensor) -> Tensor:
         m.k[:, :, :1] = x
         return m.k.sum()
@@ -197,7 +198,7 @@ class Failing(nn.Module):
 @pytest.mark.default("heads-True")
 @pytest.mark.parametrize("detect", [False, True])
 @pytest.mark.parametrize("split", ["one", "heads", "slots"])
-def test_a_call_that_fails_between(detect: bool, split: str) -> None:
+def test_failed_call_between_good_ones_leaves_buffers_unchanged(detect: bool, split: str) -> None:
     mesh = MESHES[split][0]
     placed: dict[str, Any] = {
         "one": {},
@@ -232,7 +233,7 @@ def test_a_call_that_fails_between(detect: bool, split: str) -> None:
             assert torch.allclose(buffer, reference.get_buffer(name), atol=1e-12), name
 
 
-def test_an_index_out_of_range_fails_before_the_commit() -> None:
+def test_out_of_range_cache_index_fails_before_any_write() -> None:
     fn, (x, _), _ = FORMS["prefill"]
     for mesh, placed in (MESHES["one"], MESHES["slots"]):
         net = Cached(fn)
@@ -246,7 +247,7 @@ def test_an_index_out_of_range_fails_before_the_commit() -> None:
             assert net.k[S - 1].any() and not net.k[: S - 1].any()
 
 
-def test_where_it_is_written_may_not_come_by_a_message() -> None:
+def test_write_at_position_received_by_message_is_copied() -> None:
     mesh = dt.Mesh(tp=2)
 
     def f(m: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -315,19 +316,19 @@ def decoded(mesh: dt.Mesh, backend: str = "inprocess", **more: Any) -> list[Tens
 
 @pytest.mark.default("mesh(pp=2, tp=2)")
 @pytest.mark.parametrize("mesh", [dt.Mesh(pp=2), dt.Mesh(pp=2, tp=2)], ids=str)
-def test_caches_of_stages(mesh: dt.Mesh) -> None:
+def test_kv_caches_on_pipeline_stages_match_reference(mesh: dt.Mesh) -> None:
     decoded(mesh)
 
 
 @pytest.mark.slow
 @pytest.mark.ray
-def test_ray_has_the_same_bits() -> None:
+def test_decoding_on_ray_is_bitwise_equal_to_in_process() -> None:
     mesh = dt.Mesh(pp=2, tp=2)
     for a, b in zip(decoded(mesh), decoded(mesh, "ray"), strict=True):
         assert torch.equal(a, b)
 
 
-def test_gradients_change_no_state_and_a_step_does() -> None:
+def test_gradients_call_leaves_buffers_unchanged_and_step_updates_them() -> None:
     net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
     reference = copy.deepcopy(net)
     mesh = dt.Mesh(dp=2)
@@ -355,7 +356,7 @@ def test_gradients_change_no_state_and_a_step_does() -> None:
 
 @pytest.mark.default("positions", "slots")
 @pytest.mark.parametrize("split", MESHES)
-def test_an_argument_is_changed_as_in_torch(split: str) -> None:
+def test_argument_changed_in_place_matches_torch(split: str) -> None:
     mesh, placed = MESHES[split]
     start, x = torch.randn(S, H, T, D), torch.randn(S, H, 1, D)
     put = dt.compile(lambda cache, i, x: cache.index_copy_(2, i, x), mesh)
@@ -382,7 +383,7 @@ def test_an_argument_is_changed_as_in_torch(split: str) -> None:
     assert [w.how for w in use.plan(cache, i, x).state_writes] == ["in place"]
 
 
-def test_autograd_knows_that_an_argument_was_changed() -> None:
+def test_backward_raises_if_compiled_call_changed_saved_argument() -> None:
     mesh = dt.Mesh()
     with dt.launch(mesh):
         x = dt.distribute(torch.ones(3), mesh)
@@ -405,7 +406,7 @@ def test_autograd_knows_that_an_argument_was_changed() -> None:
         (lambda cache: (cache, cache[:]), "shares its memory with another argument"),
     ],
 )
-def test_arguments_that_may_not_be_changed(given: Any, message: str) -> None:
+def test_arguments_that_cannot_be_changed_in_place_are_refused(given: Any, message: str) -> None:
     mesh = dt.Mesh()
     with dt.launch(mesh):
         cache = dt.distribute(torch.zeros(4, 2), mesh)
@@ -413,7 +414,7 @@ def test_arguments_that_may_not_be_changed(given: Any, message: str) -> None:
             dt.compile(lambda a, b: a.add_(b + 1), mesh)(*given(cache))
 
 
-def test_a_training_step_changes_no_argument() -> None:
+def test_train_step_that_changes_argument_is_refused() -> None:
     mesh = dt.Mesh()
     net = nn.Linear(2, 2)
     model = dt.parallelize(net, mesh, {})
@@ -427,7 +428,7 @@ def test_a_training_step_changes_no_argument() -> None:
         step(dt.distribute(torch.zeros(4, 2), mesh))
 
 
-def test_an_argument_is_not_taken_for_the_buffer_of_its_name() -> None:
+def test_argument_named_like_buffer_is_not_confused_with_it() -> None:
     class Named(nn.Module):
         def __init__(self) -> None:
             super().__init__()

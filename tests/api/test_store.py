@@ -1,4 +1,5 @@
-"""The store of a launch: nobody else changes what it has, and what fails leaves it as it was."""
+"""The store of a launch: only the store changes its entries, and a failed move leaves them
+unchanged."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ def assignments(name: str, text: str) -> list[str]:
     ]
 
 
-def test_nobody_but_the_store_changes_an_entry() -> None:
+def test_only_store_module_assigns_entries() -> None:
     assert [one for source in sources() for one in assignments(*source)] == []
 
 
@@ -59,7 +60,7 @@ def test_nobody_but_the_store_changes_an_entry() -> None:
         "self.owner._absent.clear()",
     ],
 )
-def test_an_assignment_elsewhere_is_found(line: str) -> None:
+def test_assignment_of_entry_elsewhere_is_detected(line: str) -> None:
     assert assignments("api/move/replica.py", line) and not assignments("api/store/store.py", line)
 
 
@@ -83,9 +84,11 @@ class Failing:
 
 @pytest.mark.parametrize("known", ["at once", "later"])
 @pytest.mark.parametrize("synced", [False, True])
-def test_a_sync_that_fails(known: str, synced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The actor has what it had, nothing or the values of the sync before, and nobody believes
-    otherwise; also where the failure is not known when the sync returns."""
+def test_failed_sync_leaves_actor_values_unchanged(
+    known: str, synced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The actor has the values of the sync before, or none, and the store records that; also if the
+    failure becomes known only after the sync returned."""
     if known == "later":
         monkeypatch.setattr(MeshSession, "at_once", False)
     failing, train, play = Failing(monkeypatch), dt.Mesh(dp=2), dt.Mesh(tp=2)
@@ -127,11 +130,11 @@ def test_a_sync_that_fails(known: str, synced: bool, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("backwards", [False, True])
 @pytest.mark.parametrize("fails", [(True, False), (False, True), (True, True), (False, False)])
-def test_two_moves_under_way(
+def test_entry_is_that_of_last_successful_of_two_pending_moves(
     fails: tuple[bool, bool], backwards: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One fails, or both, in whichever order that is seen: an entry is as the last that went well
-    has it, and there is none where none did."""
+    """One or both moves fail, and the failures are noticed in either order. If both fail, there is
+    no entry."""
     mesh, x = dt.Mesh(tp=2), torch.arange(16.0).reshape(4, 4)
     owner, given = Owner[str](), Owner[str]()
     with dt.launch(mesh) as run:
