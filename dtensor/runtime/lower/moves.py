@@ -59,15 +59,15 @@ class Started:
 # -- on one axis -----------------------------------------------------------------------------------
 
 
-def redistribute(b: RankBuilder, step: Redistribute, *, wait: bool = True) -> Started | None:
-    """``wait=False``: start a message, which must be finished before its results are read; so is a
-    gather of parameters in any case."""
+def redistribute(b: RankBuilder, step: Redistribute, *, wait: bool) -> Started | None:
+    """Emit a redistribution. If ``wait`` is False and the redistribution communicates, only start
+    it and return it: `finish` must come before its results are read. Otherwise return None."""
     if step.is_free:
         _free_move(b, step)
         _record(b, step)
         return None
     started = _start(b, step)
-    if not wait or (step.bucket and step.kind == "all_gather"):
+    if not wait:
         return started
     finish(b, started)
     return None

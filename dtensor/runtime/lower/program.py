@@ -21,7 +21,6 @@ that the program cannot hang.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -43,18 +42,17 @@ from dtensor.runtime.lower import detect_nan, moves, step_end
 from dtensor.runtime.lower.actions import Actions
 from dtensor.runtime.lower.code import Functions
 from dtensor.runtime.lower.rank_builder import LocalCode, ProgramContext, RankBuilder, Roles
+from dtensor.runtime.lower.walk import StepWalk
 from dtensor.runtime.schedule import Action, Grid
 from dtensor.sharding.plan.cost.memory import base_of
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.record import PlannedInput
 from dtensor.sharding.plan.steps import (
-    Accumulate,
     Compute,
     Norm,
     Redistribute,
     Step,
     Transfer,
-    Update,
     norm_of,
     roots,
 )
@@ -123,23 +121,22 @@ def on_mesh(plan: Plan, spec: TensorSpec) -> TensorSpec:
 
 
 def lower_rank(b: RankBuilder) -> RankProgram:
-    """The rank's list, its inputs, its state and its outputs."""
-    walk = _Walk(b)
+    """Return the instructions, inputs, state and outputs of one rank."""
+    walk = _Lowering(b)
     plan, mine = b.plan, set(b.stages)
     here = [i for i in plan.inputs if mine & set(i.stages)]
     state = [i for i in here if i.kind in ("parameter", "buffer", "constant")]
     arguments = [i for i in here if i.kind in ("argument", "tangent")]
     for item in (*state, *arguments):
         b.record(item.name, item.held)
-    walk.steps([s for s in plan.steps if s.once and walk.concerns(s)])
+    walk.run_steps([s for s in plan.steps if s.once and walk.concerns(s)])
     for step, action in b.shared.actions.of(b.pipeline_rank):
-        walk.wait_sends(step)
-        walk.action(action)
+        walk.complete_sends(step)
+        walk.run_action(action)
     b.label, b.microbatch = Label("optimizer"), None
-    walk.wait_sends(None)
-    end = (s for s in plan.steps if s.phase == "optimizer" and id(s) not in walk.begun)
-    walk.steps([s for s in end if walk.concerns(s)])
-    outputs = walk.finish()
+    walk.complete_sends(None)
+    walk.run_steps(walk.end_steps(plan))
+    outputs = walk.end_program()
     names = [b.value(i.name) for i in state]
     fed = list(dict.fromkeys((*(i.name for i in arguments), *b.shared.numbers)))
     if b.roles.optimizer is not None:
@@ -163,72 +160,38 @@ def lower_rank(b: RankBuilder) -> RankProgram:
     )
 
 
-@dataclass(slots=True)
-class _Walk:
-    b: RankBuilder
-    sends: list[tuple[int, str]] = field(default_factory=list)  # (step of its receive, value)
-    started: dict[str, moves.Started] = field(default_factory=dict)  # not finished; by value
-    reduced: tuple[str, ...] = ()  # gradients whose reduction has begun last
-    begun: set[int] = field(default_factory=set)  # ids of steps that ran before the end
-    owned: set[str] = field(default_factory=set)  # sums that share their storage with nothing
-    state: StateWrites | None = None  # for a program that changes state
+class _Lowering(StepWalk[moves.Started]):
+    """Emits the instructions of one rank's steps."""
 
-    def __post_init__(self) -> None:
-        if self.b.plan.state_writes:
-            from dtensor.runtime.lower.state_writes import StateWrites  # few programs do
+    def __init__(self, b: RankBuilder) -> None:
+        super().__init__(b.stages)
+        self.b = b
+        self.unshared_sums: set[str] = set()  # sums that share their storage with no other value
+        self.state: StateWrites | None = None  # for a program that changes state
+        if b.plan.state_writes:
+            # imported here because few programs change state
+            from dtensor.runtime.lower.state_writes import StateWrites
 
-            self.state = StateWrites(self.b)
+            self.state = StateWrites(b)
 
-    def action(self, action: Action) -> None:
+    def run_action(self, action: Action) -> None:
+        """Emit the steps of an action, and add its gradients to the sums over microbatches."""
         b = self.b
         b.label = Label(action.kind, action.microbatch, action.stage)
         b.microbatch = action.microbatch
         b.close()
         b.posted, b.began = b.began, len(b.instructions)
         steps, late = b.shared.overlapped(action.kind, action.stage)
-        self.steps(steps, action.stage, late)
-        self._finish(tuple(name for step in steps for name in step.gives))
-        step_end.accumulate(b, action, self.owned)
+        self.run_steps(steps, action.stage, late)
+        self.complete(name for step in steps for name in step.gives)
+        step_end.accumulate(b, action, self.unshared_sums)
         b.close()
 
-    def steps(
-        self, steps: Sequence[Step], stage: int | None = None, late: Collection[int] = ()
-    ) -> None:
-        """``late``: the ids of steps that are waited for only before their results are read."""
-        b = self.b
-        for step in steps:
-            self._finish(step.reads)
-            if self.state is not None and not isinstance(step, Compute):
-                self.state.own(step.reads)
-            started = None
-            match step:
-                case Compute():
-                    self._compute(step)
-                case Redistribute() if step.tied:
-                    step_end.tie_sum(b, step)
-                case Transfer():
-                    sent = moves.transfer(b, step, stage)
-                    self.sends += [] if sent is None else [sent]
-                case Redistribute() if not step.in_place:
-                    if step.phase == "optimizer" and id(step) in late:
-                        self.begun.add(id(step))
-                        self._finish(self.reduced)  # one at a time: it frees its operands
-                        self.reduced = step.results
-                    started = moves.redistribute(b, step, wait=id(step) not in late)
-                case Norm():
-                    step_end.norm(b, step)
-                case Accumulate() | Update() | Redistribute():
-                    continue  # accumulation follows its action; updates are one call, at the end
-            if started is not None:
-                self.started |= {b.value(name): started for name in step.gives}
-            b.price(step)
-
-    def finish(self) -> dict[str, str]:
-        """Emit the updates; returns the rank's outputs: the program's name of a value to the
-        table's."""
+    def end_program(self) -> dict[str, str]:
+        """Emit the commit point and the updates. Return the rank's outputs: the name of each value
+        in the table, by its name in the program."""
         b = self.b
         copies: dict[str, str] = {}
-        # a program that returns gradients changes no state
         step_end.agree(b)
         if b.roles.optimizer is not None or (self.state is not None and self.state.changed):
             copies = step_end.snapshot(b, self.state)
@@ -247,11 +210,16 @@ class _Walk:
             outputs_by_name["norm"] = norm.result
         return outputs_by_name
 
-    def concerns(self, step: Step) -> bool:
-        """Whether the rank has a part in the step; in a norm every rank has."""
-        return any(map(step.is_on, self.b.stages))
+    def prepare(self, step: Step) -> None:
+        if self.state is not None and not isinstance(step, Compute):
+            self.state.own(step.reads)
 
-    def _compute(self, step: Compute) -> None:
+    def compute(self, step: Compute) -> None:
+        self._call(step)
+        self.b.price(step)
+
+    def _call(self, step: Compute) -> None:
+        """Emit the line of code that calls the step's op."""
         b, state = self.b, self.state
         code = b.short_segment().code
         operands = step.operands
@@ -274,26 +242,29 @@ class _Walk:
         for name, spec in results:
             b.record(name, spec, base_of(b.plan, name, step))
 
-    def _finish(self, values: Sequence[str]) -> None:
-        """Complete the messages that make these plan values."""
-        for value in values if self.started else ():
-            started = self.started.get(self.b.value(value))
-            if started is not None:
-                moves.finish(self.b, started)
-                self.started = {v: s for v, s in self.started.items() if s is not started}
+    def sum_tied(self, step: Redistribute) -> None:
+        step_end.sum_tied(self.b, step)
+        self.b.price(step)
 
-    def wait_sends(self, step: int | None) -> None:
-        """Complete the sends whose receives start at earlier steps; all of them for None.
+    def redistribute(self, step: Redistribute, *, wait: bool) -> moves.Started | None:
+        started = moves.redistribute(self.b, step, wait=wait)
+        self.b.price(step)
+        return started
 
-        So a wait depends on earlier steps alone, and the steps are ordered across ranks: waits form
-        no cycle, however many stages a rank has.
-        """
-        # a wait completes all sends of its value, so it comes when the last of them is due
-        latest = {value: at for at, value in sorted(self.sends)}
-        due = [v for v, at in latest.items() if step is None or at < step]
-        self.sends = [(at, v) for at, v in self.sends if v not in due]
-        if due:
-            self.b.start(Wait(tuple(dict.fromkeys(due)), label=self.b.label.doing("sent")))
+    def transfer(self, step: Transfer, stage: int | None) -> None:
+        sent = moves.transfer(self.b, step, stage)
+        self.sends += [] if sent is None else [sent]
+        self.b.price(step)
+
+    def norm(self, step: Norm) -> None:
+        step_end.norm(self.b, step)
+        self.b.price(step)
+
+    def wait(self, message: moves.Started) -> None:
+        moves.finish(self.b, message)
+
+    def wait_sends(self, values: Sequence[str]) -> None:
+        self.b.start(Wait(tuple(values), label=self.b.label.doing("sent")))
 
 
 # -- closing segments: live ranges --------------------------------------------------

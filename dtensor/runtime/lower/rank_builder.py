@@ -32,6 +32,7 @@ from dtensor.sharding.ops.call import STEP, Local, OpCall, slots_of
 from dtensor.sharding.plan.cost.seconds import StepSeconds, step_seconds
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.steps import Compute, Step
+from dtensor.sharding.redistribute.topology import sent_bytes
 from dtensor.sharding.rules.rule import leaves_float32
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
 from dtensor.sharding.spec.placements import ReduceOp, Replicate, Shard
@@ -184,6 +185,14 @@ class ProgramContext:
         if id(step) not in self._seconds:
             self._seconds[id(step)] = step_seconds(self.plan, step, step.stage)
         return self._seconds[id(step)]
+
+    def message_seconds(self, kind: str, axis: str, num: int, nbytes: int) -> StepSeconds:
+        """Return the seconds of a message that is no step of the plan: a collective over ``num``
+        ranks of ``axis``, or a "transfer". Each rank contributes ``nbytes``."""
+        sent = nbytes if kind == "transfer" else sent_bytes(kind, nbytes, num)
+        topology = self.plan.topology
+        seconds = topology.collective_seconds(kind, axis, num=num, bytes_sent=sent)
+        return StepSeconds(0.0, seconds, topology.launch_seconds(kind, num))
 
     def overlapped(self, kind: ActionKind, stage: int) -> tuple[tuple[Step, ...], frozenset[int]]:
         """The steps of an action in the order in which they run; see `early`. Steps of the step's

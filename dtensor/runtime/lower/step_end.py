@@ -109,8 +109,8 @@ def _add(b: RankBuilder, step: Accumulate, owned: set[str], *, last: bool) -> No
     b.nbytes[total] = step.dst.local_nbytes(b.here)
 
 
-def tie_sum(b: RankBuilder, step: Redistribute) -> None:
-    """The sum over the stages that share a parameter, in order of stages."""
+def sum_tied(b: RankBuilder, step: Redistribute) -> None:
+    """Emit the sum of a gradient over the stages that share its parameter, in order of stages."""
     mine = [i for i, stage in enumerate(step.tied) if stage in b.stages]
     hosts = tuple(dict.fromkeys(b.peer(stage) for stage in step.tied))
     first, (label,), spec = mine[0], step.of, step.moves[0].dst
@@ -310,7 +310,7 @@ def update(b: RankBuilder) -> None:
     for step in b.plan.steps:
         if isinstance(step, Redistribute) and step.in_place and step.stage in b.stages:
             b.label = Label("regather")
-            started = moves.redistribute(b, step)
+            started = moves.redistribute(b, step, wait=False)
             assert started is not None, "updated parameters are gathered"
             moves.finish(b, started)
     b.label = Label("optimizer")

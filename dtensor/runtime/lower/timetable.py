@@ -16,7 +16,7 @@ tests compare them. Not modelled: contention between channels.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,21 +24,12 @@ import torch
 from dtensor.daft.ir.instructions import WORD
 from dtensor.runtime.lower.actions import Actions
 from dtensor.runtime.lower.rank_builder import ProgramContext, Roles
+from dtensor.runtime.lower.walk import StepWalk
 from dtensor.runtime.schedule import Grid, Kind, held_at_once, in_flight
 from dtensor.runtime.schedule.clock import Begin, Interval, Item, Stretch, Until, folded, run
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.record import Cost, PlanRecord
-from dtensor.sharding.plan.steps import (
-    Accumulate,
-    Compute,
-    Norm,
-    Redistribute,
-    Step,
-    Transfer,
-    Update,
-    updates_of,
-)
-from dtensor.sharding.redistribute.topology import sent_bytes
+from dtensor.sharding.plan.steps import Norm, Redistribute, Step, Transfer, Update, updates_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +77,9 @@ class _Prediction:
         """The cost of the slowest rank."""
         begin = self.plan.topology.step_latency
         ranks = [self._rank(rank) for rank in range(len(self.plan.hosted))]
-        lists = {own.rank: own.items for own in ranks}
+        lists = {rank_items.rank: rank_items.items for rank_items in ranks}
         times = run(lists, begin)
-        end = max((end for own in times.values() for _, end in own), default=begin)
+        end = max((end for intervals in times.values() for _, end in intervals), default=begin)
         spent = [_spent(items, times[rank], end) for rank, items in lists.items()]
         slowest = max(spent, key=lambda rank: rank.compute_seconds + rank.communication_seconds)
         bubble = _bubble(ranks, times) if self.plan.num_stages > 1 else 0.0
@@ -96,197 +87,141 @@ class _Prediction:
         return replace(slowest, bubble=bubble, host_wait_seconds=host_wait)
 
     def _rank(self, rank: int) -> _RankItems:
-        """All actions of a rank in a step, folded."""
-        items_of_rank = _RankItems(self, rank)
-        items_of_rank.steps([s for s in self.plan.steps if s.once and items_of_rank.concerns(s)])
-        items_of_rank.finish(items_of_rank.under_way)
-        sends = [(-1, send) for send in items_of_rank.sends]  # with the step of its receive
-        begun: set[int] = set()
-        began = 0
+        """Return the items of a rank in one step."""
+        walk = _RankItems(self, rank)
+        walk.run_steps([s for s in self.plan.steps if s.once and walk.concerns(s)])
+        walk.complete(walk.in_flight)
+        walk.add_sends(walk.sent_transfers, None)
+        action_start = 0
         for step, action in self.shared.actions.of(rank):
-            sends = items_of_rank.wait_sends(sends, step)
-            posted, began = began, len(items_of_rank.items)
-            done_in_action, m = self._action(action.kind, action.stage), action.microbatch
-            items_of_rank.items[posted:posted] = [_of(item, m) for item in done_in_action.receives]
-            began += len(done_in_action.receives)
-            items_of_rank.first = items_of_rank.first or len(items_of_rank.items)
-            items_of_rank.items += [_of(item, m) for item in done_in_action.items]
-            for send in done_in_action.sends:
-                at = self.shared.actions.received_at(send.step, m)
-                sends.append((at, replace(send, microbatch=m)))
-            begun |= done_in_action.begun
-        items_of_rank.wait_sends(sends, None)
-        items_of_rank.last = len(items_of_rank.items)
-        items_of_rank.end(begun)
-        return items_of_rank
+            walk.complete_sends(step)
+            previous_start, action_start = action_start, len(walk.items)
+            priced, m = self._action(action.kind, action.stage), action.microbatch
+            receives = [_in_microbatch(item, m) for item in priced.receives]
+            walk.items[previous_start:previous_start] = receives
+            action_start += len(receives)
+            walk.first = walk.first or len(walk.items)
+            walk.items += [_in_microbatch(item, m) for item in priced.items]
+            walk.add_sends(priced.sent_transfers, m)
+            walk.ran_early |= priced.ran_early
+        walk.complete_sends(None)
+        walk.last = len(walk.items)
+        walk.end_step()
+        return walk
 
     def _action(self, kind: Kind, stage: int) -> _RankItems:
-        """The items of an action of this kind, for any microbatch."""
+        """Return the folded items of an action of this kind, for any microbatch."""
         key = kind, stage
         if key not in self._actions:
-            items_of_action = _RankItems(self, self.plan.stage_ranks[stage])
+            walk = _RankItems(self, self.plan.stage_ranks[stage])
             steps, late = self.shared.overlapped(kind, stage)
-            items_of_action.steps(steps, stage, late)
-            items_of_action.finish(items_of_action.under_way)
+            walk.run_steps(steps, stage, late)
+            walk.complete(walk.in_flight)
             for step in self.shared.actions.sums(kind, stage):
-                items_of_action.work(step)
-            items_of_action.items = folded(items_of_action.rank, items_of_action.items)
-            self._actions[key] = items_of_action
+                walk.compute(step)
+            walk.items = folded(walk.rank, walk.items)
+            self._actions[key] = walk
         return self._actions[key]
 
 
-@dataclass(frozen=True, slots=True)
-class _Send:
-    step: Transfer
-    microbatch: int | None = None
+class _RankItems(StepWalk[str]):
+    """The items of one rank of the stage axis, or of one of its actions."""
 
-    @property
-    def value(self) -> tuple[str, int | None]:
-        """The sent value: a wait completes all sends of it."""
-        return self.step.operand, self.microbatch
-
-
-class _RankItems:
-    """The items of one rank of the stage axis, under construction; `_Walk` of program.py makes
-    instructions of the same steps."""
-
-    def __init__(self, of: _Prediction, rank: int) -> None:
-        self.of, self.plan, self.rank = of, of.plan, rank
-        self.stages = of.plan.hosted[rank]
+    def __init__(self, prediction: _Prediction, rank: int) -> None:
+        self.plan, self.shared, self.rank = prediction.plan, prediction.shared, rank
+        super().__init__(self.plan.hosted[rank])
+        self.agrees = prediction.agrees
         self.items: list[Item] = []
-        self.receives: list[Begin] = []  # begun during the action before
-        self.sends: list[_Send] = []
-        self.under_way: dict[str, str] = {}  # value to the message that makes it
-        self.reduced: tuple[str, ...] = ()  # gradients whose reduction has begun last
-        self.begun: set[int] = set()  # ids of steps that ran before the end
-        self.agreed = False
-        self.first = self.last = 0  # of the items of the schedule's actions, and after them
+        self.receives: list[Begin] = []  # of an action; they begin during the action before it
+        self.sent_transfers: list[Transfer] = []
+        self.send_names: dict[str, list[Hashable]] = {}  # by value, its sends that are not complete
+        self.agreed = False  # the commit point is among the items
+        self.first = self.last = 0  # the items from first to last are of the schedule's actions
 
-    def concerns(self, step: Step) -> bool:
-        return any(step.is_on(stage) for stage in self.stages)
-
-    def steps(
-        self, steps: Sequence[Step], stage: int | None = None, late: Collection[int] = ()
-    ) -> None:
-        """``late``: the ids of steps that are waited for only before their results are read."""
-        for step in steps:
-            self.finish(step.reads)
-            match step:
-                case Compute():
-                    self.work(step)
-                case Redistribute() if step.is_free:
-                    self.work(step)
-                case Redistribute() if step.is_alone:
-                    self._message(step, wait=id(step) not in late)
-                case Redistribute() if step.tied:
-                    self._tie(step)
-                case Redistribute() if not step.in_place:
-                    if step.phase == "optimizer" and id(step) in late:
-                        self.begun.add(id(step))
-                        self.finish(self.reduced)
-                        self.reduced = step.results
-                    wait = step.kind != "all_gather" and id(step) not in late
-                    self._message(step, wait=wait)
-                case Transfer():
-                    self._transfer(step, stage)
-                case Norm():
-                    self._votes(step.dtype.itemsize)
-                case Accumulate() | Update() | Redistribute():
-                    pass  # accumulation follows its action; updates are the end
-
-    def end(self, begun: Collection[int]) -> None:
-        """Sums of gradients that have not ``begun``, the commit point, the updates."""
-        end = (s for s in self.plan.steps if s.phase == "optimizer" and id(s) not in begun)
-        mine = [s for s in end if self.concerns(s)]
-        self.steps(mine)
-        if self.of.agrees and not self.agreed:
-            self._votes(0)
-        updates = {s.parameter: s for s in reversed(mine) if isinstance(s, Update)}
+    def end_step(self) -> None:
+        """Add the reductions of gradients that have not run early, the commit point, the updates,
+        and the gathers of updated parameters."""
+        steps = self.end_steps(self.plan)
+        self.run_steps(steps)
+        if self.agrees and not self.agreed:
+            self._add_votes(0)
+        updates = {s.parameter: s for s in reversed(steps) if isinstance(s, Update)}
         for step in reversed(updates.values()):
-            self.work(step)
-        for step in mine:
+            self.compute(step)
+        for step in steps:
             if isinstance(step, Redistribute) and step.in_place:
-                self._message(step, wait=True)
+                self.redistribute(step, wait=True)
 
-    def work(self, step: Step) -> None:
-        spent = self.of.shared.seconds(step)
+    def add_sends(self, transfers: Sequence[Transfer], microbatch: int | None) -> None:
+        """Record sends that have started."""
+        for step in transfers:
+            value = f"{step.operand}@{microbatch}"
+            self.sends.append((self.shared.actions.received_at(step, microbatch), value))
+            self.send_names.setdefault(value, []).append((step.result, microbatch))
+
+    def compute(self, step: Step) -> None:
+        spent = self.shared.seconds(step)
         self.items.append(Stretch.of(spent.compute, spent.host))
 
-    def finish(self, values: Iterable[str]) -> None:
-        """Wait for the messages that make these values."""
-        for value in tuple(values) if self.under_way else ():
-            name = self.under_way.get(value)
-            if name is not None:
-                self.items.append(Until((name,)))
-                self.under_way = {v: n for v, n in self.under_way.items() if n != name}
-
-    def wait_sends(
-        self, sends: list[tuple[int, _Send]], step: int | None
-    ) -> list[tuple[int, _Send]]:
-        """Wait for sends whose receives start before ``step``; returns the others."""
-        latest = {send.value: at for at, send in sorted(sends, key=lambda item: item[0])}
-        due = {value for value, at in latest.items() if step is None or at < step}
-        names = tuple((s.step.result, s.microbatch) for _, s in sends if s.value in due)
-        if names:
-            self.items.append(Until(names))
-        return [(at, send) for at, send in sends if send.value not in due]
-
-    # -- messages ------------------------------------------------------------------------------
-
-    def _message(self, step: Redistribute, *, wait: bool) -> None:
-        name = step.name
-        spent = self.of.shared.seconds(step)
-        message = Begin(name, (self.rank,), step.axis, spent.communication, spent.host)
-        self.items.append(message)
+    def redistribute(self, step: Redistribute, *, wait: bool) -> str | None:
+        if step.is_free:
+            self.compute(step)
+            return None
+        name, spent = step.name, self.shared.seconds(step)
+        self.items.append(Begin(name, (self.rank,), step.axis, spent.communication, spent.host))
         if wait:
-            self.items.append(Until((name,)))
-        else:
-            self.under_way |= dict.fromkeys(step.gives, name)
+            self.wait(name)
+        return None if wait else name
 
-    def _transfer(self, step: Transfer, stage: int | None) -> None:
-        """``stage``: of the action, None before all actions."""
+    def transfer(self, step: Transfer, stage: int | None) -> None:
         members = self.plan.stage_ranks[step.stage], self.plan.stage_ranks[step.to_stage]
         if members[0] == members[1]:
             return
         channel = step.phase, step.stage, step.to_stage, step.once
-        spent = self.of.shared.seconds(step)
+        spent = self.shared.seconds(step)
         name = step.result if stage is not None else (step.result, None)
         begin = Begin(name, members, channel, spent.communication, spent.host)
         if self.rank == members[0] and stage in (None, step.stage):
             self.items.append(begin)
-            self.sends.append(_Send(step))
+            self.sent_transfers.append(step)
             return
         (self.items if stage is None else self.receives).append(begin)
         self.items.append(Until((name,)))
 
-    def _tie(self, step: Redistribute) -> None:
+    def sum_tied(self, step: Redistribute) -> None:
         hosts = tuple(dict.fromkeys(self.plan.stage_ranks[stage] for stage in step.tied))
         if len(hosts) > 1:
             nbytes = step.moves[0].src.max_local_nbytes
-            self._all_reduce(f"tied {step.of[0]}", step.axis, hosts, len(hosts), nbytes)
+            self._add_all_reduce(f"tied {step.of[0]}", step.axis, hosts, len(hosts), nbytes)
 
-    def _votes(self, nbytes: int) -> None:
-        """The commit point, with the sums of squares of a norm, of ``nbytes``."""
+    def norm(self, step: Norm) -> None:
+        self._add_votes(step.dtype.itemsize)
+
+    def wait(self, message: str) -> None:
+        self.items.append(Until((message,)))
+
+    def wait_sends(self, values: Sequence[str]) -> None:
+        self.items.append(Until(tuple(n for v in values for n in self.send_names.pop(v))))
+
+    def _add_votes(self, nbytes: int) -> None:
+        """Add the commit point, which also sums the ``nbytes`` of a norm's squares."""
         self.agreed = True
-        nbytes += WORD.nbytes if self.of.agrees else 0
+        nbytes += WORD.nbytes if self.agrees else 0
         for axis, num in self.plan.mesh.shape.items():
             if num > 1:
-                every = tuple(range(num)) if axis == self.plan.stage_axis else (self.rank,)
-                self._all_reduce(axis, axis, every, num, nbytes)
+                members = tuple(range(num)) if axis == self.plan.stage_axis else (self.rank,)
+                self._add_all_reduce(axis, axis, members, num, nbytes)
 
-    def _all_reduce(
+    def _add_all_reduce(
         self, channel: str, axis: str, members: tuple[int, ...], num: int, nbytes: int
     ) -> None:
-        topology = self.plan.topology
-        seconds = topology.collective_seconds(
-            "all_reduce", axis, num=num, bytes_sent=sent_bytes("all_reduce", nbytes, num)
-        )
-        host = topology.launch_seconds("all_reduce", num)
-        self.items += [Begin(channel, members, channel, seconds, host), Until((channel,))]
+        spent = self.shared.message_seconds("all_reduce", axis, num, nbytes)
+        self.items.append(Begin(channel, members, channel, spent.communication, spent.host))
+        self.wait(channel)
 
 
-def _of(item: Item, microbatch: int) -> Item:
-    """The item of an action of the microbatch."""
+def _in_microbatch(item: Item, microbatch: int) -> Item:
+    """Return the item of an action for one microbatch."""
     match item:
         case Stretch():
             return item

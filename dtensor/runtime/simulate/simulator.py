@@ -48,9 +48,10 @@ from dtensor.runtime.lower.rank_builder import LocalCode, ProgramContext, RankBu
 from dtensor.runtime.schedule import Grid
 from dtensor.runtime.schedule.clock import Begin, Interval, Item, Until, run
 from dtensor.runtime.simulate.trace import CALL, Span, Trace, Track, span_of
+from dtensor.sharding.plan.cost.seconds import StepSeconds
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.steps import updates_of
-from dtensor.sharding.redistribute.topology import Topology, sent_bytes
+from dtensor.sharding.redistribute.topology import Topology
 
 
 def simulate(plan: Plan, grid: Grid | None, topology: Topology | None = None) -> Trace:
@@ -124,8 +125,9 @@ def _items(builder: RankBuilder, program: RankProgram) -> list[Item]:
                 items.append(next(calls))
             case Send() | Recv() | Collective():
                 members, *channel = key_of(builder.rank, item)
-                seconds, host = _seconds(builder, item)
-                items.append(Begin(at, members, tuple(channel), seconds, host))
+                spent = _message_seconds(builder, item)
+                begin = Begin(at, members, tuple(channel), spent.communication, spent.host)
+                items.append(begin)
             case Wait():
                 items.append(Until(waits[at]))
             case Free() | Vote() | Commit():
@@ -133,25 +135,24 @@ def _items(builder: RankBuilder, program: RankProgram) -> list[Item]:
     return items
 
 
-def _seconds(builder: RankBuilder, item: Start) -> tuple[float, float]:
-    """Seconds of a message, and of its launches: the prediction of its step; for others, from its
-    bytes."""
-    plan, topology = builder.plan, builder.plan.topology
+def _message_seconds(builder: RankBuilder, item: Start) -> StepSeconds:
+    """Return the seconds of the plan's step if the message is one, else those of its bytes."""
+    plan = builder.plan
     if id(item) in builder.priced.messages:
-        predicted = builder.priced.messages[id(item)]
-        return predicted.communication, predicted.host
+        return builder.priced.messages[id(item)]
     match item:
         case Send(buffer=buffer) | Recv(buffer=buffer):
-            kind, axis, num, sent = "transfer", plan.stage_axis or "", 2, buffer.nbytes
-        case Collective(kind=kind, group=group):
-            axis, num = _axis(plan, group), len(group)
-            sent = sent_bytes(kind, sum(buffer.nbytes for buffer in item.in_buffers), num)
-    seconds = topology.collective_seconds(kind, axis, num=num, bytes_sent=sent)
-    return seconds, topology.launch_seconds(kind, num)
+            return builder.shared.message_seconds(
+                "transfer", plan.stage_axis or "", 2, buffer.nbytes
+            )
+        case Collective(kind=kind, group=group, in_buffers=buffers):
+            nbytes = sum(buffer.nbytes for buffer in buffers)
+            axis = _axis_of(plan, group)
+            return builder.shared.message_seconds(kind, axis, len(group), nbytes)
 
 
-def _axis(plan: Plan, group: tuple[int, ...]) -> str:
-    """The axis of the members."""
+def _axis_of(plan: Plan, group: tuple[int, ...]) -> str:
+    """Return the axis of the mesh along which the ranks of a group differ."""
     first, second = (plan.mesh.coordinates(rank) for rank in group[:2])
     return next(axis for axis in first if first[axis] != second[axis])
 
