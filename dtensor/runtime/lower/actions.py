@@ -1,21 +1,14 @@
-"""The actions of all ranks in one order, and the plan's steps that each of them runs.
+"""The actions of all ranks in the schedule's order, and the plan's steps that each action runs.
 
     actions = Actions(plan, OneFOneB(2).grid(2, 2))
-    actions.of(0)                  # ((0, F0), (1, F1), ...): step and action of pipeline rank 0
-    actions.steps("F", 1)          # the forward of stage 1
+    actions.of(0)                  # ((0, F0), (1, F1), ...): schedule step and action of rank 0
+    actions.steps("F", 1)          # the plan's steps of the forward of stage 1
 
-A backward B may stand as two halves, I and W: what other stages wait for, and what nobody does.
+A schedule may split a backward B into I and W. W: ops that only weight gradients of one module
+need. I: all other backward ops, so that every W can run after its I. For mm(mm(x, w), v):
 
-    backward of a stage x -> mm(x, w) -> mm(., v):
-      I    grad_h = mm(grad_y, v'), grad_x = mm(grad_h, w'), and its transfer
-      W    grad_v = mm(h', grad_y), grad_w = mm(x', grad_h)
-
-A step belongs to W where all that becomes of it are gradients of one module's parameters, and to I
-otherwise: where a transfer, another output or the gradients of several modules hang from it. So the
-first stage, which sends no gradient, has an I too. What an I needs is in I, so every W can run
-after it; gradients that one op makes together with an input's (a norm's) are made in I.
-
-Not here: when they run (runtime/schedule), what becomes of their steps (program.py).
+    I    grad_h = mm(grad_y, v'), grad_x = mm(grad_h, w'), and the transfer of grad_x
+    W    grad_v = mm(h', grad_y), grad_w = mm(x', grad_h)
 """
 
 from __future__ import annotations
@@ -41,67 +34,69 @@ _OTHER = "an output that is no gradient"
 
 
 class Actions:
-    """``grid=None``: a microbatch goes through all stages and, in a plan with a backward, back."""
+    """The actions of a plan under a schedule. If ``grid`` is None, each microbatch passes all
+    stages and, if the plan has a backward, returns before the next one starts."""
 
     def __init__(self, plan: PlanRecord, grid: Grid | None) -> None:
         self.plan = plan
-        self.all = tuple(grid.actions() if grid is not None else _one_by_one(plan))
-        """(step, pipeline rank, action), by steps."""
+        self.all = tuple(grid.actions() if grid is not None else _sequential_actions(plan))
+        """(schedule step, pipeline rank, action), sorted by step."""
         self._steps: dict[tuple[Kind, int], tuple[Step, ...]] = {}
         self._sums: dict[tuple[Kind, int], tuple[Accumulate, ...]] = {}
-        self._of: dict[tuple[StepPhase, int], list[Step]] = defaultdict(list)
-        self._totals: dict[int, list[Accumulate]] = defaultdict(list)
+        self._steps_of_phase: dict[tuple[StepPhase, int], list[Step]] = defaultdict(list)
+        self._accumulations: dict[int, list[Accumulate]] = defaultdict(list)
         for step in plan.steps:
             if isinstance(step, Accumulate):
-                self._totals[step.stage].append(step)
+                self._accumulations[step.stage].append(step)
             elif not step.once:
                 stages = (step.to_stage,) if isinstance(step, Transfer) else ()
                 for stage in (step.stage, *stages):
-                    self._of[step.phase, stage].append(step)
-        self._received: dict[Event, int] = {
+                    self._steps_of_phase[step.phase, stage].append(step)
+        self._receive_steps: dict[Event, int] = {
             event: step for step, _, action in self.all for event in action.gives()
         }
 
     def of(self, pipeline_rank: int) -> tuple[tuple[int, Action], ...]:
+        """Return the actions of a rank, each with its step in the schedule."""
         return tuple((step, action) for step, rank, action in self.all if rank == pipeline_rank)
 
     def received_at(self, transfer: Transfer, microbatch: int | None) -> int:
-        """The step of the action that receives; -1 where that is before all actions."""
+        """Return the schedule step of the action that receives, or -1 if no action does."""
         if microbatch is None:
             return -1
-        what = "output" if transfer.phase == "forward" else "gradient"
-        return self._received[what, transfer.to_stage, microbatch]
+        kind = "output" if transfer.phase == "forward" else "gradient"
+        return self._receive_steps[kind, transfer.to_stage, microbatch]
 
     def steps(self, kind: Kind, stage: int) -> tuple[Step, ...]:
-        """The steps of an action, in plan order."""
+        """Return the plan's steps that an action runs, in plan order."""
         key = kind, stage
         if key not in self._steps:
             self._steps[key] = tuple(
                 s
-                for s in self._of["forward" if kind == "F" else "backward", stage]
+                for s in self._steps_of_phase["forward" if kind == "F" else "backward", stage]
                 if kind in ("F", "B") or (kind == "W") == self._in_weight_half(s)
             )
         return self._steps[key]
 
     def sums(self, kind: Kind, stage: int) -> tuple[Accumulate, ...]:
-        """The sums over microbatches to which the results of an action are added."""
+        """Return the sums over microbatches that results of an action are added to."""
         key = kind, stage
         if key not in self._sums:
             results = {name for step in self.steps(kind, stage) for name in step.gives}
-            self._sums[key] = tuple(s for s in self._totals[stage] if s.operand in results)
+            self._sums[key] = tuple(s for s in self._accumulations[stage] if s.operand in results)
         return self._sums[key]
 
     @cached_property
-    def _weights(self) -> frozenset[str]:
+    def _weight_values(self) -> frozenset[str]:
         return weight_half(self.plan)
 
     def _in_weight_half(self, step: Step) -> bool:
-        """All results of a step are made there, or none."""
-        return any(name in self._weights for name in step.gives)
+        # W makes all results of a step, or none
+        return any(name in self._weight_values for name in step.gives)
 
 
-def _one_by_one(plan: PlanRecord) -> Iterator[tuple[int, int, Action]]:
-    # a backward of the identity is a conversion alone
+def _sequential_actions(plan: PlanRecord) -> Iterator[tuple[int, int, Action]]:
+    # without a Compute step too: the backward of the identity is only a conversion
     has_backward = any(s.phase == "backward" and not s.once for s in plan.steps)
     step = 0
     for m in range(plan.num_microbatches):
@@ -116,33 +111,33 @@ def _one_by_one(plan: PlanRecord) -> Iterator[tuple[int, int, Action]]:
 
 
 def weight_half(plan: PlanRecord) -> frozenset[str]:
-    """The values that the W of the plan's stages make."""
+    """Return the values that a W of the plan computes. The other backward values belong to I: a
+    transfer, another output or the gradients of several modules need them."""
     reached = _modules_reached(plan)
     steps = [s for s in plan.steps if s.phase == "backward" and not s.once]
-    needed: set[str] = set()  # by I
+    needed_by_i: set[str] = set()
     for step in reversed(steps):
         names = step.gives
         modules = {module for name in names for module in reached[name]}
         if (
             isinstance(step, Transfer)
-            or any(name in needed for name in names)
+            or any(name in needed_by_i for name in names)
             or (not _is_bucket(step) and (len(modules) > 1 or _OTHER in modules))
         ):
-            needed.update(step.reads)
-            needed.update(names)
-    return frozenset(name for step in steps for name in step.gives if name not in needed)
+            needed_by_i.update(step.reads)
+            needed_by_i.update(names)
+    return frozenset(name for step in steps for name in step.gives if name not in needed_by_i)
 
 
 def _modules_reached(plan: PlanRecord) -> dict[str, set[str]]:
-    """By value, the modules whose parameters' gradients it has a part in."""
+    """Return, by value, the modules whose parameter gradients depend on it; `_OTHER` stands for
+    outputs that are no gradients."""
     reached: dict[str, set[str]] = defaultdict(set)
     label_of = {item.name: item.label for item in plan.inputs}
     for output in plan.outputs:
         for _, name in output.values:
-            known = output.kind == "gradient"
-            reached[name].add(
-                _module(label_of.get(str(output.of), str(output.of))) if known else _OTHER
-            )
+            label = label_of.get(str(output.of), str(output.of))
+            reached[name].add(_module(label) if output.kind == "gradient" else _OTHER)
     for step in reversed(plan.steps):
         match step:
             case Update():
@@ -172,8 +167,8 @@ def _module(label: str) -> str:
 
 
 def stage_costs(plan: PlanRecord) -> Costs:
-    """Predicted seconds of each stage's F, I and W, as `Searched` takes them: of the device or, if
-    that is longer, of the host."""
+    """Return the predicted seconds of F, I and W of each stage, for the schedule `Searched`. Each
+    is the time of the device or of the host, whichever is longer."""
     actions = Actions(plan, None)
 
     def seconds(kind: Kind, stage: int) -> float:

@@ -1,29 +1,14 @@
-"""Static local code: straight-line Python for one segment of one rank, as a daft Function.
+"""Local code: straight-line Python for one segment of one rank, as a daft Function.
 
-    code = CodeBuilder(device)
-    code.call(local_call, ("x", "w"), ("h",), "mlp.py:14: h = self.up(x)", made)
-    code.function("mlp_F0", outputs=("h",))
+    code = CodeBuilder(device) code.call(local_call, ("x", "w"), ("h",), "mlp.py:14: h =
+    self.up(x)", made) code.function("mlp_F0", outputs=("h",))        # def forward(x, w): h =
+    aten_mm_default(x, w) ...
 
-gives
-
-    def forward(x, w):
-        h = aten_mm_default(x, w)
-        return (h,)
-
-Each line records the user's line; a value is dropped after its last use. A bias that is added to a
-product, or a number that scales it, is applied in the product's memory if that has no other reader:
-the same bits, and a tenth of a linear layer's time at width 256. On CUDA a product and its bias are
-one `addmm`, as in eager torch: 16 bits are rounded once, after the bias. Two segments with the same
-text and bindings are one function. An op with a registered kernel on the program's device
-(dtensor/kernels/registry.py) calls that, and the line ends in its name. There are no other
-decisions here.
-
-Calling an overload of `torch.ops` costs 3 to 5 us, as its arguments are parsed by schema; the
-function that torch generates for the same op costs 1 to 2, and dispatches to the same kernel. A
-layer of width 64 runs in 100 such calls, so code binds these if there is one with the same
-arguments in the same order (`QUICK`; a test compares them, op by op). One of the project's own ops
-costs 5 to 15 us there, and is bound to its implementation (`PLAIN`): local code runs without
-autograd. Other ops are called as captured.
+Each line records the user's line; a value is dropped after its last use. A bias or a factor is
+applied to a product in place if no other op reads the product. On CUDA, a product and its bias are
+one `addmm`, as in eager torch. An op with a registered kernel on the device calls the kernel. Other
+ops call the function that torch generates for them (`QUICK`), if there is one: 1 to 2 us per call
+instead of the 3 to 5 us of an overload of `torch.ops`.
 """
 
 from __future__ import annotations
@@ -51,30 +36,27 @@ from dtensor.private_torch import OpOverload, gelu, silu
 from dtensor.sharding.ops.call import OpCall, Operand, RunNumber, slots_of
 from dtensor.sharding.ops.library import PLAIN
 
-_PLAIN = (int, bool, str, type(None))
+_LITERAL_TYPES = (int, bool, str, type(None))
 ADDING, COPIES = "accumulate", "copies"
-"""The comment of a line that calls no op."""
+"""The comments of lines that call no op."""
 
 
 @dataclass(slots=True)
 class CodeBuilder:
-    """Collects lines; ``inputs`` are the values that are read before they are made.
-
-    ``reserved``: names of values, which no function may take: in Python they would hide it.
-    """
+    """Collects the lines of one segment."""
 
     device: torch.device
-    reserved: Collection[str] = ()
-    inputs: list[str] = field(default_factory=list)
+    reserved: Collection[str] = ()  # names of values; a function with such a name would be hidden
+    inputs: list[str] = field(default_factory=list)  # values that are read before they are defined
     defined: dict[str, None] = field(default_factory=dict)
     lines: list[CodeLine] = field(default_factory=list)
-    bindings: dict[str, object] = field(default_factory=dict)
-    products: set[str] = field(default_factory=set)  # their memory has no other owner yet
+    bindings: dict[str, object] = field(default_factory=dict)  # functions and constants, by name
+    products: set[str] = field(default_factory=set)  # results of matrix products
     in_place: dict[int, tuple[str, CodeLine]] = field(default_factory=dict)
-    # by line: the product, and the line that may change it in place
+    # by number of a line: a product that it reads, and a variant that changes the product in place
     with_bias: dict[int, tuple[str, CodeLine]] = field(default_factory=dict)
-    # by line: the product of the line before, and the line that may replace both
-    kernels: dict[str, None] = field(default_factory=dict)  # that run: ``rms_norm [triton ...]``
+    # by number of a line: the product of the line before, and one line that replaces both
+    kernels: dict[str, None] = field(default_factory=dict)  # that are called: ``rms_norm [triton]``
 
     def __bool__(self) -> bool:
         return bool(self.lines)
@@ -87,11 +69,9 @@ class CodeBuilder:
         source: str | None,
         made: Callable[[], Made],
     ) -> None:
-        """``results = call(operands)``, by the op's kernel on this device if it has one.
-
-        ``made``: the local shapes and dtypes of the named results, which a user's kernel must
-        return; and the kernel may not change its arguments.
-        """
+        """Add the line ``results = call(operands)``, with the op's kernel on this device if it has
+        one. A user's kernel is checked: it may not change its arguments, and must return the local
+        shapes and dtypes that ``made`` gives for the named results."""
         args = [self.literal(a, operands) for a in call.args]
         args += [f"{k}={self.literal(v, operands)}" for k, v in call.kwargs]
         name = call.name if isinstance(call.target, OpOverload) else call.target.__name__
@@ -103,7 +83,7 @@ class CodeBuilder:
         text = f"{targets}{comma} = {function}({', '.join(args)})"
         reads = (*operands, *slots_of(call))
         if self.device.type == "cuda":
-            # Not at the top: few programs run on one.
+            # imported here because few programs run on CUDA
             from dtensor.sharding.local.device_asserts import check_before
 
             if (check := check_before(call.target, call.args)) is not None:
@@ -112,29 +92,31 @@ class CodeBuilder:
         named = [r for r in results if r is not None]
         if kernel is None and call.target in _PRODUCTS:
             self.products.update(named)
-        method = _IN_PLACE.get(call.target) if kernel is None else None
-        if method is not None and _into_first(call) and operands[0] in self.products:
-            changed, op = f"{targets} = {args[0]}.{method}({args[1]})", _op_of(call)
+        method = _IN_PLACE_METHODS.get(call.target) if kernel is None else None
+        if method is not None and _fits_first_operand(call) and operands[0] in self.products:
+            changed, op = f"{targets} = {args[0]}.{method}({args[1]})", _op_name(call)
             line = CodeLine(changed, tuple(named), reads, "", op, (), f"{op} in place", source)
             self.in_place[len(self.lines)] = operands[0], line
             if self.device.type == "cuda":
                 self._with_bias(call, operands, line)
-        by = "" if kernel is None else kernel.name
-        if by:
-            self.kernels[f"{_op_of(call)} [{by}]"] = None
+        kernel_name = "" if kernel is None else kernel.name
+        if kernel_name:
+            self.kernels[f"{_op_name(call)} [{kernel_name}]"] = None
         if kernel is None or kernel.ours:
-            self.line(text, reads, named, source, called=function, op=by, comment=by)
+            self.line(
+                text, reads, named, source, called=function, op=kernel_name, comment=kernel_name
+            )
             return
-        before = next(n for n in map("before_{}".format, itertools.count()) if self.is_free(n))
+        before = next(n for n in map("before_{}".format, itertools.count()) if self.is_unused(n))
         self.apply(versions, [operands], [before], source=source)
-        self.line(text, reads, named, source, called=function, op=by, comment=by)
+        self.line(text, reads, named, source, called=function, op=kernel_name, comment=kernel_name)
         self.apply(check_kept, [operands, before], (), kernel.name, source=source)
         self.apply(check_made, [named], (), kernel.name, made(), source=source)
         if not _is_view(call.target):
             self.apply(check_apart, [named, operands], (), kernel.name, source=source)
 
     def _with_bias(self, call: OpCall, operands: Sequence[str], added: CodeLine) -> None:
-        """Where the line before is the matrix product, note one line for both."""
+        """Record one addmm for the product and its bias, if the line before is the product."""
         before = self.lines[-1]
         made_by = overload_of(self.bindings.get(before.called))
         is_product = made_by is _aten.mm.default and before.makes == (operands[0],)
@@ -149,7 +131,7 @@ class CodeBuilder:
         line = CodeLine(text, added.makes, reads, function, op, (), "", added.source)
         self.with_bias[len(self.lines)] = operands[0], line
 
-    def is_free(self, name: str) -> bool:
+    def is_unused(self, name: str) -> bool:
         return not (name in self.reserved or name in self.defined or name in self.bindings)
 
     def apply(
@@ -162,10 +144,10 @@ class CodeBuilder:
         is_list: bool = False,
         source: str | None = None,
     ) -> None:
-        """``results = function(*operands, *literals, layout)``.
+        """Add the line ``results = function(*operands, *literals, layout)``.
 
-        Operands in a sequence are given as one tuple. ``layout`` is bound, not written out.
-        ``is_list``: the function returns a list of the results, however many.
+        A sequence of operands becomes one tuple. ``layout`` becomes a bound constant.
+        ``is_list``: the function returns a list, even of one result.
         """
         args = [o if isinstance(o, str) else tuple_text(o) for o in operands]
         args += [self.literal(v, ()) for v in literals]
@@ -188,7 +170,7 @@ class CodeBuilder:
         op: str = "",
         comment: str = "",
     ) -> None:
-        """See `CodeLine`."""
+        """Add a line; see `CodeLine`."""
         for name in reads:
             if name not in self.defined and name not in self.inputs:
                 self.inputs.append(name)
@@ -198,23 +180,25 @@ class CodeBuilder:
         )
 
     def user_lines(self) -> str | None:
-        """The user's first and last lines in it: the only facts about an actor that died here."""
+        """Return the user's first and last lines. If an actor dies in the code, nothing else tells
+        where."""
         lines = list(dict.fromkeys(line.source for line in self.lines if line.source is not None))
         return " ... ".join(lines if len(lines) < 2 else (lines[0], lines[-1])) or None
 
     def kernel_names(self) -> str:
-        """The ops with a kernel, each with its kernel's name: ``rms_norm [triton rms_norm]``."""
+        """Return the ops with a kernel, each with the kernel's name: ``rms_norm [triton]``."""
         return ", ".join(self.kernels)
 
     def bind(self, name: str, value: object) -> str:
-        """A global of that name for ``value``; another name if that one is taken."""
+        """Bind ``value`` to a global of the code and return the global's name: ``name``, with a
+        number if it is taken."""
         number = 0
         candidate = name
         while True:
             if candidate not in self.reserved:
-                known = self.bindings.get(candidate, value)
-                same = type(known) is type(value) and not callable(value) and known == value
-                if known is value or same:
+                bound = self.bindings.get(candidate, value)
+                equal = type(bound) is type(value) and not callable(value) and bound == value
+                if bound is value or equal:
                     break
             number += 1
             candidate = f"{name}_{number}"
@@ -222,6 +206,7 @@ class CodeBuilder:
         return candidate
 
     def literal(self, value: object, operands: Sequence[str]) -> str:
+        """Return the text of an argument: an operand's name, a literal, or a bound constant."""
         match value:
             case Operand(index):
                 return operands[index]
@@ -240,7 +225,7 @@ class CodeBuilder:
                 return self.bind("device", self.device)
             case torch.dtype() | torch.memory_format() | torch.layout():
                 return self.bind(str(value).replace(".", "_"), value)
-            case _ if isinstance(value, _PLAIN):
+            case _ if isinstance(value, _LITERAL_TYPES):
                 return repr(value)
             case OpOverload() if value in PLAIN and self.device.type != "meta":
                 return self.bind("constant", PLAIN[value])  # which another function calls
@@ -248,7 +233,7 @@ class CodeBuilder:
                 return self.bind("constant", value)
 
     def function(self, name: str, outputs: Sequence[str]) -> Function:
-        """The segment as a Function of ``inputs`` that returns ``outputs``."""
+        """Return the segment as a Function of ``inputs`` that returns ``outputs``."""
         last: dict[str, int] = {}
         read = Counter(name for line in self.lines for name in line.reads)
         kept = set(outputs)
@@ -276,28 +261,28 @@ class CodeBuilder:
 
 @dataclass(slots=True)
 class Functions:
-    """The functions of a program, each text once."""
+    """The functions of a program. Segments with equal text and bindings share a function."""
 
-    found: dict[str, Function] = field(default_factory=dict)
+    by_name: dict[str, Function] = field(default_factory=dict)
     by_text: dict[tuple[object, ...], str] = field(default_factory=dict)
 
     def add(self, code: CodeBuilder, name: str, outputs: Sequence[str]) -> str:
-        """The name under which the code is known; equal code keeps its first name."""
+        """Add a segment's function, and return its name. Equal code keeps its first name."""
         built = code.function(name, outputs)
-        key = (built.source, tuple((k, _key(v)) for k, v in built.bindings), built.lines)
+        key = (built.source, tuple((k, _binding_key(v)) for k, v in built.bindings), built.lines)
         if key in self.by_text:
             return self.by_text[key]
         unique, number = name, 0
-        while unique in self.found:
+        while unique in self.by_name:
             number += 1
             unique = f"{name}_{number}"
-        self.found[unique] = replace(built, name=unique)
+        self.by_name[unique] = replace(built, name=unique)
         self.by_text[key] = unique
         return unique
 
 
-def _op_of(call: OpCall) -> str:
-    """``add`` of aten.add.Tensor."""
+def _op_name(call: OpCall) -> str:
+    """Return ``add`` for aten.add.Tensor."""
     return call.name.split(".")[1]
 
 
@@ -307,19 +292,18 @@ def _is_view(target: object) -> bool:
     return any(each.alias_info is not None for each in returns)
 
 
-def _key(value: object) -> object:
-    """The identity of a binding: that of the object, or the value of plain data."""
-    plain = isinstance(value, (torch.dtype, torch.device, tuple, *_PLAIN))
+def _binding_key(value: object) -> object:
+    """Return the key by which bindings are compared: plain data by value, other objects by id."""
+    plain = isinstance(value, (torch.dtype, torch.device, tuple, *_LITERAL_TYPES))
     return value if plain else id(value)
 
 
-# -- faster functions for the same ops
-# -----------------------------------------------------------------
+# -- faster functions for the same ops -------------------------------------------------------------
 
 _aten: Any = torch.ops.aten
 
 _PRODUCTS = frozenset((_aten.mm.default, _aten.bmm.default))
-_IN_PLACE: Mapping[object, str] = {
+_IN_PLACE_METHODS: Mapping[object, str] = {
     _aten.add.Tensor: "add_",
     _aten.sub.Tensor: "sub_",
     _aten.mul.Tensor: "mul_",
@@ -327,9 +311,9 @@ _IN_PLACE: Mapping[object, str] = {
 }
 
 
-def _into_first(call: OpCall) -> bool:
-    """Whether the result has the size and the memory layout of the first operand: the other one is
-    a number, or has fewer dims."""
+def _fits_first_operand(call: OpCall) -> bool:
+    """Whether the op can write its result to the first operand: both have the same shape and
+    strides, and the other operand is a number or has fewer dims."""
     if len(call.args) != 2 or call.kwargs or call.args[0] != Operand(0):
         return False
     fewer = all(len(m.shape) < len(call.operands[0].shape) for m in call.operands[1:])
@@ -338,16 +322,16 @@ def _into_first(call: OpCall) -> bool:
 
 _torch: Any = torch
 
-_OF_TORCH = """_log_softmax _softmax _softmax_backward_data add.Tensor amax arange bmm cat clamp
-    clone cos div.Tensor embedding exp le.Tensor mean.dim mm mul.Tensor native_layer_norm neg
+_TORCH_FUNCTIONS = """_log_softmax _softmax _softmax_backward_data add.Tensor amax arange bmm cat
+    clamp clone cos div.Tensor embedding exp le.Tensor mean.dim mm mul.Tensor native_layer_norm neg
     permute pow.Tensor_Scalar relu reshape rsqrt select.int sigmoid sin split_with_sizes squeeze.dim
     stack sub.Tensor sum.dim_IntList t tanh transpose.int unsqueeze where.self"""
-"""Overloads for which there is a function of the op's name in ``torch``."""
+"""Overloads for which ``torch`` has a function of the op's name, with the same arguments."""
 
 QUICK: Mapping[object, Callable[..., Any]] = {
     **{
         getattr(getattr(_aten, name), overload or "default"): getattr(_torch, name)
-        for name, _, overload in (each.partition(".") for each in _OF_TORCH.split())
+        for name, _, overload in (each.partition(".") for each in _TORCH_FUNCTIONS.split())
     },
     _aten.expand.default: torch.Tensor.expand,
     _aten.gelu.default: gelu,
@@ -359,21 +343,23 @@ QUICK: Mapping[object, Callable[..., Any]] = {
 
 
 def quick(call: OpCall, device: torch.device) -> Callable[..., Any]:
-    """The function that local code calls for ``call``: its target, or an equivalent one."""
+    """Return the function that local code calls for ``call``: its target, or a faster function that
+    does the same. An op of the project is called by its implementation: code runs without autograd,
+    so the 5 to 15 us of its dispatch are saved."""
     if call.target in PLAIN:  # on the meta device only shapes are needed
         return call.target if device.type == "meta" else PLAIN[call.target]
-    # torch's function refuses a number where an overload takes it for a tensor
+    # an overload accepts a number in place of the first tensor; torch's function does not
     first = call.args[0] if call.args else None
     taken = isinstance(first, Operand | tuple | list) or call.target is _aten.arange.default
     return QUICK.get(call.target, call.target) if taken else call.target
 
 
-_BOUND: Mapping[int, object] = {
+_OVERLOADS: Mapping[int, object] = {
     id(fn): overload for bound in (QUICK, PLAIN) for overload, fn in bound.items()
 }
 
 
 def overload_of(target: object) -> OpOverload | None:
-    """The op of a function in generated code; None if it is no op."""
-    overload = _BOUND.get(id(target), target)
+    """Return the op that a function in generated code runs, or None if it runs no op."""
+    overload = _OVERLOADS.get(id(target), target)
     return overload if isinstance(overload, OpOverload) else None

@@ -1,19 +1,14 @@
-"""The check behind ``detect_nan``: after each op of the local code, on what this rank has of it.
+"""The check behind ``detect_nan``: after each op of the local code, on the rank's local tensors.
 
     h = aten_div_Tensor(x, n)
     check_finite((x, n), (h,), dt_step, "aten.div.Tensor", ["x", "n"], ["h"], True)
     # NotFinite: aten.div.Tensor gives NaN in step 3: h f32[4,8] has 2 NaN of 32, the first at [0,5]
-    #   x: f32[4,8], -1.3 to 2.1
-    #   n: f32[4,1], 0 to 9
+    #   x: f32[4,8], -1.3 to 2.1; it holds 1 NaN already
 
-A NaN is always reported, with the operands that hold one already: the first op that meets a NaN of
-the batch or of a weight names it. An Inf is reported where the op made it: where no operand holds
-one, and none is written in the call, as in masks that are filled with -inf. An operand's number
-that is the largest of its dtype counts as one (`torch.finfo(dtype).min`): sums of such masks
-overflow on purpose. A pending max, min or softmax has Inf for what a rank has not. A log of 0 that
-is wanted needs ``detect_nan="nan"``, which looks for NaN alone.
-
-Not here: what a collective makes of finite parts, or an optimizer: the next op that reads it tells.
+Every NaN is reported. An Inf is reported only if the op made it: no operand holds an Inf, and the
+call has no infinite constant, as masks filled with -inf have. The largest finite value of a dtype
+counts as an Inf, because sums of such masks overflow on purpose. A NaN that a collective or the
+optimizer makes is reported by the next op that reads it.
 """
 
 from __future__ import annotations
@@ -39,7 +34,7 @@ class NotFinite(ArithmeticError):
 
 
 def checked_detect(value: object) -> DetectNan:
-    """What a user passed for ``detect_nan``; PlanningError for anything else."""
+    """Return ``value``. Raises PlanningError if it is not True, False or "nan"."""
     if isinstance(value, bool) or value == "nan":
         return cast(DetectNan, value)
     raise PlanningError(
@@ -47,7 +42,7 @@ def checked_detect(value: object) -> DetectNan:
     )
 
 
-def watch(
+def add_check(
     code: CodeBuilder,
     operands: Sequence[str],
     results: Sequence[tuple[str, TensorSpec]],
@@ -55,27 +50,30 @@ def watch(
     source: str | None,
     detect: DetectNan,
 ) -> None:
-    """Adds to the local code the check of what a step's call gives; ``results``: with specs."""
+    """Add the check of a call's results to the local code. ``operands`` and ``results``: names in
+    code."""
     if not results or call.name.startswith(_UNFILLED):
         return
-    infinite = detect is True and not _written(call) and not _pending_extremes(results)
+    infinite = (
+        detect is True and not _has_infinite_constant(call) and not _pending_extremes(results)
+    )
     names = [list(dict.fromkeys(operands)), [name for name, _ in results]]
     code.apply(check_finite, [*names, STEP], (), call.name, *names, infinite, source=source)
 
 
-def _written(call: OpCall) -> bool:
-    """Whether a number in the call is as large as its dtype has them."""
+def _has_infinite_constant(call: OpCall) -> bool:
+    """Whether a constant of the call is at least the largest number of the result's dtype."""
     meta = next((m for m in call.results if m is not None), None)
     if meta is None or not meta.dtype.is_floating_point:
         return False
-    most = torch.finfo(meta.dtype).max
-    return any(abs(v) >= most for v in _floats((call.args, [v for _, v in call.kwargs])))
+    largest = torch.finfo(meta.dtype).max
+    return any(abs(v) >= largest for v in _floats((call.args, [v for _, v in call.kwargs])))
 
 
 def _floats(value: object) -> Iterator[float]:
     if isinstance(value, (tuple, list)):
-        for each in value:
-            yield from _floats(each)
+        for item in value:
+            yield from _floats(item)
     elif isinstance(value, float):
         yield value
 
@@ -97,11 +95,11 @@ def check_finite(
     result_names: Sequence[str],
     infinite: bool,
 ) -> None:
-    """Raises NotFinite for a NaN, and for an Inf that this op has made. Tensors are local; of
-    several results the first alone is looked through for Inf, the others are what the backward
-    keeps."""
+    """Raise NotFinite if a result holds a NaN or, if ``infinite``, an Inf that this op made.
+    Tensors are local. Only the first result is searched for Inf; the other results are values that
+    are saved for the backward."""
     for number, (name, x) in enumerate(zip(result_names, results, strict=True)):
-        if not _is_float(x) or bool(torch.isfinite(wide := _wide(x)).all()):
+        if not _is_float(x) or bool(torch.isfinite(wide := _comparable(x)).all()):
             continue
         bad = torch.isnan(wide)
         kind = "NaN"
@@ -122,16 +120,16 @@ def _is_float(x: torch.Tensor) -> bool:
     return x.numel() > 0 and (x.is_floating_point() or x.is_complex())
 
 
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    """Of 8 bits torch compares nothing."""
+def _comparable(x: torch.Tensor) -> torch.Tensor:
+    """Return x in a dtype that torch can compare: it has no comparisons for 8-bit floats."""
     return x.float() if x.dtype.itemsize == 1 else x
 
 
 def _holds_infinite(x: torch.Tensor) -> bool:
     if not _is_float(x):
         return False
-    most = torch.finfo(x.dtype).max
-    return bool((_wide(x).abs() >= most).any())
+    largest = torch.finfo(x.dtype).max
+    return bool((_comparable(x).abs() >= largest).any())
 
 
 def _type(x: torch.Tensor) -> str:

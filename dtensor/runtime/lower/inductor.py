@@ -1,23 +1,15 @@
-"""Local code by torch's compiler: chains of elementwise ops, norms and sums as one kernel each.
+"""Fusion of local code by torch's compiler, for `launch(local="inductor")` on CPUs.
 
-    compiled = fused(program, fed)        # the program that `launch(local="inductor")` runs
+    compiled = fused(program, fed)        # `fed`: the shapes of each rank's inputs
 
     h = mm(x, w)                          h = mm(x, w)
     b = add(h, bias)                      g, = fused_0(h, bias)
     g = gelu(b); del b                    y = mm(g, v)
     y = mm(g, v)
 
-`fed` are the shapes of each rank's inputs. Each rank's list runs once on fake tensors, for the
-shapes and strides of every line; a run of lines with two kernels or more, none of them a product,
-is compiled once on the controller, and once for equal ones. Its artifact goes to the ranks within
-the program, and each loads the same one, so that all modes and backends have the same bits; between
-this and generated code they agree to a tolerance. The first compilation of a kernel takes seconds,
-later ones are found in torch's cache on disk. A host without that cache compiles the artifact's
-sources, so each host needs a C++ compiler.
-
-Invariants: a kernel is called with the strides it was made for, or raises. Everything else of a
-program stays: instructions, messages, live ranges. Not here: GPUs, programs with `detect_nan`,
-which checks single ops.
+Each rank's list runs once on fake tensors. A chain of lines with two kernels or more, none of them
+a product, is compiled on the controller; ranks load the artifact, so all have the same bits. A host
+without torch's disk cache compiles the artifact's C++ sources.
 """
 
 from __future__ import annotations
@@ -58,47 +50,47 @@ from dtensor.private_torch import (
 )
 from dtensor.runtime.lower.code import overload_of
 
-_VIEWS = frozenset(
+_VIEW_OPS = frozenset(
     """expand permute reshape select slice split split_with_sizes squeeze t transpose unsqueeze
     view""".split()  # noqa: SIM905
 )
-_SUMS = frozenset(
+_UNTAGGED_OPS = frozenset(
     """_log_softmax _log_softmax_backward_data _softmax _softmax_backward_data amax amin
     gelu_backward mean native_group_norm native_layer_norm native_layer_norm_backward
     sigmoid_backward silu_backward sum tanh_backward threshold_backward
     var_mean""".split()  # noqa: SIM905
 )
-"""Ops that are not elementwise, or not known to be, and fuse with those that are."""
-LEAST_KERNELS = 2
-"""Number of kernels in a run of lines that makes a fused one worthwhile."""
+"""Ops without torch's tag for elementwise ops that fuse with elementwise ops."""
+MIN_KERNELS = 2
+"""The least number of kernels in a chain of lines that is compiled."""
 
 
 def fused(program: Program, fed: Sequence[Mapping[str, object]]) -> Program:
-    """The program with its chains compiled. ``fed``: by rank, its inputs and state: a `Buffer` for
-    a tensor, else the value."""
-    maker = _ChainMaker(dict(program.functions))
+    """Return the program with its chains compiled. ``fed``: for each rank, its inputs and state by
+    name, a `Buffer` for a tensor, else the value."""
+    compiler = _ChainCompiler(dict(program.functions))
     ranks: list[RankProgram] = []
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
-        for rank_program, given in zip(program.ranks, fed, strict=True):
-            walk = _FakeRun(maker, mode, given)
+        for rank_program, inputs in zip(program.ranks, fed, strict=True):
+            walk = _FakeRun(compiler, mode, inputs)
             ranks.append(
                 replace(rank_program, instructions=tuple(map(walk.step, rank_program.instructions)))
             )
     called = {
         i.fn for rank_program in ranks for i in rank_program.instructions if isinstance(i, Call)
     }
-    functions = tuple((name, fn) for name, fn in maker.functions.items() if name in called)
+    functions = tuple((name, fn) for name, fn in compiler.functions.items() if name in called)
     return replace(program, ranks=tuple(ranks), functions=functions)
 
 
-# -- the chains that ranks load
-# -------------------------------------------------------------------------------
+# -- the chains that ranks load --------------------------------------------------------------------
 
 _loaded: dict[str, Callable[..., Any]] = {}
 
 
 class FusedChain:
-    """A compiled chain, as bytes and loaded. ``name``: the ops that it replaces."""
+    """A compiled chain; pickled as the ``data`` of its artifact. ``name``: the ops that it
+    replaces. It raises if it is called with other strides than it was compiled for."""
 
     def __init__(self, name: str, data: bytes) -> None:
         self.__name__ = name
@@ -122,30 +114,30 @@ class FusedChain:
 
 
 class _Unknown:
-    """A value other than a tensor of a known shape: an optimizer, and results of it."""
+    """A value that is no tensor of a known shape: an optimizer, or a result of an unknown value."""
 
 
 _UNKNOWN = _Unknown()
 
 
 class _FakeRun:
-    """A run of one rank's list on fake tensors."""
+    """A run of one rank's instructions on fake tensors."""
 
     def __init__(
-        self, maker: _ChainMaker, mode: FakeTensorMode, given: Mapping[str, object]
+        self, compiler: _ChainCompiler, mode: FakeTensorMode, inputs: Mapping[str, object]
     ) -> None:
-        self.maker, self.mode = maker, mode
-        self.table: dict[str, object] = {name: self._fake(value) for name, value in given.items()}
+        self.compiler, self.mode = compiler, mode
+        self.table: dict[str, object] = {name: self._fake(value) for name, value in inputs.items()}
 
     def _fake(self, value: object) -> object:
-        """A contiguous fake tensor, like the inputs and the messages of a rank."""
+        """Return a contiguous fake tensor for a `Buffer`, as a rank's inputs and messages are."""
         if isinstance(value, Buffer):
             with self.mode:
                 return torch.empty(value.shape, dtype=value.dtype)
         return value
 
     def step(self, item: Instruction) -> Instruction:
-        """The instruction; a call gets its new function."""
+        """Run an instruction, and return it; a Call gets the fused variant of its function."""
         match item:
             case Call():
                 return self._call(item)
@@ -163,13 +155,13 @@ class _FakeRun:
         return item
 
     def _call(self, call: Call) -> Call:
-        function = self.maker.functions[call.fn]
-        given = [self.table.get(name, _UNKNOWN) for name in call.inputs]
-        if not function.statements or any(value is _UNKNOWN for value in given):
+        function = self.compiler.functions[call.fn]
+        inputs = [self.table.get(name, _UNKNOWN) for name in call.inputs]
+        if not function.statements or any(value is _UNKNOWN for value in inputs):
             self.table.update(dict.fromkeys(call.outputs, _UNKNOWN))
             return call
         try:
-            name, results = self.maker.variant(call.fn, given)
+            name, results = self.compiler.variant(call.fn, inputs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             self.table.update(dict.fromkeys(call.outputs, _UNKNOWN))
             return call
@@ -177,7 +169,7 @@ class _FakeRun:
         return replace(call, fn=name)
 
 
-def _short(op: OpOverload) -> str:
+def _op_name(op: OpOverload) -> str:
     return op._schema.name.removeprefix("aten::")
 
 
@@ -186,15 +178,15 @@ def _is_kernel(op: OpOverload) -> bool:
         return False
     if torch.Tag.nondeterministic_seeded in op.tags:
         return False
-    return torch.Tag.pointwise in op.tags or _short(op) in _SUMS
+    return torch.Tag.pointwise in op.tags or _op_name(op) in _UNTAGGED_OPS
 
 
 def _fuses(op: OpOverload | None) -> bool:
-    return op is not None and (_is_kernel(op) or _short(op) in _VIEWS)
+    return op is not None and (_is_kernel(op) or _op_name(op) in _VIEW_OPS)
 
 
 def _runs(ops: Sequence[OpOverload | None]) -> Iterator[tuple[int, int]]:
-    """The ranges of lines that fuse, and single lines that do not."""
+    """Yield the ranges of consecutive lines that fuse, and other lines one by one."""
     at = 0
     while at < len(ops):
         end = at + 1
@@ -205,21 +197,22 @@ def _runs(ops: Sequence[OpOverload | None]) -> Iterator[tuple[int, int]]:
 
 
 @dataclass(slots=True)
-class _ChainMaker:
-    """``functions``: those of the program, and their fused variants."""
+class _ChainCompiler:
+    """Compiles chains, once for equal ones. ``functions``: of the program, with their variants."""
 
     functions: dict[str, Function]
     variants: dict[tuple[object, ...], tuple[str, list[object]]] = field(default_factory=dict)
     artifacts: dict[tuple[object, ...], tuple[FusedChain, list[Any]]] = field(default_factory=dict)
 
-    def variant(self, name: str, given: Sequence[object]) -> tuple[str, list[object]]:
-        """The function for such inputs, and its results."""
-        key = (name, *map(_meta, given))
+    def variant(self, name: str, inputs: Sequence[object]) -> tuple[str, list[object]]:
+        """Return the name of the variant for fake inputs, compiling it if it is new, and the fake
+        results."""
+        key = (name, *map(_meta_key, inputs))
         if key not in self.variants:
             function = self.functions[name]
             assert function.body is not None, "a function with known lines"
-            values = dict(zip(function.body.inputs, given, strict=True))
-            built, results = self._rewritten(function, function.body, values)
+            values = dict(zip(function.body.inputs, inputs, strict=True))
+            built, results = self._with_chains(function, function.body, values)
             variant, number = name, 0
             while built is not None and variant in self.functions:
                 variant, number = f"{name}_fused{number}", number + 1
@@ -228,75 +221,80 @@ class _ChainMaker:
             self.variants[key] = variant, results
         return self.variants[key]
 
-    def _rewritten(
+    def _with_chains(
         self, function: Function, body: Body, values: dict[str, object]
     ) -> tuple[Function | None, list[object]]:
-        """The function with a call in place of each run of lines, None if there is none; and its
-        results. ``values``: its inputs, by name."""
+        """Return the function with each chain replaced by one call, or None if it has no chain, and
+        its fake results. ``values``: its inputs by name."""
         bindings = dict(function.bindings)
         ops = [overload_of(bindings.get(x.called)) if x.makes else None for x in body.lines]
-        new: list[CodeLine] = []
+        lines: list[CodeLine] = []
         for at, end in _runs(ops):
             run = body.lines[at:end]
             inside = dict.fromkeys(name for line in run for name in line.makes)
             later = {*body.outputs, *(name for line in body.lines[end:] for name in line.reads)}
             outputs = tuple(name for name in inside if name in later)
             read = dict.fromkeys(name for line in run for name in line.reads if name in values)
-            # numbers are new inputs at each run, and a kernel would have them as constants
+            # numbers change at each run, and a compiled chain would have them as constants
             tensors = tuple(name for name in read if isinstance(values[name], FakeTensor))
             kernels = [op for op in ops[at:end] if op is not None and _is_kernel(op)]
-            if len(kernels) < LEAST_KERNELS or not outputs or len(tensors) < len(read):
+            if len(kernels) < MIN_KERNELS or not outputs or len(tensors) < len(read):
                 for line in run:
                     exec(line.text, dict(function.bindings), values)
-                new += run
+                lines += run
                 continue
             number = len(bindings) - len(function.bindings)
             called = f"fused_{number}"
             assert called not in bindings and called not in values, "a name that is free"
-            given = [values[name] for name in tensors]
+            inputs = [values[name] for name in tensors]
             chain = Body(tensors, tuple(line._replace(drops=()) for line in run), outputs)
-            alone = Function.straight(function.name, chain, dict(function.bindings)).build()
-            bindings[called], results = self._compiled(alone, given, kernels)
+            chain_function = Function.straight(
+                function.name, chain, dict(function.bindings)
+            ).build()
+            bindings[called], results = self._compile(chain_function, inputs, kernels)
             values.update(zip(outputs, results, strict=True))
             text = f"{''.join(f'{name}, ' for name in outputs)}= {called}({', '.join(tensors)})"
-            gone = tuple(n for line in run for n in line.drops if n not in inside or n in outputs)
-            new.append(CodeLine(text, outputs, tensors, called, "", gone, "", run[0].source))
+            dropped = tuple(
+                n for line in run for n in line.drops if n not in inside or n in outputs
+            )
+            lines.append(CodeLine(text, outputs, tensors, called, "", dropped, "", run[0].source))
         results = [values[name] for name in body.outputs]
         if len(bindings) == len(function.bindings):
             return None, results
-        rewritten = Body(body.inputs, tuple(new), body.outputs)
+        rewritten = Body(body.inputs, tuple(lines), body.outputs)
         return Function.straight(function.name, rewritten, bindings), results
 
-    def _compiled(
-        self, chain: Built, given: Sequence[Any], kernels: Sequence[OpOverload]
+    def _compile(
+        self, chain: Built, inputs: Sequence[Any], kernels: Sequence[OpOverload]
     ) -> tuple[FusedChain, list[Any]]:
-        """The compiled chain for a run of lines, and its results."""
-        key = (*_equal_but_for_names(chain), *map(_meta, given))
+        """Return the compiled chain, and its results on fake tensors."""
+        key = (*_equal_but_for_names(chain), *map(_meta_key, inputs))
         if key not in self.artifacts:
-            ops = ", ".join(map(_short, kernels))
-            compiled = FusedChain(f"fused({ops})", _artifact(chain, given))
-            self.artifacts[key] = compiled, _made(compiled, given)
+            ops = ", ".join(map(_op_name, kernels))
+            compiled = FusedChain(f"fused({ops})", _artifact(chain, inputs))
+            self.artifacts[key] = compiled, _fake_results(compiled, inputs)
         return self.artifacts[key]
 
 
-def _made(compiled: FusedChain, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Its results on fake tensors: run once, as its strides may differ from the lines'."""
+def _fake_results(compiled: FusedChain, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the results of a compiled chain as fake tensors. The chain runs once to find them: its
+    strides may differ from those of the lines that it replaces."""
     with unset_fake_temporarily():
-        real = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in given]
+        real = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in inputs]
         layouts = [(x.shape, x.stride(), x.dtype) for x in compiled(*real)]
     return [torch.empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype in layouts]
 
 
-def _artifact(chain: Callable[..., Any], given: Sequence[Any]) -> bytes:
-    """The artifact of a chain compiled for tensors of these shapes and strides."""
+def _artifact(chain: Callable[..., Any], inputs: Sequence[Any]) -> bytes:
+    """Return the artifact of a chain, compiled for tensors of these shapes and strides."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     compile_alone, config = standalone_compile()
-    graph = make_fx(chain)(*given)
-    # one thread: how many there are changes the bits of a sum
+    graph = make_fx(chain)(*inputs)
+    # one thread, because the number of threads changes the bits of a sum
     with config.patch({"cpp.threads": 1}), tempfile.TemporaryDirectory() as folder:
         artifact: Any = compile_alone(
-            graph, list(given), dynamic_shapes="from_example_inputs", options={}
+            graph, list(inputs), dynamic_shapes="from_example_inputs", options={}
         )
         path = Path(folder) / "artifact"
         artifact.save(path=str(path), format="binary")
@@ -304,15 +302,15 @@ def _artifact(chain: Callable[..., Any], given: Sequence[Any]) -> bytes:
 
 
 def _equal_but_for_names(chain: Built) -> tuple[object, ...]:
-    """A key that is equal for functions that do the same under other names of values: Python
-    numbers these, and names the called functions and the constants."""
+    """Return a key that is equal for functions that differ only in the names of their values. Their
+    bytecode is equal, because it refers to local variables by number."""
     assert isinstance(chain, FunctionType), "the result of `Function.build`"
     code, bound = chain.__code__, chain.__globals__
     called = (id(bound[name]) if name in bound else name for name in code.co_names)
     return (code.co_code, repr(code.co_consts), *called)
 
 
-def _meta(value: object) -> object:
+def _meta_key(value: object) -> object:
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.stride(), value.dtype, value.storage_offset()
     return value

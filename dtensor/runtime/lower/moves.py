@@ -3,16 +3,11 @@
     all_gather of h f32[8@tp,16]      h_gathered.0, h_gathered.1 = all_gather(h); wait
                                       h_gathered = join((h_gathered_from0, h_gathered_from1), ...)
 
-A collective becomes: local code that cuts a block for each peer, the start, the wait, local code
-that puts the received blocks together. The block of a peer follows from the index sets of the two
-specs, so blocks, units and uneven shards need no special case. One value is cut and joined without
-a copy where it is one block. A bucket sends each peer one flat buffer of the values' blocks
-(`packed`, `unpacked`, `gathered`, `written`), so daft sees plain flat messages, and the fold in
-rank order gives each element the same value as a separate message would.
-
-A gather of parameters is started at its step's place in the plan, others at the place that
-overlap.py chooses, and completed by `finish` before the first step that reads one of its results:
-meanwhile the rank computes.
+A collective becomes local code that cuts a block for each peer, the start, the wait, and local code
+that joins the received blocks. The blocks follow from the index sets of the two specs, so uneven
+shards need no special case. A value that is one block is cut and joined without a copy. A bucket
+sends each peer one flat buffer with the blocks of all its values; the reduction in rank order then
+gives each element the same value as separate messages would.
 """
 
 from __future__ import annotations
@@ -42,13 +37,13 @@ from dtensor.sharding.spec.spec import TensorSpec
 
 Shape = tuple[int, ...]
 Layout = tuple[tuple[Shape, tuple[tuple[Shape, Where], ...]], ...]
-"""By value: its shape, and for each peer the shape of its block and the block's place."""
+"""For each value: its shape, and for each peer the shape and the place of the peer's block."""
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A collective that has started and is not waited for; ``pieces``: its outputs, by their names
-    in the table."""
+    """A collective that has started and is not complete; ``pieces``: the names of its outputs in
+    the table."""
 
     step: Redistribute
     pieces: tuple[str, ...]
@@ -74,56 +69,62 @@ def redistribute(b: RankBuilder, step: Redistribute, *, wait: bool) -> Started |
 
 
 def _free_move(b: RankBuilder, step: Redistribute) -> None:
+    """Emit the local code of a redistribution that does not communicate."""
     (move,), here, source = step.moves, b.here, step.source or None
     if move.kind == "relabel" or (move.kind == "fill" and here[move.axis] == 0):
-        b.renamed(step.operands[0], step.name, source)
+        b.assign(step.operands[0], step.name, source)
         return
     code, operands, results = b.segment().code, step.operands, step.results
     if move.kind == "slice":
         where = given(move.src, move.dst, here, here)
         code.apply(block, operands, results, where, source=source)
     else:
-        code.apply(rest_of, operands, results, _op_of(move.dst, move.axis), source=source)
+        code.apply(rest_of, operands, results, _reduction_of(move.dst, move.axis), source=source)
 
 
 def _start(b: RankBuilder, step: Redistribute) -> Started:
-    """Pack the message, if it is not the values themselves, and start it."""
+    """Emit the code that packs the message, if it must be packed, and the start."""
     operands = zip(step.operands, step.moves, strict=True)
     kind, axis, source = step.kind, step.axis, step.source or None
     match kind:
         case "all_reduce":
-            sent = tuple(b.held(name, move.src) for name, move in operands)
+            sent = tuple(b.named_buffer(name, move.src) for name, move in operands)
         case "all_gather":
-            sent = _mine(b, step) if step.bucket else (b.held(step.operands[0], step.moves[0].src),)
+            sent = (
+                _pack_contribution(b, step)
+                if step.bucket
+                else (b.named_buffer(step.operands[0], step.moves[0].src),)
+            )
         case "reduce_scatter" | "all_to_all":
-            sent = _cut(b, step)
+            sent = _pack_blocks(b, step)
         case "slice" | "fill" | "relabel":
             raise AssertionError(f"{kind} does not communicate")
-    results, op = _made(b, step), _op_of(step.moves[0].src, step.axis)
+    results, op = _output_buffers(b, step), _reduction_of(step.moves[0].src, step.axis)
     label = b.collective(
         kind, axis, sent, results, step.label, op=op, source=source, wait=False, of=step
     )
     return Started(step, tuple(name for name, _ in results), label, source)
 
 
-def _made(b: RankBuilder, step: Redistribute) -> tuple[tuple[str, Buffer], ...]:
-    """The outputs of the message: values, or pieces of them from each peer."""
+def _output_buffers(b: RankBuilder, step: Redistribute) -> tuple[tuple[str, Buffer], ...]:
+    """Return the outputs of the message, which are values or the pieces that peers send."""
     base, dtype = b.value(step.name), step.moves[0].dst.dtype
     if step.kind in ("all_gather", "all_to_all"):
         if step.bucket:
             peers = _peers(b, step.axis)
             shapes = [(sum(math.prod(m.src.local_shape(p)) for m in step.moves),) for p in peers]
         else:
-            shapes = [shape_of(where) for where in _taken(b, step.moves[0])]
+            shapes = [shape_of(where) for where in _places_by_peer(b, step.moves[0])]
         return tuple((f"{base}.{i}", Buffer(shape, dtype)) for i, shape in enumerate(shapes))
     if step.kind == "reduce_scatter" and step.bucket:
         size = sum(math.prod(m.dst.local_shape(b.here)) for m in step.moves)
         return ((f"{base}.total", Buffer((size,), dtype)),)
-    return tuple(b.held(n, m.dst) for n, m in zip(step.results, step.moves, strict=True))
+    return tuple(b.named_buffer(n, m.dst) for n, m in zip(step.results, step.moves, strict=True))
 
 
-def _mine(b: RankBuilder, step: Redistribute) -> tuple[tuple[str, Buffer], ...]:
-    """This rank's shards, or its slices of whole values, as one flat buffer."""
+def _pack_contribution(b: RankBuilder, step: Redistribute) -> tuple[tuple[str, Buffer], ...]:
+    """Emit the code that packs what this rank contributes to a gather: its shards or, in place, its
+    slices of full values. Return the one flat buffer."""
     here, flat, local = b.here, f"{b.value(step.name)}.mine", f"{step.name}_mine"
     specs = [m.dst if step.in_place else m.src for m in step.moves]
     wheres = tuple((given(w, m.src, here, here),) for w, m in zip(specs, step.moves, strict=True))
@@ -136,9 +137,9 @@ def _mine(b: RankBuilder, step: Redistribute) -> tuple[tuple[str, Buffer], ...]:
     return ((flat, mine),)
 
 
-def _cut(b: RankBuilder, step: Redistribute) -> tuple[tuple[str, Buffer], ...]:
-    """For each peer its block of this rank's values: a block of one value, or those of all values
-    as one flat buffer."""
+def _pack_blocks(b: RankBuilder, step: Redistribute) -> tuple[tuple[str, Buffer], ...]:
+    """Emit the code that cuts this rank's values into a block for each peer. Return the blocks; in
+    a bucket, the blocks of one peer are one flat buffer."""
     peers, segment = _peers(b, step.axis), b.segment()
     wheres = tuple(tuple(given(m.src, m.dst, b.here, peer) for peer in peers) for m in step.moves)
     local = [f"{step.name}_to{i}" for i in range(len(peers))]
@@ -153,7 +154,7 @@ def _cut(b: RankBuilder, step: Redistribute) -> tuple[tuple[str, Buffer], ...]:
     flat = [f"{b.value(step.name)}.to{i}" for i in range(len(peers))]
     segment.table.update(zip(local, flat, strict=True))
     for name in flat if not step.bucket else ():
-        b.shares(name, b.value(step.operands[0]))
+        b.record_sharing(name, b.value(step.operands[0]))
     buffers = [Buffer(shape, step.moves[0].src.dtype) for shape in shapes]
     sent = tuple(zip(flat, buffers, strict=True))
     b.nbytes.update((name, buffer.nbytes) for name, buffer in sent)
@@ -161,32 +162,32 @@ def _cut(b: RankBuilder, step: Redistribute) -> tuple[tuple[str, Buffer], ...]:
 
 
 def finish(b: RankBuilder, started: Started) -> None:
-    """Wait for a started message, and make the values that later steps read."""
+    """Emit the wait for a started message, and the code that makes the values of its outputs."""
     step, pieces = started.step, started.pieces
-    b.start(Wait(pieces[:1], label=started.label, source=started.source))
+    b.emit(Wait(pieces[:1], label=started.label, source=started.source))
     match step.kind:
         case "all_gather" | "all_to_all":
             _join(b, step, pieces)
         case "reduce_scatter" if step.bucket:
             segment, shapes = b.segment(), tuple(m.dst.local_shape(b.here) for m in step.moves)
             segment.table[f"{step.name}_total"] = pieces[0]
-            whole = [[f"{step.name}_total"]]
-            segment.code.apply(unpacked, whole, step.results, layout=shapes, is_list=True)
+            flat_value = [[f"{step.name}_total"]]
+            segment.code.apply(unpacked, flat_value, step.results, layout=shapes, is_list=True)
             for name in step.results:
-                b.shares(b.value(name), pieces[0])
+                b.record_sharing(b.value(name), pieces[0])
         case _:
             pass
     _record(b, step)
 
 
 def _join(b: RankBuilder, step: Redistribute, pieces: Sequence[str]) -> None:
-    """Join whole values from the pieces of a gather; of updated parameters, write each piece into
-    its place."""
+    """Emit the code that joins the pieces from all peers, or writes the pieces of updated
+    parameters into their places."""
     segment = b.segment()
     local = [f"{step.name}_from{i}" for i in range(len(pieces))]
     segment.table.update(zip(local, pieces, strict=True))
     if not step.bucket:
-        shape, wheres = step.moves[0].dst.local_shape(b.here), _taken(b, step.moves[0])
+        shape, wheres = step.moves[0].dst.local_shape(b.here), _places_by_peer(b, step.moves[0])
         source = step.source or None
         segment.code.apply(join, [local], step.results, shape, *wheres, source=source)
         return
@@ -196,7 +197,7 @@ def _join(b: RankBuilder, step: Redistribute, pieces: Sequence[str]) -> None:
     else:
         layout = _layout(b, step)
         segment.code.apply(gathered, [local], step.results, layout=layout, is_list=True)
-    b.close()  # the pieces are dropped here
+    b.close()  # so that the pieces are freed here
 
 
 def _record(b: RankBuilder, step: Redistribute) -> None:
@@ -205,7 +206,7 @@ def _record(b: RankBuilder, step: Redistribute) -> None:
 
 
 def _layout(b: RankBuilder, step: Redistribute) -> Layout:
-    """The layout of the flat pieces of a gather."""
+    """Return the layout of the flat pieces of a gather."""
     here, peers = b.here, _peers(b, step.axis)
     return tuple(
         (
@@ -216,8 +217,8 @@ def _layout(b: RankBuilder, step: Redistribute) -> Layout:
     )
 
 
-def _taken(b: RankBuilder, move: Move) -> list[Where]:
-    """The places of the pieces from each peer."""
+def _places_by_peer(b: RankBuilder, move: Move) -> list[Where]:
+    """Return the place in the result of the piece from each peer."""
     return [taken(move.src, move.dst, peer, b.here) for peer in _peers(b, move.axis)]
 
 
@@ -225,8 +226,8 @@ def _peers(b: RankBuilder, axis: str) -> list[dict[str, int]]:
     return [{**b.here, axis: i} for i in range(b.plan.mesh.axis_size(axis))]
 
 
-def _op_of(spec: TensorSpec, axis: str) -> ReduceOp | None:
-    """The fold of a pending axis; None if the axis is not pending."""
+def _reduction_of(spec: TensorSpec, axis: str) -> ReduceOp | None:
+    """Return the reduction of a spec that is partial on the axis, or None if it is not partial."""
     placement = spec.placement(axis)
     return placement.op if isinstance(placement, Partial) else None
 
@@ -235,8 +236,9 @@ def _op_of(spec: TensorSpec, axis: str) -> ReduceOp | None:
 
 
 def transfer(b: RankBuilder, step: Transfer, stage: int | None) -> tuple[int, str] | None:
-    """Send on the stage that has the value, receive on the one that needs it. For a send, returns
-    the step of its receive in the schedule, and the value."""
+    """Emit the send on a rank of the first stage, the receive on a rank of the second. For a send,
+    return the schedule's step of the receive, and the sent value; else None. ``stage``: the stage
+    of the action, or None outside actions."""
     spec = step.spec
     buffer = Buffer(spec.local_shape(b.here), spec.dtype)
     channel = f"{step.phase} {step.stage}->{step.to_stage}" + (" once" if step.once else "")
@@ -244,38 +246,36 @@ def transfer(b: RankBuilder, step: Transfer, stage: int | None) -> tuple[int, st
     receives = step.to_stage in b.stages and (stage is None or stage == step.to_stage)
     source = step.source or None
     what, way = step.operand, f"from stage {step.stage} to {step.to_stage}"
-    stays = b.peer(step.stage) == b.peer(step.to_stage)
-    waited: tuple[int, str] | None = None
-    if stays:
-        if sends:  # the value is here already when the other stage's action runs
-            b.renamed(step.operand, step.result, source)
+    same_rank = b.peer(step.stage) == b.peer(step.to_stage)
+    sent_value: tuple[int, str] | None = None
+    if same_rank:
+        if sends:  # one rank hosts both stages
+            b.assign(step.operand, step.result, source)
     elif sends:
         value = b.value(step.operand)
         to = b.peer(step.to_stage)
         label = b.label.doing("send", what, way)
-        b.start(Send(value, to, channel, buffer, label=label, source=source))
-        waited = b.shared.actions.received_at(step, b.microbatch), value
+        b.emit(Send(value, to, channel, buffer, label=label, source=source))
+        sent_value = b.shared.actions.received_at(step, b.microbatch), value
     elif receives:
         value, label = b.value(step.result), b.label.doing("receive", what, way)
         receive = Recv(value, b.peer(step.stage), channel, buffer, label=label, source=source)
-        # during the action before, so that the value has arrived, and its sender is free, when that
-        # ends
+        # started during the action before, so that the value has arrived when this action begins
         if b.microbatch is None:
-            b.start(receive)
+            b.emit(receive)
         else:
-            b.start_early(receive)
-        b.start(Wait((value,), label=label, source=source))
-    if receives or stays:
+            b.emit_early(receive)
+        b.emit(Wait((value,), label=label, source=source))
+    if receives or same_rank:
         b.record(step.result, spec)
-    return waited
+    return sent_value
 
 
-# -- functions that generated code calls
-# ---------------------------------------------------------------------
+# -- functions that generated code calls -----------------------------------------------------------
 
 
 def packed(values: Sequence[torch.Tensor], wheres: Sequence[Sequence[Where]]) -> list[torch.Tensor]:
-    """For each peer one flat tensor: the values' blocks for it, ``wheres[value][peer]``."""
+    """Return one flat tensor per peer: the blocks ``wheres[value][peer]`` of all values."""
     flat: list[torch.Tensor] = []
     for i in range(len(wheres[0])):
         blocks = [block(v, of[i]).reshape(-1) for v, of in zip(values, wheres, strict=True)]
@@ -284,13 +284,13 @@ def packed(values: Sequence[torch.Tensor], wheres: Sequence[Sequence[Where]]) ->
 
 
 def unpacked(flat: Sequence[torch.Tensor], shapes: Sequence[Shape]) -> list[torch.Tensor]:
-    """The values that one flat tensor holds, as views of it."""
+    """Return the values that one flat tensor holds, as views of it."""
     parts = flat[0].split([math.prod(shape) for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def gathered(pieces: Sequence[torch.Tensor], layout: Layout) -> list[torch.Tensor]:
-    """Whole values from each peer's flat piece."""
+    """Return the full values, joined from the flat piece of each peer."""
     parts = [_parts(piece, i, layout) for i, piece in enumerate(pieces)]
     return [
         join([of[v] for of in parts], shape, *(where for _, where in blocks))
@@ -299,7 +299,7 @@ def gathered(pieces: Sequence[torch.Tensor], layout: Layout) -> list[torch.Tenso
 
 
 def written(values: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor], layout: Layout) -> None:
-    """Write each peer's flat piece into its place in the values."""
+    """Write the flat piece of each peer into its places in the values."""
     for i, piece in enumerate(pieces):
         for value, part, (_, blocks) in zip(values, _parts(piece, i, layout), layout, strict=True):
             if part.numel():

@@ -1,21 +1,13 @@
-"""Lowering: a Plan and a schedule become one daft Program, a list of instructions per rank.
+"""Lowering: a plan and a schedule become one daft Program, a list of instructions per rank.
 
     program = lower(plan, OneFOneB(microbatches=4).grid(2, 2))
-    cluster.load(program)                # verified by daft, run by any backend
-    program.ranks[rank].inputs           # which values the controller feeds to that rank
+    cluster.load(program)                # daft verifies it; any backend runs it
+    program.ranks[rank].inputs           # the values that the controller sends to that rank
 
-Lowering decides nothing: the plan has the steps, the schedule has their order. For each action of a
-rank's row, the steps of that stage and phase are emitted in plan order; between two communications
-there is one `Call` of straight-line code (code.py). Packing for a collective and joining its pieces
-are lines of that code. A value of microbatch i is called `name@i`. Once all instructions exist, it
-is known which values each segment must return (those that later ones read), when a value can be
-freed (after its last use; a sent one once its send is complete) and which values the program
-returns.
-
-Invariants: local code is a `Call` of few lines (MAX_LINES). A receive is posted an action before
-the one that waits for it. A send is waited for before the first action whose step in the schedule
-comes after that of the action which receives it. Other invariants are daft's: `daft.verify` proves
-that the program cannot hang.
+For each action in a rank's row of the grid, the plan's steps are emitted in plan order. The local
+ops between two communications are one `Call` of straight-line code (code.py), of at most MAX_LINES
+lines. A value is freed after its last use. A receive starts one action before the action that waits
+for it. `daft.verify` proves that the program cannot hang.
 """
 
 from __future__ import annotations
@@ -70,7 +62,9 @@ def lower(
     device: torch.device | None = None,
     roles: Roles | None = None,
 ) -> Program:
-    """The program of ``plan``. ``grid=None``: forward only, or one microbatch on one stage."""
+    """Return the program of a plan under a schedule's grid. ``grid`` is None if the plan is forward
+    only, or has one microbatch on one stage. Raises PlanningError if the grid puts the stages on
+    other ranks than the plan does."""
     if grid is not None and grid.home() != plan.stage_ranks:
         raise PlanningError(
             f"the schedule has the stages on ranks {list(grid.home())}, and the plan has them on "
@@ -87,31 +81,33 @@ def lower(
     return Program(
         name=plan.name,
         ranks=tuple(map(lower_rank, builders)),
-        functions=tuple(functions.found.items()),
+        functions=tuple(functions.by_name.items()),
         stage_of=tuple(builder.stages[0] for builder in builders),
     )
 
 
 def holders(plan: Plan, item: PlannedInput) -> tuple[int, ...]:
-    """The ranks that host a stage which reads an input."""
+    """Return the ranks that host a stage which reads an input."""
     if plan.stage_axis is None:
         return tuple(range(plan.mesh.size))
-    parts = {plan.stage_ranks[stage] for stage in item.stages}
+    stage_coordinates = {plan.stage_ranks[stage] for stage in item.stages}
     return tuple(
         rank
         for rank in range(plan.mesh.size)
-        if plan.mesh.coordinates(rank)[plan.stage_axis] in parts
+        if plan.mesh.coordinates(rank)[plan.stage_axis] in stage_coordinates
     )
 
 
 def fed_spec(plan: Plan, name: str) -> TensorSpec:
-    """The spec by which an argument is cut for the ranks: on the user's mesh, stage axis whole."""
+    """Return the spec by which the controller cuts an argument for the ranks. It is on the user's
+    mesh, and replicated on the stage axis."""
     spec = next(item.spec for item in plan.inputs if item.name == name)
     return on_mesh(plan, spec)
 
 
 def on_mesh(plan: Plan, spec: TensorSpec) -> TensorSpec:
-    """A spec of the inner mesh restated on the user's mesh; replicated along the stage axis."""
+    """Return a spec of the inner mesh (without the stage axis) as a spec of the user's mesh,
+    replicated on the stage axis."""
     sharding = spec.sharding
     placements = tuple(sharding.get(axis, REPLICATE) for axis in plan.mesh.axes)
     return TensorSpec(spec.shape, spec.dtype, plan.mesh, placements)
@@ -123,10 +119,10 @@ def on_mesh(plan: Plan, spec: TensorSpec) -> TensorSpec:
 def lower_rank(b: RankBuilder) -> RankProgram:
     """Return the instructions, inputs, state and outputs of one rank."""
     walk = _Lowering(b)
-    plan, mine = b.plan, set(b.stages)
-    here = [i for i in plan.inputs if mine & set(i.stages)]
-    state = [i for i in here if i.kind in ("parameter", "buffer", "constant")]
-    arguments = [i for i in here if i.kind in ("argument", "tangent")]
+    plan, stages = b.plan, set(b.stages)
+    inputs = [i for i in plan.inputs if stages & set(i.stages)]
+    state = [i for i in inputs if i.kind in ("parameter", "buffer", "constant")]
+    arguments = [i for i in inputs if i.kind in ("argument", "tangent")]
     for item in (*state, *arguments):
         b.record(item.name, item.held)
     walk.run_steps([s for s in plan.steps if s.once and walk.concerns(s)])
@@ -137,22 +133,22 @@ def lower_rank(b: RankBuilder) -> RankProgram:
     walk.complete_sends(None)
     walk.run_steps(walk.end_steps(plan))
     outputs = walk.end_program()
-    names = [b.value(i.name) for i in state]
-    fed = list(dict.fromkeys((*(i.name for i in arguments), *b.shared.numbers)))
+    state_names = [b.value(i.name) for i in state]
+    input_names = list(dict.fromkeys((*(i.name for i in arguments), *b.shared.numbers)))
     if b.roles.optimizer is not None:
-        names += [b.roles.optimizer, *step_end.optimizer_values(b)]
-        fed.append("options")
+        state_names += [b.roles.optimizer, *step_end.optimizer_values(b)]
+        input_names.append("options")
     if (norm := norm_of(plan.steps)) is not None and norm.scaled:
-        fed.append(step_end.SCALE)
+        input_names.append(step_end.SCALE)
     b.close()
     if outputs:
         step_end.publish(b, outputs)
-    instructions, shares = _finished(b, frozenset((*names, *fed)), outputs)
+    instructions, shares = _close_segments(b, frozenset((*state_names, *input_names)), outputs)
     return RankProgram(
         instructions=instructions,
-        inputs=tuple(fed),
+        inputs=tuple(input_names),
         outputs=tuple(outputs),
-        state=tuple(names),
+        state=tuple(state_names),
         nbytes=tuple(sorted(b.nbytes.items())),
         shares=shares,
         changed=() if walk.state is None else walk.state.arguments(),
@@ -180,8 +176,8 @@ class _Lowering(StepWalk[moves.Started]):
         b.label = Label(action.kind, action.microbatch, action.stage)
         b.microbatch = action.microbatch
         b.close()
-        b.posted, b.began = b.began, len(b.instructions)
-        steps, late = b.shared.overlapped(action.kind, action.stage)
+        b.previous_action_start, b.action_start = b.action_start, len(b.instructions)
+        steps, late = b.shared.ordered_steps(action.kind, action.stage)
         self.run_steps(steps, action.stage, late)
         self.complete(name for step in steps for name in step.gives)
         step_end.accumulate(b, action, self.unshared_sums)
@@ -196,7 +192,7 @@ class _Lowering(StepWalk[moves.Started]):
         if b.roles.optimizer is not None or (self.state is not None and self.state.changed):
             copies = step_end.snapshot(b, self.state)
         if self.state is not None:
-            self.state.at_commit()
+            self.state.emit_at_commit()
         step_end.update(b)
         outputs_by_name: dict[str, str] = {}
         for output in b.plan.outputs:
@@ -212,7 +208,7 @@ class _Lowering(StepWalk[moves.Started]):
 
     def prepare(self, step: Step) -> None:
         if self.state is not None and not isinstance(step, Compute):
-            self.state.own(step.reads)
+            self.state.copy_views(step.reads)
 
     def compute(self, step: Compute) -> None:
         self._call(step)
@@ -224,9 +220,9 @@ class _Lowering(StepWalk[moves.Started]):
         code = b.short_segment().code
         operands = step.operands
         if state is not None:
-            if state.step(step):
+            if state.emit(step):
                 return
-            operands = state.read(operands)
+            operands = state.names_in_code(operands)
         call = b.shared.local_call(step, b.here)
         source = f"{step.op.source}: {step.op.source_text}" if step.op.source else None
         results = [(name, spec) for _, name, spec in step.gives_as()]
@@ -236,9 +232,9 @@ class _Lowering(StepWalk[moves.Started]):
 
         code.call(call, operands, step.results, source, made)
         if b.roles.detect_nan:
-            detect_nan.watch(code, operands, results, call, source, b.roles.detect_nan)
+            detect_nan.add_check(code, operands, results, call, source, b.roles.detect_nan)
         if state is not None:
-            state.apart(step, operands)
+            state.separate_results(step, operands)
         for name, spec in results:
             b.record(name, spec, base_of(b.plan, name, step))
 
@@ -264,40 +260,40 @@ class _Lowering(StepWalk[moves.Started]):
         moves.finish(self.b, message)
 
     def wait_sends(self, values: Sequence[str]) -> None:
-        self.b.start(Wait(tuple(values), label=self.b.label.doing("sent")))
+        self.b.emit(Wait(tuple(values), label=self.b.label.doing("sent")))
 
 
 # -- closing segments: live ranges --------------------------------------------------
 
 
-def _finished(
-    b: RankBuilder, kept: frozenset[str], outputs: Collection[str]
+def _close_segments(
+    b: RankBuilder, inputs: frozenset[str], outputs: Collection[str]
 ) -> tuple[tuple[Instruction, ...], tuple[tuple[str, str], ...]]:
-    """The instructions: each segment is a call that returns the values that later ones read; values
-    are freed after their last use. Also the values whose storage results of calls may share.
-    ``kept``: inputs, and values that outlive the program."""
-    permanent = kept.union(outputs)
+    """Return the rank's final instructions: each segment becomes a Call that returns the values
+    that later instructions read, and values are freed after their last use. Also return the pairs
+    (value, input) that may share storage. ``inputs``: of the program, with its state."""
+    permanent = inputs.union(outputs)
     shares: dict[str, set[str]] = {}
     reads = _all_reads(b)
-    last: dict[str, int] = {}
+    last_read: dict[str, int] = {}
     for number, names in enumerate(reads):
-        last.update(dict.fromkeys(names, number))
+        last_read.update(dict.fromkeys(names, number))
     final: list[Instruction] = []
     for number, item in enumerate(b.instructions):
         unread: tuple[str, ...] = ()
         if isinstance(item, LocalCode):
-            places = {n: b.place(item, n) for n in item.code.defined}
-            lasting = {
-                n: v for n, v in places.items() if last.get(v, -1) > number or v in permanent
+            places = {n: b.table_name(item, n) for n in item.code.defined}
+            returned_values = {
+                n: v for n, v in places.items() if last_read.get(v, -1) > number or v in permanent
             }
-            for n, v in lasting.items():
+            for n, v in returned_values.items():
                 sources = _sources(b, item, n)
-                sources = {s for source in sources for s in shares.get(source, {source})} & kept
+                sources = {s for source in sources for s in shares.get(source, {source})} & inputs
                 if sources:
                     shares.setdefault(v, set()).update(sources)
-            name = b.functions.add(item.code, _function_name(b, item), tuple(lasting))
-            writes = tuple(b.place(item, n) for n in item.writes)
-            source, outputs = item.code.user_lines(), tuple(lasting.values())
+            name = b.functions.add(item.code, _function_name(b, item), tuple(returned_values))
+            writes = tuple(b.table_name(item, n) for n in item.writes)
+            source, outputs = item.code.user_lines(), tuple(returned_values.values())
             kernels = item.code.kernel_names()
             label = item.label.doing(kernels) if kernels else item.label
             call = Call(name, reads[number], outputs, writes, label=label, source=source)
@@ -305,12 +301,12 @@ def _finished(
         else:
             final.append(item)
             results = item.outputs
-            unread = tuple(v for v in results if v not in last and v not in permanent)
+            unread = tuple(v for v in results if v not in last_read and v not in permanent)
         dead = tuple(
             dict.fromkeys(
                 v
                 for v in (*reads[number], *unread)
-                if last.get(v, number) == number and v not in permanent
+                if last_read.get(v, number) == number and v not in permanent
             )
         )
         if dead:
@@ -320,12 +316,12 @@ def _finished(
 
 
 def _sources(b: RankBuilder, segment: LocalCode, name: str) -> set[str]:
-    """The values of the table whose storage a name of the segment's code may share."""
+    """Return the values of the table whose storage a name in the segment's code may share."""
     if name in segment.views:
         return _sources(b, segment, segment.views[name])
     if name not in b.shared.producers:
-        return {b.place(segment, name)}
-    return {b.place(segment, root) for root in roots(name, b.shared.producers)}
+        return {b.table_name(segment, name)}
+    return {b.table_name(segment, root) for root in roots(name, b.shared.producers)}
 
 
 def _function_name(b: RankBuilder, segment: LocalCode) -> str:
@@ -334,13 +330,14 @@ def _function_name(b: RankBuilder, segment: LocalCode) -> str:
 
 
 def _all_reads(b: RankBuilder) -> list[tuple[str, ...]]:
-    """The values that each item reads; a collective reads its inputs until it is waited for."""
+    """Return the values that each item reads. A wait for a collective reads the collective's
+    inputs, which must live until then."""
     started: dict[str, tuple[str, ...]] = {}
     reads: list[tuple[str, ...]] = []
     for item in b.instructions:
         match item:
             case LocalCode():
-                reads.append(tuple(b.place(item, name) for name in item.code.inputs))
+                reads.append(tuple(b.table_name(item, name) for name in item.code.inputs))
             case Wait(values):
                 reads.append((*values, *(v for done in values for v in started.get(done, ()))))
             case _:
@@ -351,7 +348,7 @@ def _all_reads(b: RankBuilder) -> list[tuple[str, ...]]:
 
 
 def _wait_before_free(instructions: Sequence[Instruction]) -> tuple[Instruction, ...]:
-    """A value that is being sent may be freed only once its send is complete."""
+    """Return the instructions with a wait before each Free of a value whose send may be running."""
     sending: set[str] = set()
     result: list[Instruction] = []
     for item in instructions:

@@ -1,14 +1,12 @@
-"""One rank's list of instructions while it is being put together.
+"""The builder of one rank's list of instructions.
 
     builder = RankBuilder(shared=ProgramContext(plan, actions, device), rank=0, ...)
     segment = builder.segment()                   # local code, up to the next communication
-    builder.start(Collective(...))                # which closes it
+    builder.start(Collective(...))                # communication closes the segment
 
-Communication splits the local code into segments; the values that a segment must return are known
-once the rank's whole list is known, so segments are closed at the end (program.py). In the rank's
-table a plan value of microbatch i is called `name@i`; one that exists once a step keeps its name.
-
-Not here: the lowering of a step (moves.py, step_end.py, program.py).
+The values that a segment must return depend on the instructions after it. So program.py turns the
+segments into calls once the rank's list is complete. In the rank's table, the plan value `name` of
+microbatch i is called `name@i`; a value that exists once per step keeps its name.
 """
 
 from __future__ import annotations
@@ -39,11 +37,11 @@ from dtensor.sharding.spec.placements import ReduceOp, Replicate, Shard
 from dtensor.sharding.spec.spec import TensorSpec
 
 MAX_LINES = 6
-"""Most lines of one Call. Inputs of a Call live until it ends, so a backward in one piece would
-hold all values that its forward kept; a Call costs a few microseconds."""
+"""The most lines of one Call. Inputs of a Call live until it ends, so a backward in one Call would
+hold all activations at once. A Call costs a few microseconds."""
 MAX_FORWARD_LINES = 200
-"""The same without a backward: a value dies inside the Call that makes it, and fewer Calls mean
-that fewer values outlive one. A decode step has hundreds of lines of 3 us each."""
+"""The most lines of one Call in a program without a backward. There a value usually dies inside the
+Call that makes it, so long Calls save time: a decode step has hundreds of lines of 3 us each."""
 
 
 _ONCE = Label("once")
@@ -51,13 +49,17 @@ _ONCE = Label("once")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roles:
-    """The tasks of a program besides computing: see step_end.py.
+    """What a program does besides computing the plan's values.
 
-    gradients: return the gradients; optimizer: the table's name of the rank's optimizer (None: no
-    step); groups: of its parameters (empty: one group of all), and keys: of the state in each;
-    labels: by name, a parameter's label there, if it differs; numbers: keys of entries that are one
-    number for a parameter; state: plan input to the table's name, for parameters, buffers and
-    constants; detect_nan: check the result of each op (detect_nan.py).
+    Args:
+        gradients: return the gradients.
+        optimizer: the name of the rank's optimizer in the table; None: parameters are not updated.
+        groups: the parameters in each group of the optimizer; empty: one group with all parameters.
+        keys: for each group, the keys of the optimizer's state.
+        labels: by name of a parameter, its label in the optimizer where the two differ.
+        numbers: the keys of state that is one number per parameter.
+        state: by plan input (parameter, buffer or constant), its name in the table.
+        detect_nan: check the result of each op (detect_nan.py).
     """
 
     gradients: bool = False
@@ -69,14 +71,14 @@ class Roles:
     state: Mapping[str, str] = field(default_factory=dict[str, str])
     detect_nan: DetectNan = False
 
-    def called(self, parameters: Iterable[str]) -> tuple[str, ...]:
-        """The parameters' labels."""
+    def labels_of(self, parameters: Iterable[str]) -> tuple[str, ...]:
+        """Return the labels of the parameters in the optimizer."""
         return tuple(self.labels.get(name, name) for name in parameters)
 
 
 class ProgramContext:
-    """The facts that all ranks of a program share, computed once. The plan keeps its steps and
-    specs alive, so they are distinguished by identity."""
+    """Facts that all ranks of a program share. Each is computed once. Dicts have the `id` of a step
+    or spec as key, which stays unique because the plan keeps its steps and specs alive."""
 
     def __init__(
         self,
@@ -90,25 +92,29 @@ class ProgramContext:
         self.plan: Plan = plan
         self.actions: Actions = actions
         self.device: torch.device = device
-        self.priced = priced  # segments note their seconds
-        self.numbered = numbered  # the program takes its step's number, even if it draws nothing
-        self._splitting: dict[tuple[int, ...], tuple[str, ...]] = {}
+        self.priced = priced  # segments record their predicted seconds
+        self.numbered = numbered  # the step's number is an input even if no op draws random numbers
+        self._sharded_axes: dict[tuple[int, ...], tuple[str, ...]] = {}
         self._even: dict[int, bool] = {}
         self._nbytes: dict[tuple[int, ...], int] = {}
         self._calls: dict[object, OpCall] = {}
         self._seconds: dict[int, StepSeconds] = {}
-        self._overlapped: dict[tuple[ActionKind, int], tuple[tuple[Step, ...], frozenset[int]]] = {}
+        self._ordered_steps: dict[
+            tuple[ActionKind, int], tuple[tuple[Step, ...], frozenset[int]]
+        ] = {}
 
     @cached_property
     def numbers(self) -> tuple[str, ...]:
-        """The names of the numbers that a program takes at each run."""
+        """The names of the numbers (seeds, the step) that the program takes as inputs at each
+        run."""
         calls = (s.op.call for s in self.plan.steps if s.op is not None)
         names = dict.fromkeys(name for call in calls for name in slots_of(call))
         return tuple(names | {STEP: None} if self.numbered else names)
 
-    def agrees(self, roles: Roles) -> bool:
-        """Whether the program has a commit point: it writes state, or a failed rank would leave
-        others with wrong results, or with another count of their random numbers."""
+    def has_commit_point(self, roles: Roles) -> bool:
+        """Whether the program has a commit point. It has one if it writes state, or if the failure
+        of one rank would leave other ranks with wrong results or with a different count of random
+        numbers."""
         mutates = any(w.how != "in place" for w in self.plan.state_writes)
         writes = roles.optimizer is not None or (mutates and not roles.gradients)
         together = bool(self.plan.collectives or self.numbers) and self.plan.mesh.size > 1
@@ -116,7 +122,7 @@ class ProgramContext:
 
     @cached_property
     def max_lines(self) -> int:
-        """Most lines of one Call."""
+        """The most lines of one Call of this program."""
         is_forward = all(step.phase == "forward" for step in self.plan.steps)
         return MAX_FORWARD_LINES if is_forward else MAX_LINES
 
@@ -125,8 +131,9 @@ class ProgramContext:
         return {name: step for step in self.plan.steps for name in step.gives}
 
     @cached_property
-    def once(self) -> frozenset[str]:
-        """Values that exist once a step: inputs, numbers, and results of steps that run once."""
+    def once_values(self) -> frozenset[str]:
+        """The values that exist once per step, not once per microbatch: inputs, numbers, and
+        results of steps that run once."""
         names = {*(i.name for i in self.plan.inputs), *self.numbers}
         for step in self.plan.steps:
             if step.once or step.phase == "optimizer":
@@ -137,51 +144,51 @@ class ProgramContext:
     def value_names(self) -> frozenset[str]:
         return frozenset(self.plan.value_specs())
 
-    def splitting(self, specs: Sequence[TensorSpec | None]) -> tuple[str, ...]:
-        """The axes on whose coordinate the local tensors of these specs depend."""
+    def sharded_axes(self, specs: Sequence[TensorSpec | None]) -> tuple[str, ...]:
+        """Return the axes on which a tensor of one of these specs is not replicated, sorted."""
         key = tuple(map(id, specs))
-        if key not in self._splitting:
-            used = {
+        if key not in self._sharded_axes:
+            axes = {
                 axis
                 for spec in specs
                 if spec is not None
                 for axis, placement in spec.sharding.items()
                 if not isinstance(placement, Replicate)
             }
-            self._splitting[key] = tuple(sorted(used))
-        return self._splitting[key]
+            self._sharded_axes[key] = tuple(sorted(axes))
+        return self._sharded_axes[key]
 
     def nbytes(self, spec: TensorSpec, here: Mapping[str, int]) -> int:
-        """Bytes of the shard of the rank ``here``."""
-        axes = () if self._is_even(spec) else self.splitting((spec,))
+        """Return the bytes of a shard; ``here``: the coordinates of its rank."""
+        axes = () if self._is_even(spec) else self.sharded_axes((spec,))
         key = (id(spec), *(here[axis] for axis in axes))
         if key not in self._nbytes:
             self._nbytes[key] = spec.local_nbytes(here)
         return self._nbytes[key]
 
     def _is_even(self, spec: TensorSpec) -> bool:
-        """Whether all shards have one size: no shard is larger than that of coordinate 0."""
+        """Whether all shards have the same size. The shard of coordinate 0 is the largest."""
         if id(spec) not in self._even:
-            parts = 1
+            num_shards = 1
             for axis, placement in spec.sharding.items():
-                parts *= spec.mesh.axis_size(axis) if isinstance(placement, Shard) else 1
-            self._even[id(spec)] = spec.max_local_nbytes * parts == spec.nbytes
+                num_shards *= spec.mesh.axis_size(axis) if isinstance(placement, Shard) else 1
+            self._even[id(spec)] = spec.max_local_nbytes * num_shards == spec.nbytes
         return self._even[id(spec)]
 
     def local_call(self, step: Compute, here: Mapping[str, int]) -> OpCall:
-        """The call of the rank ``here``, computed once for all ranks and microbatches that share
-        it."""
+        """Return the call of the step's op on local tensors; ``here``: the coordinates of the rank.
+        Ranks and microbatches that run the same call share it."""
         if step.rule.localize is None and not leaves_float32(step.op.call, step.result_specs):
             return step.op.call
-        used = self.splitting((*step.operand_specs, *step.result_specs))
-        key = (id(step), tuple((axis, here[axis]) for axis in used))
+        axes = self.sharded_axes((*step.operand_specs, *step.result_specs))
+        key = (id(step), tuple((axis, here[axis]) for axis in axes))
         if key not in self._calls:
             local = Local(step.operand_specs, step.result_specs, here)
             self._calls[key] = step.rule.local_call(step.op.call, local)
         return self._calls[key]
 
     def seconds(self, step: Step) -> StepSeconds:
-        """Seconds of the step's own work, of its messages, and of their launches."""
+        """Return the predicted seconds of the step: computation, communication, launches."""
         if id(step) not in self._seconds:
             self._seconds[id(step)] = step_seconds(self.plan, step, step.stage)
         return self._seconds[id(step)]
@@ -194,65 +201,71 @@ class ProgramContext:
         seconds = topology.collective_seconds(kind, axis, num=num, bytes_sent=sent)
         return StepSeconds(0.0, seconds, topology.launch_seconds(kind, num))
 
-    def overlapped(self, kind: ActionKind, stage: int) -> tuple[tuple[Step, ...], frozenset[int]]:
-        """The steps of an action in the order in which they run; see `early`. Steps of the step's
-        end that are among them do not run again there."""
+    def ordered_steps(
+        self, kind: ActionKind, stage: int
+    ) -> tuple[tuple[Step, ...], frozenset[int]]:
+        """Return the steps of an action in the order in which they run, and the ids of those that
+        are waited for late (see `early`). Reductions of gradients that may begin early are among
+        the steps of a B."""
         key = kind, stage
-        if key not in self._overlapped:
+        if key not in self._ordered_steps:
             steps = self.actions.steps(kind, stage)
             reductions = reductions_of(self.plan, steps) if kind == "B" else ()
             order, late = early((*steps, *reductions), self.seconds)
             stay = {id(step) for step in reductions} - late
             order = tuple(step for step in order if id(step) not in stay)
-            self._overlapped[key] = order, late
-        return self._overlapped[key]
+            self._ordered_steps[key] = order, late
+        return self._ordered_steps[key]
 
 
 @dataclass(slots=True)
 class LocalCode:
-    """A segment of local code. ``table``: by name in the code, for names that are no plan values,
-    the name in the rank's table; ``writes``: values that it changes in place; ``views``: by name
-    that is no plan value, the value of which it may be a view."""
+    """A segment of local code: lines that become one Call."""
 
     code: CodeBuilder
     label: Label
     microbatch: int | None
+    # names in the code that are no plan values, with their names in the rank's table
     table: dict[str, str] = field(default_factory=dict)
-    writes: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()  # values that the segment changes in place
+    # names that are no plan values, with the value of which each may be a view
     views: dict[str, str] = field(default_factory=dict[str, str])
-    work: Stretch = field(default_factory=Stretch)  # predicted, in a priced lowering
-    made: list[tuple[int, str]] = field(default_factory=list)  # likewise: line, value of the table
+    # in a priced lowering: the predicted work, and (line, value of the table) of each result
+    work: Stretch = field(default_factory=Stretch)
+    results: list[tuple[int, str]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class Priced:
-    """The records of a priced lowering: seconds of ``messages``, by the id of their start; by view,
-    the value whose ``storage`` it shares."""
+    """What a priced lowering records besides the work of its segments."""
 
     messages: dict[int, StepSeconds] = field(default_factory=dict[int, StepSeconds])
+    """By the id of the instruction that starts a message, its predicted seconds."""
     storage: dict[str, str] = field(default_factory=dict[str, str])
+    """By view, the value whose storage it shares."""
 
 
 @dataclass(slots=True, kw_only=True)
 class RankBuilder:
-    """``label``, ``microbatch``: of the current action, None for code that runs once a step;
-    ``accumulated``: sums over microbatches so far."""
+    """Collects the instructions of one rank. ``functions`` are shared by all ranks."""
 
     shared: ProgramContext
     rank: int
     functions: Functions
     roles: Roles
-    label: Label = _ONCE
-    microbatch: int | None = None
+    label: Label = _ONCE  # of the current action
+    microbatch: int | None = None  # of the current action; None in code that runs once per step
     instructions: list[Instruction | LocalCode] = field(default_factory=list)
-    nbytes: dict[str, int] = field(default_factory=dict)
+    nbytes: dict[str, int] = field(default_factory=dict)  # by value of the table
     priced: Priced = field(default_factory=Priced)
-    accumulated: dict[str, str] = field(default_factory=dict)
-    began: int = 0  # where the current action begins
-    posted: int = 0  # the place of its receives: the beginning of the action before
-    agreed: bool = False  # the commit point was emitted
-    _open: LocalCode | None = None
-    _places: dict[int | None, dict[str, int]] = field(default_factory=dict)
+    accumulated: dict[str, str] = field(
+        default_factory=dict
+    )  # by sum, the name of its latest value
+    action_start: int = 0  # the index in `instructions` where the current action begins
+    previous_action_start: int = 0  # the index for early receives: where the action before begins
+    committed: bool = False  # the commit point was emitted
+    _open_segment: LocalCode | None = None
+    _coordinates: dict[int | None, dict[str, int]] = field(default_factory=dict)
 
     # -- the position of this rank --------------------------------------------------------------
 
@@ -276,22 +289,22 @@ class RankBuilder:
 
     @property
     def here(self) -> dict[str, int]:
-        """Coordinates on the inner mesh."""
-        coordinates = self._places.get(self.microbatch)
+        """This rank's coordinates on the inner mesh; the current microbatch is a coordinate too."""
+        coordinates = self._coordinates.get(self.microbatch)
         if coordinates is None:
             on_mesh = self.coordinates
             coordinates = {a: on_mesh[a] for a in self.plan.inner.axes if a != MICROBATCH_AXIS}
             if MICROBATCH_AXIS in self.plan.inner.axes:
                 coordinates[MICROBATCH_AXIS] = self.microbatch or 0
-            self._places[self.microbatch] = coordinates
+            self._coordinates[self.microbatch] = coordinates
         return coordinates
 
     def group(self, axis: str) -> tuple[int, ...]:
-        """The ranks with which this one communicates along an axis, itself included."""
+        """Return this rank's group along an axis: the ranks that differ only in its coordinate."""
         return self.plan.mesh.group(self.rank, axis)
 
     def peer(self, stage: int) -> int:
-        """The rank with the same coordinates that hosts ``stage``."""
+        """Return the rank that hosts ``stage`` and has this rank's other coordinates."""
         axis = self.plan.stage_axis
         assert axis is not None
         return self.plan.mesh.rank({**self.coordinates, axis: self.plan.stage_ranks[stage]})
@@ -299,7 +312,7 @@ class RankBuilder:
     # -- values --------------------------------------------------------------------------------
 
     def value(self, name: str) -> str:
-        """The table's name of a plan value, for the current microbatch."""
+        """Return the name in the table of a plan value of the current microbatch."""
         return self.value_of(name, self.microbatch)
 
     def value_of(self, name: str, microbatch: int | None) -> str:
@@ -307,74 +320,80 @@ class RankBuilder:
             return self.roles.state[name]
         if name in self.accumulated:
             return self.accumulated[name]
-        if microbatch is None or self.plan.num_microbatches == 1 or name in self.shared.once:
+        if microbatch is None or self.plan.num_microbatches == 1 or name in self.shared.once_values:
             return name
         return f"{name}@{microbatch}"
 
-    def held(self, name: str, spec: TensorSpec) -> tuple[str, Buffer]:
-        """The table's name of a plan value, and the rank's buffer of it."""
+    def named_buffer(self, name: str, spec: TensorSpec) -> tuple[str, Buffer]:
+        """Return the name in the table of a plan value, and the buffer of its local tensor."""
         return self.value(name), Buffer(spec.local_shape(self.here), spec.dtype)
 
     def record(self, name: str, spec: TensorSpec, base: str | None = None) -> None:
-        """Note how many bytes a value has here; ``base``: the value whose storage it shares."""
+        """Record the bytes of a value on this rank; ``base``: the value whose storage it shares."""
         value = self.value(name)
         self.nbytes[value] = self.shared.nbytes(spec, self.here)
         if base is not None:
-            self.shares(value, self.value(base))
-        if self.shared.priced and self._open is not None:
-            self._open.made.append((len(self._open.code.lines) - 1, value))
+            self.record_sharing(value, self.value(base))
+        if self.shared.priced and self._open_segment is not None:
+            self._open_segment.results.append((len(self._open_segment.code.lines) - 1, value))
 
     # -- local code ----------------------------------------------------------------------------
 
     def segment(self) -> LocalCode:
-        """The open segment; a new one where there is none."""
-        if self._open is None:
+        """Return the open segment, or open one."""
+        if self._open_segment is None:
             code = CodeBuilder(self.shared.device, self.shared.value_names)
-            self._open = LocalCode(code, self.label, self.microbatch)
-            self.instructions.append(self._open)
-        return self._open
+            self._open_segment = LocalCode(code, self.label, self.microbatch)
+            self.instructions.append(self._open_segment)
+        return self._open_segment
 
     def short_segment(self) -> LocalCode:
-        if self._open is not None and len(self._open.code.lines) >= self.shared.max_lines:
+        """Return the open segment if it has room for another line, or open one."""
+        if (
+            self._open_segment is not None
+            and len(self._open_segment.code.lines) >= self.shared.max_lines
+        ):
             self.close()
         return self.segment()
 
     def close(self) -> None:
-        self._open = None
+        self._open_segment = None
 
-    def place(self, segment: LocalCode, name: str) -> str:
-        """The table's name of a name in the segment's code."""
+    def table_name(self, segment: LocalCode, name: str) -> str:
+        """Return the name in the table of a name in the segment's code."""
         return segment.table.get(name) or self.value_of(name, segment.microbatch)
 
-    def renamed(self, source: str, target: str, line: str | None = None) -> None:
-        """Give a value another name."""
+    def assign(self, source: str, target: str, line: str | None = None) -> None:
+        """Emit the line ``target = source``."""
         segment = self.segment()
         segment.code.line(f"{target} = {source}", [source], [target], line)
-        self.shares(self.place(segment, target), self.place(segment, source))
+        self.record_sharing(self.table_name(segment, target), self.table_name(segment, source))
 
-    def shares(self, value: str, base: str) -> None:
-        """Note that a value of the table shares the storage of another."""
+    def record_sharing(self, value: str, base: str) -> None:
+        """Record that a value of the table shares the storage of ``base``."""
         if self.shared.priced:
             self.priced.storage[value] = self.priced.storage.get(base, base)
 
     def price(self, step: Step) -> None:
-        """Add the step's own work to the open segment."""
-        if self.shared.priced and self._open is not None:
+        """Add the predicted work of a local step to the open segment."""
+        if self.shared.priced and self._open_segment is not None:
             compute, communication, host = self.shared.seconds(step)
-            if not communication:  # its messages have launches of their own
-                self._open.work = self._open.work.then(Stretch.of(compute, host))
+            if not communication:  # messages are priced where they start
+                self._open_segment.work = self._open_segment.work.then(Stretch.of(compute, host))
 
     # -- communication -------------------------------------------------------------------------
 
-    def start(self, instruction: Instruction) -> None:
+    def emit(self, instruction: Instruction) -> None:
+        """Close the segment and append an instruction."""
         self.close()
         self.instructions.append(instruction)
 
-    def start_early(self, instruction: Instruction) -> None:
-        """Emit it at the beginning of the action before this one; in the order of these calls."""
-        self.instructions.insert(self.posted, instruction)
-        self.posted += 1
-        self.began += 1
+    def emit_early(self, instruction: Instruction) -> None:
+        """Insert an instruction at the beginning of the action before the current one, behind those
+        that were inserted there already."""
+        self.instructions.insert(self.previous_action_start, instruction)
+        self.previous_action_start += 1
+        self.action_start += 1
 
     def collective(
         self,
@@ -391,9 +410,17 @@ class RankBuilder:
         wait: bool = True,
         of: Step | None = None,
     ) -> Label:
-        """Start a collective of table values over an axis, and wait for it unless ``wait`` is
-        False; returns its label. ``what``: the name of its input; ``way``: its path, if it is no
-        axis; ``of``: the step whose only message it is."""
+        """Start a collective over the axis ``channel``, and wait for it unless ``wait`` is False.
+
+        Args:
+            inputs, outputs: names in the table, each with its buffer.
+            what, way: what is sent, and over which ranks, in words for the label; by default the
+                axis.
+            group: the members; by default the rank's group along the axis.
+            of: the plan's step whose only message this is, for its price.
+
+        Returns the label of the collective.
+        """
         label = self.label.doing(kind, what, way or f"over {channel}")
         start = Collective(
             kind,
@@ -407,9 +434,9 @@ class RankBuilder:
             label=label,
             source=source,
         )
-        self.start(start)
+        self.emit(start)
         if self.shared.priced and of is not None:
             self.priced.messages[id(start)] = self.shared.seconds(of)
         if wait:
-            self.start(Wait((outputs[0][0],), label=label, source=source))
+            self.emit(Wait((outputs[0][0],), label=label, source=source))
         return label

@@ -1,18 +1,13 @@
-"""State that a program changes: written where the program writes it, or at the commit.
+"""Lowering of writes to state: in place where the program writes, or at the commit point.
 
     k1 = index_copy(k, 2, i, x)           aten_index_copy__default(k, 2, i, x)
     y = mul(k1, q)                        y = mul(k, q)
 
-The plan has decided which writes are in place (sharding/plan/passes/in_place.py); here they become
-code. A value that is (a view of) state has no name in the rank's table: readers read the state,
-through its views, which are made anew in each call. So views of such state never leave a call.
-Other users of such a value (a message, an output) get a copy.
-
-A write at the commit is checked at its place in the program: an index out of range must fail while
-the run can be undone.
-
-Invariants: those of the plan. A program that returns gradients changes no state; if each op is
-checked (`detect_nan`), values written at the commit are computed before it.
+The plan decides which writes are in place (sharding/plan/passes/in_place.py). A value that is state
+or a view of it has no name in the rank's table: each Call that reads it recomputes the view, and a
+message or an output gets a copy. A write at the commit is checked at its place in the program,
+because an index out of range must fail while the run can still be undone. A program that returns
+gradients changes no state.
 """
 
 from __future__ import annotations
@@ -33,16 +28,21 @@ from dtensor.sharding.plan.steps import Compute, roots
 
 @dataclass(slots=True)
 class StateWrites:
-    """The writes of one rank. ``here``: at the program's own place; ``late``: in place, at the
-    commit; ``copied``: computed before the commit, and written then."""
+    """The writes to state on one rank."""
 
     b: RankBuilder
-    here: list[StateWrite] = field(default_factory=list[StateWrite])
+    in_program: list[StateWrite] = field(default_factory=list[StateWrite])
+    """Writes in place, where the program has them."""
     late: list[StateWrite] = field(default_factory=list[StateWrite])
+    """Writes in place at the commit."""
     copied: list[StateWrite] = field(default_factory=list[StateWrite])
-    standing: set[str] = field(default_factory=set[str])
+    """Writes whose value is computed before the commit and copied to the state at the commit."""
+    state_views: set[str] = field(default_factory=set[str])
+    """Values that are state, or views of it, and have no name in the table."""
     bases: dict[str, int] = field(default_factory=dict[str, int])
-    settled: frozenset[str] = frozenset()  # values that put back a changed view
+    """By value that an op writes in place, the operand that it is written to."""
+    written_back: frozenset[str] = frozenset()
+    """Values that copy a changed view back to its base; after a write in place, equal to it."""
 
     def __post_init__(self) -> None:
         b = self.b
@@ -51,74 +51,79 @@ class StateWrites:
         for write in b.plan.state_writes:
             if write.stage in b.stages:
                 late = write.how == "at the commit" and not b.roles.detect_nan
-                lists = self.here if write.how == "in place" else self.late if late else self.copied
-                lists.append(write)
-        self.standing = {value for write in self.here for value in write.standing}
-        written = (*self.here, *self.late)
+                in_program = write.how == "in place"
+                writes = self.in_program if in_program else self.late if late else self.copied
+                writes.append(write)
+        self.state_views = {value for write in self.in_program for value in write.standing}
+        written = (*self.in_program, *self.late)
         self.bases = {name: base for write in written for name, base in write.writes}
-        self.settled = frozenset(name for write in written for name in write.settled)
+        self.written_back = frozenset(name for write in written for name in write.settled)
 
     @property
     def changed(self) -> set[str]:
-        """The inputs that change."""
-        return {write.name for write in (*self.here, *self.late, *self.copied)}
+        """The names of the plan inputs that the program changes."""
+        return {write.name for write in (*self.in_program, *self.late, *self.copied)}
 
     def arguments(self) -> tuple[str, ...]:
-        """The inputs that outlive the run, since it changes them."""
+        """Return the arguments that the program changes; they must outlive the run."""
         kinds = {item.name: item.kind for item in self.b.plan.inputs}
         return tuple(sorted(name for name in self.changed if kinds[name] == "argument"))
 
     def replayable(self) -> tuple[str, ...]:
-        """The inputs that are written before the commit point."""
-        return tuple(self.b.value(write.name) for write in self.here)
+        """Return the inputs that are written before the commit point, so that a repeated run writes
+        them again."""
+        return tuple(self.b.value(write.name) for write in self.in_program)
 
-    def step(self, step: Compute) -> bool:
-        """Whether the step is a write, or needs no code; a write gets its code."""
+    def emit(self, step: Compute) -> bool:
+        """Emit the code of a step that is part of a write, which may be none. Return False if the
+        step is an ordinary op."""
         name = step.results[0]
         if name is None:
             return False
-        for write in self.here:
+        for write in self.in_program:
             if name in self.bases and name in write.standing:
-                self._write(step, write.name)
+                self._emit_write(step, write.name)
                 return True
             if name in write.skipped:
                 return True
         for write in self.late:
             if name in write.skipped:
-                self._check(step)
+                self._emit_check(step)
                 return True
         return False
 
-    def read(self, names: Sequence[str]) -> tuple[str, ...]:
-        """The names of these plan values in the open segment; views of state are made in it."""
-        if self.standing.isdisjoint(names):
+    def names_in_code(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Return the names of these plan values in the open segment. Views of state are computed in
+        the segment first."""
+        if self.state_views.isdisjoint(names):
             return tuple(names)
-        return tuple(self._at(name) if name in self.standing else name for name in names)
+        return tuple(self._name_of(name) if name in self.state_views else name for name in names)
 
-    def own(self, values: Sequence[str]) -> None:
-        """Copy values that are (views of) state into the table."""
-        for value in (v for v in values if v in self.standing):
+    def copy_views(self, values: Sequence[str]) -> None:
+        """Copy those of the values that are state, or views of it, into the table."""
+        for value in (v for v in values if v in self.state_views):
             code = self.b.segment().code
-            source = self._at(value)
-            self.standing.discard(value)
+            source = self._name_of(value)
+            self.state_views.discard(value)
             code.line(f"{value} = {source}.clone()", [source], [value], op=COPIES)
             self.b.record(value, self.b.plan.value_specs()[value])
 
-    def apart(self, step: Compute, code_names: Sequence[str]) -> None:
-        """Ensure that the step's results are no views of written state."""
-        if not self.standing.isdisjoint(step.may_share):
-            read = [n for n, v in zip(code_names, step.operands, strict=True) if v in self.standing]
+    def separate_results(self, step: Compute, code_names: Sequence[str]) -> None:
+        """Emit copies of the step's results that are views of written state."""
+        views = self.state_views
+        if not views.isdisjoint(step.may_share):
+            read = [n for n, v in zip(code_names, step.operands, strict=True) if v in views]
             for name in step.gives:
                 self.b.segment().code.apply(apart, [name, *read], [name])
 
-    def shares(self, value: str) -> bool:
-        """Whether a value may be (a view of) state that changes or has changed."""
+    def may_share(self, value: str) -> bool:
+        """Whether a value may share its storage with state that the program changes."""
         storages = roots(value, self.b.shared.producers)
-        return not storages.isdisjoint(self.changed | self.standing)
+        return not storages.isdisjoint(self.changed | self.state_views)
 
-    def at_commit(self) -> None:
-        """The writes for which all ranks must agree. Values that are the old contents of other
-        changed state are copied before the first write."""
+    def emit_at_commit(self) -> None:
+        """Emit the writes that may only run after all ranks have committed. A new value that is the
+        old content of other changed state is copied before the first write."""
         b = self.b
         if not (self.late or self.copied):
             return
@@ -126,7 +131,7 @@ class StateWrites:
         segment = b.segment()
         new: dict[str, str] = {}
         for write in self.copied:
-            (value,) = self.read([write.value])
+            (value,) = self.names_in_code([write.value])
             new[write.name] = value
             if write.shares or write.how == "at the commit":
                 new[write.name] = f"{write.value}_new"
@@ -136,14 +141,15 @@ class StateWrites:
             for name, _ in write.writes:
                 step = self.b.shared.producers[name]
                 assert isinstance(step, Compute)
-                self._write(step, write.name)
+                self._emit_write(step, write.name)
         for write in self.copied:
             reads = [write.name, new[write.name]]
             segment.code.line(f"{write.name}.copy_({new[write.name]})", reads, (), op=COPIES)
-            _writes(segment, write.name)
+            _add_write(segment, write.name)
         b.close()
 
-    def _write(self, step: Compute, state: str) -> None:
+    def _emit_write(self, step: Compute, state: str) -> None:
+        """Emit the variant of the step's op that writes to the state in place."""
         from dtensor.sharding.ops.in_place import check_of, in_place  # few programs change state
 
         b, name = self.b, step.results[0]
@@ -151,12 +157,14 @@ class StateWrites:
         base, source = self.bases[name], _line_of(step)
         call = b.shared.local_call(step, b.here)
         names = self._operands(step, base)
-        self._line(check_of(call) if b.shared.device.type == "cuda" else None, call, names, source)
+        check = check_of(call) if b.shared.device.type == "cuda" else None
+        self._emit_call(check, call, names, source)
         changes = in_place(call, base)
-        self._line(changes.target, changes, names, source)
-        _writes(b.segment(), state)
+        self._emit_call(changes.target, changes, names, source)
+        _add_write(b.segment(), state)
 
-    def _check(self, step: Compute) -> None:
+    def _emit_check(self, step: Compute) -> None:
+        """Emit the check of the indices of a write that runs at the commit."""
         from dtensor.sharding.ops.in_place import check_of
 
         name = step.results[0]
@@ -164,42 +172,48 @@ class StateWrites:
             call = self.b.shared.local_call(step, self.b.here)
             if check_of(call) is not None:
                 names = self._operands(step, self.bases[name])
-                self._line(check_of(call), call, names, _line_of(step))
+                self._emit_call(check_of(call), call, names, _line_of(step))
 
-    def _line(self, function: Any, call: OpCall, names: Sequence[str], source: str | None) -> None:
+    def _emit_call(
+        self, function: Any, call: OpCall, names: Sequence[str], source: str | None
+    ) -> None:
+        """Emit a call of ``function`` with the arguments of ``call``; nothing if it is None."""
         if function is None:
             return
         code = self.b.segment().code
         args = [code.literal(a, names) for a in call.args]
         args += [f"{k}={code.literal(v, names)}" for k, v in call.kwargs]
-        quickly = quick(call, code.device) if function is call.target else function
-        called = code.bind(_name_of(function), quickly)
+        bound = quick(call, code.device) if function is call.target else function
+        called = code.bind(_function_name(function), bound)
         code.line(f"{called}({', '.join(args)})", names, (), source, called=called)
 
     def _operands(self, step: Compute, base: int) -> list[str]:
+        """Return the names of the step's operands in code; operand ``base`` is the state itself."""
         return [
-            self._at(v) if at == base else self.read([v])[0] for at, v in enumerate(step.operands)
+            self._name_of(value) if at == base else self.names_in_code([value])[0]
+            for at, value in enumerate(step.operands)
         ]
 
-    def _at(self, value: str) -> str:
-        """The code's name of a value that is (a view of) the present state."""
+    def _name_of(self, value: str) -> str:
+        """Return the name in code of a value that is the current state or a view of it. The segment
+        computes the view if it has not yet."""
         step = self.b.shared.producers.get(value)
         if step is None:
             return value
         assert isinstance(step, Compute)
         if value in self.bases:
-            return self._at(step.operands[self.bases[value]])
-        if value in self.settled:
-            return self._at(step.operands[0])
+            return self._name_of(step.operands[self.bases[value]])
+        if value in self.written_back:
+            return self._name_of(step.operands[0])
         code = self.b.segment().code
         if value not in code.defined:
-            operand = self._at(step.operands[0])
+            operand = self._name_of(step.operands[0])
             call = self.b.shared.local_call(step, self.b.here)
             code.call(call, [operand], [value], _line_of(step), list)
         return value
 
 
-def _writes(segment: LocalCode, name: str) -> None:
+def _add_write(segment: LocalCode, name: str) -> None:
     segment.writes = tuple(dict.fromkeys((*segment.writes, name)))
 
 
@@ -207,19 +221,18 @@ def _line_of(step: Compute) -> str | None:
     return f"{step.op.source}: {step.op.source_text}" if step.op.source else None
 
 
-def _name_of(function: Any) -> str:
-    """A function's name in code."""
+def _function_name(function: Any) -> str:
+    """Return the name of an op or function in code."""
     is_op = isinstance(function, OpOverload)
     return str(function).replace(".", "_") if is_op else function.__name__
 
 
-# -- functions that generated code calls
-# ---------------------------------------------------------------------
+# -- functions that generated code calls -----------------------------------------------------------
 
 
 def apart(x: torch.Tensor, *state: torch.Tensor) -> torch.Tensor:
-    """x, or a copy if it shares its storage with one of the others."""
-    for other in state:
-        if is_alias_of(x, other):
+    """Return x, or a copy of it if it shares its storage with one of the other tensors."""
+    for tensor in state:
+        if is_alias_of(x, tensor):
             return x.clone()
     return x

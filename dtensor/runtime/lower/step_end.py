@@ -1,25 +1,14 @@
-"""The end of a step on one rank: sums over microbatches, tied gradients, the norm, the update.
+"""Lowering of the end of a step: sums over microbatches, tied gradients, norm, commit, update.
 
-    F0 B0    total = grad_w.to(float32)        a gradient of bf16: its total is float32
-    F1 B1    total = total + grad_w             now in storage of its own
-    F2 B2    total = total.add_(grad_w)
+    B0    total = grad_w                      # may be a view of a value that others read
+    B1    total = total + grad_w              # a new tensor, which only the next sum reads
+    B2    total = total.add_(grad_w)
+    end   norm_squares_tp, vote.tp = all_reduce.sum(norm_squares, rank.vote) over (0, 1)
+          commit vote.tp                      # all ranks agree that no call failed
+          call step_optimizer(...)            # on the rank's shard, or slice, of each parameter
 
-A sum over microbatches is added to when an action ends. The first sum is the gradient itself, which
-may be a view of a value with other readers; the second is new, and only the next sum reads it: from
-then on it grows in place. The norm counts every element of every gradient once (a replica only
-where its coordinate is 0, a tied parameter only on its first stage), folded over each axis of the
-mesh in turn; the update is one call of the rank's torch.optim optimizer, on the rank's shard of
-each parameter or, if state is stored split, on its slice.
-
-Before state is written, and at the end of a program that writes none, all ranks agree whether a
-call of any of them failed: the votes are summed along each axis of the mesh in turn, with the
-norm's sums of squares if there is a norm.
-
-    norm_squares_tp, vote.tp = all_reduce.sum(norm_squares, rank.vote) over (0, 1)
-    commit vote.tp
-
-Invariants: a sum over microbatches is a left fold in the order of the schedule, which in the
-published ones is that of microbatches; later steps find it by `RankBuilder.accumulated`.
+Gradients are added in the order of the schedule. The norm counts each element of each gradient
+once. Votes and the norm's sums of squares are reduced along each axis of the mesh in turn.
 """
 
 from __future__ import annotations
@@ -71,18 +60,19 @@ if TYPE_CHECKING:
 
 
 SCALE = "scale of the loss"
-"""An input of each rank, a number, where the loss is scaled."""
+"""The name of the input that holds the loss scale, in programs that scale the loss."""
 
 
-def accumulate(b: RankBuilder, action: Action, owned: set[str]) -> None:
-    """Add the outputs that the steps of this action have made to their sums; ``owned``: the sums
-    that have their own storage."""
+def accumulate(b: RankBuilder, action: Action, unshared_sums: set[str]) -> None:
+    """Emit the additions of this action's results to their sums over microbatches.
+    ``unshared_sums``: the sums that share their storage with no other value, so that they may be
+    changed in place."""
     last = action.microbatch == b.plan.num_microbatches - 1
     for step in b.shared.actions.sums(action.kind, action.stage):
-        _add(b, step, owned, last=last)
+        _add(b, step, unshared_sums, last=last)
 
 
-def _add(b: RankBuilder, step: Accumulate, owned: set[str], *, last: bool) -> None:
+def _add(b: RankBuilder, step: Accumulate, unshared_sums: set[str], *, last: bool) -> None:
     segment = b.short_segment()
     total = step.result if last else f"{step.result}@{b.microbatch}"
     segment.table[step.result] = total
@@ -92,16 +82,16 @@ def _add(b: RankBuilder, step: Accumulate, owned: set[str], *, last: bool) -> No
         if step.src.dtype != step.dst.dtype:
             text, op = f"{text}.to({segment.code.literal(step.dst.dtype, ())})", COPIES
         else:
-            b.shares(total, b.value(step.operand))
+            b.record_sharing(total, b.value(step.operand))
         segment.code.line(text, [step.operand], [step.result], op=op)
     else:  # float32 and bf16 are added in float32
         before = f"{step.result}_before"
         segment.table[before] = previous
-        in_place = step.result in owned
+        in_place = step.result in unshared_sums
         if in_place:
-            b.shares(total, previous)
+            b.record_sharing(total, previous)
         added = f"{before}.add_({step.operand})" if in_place else f"{before} + {step.operand}"
-        owned.add(step.result)
+        unshared_sums.add(step.result)
         text = f"{step.result} = {added}"
         segment.code.line(text, [before, step.operand], [step.result], op=ADDING)
     b.price(step)
@@ -116,7 +106,7 @@ def sum_tied(b: RankBuilder, step: Redistribute) -> None:
     first, (label,), spec = mine[0], step.of, step.moves[0].dst
     operands = _addends(b, step, mine)
     total = operands[0]
-    if len(mine) > 1:  # this rank has several of the stages: their sum is local
+    if len(mine) > 1:  # this rank hosts several of the stages, and adds their gradients first
         total = f"{step.results[first]}_here"
         b.segment().code.line(f"{total} = {' + '.join(operands)}", operands, [total], op=ADDING)
         b.record(total, spec)
@@ -124,8 +114,8 @@ def sum_tied(b: RankBuilder, step: Redistribute) -> None:
         b.collective(
             "all_reduce",
             f"tied {label}",
-            (b.held(total, spec),),
-            (b.held(step.results[first], spec),),
+            (b.named_buffer(total, spec),),
+            (b.named_buffer(step.results[first], spec),),
             step.label,
             way=f"over stages {step.tied}",
             group=hosts,
@@ -134,12 +124,13 @@ def sum_tied(b: RankBuilder, step: Redistribute) -> None:
         total = step.results[first]
     for i in mine:
         if step.results[i] != total:
-            b.renamed(total, step.results[i])
+            b.assign(total, step.results[i])
         b.record(step.results[i], spec)
 
 
 def _addends(b: RankBuilder, step: Redistribute, mine: Sequence[int]) -> list[str]:
-    """The gradients of this rank's stages; those of 16-bit parameters in float32."""
+    """Return the names of the gradients of this rank's stages, converted to float32 if the
+    parameter has 16 bits."""
     operands, spec = [step.operands[i] for i in mine], step.moves[0].dst
     parameter = next(i for i in b.plan.inputs if i.label in step.of)
     if parameter.spec.dtype == spec.dtype:
@@ -153,8 +144,9 @@ def _addends(b: RankBuilder, step: Redistribute, mine: Sequence[int]) -> list[st
     return [f"{operand}_wide" for operand in operands]
 
 
-def counts(b: RankBuilder, spec: TensorSpec) -> bool:
-    """Whether this rank is the one among replicas whose copy enters the norm."""
+def is_counted(b: RankBuilder, spec: TensorSpec) -> bool:
+    """Whether the norm counts this rank's copy: among replicas, it counts the one at coordinate
+    0."""
     here = b.here
     return all(
         here[axis] == 0
@@ -164,24 +156,23 @@ def counts(b: RankBuilder, spec: TensorSpec) -> bool:
 
 
 def norm(b: RankBuilder, step: Norm) -> None:
-    """The sum of squares here, folded over each axis of the mesh, then the divisor of the
-    gradients."""
+    """Emit this rank's sum of squares, its reduction over the mesh, and the clipping divisor."""
     counted = [
         value
         for (stage, value, _), spec in zip(step.operands, step.specs, strict=True)
-        if stage in b.stages and counts(b, spec)
+        if stage in b.stages and is_counted(b, spec)
     ]
     name = f"{step.result}_squares"
-    kept = Buffer((), step.dtype)
-    wide = () if kept == WORD else (kept.dtype,)
+    square_buffer = Buffer((), step.dtype)
+    wide = () if square_buffer == WORD else (square_buffer.dtype,)
     if step.scaled:
         segment = b.segment()
         segment.table["scale"] = SCALE
         segment.code.apply(unscaled_squares, [counted, "scale"], [name], b.shared.device, *wide)
     else:
         b.segment().code.apply(sum_of_squares, [counted], [name], b.shared.device, *wide)
-    b.nbytes[name] = kept.nbytes
-    name = _summed(b, name, kept)
+    b.nbytes[name] = square_buffer.nbytes
+    name = _reduce_votes(b, name, square_buffer)
     pair = (step.result, f"{step.result}_clip")
     if step.scaled:
         segment = b.segment()
@@ -189,45 +180,45 @@ def norm(b: RankBuilder, step: Norm) -> None:
         segment.code.apply(unscaling_divisor, [name, "scale"], pair, step.max_norm)
     else:
         b.segment().code.apply(clip_divisor, [name], pair, step.max_norm)
-    b.nbytes.update(dict.fromkeys(pair, kept.nbytes))
+    b.nbytes.update(dict.fromkeys(pair, square_buffer.nbytes))
 
 
 def agree(b: RankBuilder) -> None:
-    """The commit point, unless it came with the norm."""
-    if b.shared.agrees(b.roles) and not b.agreed:
+    """Emit the commit point, unless the norm has emitted it."""
+    if b.shared.has_commit_point(b.roles) and not b.committed:
         b.close()
-        _summed(b, None)
+        _reduce_votes(b, None)
 
 
-def _summed(b: RankBuilder, squares: str | None, kept: Buffer = WORD) -> str:
-    """Sum squares over all ranks, and with them the votes: the commit point. ``kept``: the buffer
-    of a sum of squares."""
-    agrees, vote, what = b.shared.agrees(b.roles), "rank.vote", "the votes"
+def _reduce_votes(b: RankBuilder, squares: str | None, square_buffer: Buffer = WORD) -> str:
+    """Emit the sum over all ranks of the votes (the commit point) and of a norm's ``squares``, and
+    return the name of the result. ``square_buffer``: the buffer of a sum of squares."""
+    agrees, vote, what = b.shared.has_commit_point(b.roles), "rank.vote", "the votes"
     if squares is not None:
         what = "the norm and the votes" if agrees else "the norm"
     if agrees:
-        b.start(Vote(vote, label=b.label.doing("vote")))
+        b.emit(Vote(vote, label=b.label.doing("vote")))
     for axis, num in b.plan.mesh.shape.items():
         if num > 1:
             names = (*([squares] if squares else []), *([vote] if agrees else []))
             squares = squares and f"{squares}_{axis}"
             vote = f"vote.{axis}"
             made = (*([squares] if squares else []), *([vote] if agrees else []))
-            words = (*([kept] if squares else []), *([WORD] if agrees else []))
+            words = (*([square_buffer] if squares else []), *([WORD] if agrees else []))
             sent, given = (tuple(zip(side, words, strict=True)) for side in (names, made))
             b.collective("all_reduce", axis, sent, given, what, op="sum")
     if agrees:
-        b.start(Commit(vote, label=b.label.doing("commit")))
-        b.agreed = True
+        b.emit(Commit(vote, label=b.label.doing("commit")))
+        b.committed = True
     return squares or vote
 
 
 def snapshot(b: RankBuilder, state: StateWrites | None) -> dict[str, str]:
-    """Copy the results that may be views of state that the step changes, or is about to change.
-    Returns the copy by the program's name of a result."""
+    """Emit copies of the results that may be views of state which the program changes. Return the
+    name of the copy by the program's name of the result."""
     copies: dict[str, str] = {}
     if b.roles.optimizer is not None:
-        b.segment()  # all ranks have one, with a result or without
+        b.segment()  # so that all ranks have a segment, with a result or without
     for output in b.plan.outputs:
         for stage, value in output.values[:1] if output.kind == "result" else ():
             shared = b.roles.optimizer is not None or (state is not None and state.shares(value))
@@ -242,14 +233,14 @@ def snapshot(b: RankBuilder, state: StateWrites | None) -> dict[str, str]:
 
 
 def _updates(b: RankBuilder) -> list[Update]:
-    """The updates of the parameters here; one per rank, even if a parameter is on several
-    stages."""
-    every = updates_of(b.plan.steps, b.stages)
-    return list({s.parameter: s for s in reversed(every)}.values())[::-1]
+    """Return the updates of this rank's parameters, one for a parameter of several stages."""
+    updates = updates_of(b.plan.steps, b.stages)
+    return list({s.parameter: s for s in reversed(updates)}.values())[::-1]
 
 
 def optimizer_values(b: RankBuilder) -> dict[str, tuple[str, str]]:
-    """The table's names of the state that the update has, to parameter and key. It notes bytes."""
+    """Return (parameter, key) of each optimizer state by its name in the table; record its
+    bytes."""
     roles = b.roles
     keys_of = {n: k for group, k in zip(roles.groups, roles.keys, strict=False) for n in group}
     names: dict[str, tuple[str, str]] = {}
@@ -257,7 +248,7 @@ def optimizer_values(b: RankBuilder) -> dict[str, tuple[str, str]]:
         narrow = (MASTER,) if step.master_bytes else ()
         width = torch.float32 if narrow else step.spec.dtype
         numel = b.shared.nbytes(step.spec, b.here) // step.spec.dtype.itemsize
-        (label,) = roles.called([step.parameter])
+        (label,) = roles.labels_of([step.parameter])
         for key in (*keys_of[step.parameter], *narrow):
             name = value_name(roles.optimizer or "", key, label)
             names[name] = label, key
@@ -266,7 +257,7 @@ def optimizer_values(b: RankBuilder) -> dict[str, tuple[str, str]]:
 
 
 def update(b: RankBuilder) -> None:
-    """One call that steps the rank's optimizer with all its gradients."""
+    """Emit the call that steps the rank's optimizer, and the gathers of updated parameters."""
     optimizer = b.roles.optimizer
     if optimizer is None:
         return
@@ -286,25 +277,31 @@ def update(b: RankBuilder) -> None:
     state = {f"optimizer_{at}": name for at, name in enumerate(values)}
     segment.table |= state
     segment.writes = (*state, *names)
-    parts = [_slice(b, inputs[s.parameter], s) for s in updates]
+    parts = [_updated_part(b, inputs[s.parameter], s) for s in updates]
     code = segment.code
     function = code.bind("step_optimizer", step_optimizer)
-    called = b.roles.called
-    cut = called(s.parameter for s, n, p in zip(updates, names, parts, strict=True) if n != p)
+    labels_of = b.roles.labels_of
+    split_labels = labels_of(
+        s.parameter for s, n, p in zip(updates, names, parts, strict=True) if n != p
+    )
     divides = norm is not None and kernel_divides(norm.dtype)
-    anew = _made_anew(b, updates) if divides else ()
-    labels, groups = called(s.parameter for s in updates), tuple(map(called, b.roles.groups))
+    overwritable = _overwritable(b, updates) if divides else ()
+    labels = labels_of(s.parameter for s in updates)
+    groups = tuple(map(labels_of, b.roles.groups))
     what = code.bind("updated", Updated(groups, labels, tuple(values.values())))
     given = f"{tuple_text(parts)}, {tuple_text(gradients)}, {tuple_text(tuple(state))}, {clip}"
-    given += f", {code.bind('parts', cut)}, {code.bind('own', called(anew))}" if cut or anew else ""
+    if split_labels or overwritable:
+        own = labels_of(overwritable)
+        given += f", {code.bind('parts', split_labels)}, {code.bind('own', own)}"
     reads = ["optimizer", "options", *state, *parts, *gradients, *([clip] if clip else [])]
-    copied = _copied_bytes(b, updates, anew if clip else None)
+    copied = _copied_bytes(b, updates, overwritable if clip else None)
     if copied:
         code.line(f'"copies {copied} B of gradients"', (), ())
     code.line(f"{function}(optimizer, {what}, options, {given})", reads, (), called=function)
     for step, name, part in zip(updates, names, parts, strict=True):
-        where = _where(b, inputs[step.parameter], step)
-        if part != name and any(len(intervals) > 1 for intervals in where):  # a slice is a copy
+        where = _updated_places(b, inputs[step.parameter], step)
+        # a part of several blocks is a copy, which must be written back
+        if part != name and any(len(intervals) > 1 for intervals in where):
             code.apply(write, [name, part], (), layout=where)
     b.close()
     for step in b.plan.steps:
@@ -316,60 +313,62 @@ def update(b: RankBuilder) -> None:
     b.label = Label("optimizer")
 
 
-def _where(b: RankBuilder, item: PlannedInput, step: Update) -> Where:
-    """The places, in the rank's shard of the parameter, of the elements that this rank updates."""
+def _updated_places(b: RankBuilder, item: PlannedInput, step: Update) -> Where:
+    """Return the places of the elements that this rank updates in its shard of the parameter."""
     return given(item.held, step.spec, b.here, b.here)
 
 
-def _slice(b: RankBuilder, item: PlannedInput, step: Update) -> str:
-    """The part of a parameter that this rank updates; a view where it is one block."""
+def _updated_part(b: RankBuilder, item: PlannedInput, step: Update) -> str:
+    """Emit and return the part of a parameter that this rank updates. It is a view if it is one
+    block, else a copy."""
     if step.spec == item.held:
         return item.name
     part = f"{item.name}_part"
-    b.segment().code.apply(block, [item.name], [part], _where(b, item, step))
+    b.segment().code.apply(block, [item.name], [part], _updated_places(b, item, step))
     return part
 
 
-_ANEW = frozenset(
+_FRESH_OPS = frozenset(
     f"aten.{op}"
     for op in (
         *("add", "addmm", "bmm", "convolution_backward", "embedding_dense_backward", "mean"),
         *("mm", "mul", "native_layer_norm_backward", "sum"),
     )
 )
-"""Ops whose results have their own memory."""
+"""Ops whose result never shares its memory with another tensor."""
 
 
-def _made_anew(b: RankBuilder, updates: Sequence[Update]) -> tuple[str, ...]:
-    """The parameters whose gradients a kernel may write to: results of a sum or a message that only
-    the update reads. A gradient that may be a view of such a one is not among them, so it is copied
-    before."""
+def _overwritable(b: RankBuilder, updates: Sequence[Update]) -> tuple[str, ...]:
+    """Return the parameters whose gradients the update may overwrite: each gradient has its own
+    memory, as the result of an op, a sum or a message, and only the update reads it."""
     if b.roles.gradients:
         return ()
     producers = {name: step for step in b.plan.steps for name in step.gives}
-    taken: dict[str, str] = {}  # gradient to its first parameter
+    parameter_of: dict[str, str] = {}  # gradient to its first parameter
     for update in updates:
         match producers.get(update.gradient):
             case Compute() as step:
                 name = b.shared.local_call(step, b.here).name  # aten.sum.dim_IntList
-                anew = name.rpartition(".")[0] in _ANEW
+                is_fresh = name.rpartition(".")[0] in _FRESH_OPS
             case Accumulate():
-                anew = b.plan.num_microbatches > 1
+                is_fresh = b.plan.num_microbatches > 1
             case Redistribute() as step:
-                anew = not step.is_free
+                is_fresh = not step.is_free
             case _:
-                anew = False
-        if anew:
-            taken.setdefault(update.gradient, update.parameter)
-    return tuple(taken.values())
+                is_fresh = False
+        if is_fresh:
+            parameter_of.setdefault(update.gradient, update.parameter)
+    return tuple(parameter_of.values())
 
 
-def _copied_bytes(b: RankBuilder, updates: Sequence[Update], anew: Sequence[str] | None) -> int:
-    """Bytes of gradients that the update copies: small ones, to be end to end like their parameters
-    (flat_buffers.py), unless they are parts of one message; those of another dtype than the updated
-    tensor; and, if there is a norm, those that a kernel may not write to (``anew``). Unknown here,
-    and copied too: gradients whose elements are not in order in memory; and, if the user chose an
-    implementation of the update and there is a norm, all."""
+def _copied_bytes(
+    b: RankBuilder, updates: Sequence[Update], overwritable: Sequence[str] | None
+) -> int:
+    """Return the bytes of gradients that the update copies: small ones, to lie end to end like
+    their parameters (flat_buffers.py), unless they are parts of one message; those of another dtype
+    than the updated tensor; and, if there is a norm, those that the update may not overwrite (not
+    in ``overwritable``). Not counted, because unknown here: gradients that are not contiguous, and
+    all gradients if the user chose an implementation of the update and there is a norm."""
     scattered = {
         name: (step.name, at)
         for step in b.plan.steps
@@ -383,36 +382,41 @@ def _copied_bytes(b: RankBuilder, updates: Sequence[Update], anew: Sequence[str]
     fused = all(has_kernel(u.optimizer, dtypes[u.parameter], device) for u in updates)
     total = 0
     for group in b.roles.groups or (tuple(by_label),):
-        alike: dict[tuple[torch.dtype, torch.dtype], list[Update]] = {}
+        by_dtypes: dict[tuple[torch.dtype, torch.dtype], list[Update]] = {}
         for update in (by_label[label] for label in group if label in by_label):
             key = update.spec.dtype, dtypes[update.parameter]
-            alike.setdefault(key, []).append(update)
-        for (_, dtype), some in alike.items():
-            sizes = [math.prod(update.spec.local_shape(b.here)) for update in some]
+            by_dtypes.setdefault(key, []).append(update)
+        for (_, dtype), same_dtypes in by_dtypes.items():
+            sizes = [math.prod(update.spec.local_shape(b.here)) for update in same_dtypes]
             for run in together(sizes):
-                gradient_specs = [specs[some[at].gradient] for at in run]
-                places = [scattered.get(some[at].gradient, ("", -at)) for at in run]
+                gradient_specs = [specs[same_dtypes[at].gradient] for at in run]
+                places = [scattered.get(same_dtypes[at].gradient, ("", -at)) for at in run]
                 first, begin = places[0]
-                stands = (
+                in_order = (
                     places == [(first, begin + i) for i in range(len(run))]
                     and all(spec.dtype == dtype for spec in gradient_specs)
                     and all(sizes[at] == filled(sizes[at], dtype) for at in run)
                 )
-                kept = anew is None and some[0].optimizer in _KNOWN
-                written = kept or (
-                    anew is not None and fused and all(some[at].parameter in anew for at in run)
+                read_only = (
+                    overwritable is None and same_dtypes[0].optimizer in _READ_ONLY_OPTIMIZERS
                 )
-                if not (stands and written):
+                written = read_only or (
+                    overwritable is not None
+                    and fused
+                    and all(same_dtypes[at].parameter in overwritable for at in run)
+                )
+                if not (in_order and written):
                     total += sum(spec.local_nbytes(b.here) for spec in gradient_specs)
     return total
 
 
-_KNOWN = frozenset(cls.__name__ for cls in ELEMENTWISE)
-"""Optimizers that may write to the gradients, so they get copies of them."""
+_READ_ONLY_OPTIMIZERS = frozenset(cls.__name__ for cls in ELEMENTWISE)
+"""Optimizers that do not write to gradients, so that gradients need no copies if there is no
+norm."""
 
 
 def publish(b: RankBuilder, outputs: Mapping[str, str]) -> None:
-    """Give the values that the program returns their output names."""
+    """Emit code that gives the values which the program returns their output names."""
     b.close()
     b.label = Label("outputs")
     segment = b.segment()
@@ -423,27 +427,26 @@ def publish(b: RankBuilder, outputs: Mapping[str, str]) -> None:
         segment.table[result] = name
         segment.views[result] = read
         b.nbytes[name] = b.nbytes.get(value, 0)
-        b.shares(name, value)
+        b.record_sharing(name, value)
         segment.code.line(f"{result} = {read}", [read], [result])
     b.close()
 
 
-# -- functions that generated code calls
-# ---------------------------------------------------------------------
+# -- functions that generated code calls -----------------------------------------------------------
 
 
 def step_optimizer(
     optimizer: ShardOptimizer,
-    what: Updated,
+    updated: Updated,
     options: tuple[dict[str, object], ...],
     shards: tuple[torch.Tensor, ...],
     gradients: tuple[torch.Tensor, ...],
     values: tuple[torch.Tensor, ...],
     clip: torch.Tensor | None,
     parts: tuple[str, ...] = (),
-    own: tuple[str, ...] = (),
+    overwritable: tuple[str, ...] = (),
 ) -> None:
-    """Runs on actors: `ShardOptimizer.step`."""
-    by_label = dict(zip(what.labels, shards, strict=True))
-    grads = dict(zip(what.labels, gradients, strict=True))
-    optimizer.step(what, by_label, options, grads, values, clip, parts, own)
+    """Step the rank's optimizer; see `ShardOptimizer.step`. Runs on ranks."""
+    by_label = dict(zip(updated.labels, shards, strict=True))
+    grads = dict(zip(updated.labels, gradients, strict=True))
+    optimizer.step(updated, by_label, options, grads, values, clip, parts, overwritable)

@@ -1,16 +1,12 @@
-"""A schedule as the planner's timetable, and its prediction of a step's time.
+"""A schedule's prediction of the time of a step, for the planner.
 
     plan(Request(..., timetable=GridTimetable(OneFOneB(8).grid(4, 4))))
     GridTimetable(grid).cost(planned)      # Cost(seconds=..., compute_seconds=..., ...)
 
-One action of each kind and stage is priced, step by step, in the order in which the ranks run it:
-messages start and are waited for where `lower` places them. The schedule's grid is then replayed on
-the virtual clock with these, after the work that is done once and before the end of the step. The
-ranks of one stage that differ in other axes do the same on equal shards, so the one at coordinate
-0, which has the largest, represents all.
-
-Invariant: the time equals that of `simulate`, which runs the program instruction by instruction;
-tests compare them. Not modelled: contention between channels.
+One action of each kind and stage is priced, with messages where `lower` puts them (walk.py), and
+the grid is replayed on the virtual clock with these prices. Of the ranks of one stage, only the one
+at coordinate 0 of the other axes is priced: it has the largest shards. Contention between channels
+is not modelled. Invariant: the time equals the time of `simulate`, which replays the program.
 """
 
 from __future__ import annotations
@@ -34,8 +30,8 @@ from dtensor.sharding.plan.steps import Norm, Redistribute, Step, Transfer, Upda
 
 @dataclass(frozen=True, slots=True)
 class GridTimetable:
-    """The planner's `Timetable` of a grid. None: a microbatch passes all stages and, if there is a
-    backward, returns."""
+    """The planner's `Timetable` of a grid. If ``grid`` is None, each microbatch passes all stages
+    and, if the plan has a backward, returns before the next one starts."""
 
     grid: Grid | None
 
@@ -48,12 +44,12 @@ class GridTimetable:
         return () if self.grid is None else in_flight(self.grid)
 
     def held(self, stages: Sequence[int]) -> Collection[tuple[int, tuple[int, ...]]]:
-        if self.grid is None:  # the later stages run while earlier ones keep a microbatch
+        if self.grid is None:  # while a stage runs, each earlier stage holds the one microbatch
             return {(at, (1,) * at + (0,) * (len(stages) - at)) for at in range(len(stages))}
         return held_at_once(self.grid, stages)
 
     def first(self, num_microbatches: int) -> GridTimetable:
-        """The timetable of the first microbatches alone."""
+        """Return the timetable of only the first microbatches."""
         return self if self.grid is None else GridTimetable(self.grid.first(num_microbatches))
 
     def cost(self, plan: PlanRecord) -> Cost:
@@ -64,17 +60,19 @@ ONE_BY_ONE = GridTimetable(None)
 
 
 class _Prediction:
-    """The action lists of the stage axis' ranks, and their replay."""
+    """Prices a plan: builds the items of each rank of the stage axis, and replays them."""
 
     def __init__(self, plan: Plan, grid: Grid | None) -> None:
         self.plan = plan
         self.shared = ProgramContext(plan, Actions(plan, grid), torch.device("cpu"))
         trains = bool(updates_of(plan.steps))
-        self.agrees = self.shared.agrees(Roles(optimizer="optimizer" if trains else None))
+        self.has_commit_point = self.shared.has_commit_point(
+            Roles(optimizer="optimizer" if trains else None)
+        )
         self._actions: dict[tuple[Kind, int], _RankItems] = {}
 
     def cost(self) -> Cost:
-        """The cost of the slowest rank."""
+        """Return the cost of the slowest rank."""
         begin = self.plan.topology.step_latency
         ranks = [self._rank(rank) for rank in range(len(self.plan.hosted))]
         lists = {rank_items.rank: rank_items.items for rank_items in ranks}
@@ -114,7 +112,7 @@ class _Prediction:
         key = kind, stage
         if key not in self._actions:
             walk = _RankItems(self, self.plan.stage_ranks[stage])
-            steps, late = self.shared.overlapped(kind, stage)
+            steps, late = self.shared.ordered_steps(kind, stage)
             walk.run_steps(steps, stage, late)
             walk.complete(walk.in_flight)
             for step in self.shared.actions.sums(kind, stage):
@@ -130,12 +128,12 @@ class _RankItems(StepWalk[str]):
     def __init__(self, prediction: _Prediction, rank: int) -> None:
         self.plan, self.shared, self.rank = prediction.plan, prediction.shared, rank
         super().__init__(self.plan.hosted[rank])
-        self.agrees = prediction.agrees
+        self.has_commit_point = prediction.has_commit_point
         self.items: list[Item] = []
         self.receives: list[Begin] = []  # of an action; they begin during the action before it
         self.sent_transfers: list[Transfer] = []
         self.send_names: dict[str, list[Hashable]] = {}  # by value, its sends that are not complete
-        self.agreed = False  # the commit point is among the items
+        self.committed = False  # the commit point is among the items
         self.first = self.last = 0  # the items from first to last are of the schedule's actions
 
     def end_step(self) -> None:
@@ -143,7 +141,7 @@ class _RankItems(StepWalk[str]):
         and the gathers of updated parameters."""
         steps = self.end_steps(self.plan)
         self.run_steps(steps)
-        if self.agrees and not self.agreed:
+        if self.has_commit_point and not self.committed:
             self._add_votes(0)
         updates = {s.parameter: s for s in reversed(steps) if isinstance(s, Update)}
         for step in reversed(updates.values()):
@@ -205,8 +203,8 @@ class _RankItems(StepWalk[str]):
 
     def _add_votes(self, nbytes: int) -> None:
         """Add the commit point, which also sums the ``nbytes`` of a norm's squares."""
-        self.agreed = True
-        nbytes += WORD.nbytes if self.agrees else 0
+        self.committed = True
+        nbytes += WORD.nbytes if self.has_commit_point else 0
         for axis, num in self.plan.mesh.shape.items():
             if num > 1:
                 members = tuple(range(num)) if axis == self.plan.stage_axis else (self.rank,)
@@ -232,11 +230,11 @@ def _in_microbatch(item: Item, microbatch: int) -> Item:
 
 
 def _bubble(ranks: Sequence[_RankItems], times: Mapping[int, Sequence[Interval]]) -> float:
-    """The fraction of the ranks' time, from the first action of all to the last, in which they wait
-    for other stages, but not in a collective."""
+    """Return the fraction of the ranks' time in which they wait for messages of other stages,
+    between the first and the last action of all ranks."""
     first, last, busy = math.inf, 0.0, 0.0
     for rank_items in ranks:
-        of_stages = {
+        between_stages = {
             i.name for i in rank_items.items if isinstance(i, Begin) and len(i.members) > 1
         }
         actions = slice(rank_items.first, rank_items.last)
@@ -246,14 +244,14 @@ def _bubble(ranks: Sequence[_RankItems], times: Mapping[int, Sequence[Interval]]
             if isinstance(item, Begin) or end == begin:
                 continue
             first, last = min(first, begin), max(last, end)
-            if isinstance(item, Stretch) or of_stages.isdisjoint(item.names):
+            if isinstance(item, Stretch) or between_stages.isdisjoint(item.names):
                 busy += end - begin
     return 1 - busy / ((last - first) * len(ranks)) if last > first else 0.0
 
 
 def _spent(items: Sequence[Item], times: Sequence[Interval], last: float) -> Cost:
-    """Seconds in which a rank computes, waits for messages in flight, for launches, and for other
-    ranks, up to the ``last`` one's end."""
+    """Return the seconds in which a rank computes, and in which it waits for messages in flight,
+    for launches and for other ranks. ``last``: when the last rank ends."""
     begun: dict[Hashable, float] = {}
     alone = {i.name for i in items if isinstance(i, Begin) and len(i.members) == 1}
     computes = communicates = host_waits = host = 0.0

@@ -233,12 +233,12 @@ def _held_within(b: RankBuilder, segment: LocalCode, outputs: Sequence[str]) -> 
     last: dict[str, int] = {}  # by storage
     for number, line in enumerate(segment.code.lines):
         for name in line.reads:
-            value = b.place(segment, name)
+            value = b.table_name(segment, name)
             last[b.priced.storage.get(value, value)] = number
     stay = {b.priced.storage.get(value, value) for value in outputs}
     live: list[tuple[int, int]] = []  # last line, bytes
     held = most = 0
-    for line, value in segment.made:
+    for line, value in segment.results:
         if value in b.priced.storage:
             continue
         held -= sum(nbytes for end, nbytes in live if end < line)
