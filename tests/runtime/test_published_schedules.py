@@ -264,7 +264,7 @@ def test_tables_are_pytorchs(schedule: Make, name: str, v: int) -> None:
         ("F0 B0 .\n.  F0 B0", "0B0 is not after 1B0, whose result it needs: 1B0 at step 2 on"),
         ("F0 .  B0\nF0 B0 .", "1F0 is not after 0F0, whose result it needs: 0F0 at step 0 on"),
         ("B0 F0", "0B0 is not after 0F0"),
-        ("F0 F0 B0", "0F0 stands twice: 0F0 at step 0 on rank 0, 0F0 at step 1 on rank 0"),
+        ("F0 F0 B0", "0F0 occurs twice: 0F0 at step 0 on rank 0, 0F0 at step 1 on rank 0"),
         ("F0 F1 B0", "0B1 is missing"),
         ("1F0 1B0", "0F0 is missing"),
         ("0F0 .\n. 0B0", r"Stage 0 runs on rank 0 and on rank 1 \(0B0 at step 1\)"),

@@ -5,13 +5,8 @@
     F0 F1 .  B0 F2 B1 .  B2
     .  F0 B0 F1 B1 F2 B2 .
 
-A schedule is a small frozen value that makes a `Grid` for a number of stages and ranks; the grid is
-all that lowering reads. Communication is inserted from the grid, never written.
-
-- grid.py: what a grid is, prints as, parses from, and must keep.
-- published.py, zero_bubble.py: schedules of the literature, on the domains their papers define.
-- custom.py: one's own. search.py: one that is searched for.
-- measure.py: time, bubble and what is in flight. clock.py: lists of several ranks on a clock.
+A schedule is a small frozen value that makes a `Grid` for a number of stages and ranks. Lowering
+reads only the grid, and derives the communication from it.
 """
 
 from typing import Protocol, runtime_checkable
@@ -57,8 +52,8 @@ Published = GPipe | LoopedBFS | OneFOneB | Interleaved1F1B | ZBH1 | ZBH2 | ZBV |
 
 @runtime_checkable
 class Schedule(Protocol):
-    """What makes a grid: those of this package, and any value of the user's that compares equal to
-    its like."""
+    """An object that makes a grid: a schedule of this package, or a user's value with an `__eq__`
+    that compares by value."""
 
     @property
     def microbatches(self) -> int: ...

@@ -1,20 +1,14 @@
-"""A virtual clock: lists of what ranks compute, send and wait for, and when each of it is.
+"""A virtual clock: replays lists of what ranks compute, send and wait for.
 
     lists = {
         0: [Stretch(2.0), Begin("x", (0, 1), "0->1", 0.5), Until(("x",))],
         1: [Begin("x", (0, 1), "0->1", 0.5), Until(("x",)), Stretch(1.0)],
     }
-    run(lists)[1]       # [(2.0, 2.5), (0.0, 2.5), (2.5, 3.5)]
+    run(lists)[1]       # [(2.0, 2.5), (0.0, 2.5), (2.5, 3.5)]: begin and end of each item
 
-A message begins when all its members that have a list have begun it, after those before it on its
-channel, and goes on in the background; members without a list begin when these do. The k-th of a
-rank on a channel meets the k-th of the others.
-
-A rank has a device and a host. The host launches the items in order, and runs ahead of the device:
-it waits for nothing. The device starts an op once it is launched and the op before it has ended.
-Where launches take no time, as on a CPU, the device alone has the time.
-
-Not here: what a rank's list is (runtime/lower), contention between channels.
+A message runs in the background, from when all members with a list have begun it, and after the
+message before it on its channel. A rank's host launches the items in order and waits for nothing;
+its device starts an op when the op is launched and the op before it has ended.
 """
 
 from __future__ import annotations
@@ -27,10 +21,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Ops that take the device ``seconds`` if all are launched in time, of which it computes in
-    ``computes`` and waits for messages of its own in the rest. ``host``: seconds of their launches;
-    ``lead``: seconds from the first launch to the end of the last op, if the device waits for
-    nothing but launches.
+    """Consecutive ops of one rank.
+
+    Args:
+        seconds: the device's time if all ops are launched in time.
+        computes: the part of ``seconds`` in which the device computes; in the rest it waits for
+            messages that concern no other rank of the clock.
+        host: the host's time to launch the ops.
+        lead: the time from the first launch to the end of the last op, if the device waits for
+            nothing but launches.
     """
 
     seconds: float = 0.0
@@ -44,7 +43,7 @@ class Stretch:
         return Stretch(seconds, seconds, host, host + seconds)
 
     def then(self, other: Stretch) -> Stretch:
-        """Return this stretch and then the other as one stretch."""
+        """Return this stretch followed by the other, as one stretch."""
         return Stretch(
             self.seconds + other.seconds,
             self.computes + other.computes,
@@ -55,8 +54,8 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """The rank's part in a message of ``seconds``; ``name``: by which it waits for it; ``host``:
-    seconds of its launches."""
+    """The start of a message that takes ``seconds``. The rank waits for it by its ``name``.
+    ``host``: seconds of its launches."""
 
     name: Hashable
     members: tuple[int, ...]
@@ -84,13 +83,17 @@ class _Message:
 
 
 class _Clock:
+    """The messages of a replay, by channel and number on the channel."""
+
     def __init__(self, lists: Mapping[int, Sequence[Item]]) -> None:
         self.lists = lists
         self.messages: dict[tuple[object, int], _Message] = {}
-        self.counts: dict[tuple[int, object], int] = defaultdict(int)
-        self.free: dict[object, float] = defaultdict(lambda: -math.inf)
+        self.counts: dict[tuple[int, object], int] = defaultdict(int)  # messages of a rank so far
+        self.free: dict[object, float] = defaultdict(lambda: -math.inf)  # by channel, since when
 
     def start(self, rank: int, item: Begin, now: float) -> _Message:
+        """Return the message that a rank begins ``now``. The k-th message of a rank on a channel is
+        the k-th message of every member."""
         channel = item.members, item.channel
         number = self.counts[rank, channel]
         self.counts[rank, channel] += 1
@@ -109,9 +112,10 @@ class _Clock:
 def run(
     lists: Mapping[int, Sequence[Item]], begin: float = 0.0, host_begin: float | None = None
 ) -> dict[int, list[Interval]]:
-    """Return, by rank, the begin and the end of each of its items on the device; for a `Begin`, of
-    the message. Devices start at ``begin``, hosts at ``host_begin``, by default the same. Raises
-    AssertionError if the lists wait for ever, which the verifier refuses."""
+    """Return, by rank, when each of its items begins and ends on the device. For a `Begin`, these
+    are the times of the message. Devices start at ``begin``, hosts at ``host_begin``, by default
+    the same. Raises AssertionError if ranks wait for each other; the verifier rejects such programs
+    before they are simulated."""
     clock = _Clock(lists)
     times: dict[int, list[Interval | _Message]] = {rank: [] for rank in lists}
     now = dict.fromkeys(lists, begin)
@@ -154,12 +158,12 @@ def _interval(times: Interval | _Message) -> Interval:
     return times.begin, times.end
 
 
-# -- a list that comes often -----------------------------------------------------------------------
+# -- folding of a list that is replayed often ------------------------------------------------------
 
 
 def folded(rank: int, items: Sequence[Item]) -> list[Item]:
-    """The rank's list in fewer items that last as long: all that concerns no other rank, between
-    moments at which no message of its own is under way, is one `Stretch`."""
+    """Return a rank's list with fewer items and the same times: consecutive items that concern no
+    other rank become one `Stretch`, cut only where none of the rank's own messages is in flight."""
     folded_items: list[Item] = []
     alone: list[Item] = []
     for part in _parts(items):
@@ -172,25 +176,26 @@ def folded(rank: int, items: Sequence[Item]) -> list[Item]:
 
 
 def _parts(items: Sequence[Item]) -> Iterator[list[Item]]:
-    """The items, cut where no message of the rank's own is under way."""
+    """Yield the items in parts, cut where none of the rank's own messages is in flight."""
     part: list[Item] = []
-    under_way: set[Hashable] = set()
+    in_flight: set[Hashable] = set()
     for item in items:
         part.append(item)
         match item:
             case Begin(name=name, members=members) if len(members) == 1:
-                under_way.add(name)
+                in_flight.add(name)
             case Until(names=names):
-                under_way.difference_update(names)
+                in_flight.difference_update(names)
             case _:
                 pass
-        if not under_way:
+        if not in_flight:
             yield part
             part = []
     assert not part, "an action ends when its own messages have"
 
 
 def _is_own(item: Item, part: Sequence[Item]) -> bool:
+    """Whether a Begin or Until is of messages that concern only this rank and begin in the part."""
     if isinstance(item, Begin):
         return len(item.members) == 1
     begun = {other.name for other in part if isinstance(other, Begin)}
@@ -198,7 +203,7 @@ def _is_own(item: Item, part: Sequence[Item]) -> bool:
 
 
 def _together(rank: int, items: Sequence[Item]) -> list[Item]:
-    """Items of one rank alone as one."""
+    """Return items that concern no other rank as at most one stretch."""
     if not items:
         return []
     computes = sum(item.computes for item in items if isinstance(item, Stretch))

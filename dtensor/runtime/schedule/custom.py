@@ -1,4 +1,4 @@
-"""A schedule of one's own: as a text, or as a function of the rank."""
+"""Schedules that a user writes, as a text or as a function of the rank."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ Orders = Callable[[int, int, int, int], Sequence[str | Action]]
 
 @dataclass(frozen=True, slots=True)
 class Custom:
-    """A schedule written by hand. ``text`` has a line for each rank, in it the actions in order: F,
-    B, or a backward's halves I and W, with the microbatch, before it the stage where a rank has
-    several, ``2F3``; a dot where nothing begins.
+    """A schedule written by hand. ``text`` has a line for each rank with its actions in order: F,
+    B, or the halves I and W of a backward, followed by the microbatch. If a rank has several
+    stages, the stage comes first, ``2F3``. A dot is an idle step.
 
         >>> by_hand = dt.Custom("F0 F1 .  B0 .  B1\\n.  F0 B0 F1 B1 .")
         >>> by_hand.microbatches
         2
 
-    Raises PlanningError, when it is made, for an action that is missing, or comes before what it
-    needs.
+    Raises PlanningError if an action is missing or comes before an action that it needs.
     """
 
     text: str
@@ -35,7 +34,7 @@ class Custom:
 
     @property
     def microbatches(self) -> int:
-        """As many as stand in the grid."""
+        """The number of microbatches in the grid."""
         return Grid.parse(self.text).num_microbatches
 
     def grid(self, num_stages: int, num_ranks: int) -> Grid:
@@ -50,7 +49,7 @@ class Custom:
 
 @dataclass(frozen=True, slots=True)
 class Ordered:
-    """A schedule by a function of the rank; what waits for what is found from it.
+    """A schedule given by the order of each rank's actions. Each action runs as early as possible.
 
         >>> def one_by_one(rank, num_stages, num_ranks, microbatches):
         ...     return [f"{kind}{m}" for m in range(microbatches) for kind in "FB"]
@@ -59,10 +58,11 @@ class Ordered:
         .  F0 B0 .  .  F1 B1 .
 
     Args:
-        orders: a function of (rank, num_stages, num_ranks, microbatches), to a list of actions.
-        microbatches: how many it is for.
+        orders: a function of (rank, num_stages, num_ranks, microbatches) that returns the rank's
+            actions in order.
+        microbatches: the number of microbatches.
 
-    Raises PlanningError where the orders wait for each other, or lack an action.
+    Raises PlanningError if the orders wait for each other or lack an action.
     """
 
     orders: Orders

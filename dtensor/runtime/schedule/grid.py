@@ -1,24 +1,13 @@
 """A grid of pipeline actions: which rank runs which stage on which microbatch, and in what order.
 
-A `Grid` holds one row per rank of the pipeline and one column per step; an entry is an `Action`,
-or None where the rank idles. It prints as a table and parses back to the same value. 1F1B on two
-stages with three microbatches:
+    F0 F1 .  B0 F2 B1 .  B2      # a row per rank, a column per step: 1F1B, 3 microbatches
+    .  F0 B0 F1 B1 F2 B2 .       # `.`: idle; `2F0`: stage 2, if ranks have several stages
 
-    F0 F1 .  B0 F2 B1 .  B2
-    .  F0 B0 F1 B1 F2 B2 .
-
-`F` is a forward, `B` a backward; a backward may stand in two halves, `I`, the gradients of the
-stage's inputs, which the stage before waits for, and `W`, those of its weights, for which nobody
-waits (Qi et al. 2023, arXiv:2401.10241). An entry is `F0`, the forward of microbatch 0, where every
-rank holds exactly the stage of its own number; otherwise `2F0`, with the stage first, as
-torch.distributed.pipelining writes it.
-
-Invariants, checked by `validate`: each stage and microbatch has one F and either one B or one I and
-one W; F(s, m) comes strictly after F(s-1, m), B or I(s, m) after F(s, m) and after B or I(s+1, m),
-W(s, m) after I(s, m); a stage keeps to one rank. A step is an order, not a duration: `timeline`
-replays the order with costs.
-
-It does not communicate and does not place parameters.
+`F` is a forward, `B` a backward. A backward may be split into `I`, the gradients of the stage's
+inputs, and `W`, the gradients of its weights (Qi et al. 2023, arXiv:2401.10241). Invariants,
+checked by `validate`: each stage and microbatch has one F and either one B or one I and one W;
+F(s, m) comes after F(s-1, m), B or I(s, m) after F(s, m) and after B or I(s+1, m), and W(s, m)
+after I(s, m); a stage is on one rank. A step has no duration: `timeline` replays with costs.
 """
 
 from __future__ import annotations
@@ -35,7 +24,8 @@ Kind = Literal["F", "B", "I", "W"]
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 
 Event = tuple[Literal["output", "gradient"], int, int]
-"""What others wait for: the output of a stage or the gradient of its input, stage, microbatch."""
+"""What an action may wait for: the output of a stage, or the gradient of its input, as (kind,
+stage, microbatch)."""
 
 _TOKEN = re.compile(r"(?P<stage>\d+)?(?P<kind>[FBIW])(?P<microbatch>\d+)")
 
@@ -62,7 +52,7 @@ class Action:
 
     @property
     def held(self) -> int:
-        """How many more activations its stage holds afterwards: one from F to the end of B or W."""
+        """The change in the number of activations that the stage holds: 1 for F, -1 for B or W."""
         match self.kind:
             case "F":
                 return 1
@@ -72,6 +62,7 @@ class Action:
                 return 0
 
     def gives(self) -> tuple[Event, ...]:
+        """Return the events that occur when the action ends."""
         match self.kind:
             case "F":
                 return (("output", self.stage, self.microbatch),)
@@ -81,6 +72,7 @@ class Action:
                 return ()
 
     def takes(self, num_stages: int) -> tuple[Event, ...]:
+        """Return the events that the action waits for."""
         m, s = self.microbatch, self.stage
         match self.kind:
             case "F":
@@ -116,43 +108,44 @@ class Grid:
 
     @property
     def num_stages(self) -> int:
-        """One more than the highest stage."""
+        """The number of stages: one more than the highest stage."""
         return 1 + max((a.stage for _, _, a in self.actions()), default=-1)
 
     @property
     def num_microbatches(self) -> int:
-        """One more than the highest microbatch."""
+        """The number of microbatches: one more than the highest microbatch."""
         return 1 + max((a.microbatch for _, _, a in self.actions()), default=-1)
 
     def actions(self) -> Iterator[tuple[int, int, Action]]:
-        """(step, rank, action) in the order of steps, then ranks."""
+        """Yield (step, rank, action), sorted by step, then rank."""
         for step, column in enumerate(zip(*self.ranks, strict=True)):
             for rank, action in enumerate(column):
                 if action is not None:
                     yield step, rank, action
 
     def order(self, rank: int) -> tuple[Action, ...]:
-        """What one rank does, in order, without its idle steps."""
+        """Return the actions of one rank in order, without its idle steps."""
         return tuple(action for action in self.ranks[rank] if action is not None)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that a rank holds, ascending."""
+        """Return the stages of a rank, ascending."""
         return tuple(sorted({action.stage for action in self.order(rank)}))
 
     def first(self, num_microbatches: int) -> Grid:
-        """The grid without the microbatches after the first ones: a batch may have few rows."""
+        """Return the grid of only the first microbatches, for a batch with few rows."""
         if num_microbatches >= self.num_microbatches:
             return self
         orders = [self.order(rank) for rank in range(self.num_ranks)]
         return place([[a for a in order if a.microbatch < num_microbatches] for order in orders])
 
     def home(self) -> tuple[int, ...]:
-        """The rank of each stage."""
+        """Return the rank of each stage."""
         rank_of = {a.stage: rank for _, rank, a in self.actions()}
         return tuple(rank_of[stage] for stage in range(self.num_stages))
 
     def _entries(self) -> list[list[str]]:
-        """Without the stage where every rank holds the stage of its own number."""
+        """Return the texts of the entries. They omit the stage if each rank has only the stage with
+        the rank's number."""
         short = all(set(self.stages_of(rank)) <= {rank} for rank in range(self.num_ranks))
         return [
             ["." if a is None else str(a)[len(str(a.stage)) * short :] for a in row]
@@ -165,7 +158,7 @@ class Grid:
         return "\n".join(" ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
     def _repr_svg_(self) -> str:
-        """A box for each action in its step, as a notebook shows it."""
+        """Return the drawing in a notebook: a box for each action, placed by its step."""
         rows = [
             RankRow(
                 name=f"rank {rank}",
@@ -192,10 +185,8 @@ class Grid:
 
     @classmethod
     def parse(cls, text: str) -> Grid:
-        """The grid that `text` shows: a line per rank, `.` for idle; short rows are filled up.
-
-        `F0` without a stage is the stage that has the number of its row.
-        """
+        """Return the grid that ``text`` shows: a line per rank, `.` for idle; short rows are filled
+        with idle steps. In `F0`, without a stage, the stage is the number of the row."""
         lines = [line.split() for line in text.splitlines() if line.strip()]
         steps = max(map(len, lines), default=0)
         return cls(
@@ -208,7 +199,8 @@ class Grid:
 
 
 def parse_action(entry: str, rank: int) -> Action:
-    """`2F0`; `F0` is that of the stage with the rank's number."""
+    """Return the action of a text such as `2F0`; `F0` is of the stage with the rank's number.
+    Raises PlanningError for any other text."""
     match = _TOKEN.fullmatch(entry)
     if match is None:
         raise PlanningError(
@@ -221,17 +213,18 @@ def parse_action(entry: str, rank: int) -> Action:
     return Action(kind, int(match["microbatch"]), stage)
 
 
-# -- what a grid must keep -------------------------------------------------------------------------
+# -- checks of a grid ------------------------------------------------------------------------------
 
 
 def validate(grid: Grid) -> None:
-    """Raise `PlanningError` unless the grid keeps every invariant of this module."""
+    """Raise PlanningError if the grid breaks an invariant of this module."""
     seen: dict[Action, tuple[int, int]] = {}
     home: dict[int, int] = {}
     for step, rank, action in grid.actions():
         if action in seen:
             earlier = seen[action]
-            raise _broken(grid, f"{action} stands twice", (action, earlier), (action, (step, rank)))
+            places = (action, earlier), (action, (step, rank))
+            raise _broken(grid, f"{action} occurs twice", *places)
         if home.setdefault(action.stage, rank) != rank:
             raise PlanningError(
                 f"Stage {action.stage} runs on rank {home[action.stage]} and on rank {rank} "
@@ -251,7 +244,7 @@ def validate(grid: Grid) -> None:
 
 
 def _complete(grid: Grid, seen: Container[Action], stage: int, microbatch: int) -> None:
-    """One F, and one B or one I and one W."""
+    """Raise PlanningError if an F, and a B or an I and a W, is missing or superfluous."""
     f, b, i, w = (Action(kind, microbatch, stage) for kind in KINDS)
     missing = [f] if f not in seen else []
     if b not in seen:
@@ -270,7 +263,8 @@ def _broken(grid: Grid, fact: str, *places: tuple[Action, tuple[int, int]]) -> P
 
 
 def place(orders: Sequence[Sequence[Action]]) -> Grid:
-    """Give each action the earliest step that its rank's order and its inputs allow."""
+    """Return the grid in which each action has the earliest step that its rank's order and its
+    inputs allow. Raises PlanningError if the orders wait for each other."""
     times = replay(orders, lambda action: 1)
     steps = max((end for row in times for _, end in row), default=0)
     rows: list[list[Action | None]] = [[None] * int(steps) for _ in orders]
@@ -283,10 +277,8 @@ def place(orders: Sequence[Sequence[Action]]) -> Grid:
 def replay(
     orders: Sequence[Sequence[Action]], lasts: Callable[[Action], float]
 ) -> list[list[tuple[float, float]]]:
-    """By rank, when each of its actions begins and ends, each as soon as its inputs are there.
-
-    PlanningError for orders that wait for each other.
-    """
+    """Return, by rank, when each of its actions begins and ends, if each begins as soon as its
+    rank is free and its inputs exist. Raises PlanningError if the orders wait for each other."""
     num_stages = 1 + max((action.stage for order in orders for action in order), default=-1)
     done: dict[Event, float] = {}
     free = [0.0] * len(orders)

@@ -1,11 +1,11 @@
-"""What a grid costs: how long it takes, how much of that is idle, what it holds.
+"""The cost of a grid: its time, its idle time, and the activations that it holds.
 
     costs = Costs(forward=1.0, input=1.0, weight=1.0)
     bubble(OneFOneB(8).grid(4, 4), costs)       # 3 / 11
     timeline(grid, costs)[Action("F", 0, 1)]    # (1.0, 2.0): when it begins and ends
 
-Each rank runs its actions in the grid's order, each as soon as its inputs are there. A transfer
-takes no time here.
+Each rank runs its actions in the grid's order, each as soon as its inputs exist. Transfers are
+assumed to take no time.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ PerStage = float | tuple[float, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """The time of a stage's ``forward`` and of the two halves of its backward, in any unit: that of
-    its ``input`` (I), for which the stage before waits, and that of its ``weight`` (W).
+    """The times of a stage's actions, in any unit: ``forward`` of F, ``input`` of I (the gradients
+    of its inputs), ``weight`` of W (the gradients of its weights). B takes as long as I and W.
 
-    A number holds for every stage, a tuple has one number per stage. B lasts as long as I and W.
+    A number applies to every stage; a tuple has one number per stage.
     """
 
     forward: PerStage = 1.0
@@ -42,7 +42,7 @@ class Costs:
                     raise PlanningError(f"A cost is 0 or more, and {name} is {given!r}.")
 
     def of(self, action: Action) -> float:
-        """The time of one action."""
+        """Return the time of one action."""
         match action.kind:
             case "F":
                 return _at(self.forward, action.stage)
@@ -62,21 +62,21 @@ EQUAL = Costs()
 
 
 def timeline(grid: Grid, costs: Costs = EQUAL) -> Mapping[Action, tuple[float, float]]:
-    """When each action begins and ends."""
+    """Return when each action begins and ends."""
     orders = [grid.order(rank) for rank in range(grid.num_ranks)]
     times = replay(orders, costs.of)
     return dict(zip(itertools.chain(*orders), itertools.chain(*times), strict=True))
 
 
 def bubble(grid: Grid, costs: Costs = EQUAL) -> float:
-    """The fraction of the ranks' time in which they wait for other stages, from the first action of
-    all to the last."""
+    """Return the fraction of the ranks' time in which they wait for other stages, from the first
+    action of all ranks to the last."""
     span, waited = waits(grid, costs)
     return sum(waited) / (span * grid.num_ranks) if span else 0.0
 
 
 def waits(grid: Grid, costs: Costs = EQUAL) -> tuple[float, tuple[float, ...]]:
-    """The time from the first action of all to the last, and how much of it each rank is idle."""
+    """Return the time from the first action of all ranks to the last, and each rank's idle time."""
     times = timeline(grid, costs)
     span = max((end for _, end in times.values()), default=0.0)
     ranks = (grid.order(rank) for rank in range(grid.num_ranks))
@@ -84,10 +84,9 @@ def waits(grid: Grid, costs: Costs = EQUAL) -> tuple[float, tuple[float, ...]]:
 
 
 def in_flight(grid: Grid) -> tuple[int, ...]:
-    """Per stage, the most microbatches whose activations it holds at once.
+    """Return, by stage, the most microbatches whose activations it holds at once.
 
-    An activation lives from its forward to the end of its backward, which is that of its W where
-    the backward stands in halves.
+    An activation lives from its forward to the end of its backward: of its B, or of its W.
     """
     held = [0] * grid.num_stages
     most = [0] * grid.num_stages
@@ -98,8 +97,8 @@ def in_flight(grid: Grid) -> tuple[int, ...]:
 
 
 def held_at_once(grid: Grid, stages: Sequence[int]) -> set[tuple[int, tuple[int, ...]]]:
-    """While each action of the rank of these stages runs, the index of its stage, and by stage the
-    microbatches whose activations are held besides its own."""
+    """Return what a rank with these stages holds while each of its actions runs: the set of (index
+    of the action's stage, number of microbatches held by each stage, without the action's own)."""
     held = dict.fromkeys(stages, 0)
     pairs: set[tuple[int, tuple[int, ...]]] = set()
     for _, _, action in grid.actions():

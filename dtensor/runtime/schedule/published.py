@@ -1,9 +1,8 @@
 """Schedules whose backward is one action: GPipe, breadth-first, 1F1B, interleaved 1F1B.
 
-p ranks, v stages a rank, m microbatches; stages are dealt out in turn: stage s is on rank s mod p.
-
-Backwards run in ascending order of microbatches everywhere, also where a paper's figure has them
-descending, so that gradients add up in the same order under every schedule.
+There are p ranks, v stages per rank and m microbatches; stage s is on rank s mod p. Backwards run
+in ascending order of microbatches, even if a paper's figure shows descending order. So gradients
+are added in the same order under every schedule.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from dtensor.runtime.schedule.grid import Action, Grid, place
 
 @dataclass(frozen=True, slots=True)
 class OfMicrobatches(ABC):
-    """A schedule of a number of microbatches, at least one."""
+    """A schedule whose only parameter is the number of microbatches, at least one."""
 
     microbatches: int
 
@@ -35,7 +34,7 @@ class GPipe(OfMicrobatches):
     """All forwards, then all backwards (Huang et al. 2019, arXiv:1811.06965).
 
     The bubble is (p-1)/(m+p-1) of the time, and every stage holds the activations of all m
-    microbatches. Several stages per rank run as in `LoopedBFS`.
+    microbatches. With several stages per rank it is `LoopedBFS`.
     """
 
     def grid(self, num_stages: int, num_ranks: int) -> Grid:
@@ -44,7 +43,7 @@ class GPipe(OfMicrobatches):
 
 @dataclass(frozen=True, slots=True)
 class LoopedBFS(OfMicrobatches):
-    """Each rank ends one stage on all microbatches before its next (breadth-first:
+    """Each rank runs one stage on all microbatches, then its next stage (breadth-first:
     Lamy-Poirier 2023, arXiv:2211.05953).
 
     For m >= p the bubble is (p-1)/(v m + p-1) of the time, v times smaller than GPipe's; every
@@ -57,7 +56,7 @@ class LoopedBFS(OfMicrobatches):
 
 def _breadth_first(name: str, microbatches: int, num_stages: int, num_ranks: int) -> Grid:
     check_dealt(name, num_stages, num_ranks)
-    forwards = num_stages // num_ranks * microbatches  # of a rank
+    forwards = num_stages // num_ranks * microbatches  # on each rank
     return _in_turn([range(microbatches)], num_stages, num_ranks, [forwards] * num_ranks)
 
 
@@ -65,15 +64,15 @@ def _breadth_first(name: str, microbatches: int, num_stages: int, num_ranks: int
 class OneFOneB(OfMicrobatches):
     """One forward, one backward (PipeDream-flush: Narayanan et al. 2021, arXiv:2006.09503).
 
-    One stage per rank. The bubble is (p-1)/(m+p-1) of the time, as for GPipe, but stage s holds
-    the activations of at most min(p-s, m) microbatches.
+    There is one stage per rank. The bubble is (p-1)/(m+p-1) of the time, as for GPipe, but stage s
+    holds the activations of at most min(p-s, m) microbatches.
     """
 
     def grid(self, num_stages: int, num_ranks: int) -> Grid:
         check_one_each(
             "1F1B", num_stages, num_ranks, f"Interleaved1F1B(microbatches={self.microbatches})"
         )
-        # the forwards that fill the pipeline below a stage before its first backward
+        # before its first backward, a stage runs a forward for each later stage
         ahead = [num_stages - stage - 1 for stage in range(num_stages)]
         return _in_turn([range(self.microbatches)], num_stages, num_ranks, ahead)
 
@@ -83,8 +82,8 @@ class Interleaved1F1B(OfMicrobatches):
     """1F1B over v stages per rank (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
 
     A rank runs p microbatches through one of its stages, the same p through its next, and so on.
-    For m a multiple of p the bubble is (p-1)/(v m + p-1) of the time. Other m must be a multiple
-    of max(1, m // p), the number of rounds, each of which takes as many microbatches.
+    For m a multiple of p the bubble is (p-1)/(v m + p-1) of the time. Any other m must be a
+    multiple of max(1, m // p), the number of rounds; all rounds have equally many microbatches.
     """
 
     def grid(self, num_stages: int, num_ranks: int) -> Grid:
@@ -100,8 +99,8 @@ class Interleaved1F1B(OfMicrobatches):
         each = self.microbatches // rounds
         groups = [range(each * n, each * (n + 1)) for n in range(rounds)]
         v = num_stages // num_ranks
-        # all stages but the last on the first round, and two for each rank further down: the
-        # forward and the backward that pass through it meanwhile
+        # Forwards before the first backward: all stages but the last on the first round, and two
+        # for each later rank, for the forward and the backward that pass through that rank.
         below = [(2 if v > 1 else 1) * (num_ranks - 1 - rank) for rank in range(num_ranks)]
         return _in_turn(groups, num_stages, num_ranks, [(v - 1) * each + n for n in below])
 
@@ -109,8 +108,9 @@ class Interleaved1F1B(OfMicrobatches):
 def _in_turn(
     groups: Sequence[Sequence[int]], num_stages: int, num_ranks: int, ahead: Sequence[int]
 ) -> Grid:
-    """Rank r runs ``ahead[r]`` forwards, then one forward and one backward in turn, then the other
-    backwards. A group of microbatches passes through all stages of a rank before the next does."""
+    """Return the grid in which rank r runs ``ahead[r]`` forwards, then one forward and one backward
+    in turn, then the remaining backwards. A group of microbatches runs through all stages of a rank
+    before the next group."""
     orders: list[list[Action]] = []
     for rank in range(num_ranks):
         mine = range(rank, num_stages, num_ranks)
@@ -123,7 +123,7 @@ def _in_turn(
     return place(orders)
 
 
-# -- what schedules take -------------------------------------------------------------------------
+# -- checks of a schedule's parameters -------------------------------------------------------------
 
 
 def check_microbatches(microbatches: int) -> None:

@@ -1,16 +1,12 @@
-"""A schedule that is searched for: given what stages cost and what a rank may hold.
+"""Search for a schedule, given the costs of the stages and the memory of the ranks.
 
     schedule = Searched(microbatches=6, costs=Costs(forward=(1, 3, 1, 1)), most_held=4)
     print(schedule.search(4, 2))    # the grid, and: 62 of time, 4.2% above the lower bound 59.5
 
-List scheduling (Graham 1966): time goes on, and a rank that is free starts the ready action from
-which the longest chain of others still hangs. Many runs with perturbed chains (seeded), then
-exchanges of neighbours in a rank's order that shorten the whole; the published schedules of the
-same shape compete. So the result is never worse than theirs; how far it is from the best is not
-known, but a lower bound is.
-
-It is no published schedule, and serves where none is defined: any number of stages on any ranks,
-unequal costs, any memory.
+The search is list scheduling (Graham 1966): a rank that is free starts the ready action with the
+longest chain of later actions. It runs many times with randomly perturbed priorities, then swaps
+neighbours in a rank's order where that takes no longer. The published schedules of the same shape
+are candidates too, so the result is never worse than these.
 """
 
 from __future__ import annotations
@@ -41,7 +37,7 @@ _RUNS, _EXCHANGES = 48, 400
 
 @dataclass(frozen=True, slots=True)
 class SearchedGrid:
-    """A grid, how long it takes, and what no grid can be faster than."""
+    """A grid, the time it takes, and a lower bound for the time of any grid."""
 
     grid: Grid
     time: float
@@ -49,7 +45,7 @@ class SearchedGrid:
 
     @property
     def gap(self) -> float:
-        """How far above the lower bound: 0.1 is 10%."""
+        """How far the time is above the lower bound: 0.1 is 10%."""
         return self.time / self.bound - 1.0 if self.bound else 0.0
 
     def __str__(self) -> str:
@@ -61,15 +57,16 @@ class SearchedGrid:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Searched:
-    """The schedule that is found; not a published one. Stages are dealt out in turn.
+    """A schedule found by search, for any number of stages per rank, unequal costs and limited
+    memory. Stage s is on rank s mod the number of ranks.
 
     Args:
-        microbatches: how many it is for.
-        costs: of the stages; ``step.stage_costs(*batch)`` predicts them.
+        microbatches: the number of microbatches.
+        costs: the costs of the stages; ``step.stage_costs(*batch)`` predicts them.
         most_held: the most activations, counted as (stage, microbatch), that a rank may hold at
             once; None: no limit.
-        halves: backwards may stand as I and W.
-        seed: of the search; the same one finds the same schedule.
+        halves: whether backwards are split into I and W.
+        seed: the seed of the search; the same seed gives the same schedule.
 
     Raises PlanningError for numbers out of range.
     """
@@ -91,8 +88,8 @@ class Searched:
         return self.search(num_stages, num_ranks).grid
 
     def search(self, num_stages: int, num_ranks: int) -> SearchedGrid:
-        """The fastest grid found, its time and the lower bound, for a model of ``num_stages`` on
-        ``num_ranks``. Raises PlanningError where ``most_held`` admits none."""
+        """Return the fastest grid found for ``num_stages`` on ``num_ranks``, with its time and the
+        lower bound. Raises PlanningError if no grid fits ``most_held``."""
         return _search(self, num_stages, num_ranks)
 
 
@@ -123,7 +120,7 @@ def _search(asked: Searched, num_stages: int, num_ranks: int) -> SearchedGrid:
 
 
 def _published(problem: _Problem) -> Iterator[Orders]:
-    """Those of the published schedules that deal stages out in turn and are defined here."""
+    """Yield the orders of the published schedules that are defined for this shape."""
     m = problem.microbatches
     schedules = [LoopedBFS(m), OneFOneB(m), Interleaved1F1B(m)]
     for schedule in (*schedules, *((ZBH1(m), ZBH2(m)) if problem.halves else ())):
@@ -157,8 +154,8 @@ class _Problem:
         ]
 
     def bound(self) -> float:
-        """No grid is faster: each rank's work between what must come before and after it, and the
-        way of one microbatch through all stages."""
+        """Return a lower bound for the time of any grid: the larger of the time of one microbatch
+        through all stages, and of each rank's work with the least time before and after it."""
         of = self.costs.of
         back: Kind = "I" if self.halves else "B"
         down = [of(Action("F", 0, s)) for s in range(self.num_stages)]
@@ -175,6 +172,7 @@ class _Problem:
         return max(sum(down) + sum(up) + last, *ranks)
 
     def fits(self, orders: Orders) -> bool:
+        """Whether no rank holds more than ``most_held`` activations at once."""
         for order in orders:
             held = 0
             for action in order:
@@ -184,7 +182,7 @@ class _Problem:
         return True
 
     def time(self, orders: Orders) -> float | None:
-        """When the last action ends; None where the orders wait for each other."""
+        """Return when the last action ends, or None if the orders wait for each other."""
         try:
             times = replay(orders, self.costs.of)
         except PlanningError:
@@ -192,20 +190,18 @@ class _Problem:
         return max(end for row in times for _, end in row)
 
     def listed(self, draw: random.Random, run: int) -> Orders | None:
-        """One run of list scheduling; None where it got stuck in its memory.
-
-        Run 0 takes one microbatch after the other, which always fits.
-        """
+        """Return the orders of one run of list scheduling, or None if it found no action that fits
+        the memory. Run 0 runs one microbatch after the other, which always fits."""
         if run == 0:
             return tuple(self._one_by_one(rank) for rank in range(self.num_ranks))
         noise = 0.0 if run == 1 else draw.choice([0.02, 0.1, 0.3])
-        late = draw.random() * 2 if run > 1 else 1.0  # how much a microbatch's number weighs
-        rank_of = self._priorities(late)
-        chosen = {a: p * (1 + noise * draw.uniform(-1, 1)) for a, p in rank_of.items()}
-        waiting = {a: len(a.takes(self.num_stages)) for a in chosen}
+        lateness_weight = draw.random() * 2 if run > 1 else 1.0  # weight of a microbatch's number
+        exact = self._priorities(lateness_weight)
+        priorities = {a: p * (1 + noise * draw.uniform(-1, 1)) for a, p in exact.items()}
+        waiting = {a: len(a.takes(self.num_stages)) for a in priorities}
         ready: list[list[Action]] = [[] for _ in range(self.num_ranks)]
         readers: dict[Event, list[Action]] = {}
-        for action in chosen:
+        for action in priorities:
             for event in action.takes(self.num_stages):
                 readers.setdefault(event, []).append(action)
             if not waiting[action]:
@@ -221,7 +217,7 @@ class _Problem:
                 allowed = [a for a in ready[rank] if self._may(a, held[rank], orders[rank])]
                 if not allowed:
                     continue
-                action = max(allowed, key=lambda a: (chosen[a], -a.microbatch, a.kind))
+                action = max(allowed, key=lambda a: (priorities[a], -a.microbatch, a.kind))
                 ready[rank].remove(action)
                 orders[rank].append(action)
                 held[rank] += action.held
@@ -236,7 +232,7 @@ class _Problem:
                     waiting[reader] -= 1
                     if not waiting[reader]:
                         ready[self.home(reader.stage)].append(reader)
-        if sum(map(len, orders)) < len(chosen):
+        if sum(map(len, orders)) < len(priorities):
             return None
         return tuple(map(tuple, orders))
 
@@ -250,8 +246,8 @@ class _Problem:
         )
 
     def _may(self, action: Action, held: int, order: Sequence[Action]) -> bool:
-        """Microbatches of a stage in order; and a forward leaves room for the later stages of the
-        microbatches that are on their way."""
+        """Whether a rank may start an action: the microbatches of a stage run in order, and a
+        forward leaves memory for the rank's later stages on microbatches that have started."""
         last = -1
         for done in reversed(order):
             if done.stage == action.stage and done.kind == action.kind:
@@ -265,8 +261,9 @@ class _Problem:
         later = sum(1 for s in stages if s > action.stage)
         return held + 1 + later <= self.most_held or (later == 0 and held < self.most_held)
 
-    def _priorities(self, late: float) -> dict[Action, float]:
-        """The longest chain that hangs from each action, less for later microbatches."""
+    def _priorities(self, lateness_weight: float) -> dict[Action, float]:
+        """Return the time of the longest chain of actions that starts with each action. Later
+        microbatches get less."""
         of = self.costs.of
         back: Kind = "I" if self.halves else "B"
         chain: dict[Action, float] = {}
@@ -286,7 +283,7 @@ class _Problem:
         return {
             a: value
             if a.kind == "W"
-            else value + max(self.microbatches - a.microbatch, lowest) * (late * step)
+            else value + max(self.microbatches - a.microbatch, lowest) * (lateness_weight * step)
             for a, value in chain.items()
         }
 
@@ -294,7 +291,8 @@ class _Problem:
 def _exchanged(
     problem: _Problem, best: tuple[float, Orders], draw: random.Random
 ) -> tuple[float, Orders]:
-    """Exchange neighbours in the order of a rank as long as that does not cost time."""
+    """Return the best orders found by swapping neighbours in the order of a random rank, as long as
+    the time does not grow."""
     time, orders = best
     bound = problem.bound()
     for _ in range(_EXCHANGES):

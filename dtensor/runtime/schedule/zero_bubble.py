@@ -1,9 +1,9 @@
-"""Schedules whose backward stands in halves, or that bend the pipeline into a V.
+"""Schedules that split backwards into halves, or that bend the pipeline into a V.
 
-p ranks, m microbatches; F, I and W of a stage last f, i and w; B lasts i + w.
+There are p ranks and m microbatches; F, I and W of a stage take f, i and w; B takes i + w.
 
-ZBH1, ZBH2: one stage per rank. ZBV, DualPipeV: two, as a V: stage s on rank s for s < p, on rank
-2p-1-s for the others, so that rank 0 has the first and the last stage.
+ZBH1 and ZBH2 have one stage per rank. ZBV and DualPipeV have two stages per rank, as a V: stages s
+and 2p-1-s are on rank s, so rank 0 has the first and the last stage.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from dtensor.runtime.schedule.published import OfMicrobatches, check_one_each
 
 @dataclass(frozen=True, slots=True)
 class ZBH1(OfMicrobatches):
-    """1F1B whose W wait, so that they fill the end (Qi et al. 2023, arXiv:2401.10241, section 2.1).
+    """1F1B with delayed W, which fill the idle time at the end (Qi et al. 2023, arXiv:2401.10241,
+    section 2.1).
 
     Stage s runs the W of microbatch j after the I of j + s. Every stage holds the activations of at
-    most min(p, m) microbatches, as many as 1F1B's first stage. For m >= p and w <= i the idle time
-    of a rank is (p-1)(f+i-w); for f = i = w a third of 1F1B's.
+    most min(p, m) microbatches, as many as the first stage of 1F1B. For m >= p and w <= i the idle
+    time of a rank is (p-1)(f+i-w); for f = i = w this is a third of the idle time of 1F1B.
     """
 
     def grid(self, num_stages: int, num_ranks: int) -> Grid:
@@ -32,10 +33,10 @@ class ZBH1(OfMicrobatches):
 class ZBH2(OfMicrobatches):
     """ZB-H1 with twice the memory and no bubble (Qi et al. 2023, arXiv:2401.10241, section 2.2).
 
-    Stage s runs 2(p-s-1) forwards ahead, and the W of microbatch j after the I of j + 2s, and holds
+    Stage s runs 2(p-s-1) forwards ahead, and the W of microbatch j after the I of j + 2s. It holds
     at most min(2p-1, m) microbatches. For f = i = w and m >= 2p-1 no rank idles between its own
-    first and last action. Ranks begin and end f apart; a step that ends for all ranks at once, as
-    one with a global gradient norm does, idles for (p-1) f.
+    first and last action. Each rank begins and ends f after the rank before it. A step in which all
+    ranks end together, for example with a global gradient norm, idles for (p-1) f.
     """
 
     def grid(self, num_stages: int, num_ranks: int) -> Grid:
@@ -45,8 +46,8 @@ class ZBH2(OfMicrobatches):
 def _with_weights_late(
     name: str, microbatches: int, num_stages: int, num_ranks: int, lag: int
 ) -> Grid:
-    """1F1B whose stage s runs ``lag`` (p-s-1) forwards first, and each W ``lag`` s microbatches
-    after its I."""
+    """Return 1F1B in which stage s first runs ``lag`` (p-s-1) forwards, and runs each W ``lag`` s
+    microbatches after its I."""
     check_one_each(name, num_stages, num_ranks, "ZBV, with two")
     orders: list[list[Action]] = []
     for stage in range(num_stages):
@@ -62,7 +63,8 @@ def _with_weights_late(
 
 
 class _VRank:
-    """The actions of one rank of a V, its stages called 0 (going down) and 1 (coming back)."""
+    """Collects the actions of one rank of a V. ``which`` of its two stages: 0, in the branch that
+    goes from the first rank to the last, or 1, in the branch that comes back."""
 
     def __init__(self, rank: int, num_ranks: int) -> None:
         self.stages = (rank, 2 * num_ranks - 1 - rank)
@@ -82,7 +84,7 @@ class _VRank:
         self._add("I", which, self.backwards)
 
     def weight(self, which: int | None = None) -> None:
-        """The W that waits longest, of one of the stages or of either; none, if none waits."""
+        """Add the oldest W that has not run, of one stage or (None) of either, if there is one."""
         for stage, microbatch in self.waiting:
             if which is None or stage == self.stages[which]:
                 self.waiting.remove((stage, microbatch))
@@ -100,8 +102,8 @@ class _VRank:
 
 @dataclass(frozen=True, slots=True)
 class ZBV(OfMicrobatches):
-    """Zero bubble at 1F1B's memory, with two stages a rank (Qi et al. 2024, arXiv:2401.10241,
-    section 6).
+    """Zero bubble with the memory of 1F1B and two stages per rank (Qi et al. 2024,
+    arXiv:2401.10241, section 6).
 
     For f = i = w and microbatches m >= 2p-1 no rank idles between its own first and last action.
     Each rank holds the activations of at most 2p of its half-sized stages.
@@ -109,7 +111,7 @@ class ZBV(OfMicrobatches):
 
     def grid(self, num_stages: int, num_ranks: int) -> Grid:
         _check_v("ZBV", num_stages, num_ranks)
-        # the pattern is that of a full pipeline; microbatches that are not there are left out
+        # the pattern is for a full pipeline; microbatches that do not exist are left out
         m = max(self.microbatches, 2 * num_ranks - 1)
         orders = [_zbv(rank, num_ranks, m) for rank in range(num_ranks)]
         return place([[a for a in o if a.microbatch < self.microbatches] for o in orders])
@@ -151,9 +153,9 @@ class DualPipeV(OfMicrobatches):
     published code): two microbatches pass a rank in opposite directions, so that the
     communication of one hides behind the compute of the other.
 
-    m >= 2p. Its authors give an idle time of (p-1)(FB + B - 3w) for a rank, where FB is a forward
-    and a backward that run as one. Here they run one after the other, and what waits for the
-    forward need not wait for both: for f = i = w a rank idles for (p-1) f.
+    m must be at least 2p. Its authors give an idle time of (p-1)(FB + B - 3w) for a rank, where FB
+    is a forward and a backward that run as one kernel. Here they run one after the other, and an
+    action that waits for the forward need not wait for both: for f = i = w a rank idles (p-1) f.
     """
 
     def grid(self, num_stages: int, num_ranks: int) -> Grid:
@@ -188,7 +190,7 @@ def _dualpipe(rank: int, num_ranks: int, microbatches: int) -> list[Action]:
         v.full(1)
         v.forward(1)
         v.full(0)
-    # the second half of what drains runs in halves: stage 1 first on odd ranks, stage 0 on even
+    # the second half of the last backwards is split, from stage 1 on odd ranks, 0 on even ranks
     halves = False
     for number in range(rank + 1):
         for which in (1, 0):
