@@ -1,4 +1,6 @@
-"""Autocast is part of the program wherever it stands, and what would be lost is refused."""
+"""Tests that capture honours torch.autocast wherever it is entered, and refuses uses that it
+cannot honour.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,7 @@ def ops(graph: Graph) -> list[tuple[str, str, str]]:
     ]
 
 
-def test_around_the_call_is_as_within() -> None:
+def test_autocast_around_capture_gives_same_ops_as_autocast_inside_function() -> None:
     args = (Twice(), torch.randn(4, 8))
     with torch.autocast("cpu", dtype=BF16):
         around = capture(plain, args, grads="loss")
@@ -71,8 +73,9 @@ def test_around_the_call_is_as_within() -> None:
     assert ops(around) == ops(capture(decorated, args, grads="loss"))
 
 
-def test_a_region_without_autocast_has_a_backward_without() -> None:
-    """With the autocast around the call in force, the backward of `exact` would be in bf16."""
+def test_backward_of_region_with_autocast_disabled_is_float32() -> None:
+    """Autocast is enabled around the call and disabled in one layer: the backward of that layer
+    is float32 too."""
     with torch.autocast("cpu", dtype=BF16):
         graph = capture(plain, (Twice(), torch.randn(4, 8)), grads="loss")
     products = [o[1:] for o in ops(graph) if "mm" in o[0]]
@@ -86,7 +89,7 @@ def test_a_region_without_autocast_has_a_backward_without() -> None:
     ]
 
 
-def test_a_weight_is_cast_once_and_its_gradients_are_added_in_float32() -> None:
+def test_shared_weight_is_cast_once_and_its_gradients_are_summed_in_float32() -> None:
     graph = capture(within, (Twice(), torch.randn(4, 8)), grads="loss")
     casts = Counter(n.args[0].name for n in graph.nodes if "_to_copy" in str(n.target))
     assert (casts["shared_weight"], casts["shared_bias"], casts["exact_weight"]) == (1, 1, 0)
@@ -95,8 +98,10 @@ def test_a_weight_is_cast_once_and_its_gradients_are_added_in_float32() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "whole"), [(BF16, 2), (torch.float16, 2), (F32, 0)])
-def test_a_bias_is_added_before_16_bits_are_rounded_to(dtype: torch.dtype, whole: int) -> None:
-    """torch's addmm rounds once; a product and a sum would round twice."""
+def test_16_bit_linear_keeps_addmm_so_that_bias_is_added_before_rounding(
+    dtype: torch.dtype, whole: int
+) -> None:
+    """A 16-bit addmm rounds once; a product followed by a sum would round twice."""
     graph = capture(plain, (MLP().to(dtype), torch.randn(2, 3, 16).to(dtype)), grads="loss")
     found = Counter(op for op, _, phase in ops(graph) if phase == "forward")
     assert (found["aten.addmm.default"], found["aten.mm.default"]) == (whole, 2 - whole)
@@ -126,7 +131,7 @@ def two_lists(x: Tensor) -> Tensor:
         return x @ x
 
 
-def test_autocast_for_another_device_is_refused() -> None:
+def test_autocast_for_unsupported_device_or_two_devices_is_refused() -> None:
     assert_expected_inline(
         refused(on_xpu),
         """\
@@ -138,7 +143,7 @@ fix: torch.autocast("cpu", dtype=torch.float16) or torch.autocast("cuda", dtype=
     assert "two lists of ops at once" in refused(two_lists)
 
 
-def test_what_changes_nothing_is_let_be() -> None:
+def test_disabled_cuda_autocast_in_cpu_program_has_no_effect() -> None:
     def idle(x: Tensor) -> Tensor:
         with torch.autocast("cuda", enabled=False):
             return x @ x
@@ -146,7 +151,7 @@ def test_what_changes_nothing_is_let_be() -> None:
     assert [o[1] for o in ops(capture(idle, (torch.randn(2, 2),), grads="none"))] == [str(F32)]
 
 
-def test_torch_is_as_before() -> None:
+def test_capture_leaves_torch_autocast_and_fake_tensors_unpatched() -> None:
     before = (torch.autocast.__init__, torch.autocast.__enter__, torch.autocast.__exit__)
     device = vars(FakeTensor)["device"]
     refused(two_lists)
@@ -236,8 +241,8 @@ def as_torch_runs_it(model: nn.Module) -> list[tuple[str, list[torch.dtype]]]:
 
 
 @pytest.mark.slow
-def test_all_ops_have_the_dtypes_of_cudas_list() -> None:
-    """The reference is torch itself, on fake tensors of CUDA: no table of ours."""
+def test_captured_cuda_autocast_dtypes_equal_torchs_on_fake_cuda_tensors() -> None:
+    """The reference is torch itself on fake CUDA tensors, not a table of this project."""
     graph = capture(on_cuda, (Mixed(), torch.zeros(2, 4, dtype=torch.int64)), grads="loss")
     assert graph.autocast == ("cuda, bf16",)
     forward = [n for n in graph.nodes if n.meta["phase"] == "forward"]
@@ -249,8 +254,9 @@ def test_all_ops_have_the_dtypes_of_cudas_list() -> None:
     assert {name for name, _ in wanted} == COMPARED
 
 
-def test_lists_differ_where_torch_says_so() -> None:
-    """Softmax, norms and powers stay in 16 bits on the CPU's list, and are float32 on CUDA's."""
+def test_cpu_and_cuda_autocast_differ_for_softmax_norms_and_powers() -> None:
+    """The CPU list keeps softmax, norms and powers in 16 bits; the CUDA list runs them in
+    float32."""
 
     def forward(x: Tensor, name: str) -> list[Tensor]:
         with torch.autocast(name, dtype=BF16):
@@ -318,7 +324,7 @@ def rows_of_loss(x: Tensor) -> Tensor:
         (rows_of_loss, F32),
     ],
 )
-def test_what_is_rewritten_keeps_the_dtypes_of_cudas_list(fn: Any, dtype: torch.dtype) -> None:
+def test_recognised_patterns_keep_dtypes_of_cuda_autocast(fn: Any, dtype: torch.dtype) -> None:
     def program(x: Tensor, fn: Any) -> Tensor:
         with torch.autocast("cuda", dtype=BF16):
             return fn(x)
@@ -337,7 +343,7 @@ def test_what_is_rewritten_keeps_the_dtypes_of_cudas_list(fn: Any, dtype: torch.
 
 
 @pytest.mark.slow
-def test_around_a_call_cudas_list_is_followed_too() -> None:
+def test_cuda_autocast_around_capture_gives_same_ops_as_inside_function() -> None:
     args = (Mixed(), torch.zeros(2, 4, dtype=torch.int64))
     torch.set_autocast_enabled("cuda", True)  # what torch.autocast("cuda") does where there is one
     torch.set_autocast_dtype("cuda", BF16)
@@ -350,7 +356,7 @@ def test_around_a_call_cudas_list_is_followed_too() -> None:
     assert ops(around) == ops(capture(on_cuda, args, grads="loss"))
 
 
-def test_a_region_made_before_that_torch_may_have_switched_off_is_refused() -> None:
+def test_cuda_autocast_object_created_before_capture_is_refused() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that it switches it off
         region = torch.autocast("cuda", dtype=BF16)
@@ -372,7 +378,7 @@ def test_a_region_made_before_that_torch_may_have_switched_off_is_refused() -> N
         assert "made before the program ran" in refused(decorated)
 
 
-def test_a_program_sees_the_device_that_it_is_for() -> None:
+def test_captured_program_sees_device_it_is_planned_for() -> None:
     def forward(model: nn.Module, x: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
         model.to(x.device)
         weight = next(model.parameters())
@@ -393,7 +399,7 @@ def test_a_program_sees_the_device_that_it_is_for() -> None:
     assert "cuda:0" not in devices
 
 
-def test_a_region_for_the_programs_device_ends_another_list() -> None:
+def test_disabling_autocast_for_program_device_disables_cuda_autocast() -> None:
     def forward(x: Tensor) -> Tensor:
         with torch.autocast("cuda", dtype=BF16):
             with torch.autocast(x.device.type, enabled=False):
@@ -404,7 +410,7 @@ def test_a_region_for_the_programs_device_ends_another_list() -> None:
     assert [dtype for name, dtype, _ in found if "mm" in name] == [str(F32), str(BF16)]
 
 
-def test_recurrent_layers_under_cudas_list_are_refused() -> None:
+def test_lstm_under_cuda_autocast_is_refused() -> None:
     lstm = nn.LSTM(2, 2)
 
     def forward(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The captured graph, interpreted on real values, equals eager results and gradients."""
+"""Tests that a captured graph, interpreted on real values, gives eager results and gradients."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ MODELS: dict[str, Any] = {
 
 @pytest.mark.default("llama_full_heads")
 @pytest.mark.parametrize("name", MODELS)
-def test_loss_and_gradients_of_language_models(name: str) -> None:
+def test_captured_language_models_give_eager_loss_and_gradients(name: str) -> None:
     torch.manual_seed(0)
     tokens, targets = batch(ignored=True)
     check(loss_fn, (MODELS[name](), tokens, targets))
 
 
 @pytest.mark.parametrize("make", [MLP, SwiGLU])
-def test_tangents(make: Any) -> None:
+def test_capture_with_tangents_gives_eager_gradients_of_inputs(make: Any) -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 3, 16, requires_grad=True)
     graph = check(make(), (x,), grads="tangents")
@@ -47,14 +47,14 @@ def test_tangents(make: Any) -> None:
     assert Grad(Arg(0, "x")) in graph.outputs
 
 
-def test_forward_only() -> None:
+def test_capture_without_gradients_has_only_forward_ops() -> None:
     tokens, _ = batch()
     graph = check(GPT(layers=1), (tokens,), grads="none")
     assert not any(isinstance(o, Grad) for o in graph.outputs)
     assert all(n.meta["phase"] == "forward" for n in graph.nodes)
 
 
-def test_tied_weights_are_one_parameter_with_one_gradient() -> None:
+def test_tied_weights_are_captured_as_one_parameter_with_one_gradient() -> None:
     tokens, targets = batch()
     graph = capture(loss_fn, (GPT(layers=1), tokens, targets), grads="loss")
     assert Param("embed.weight") in graph.inputs
@@ -63,7 +63,7 @@ def test_tied_weights_are_one_parameter_with_one_gradient() -> None:
     # That it is the sum of both uses is what test_loss_and_gradients compares.
 
 
-def test_autocast_and_no_grad_regions() -> None:
+def test_captured_autocast_and_no_grad_regions_match_eager() -> None:
     def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
             h = model(x)
@@ -80,7 +80,7 @@ def test_autocast_and_no_grad_regions() -> None:
     assert any(n.meta["val"].dtype == torch.bfloat16 for n in graph.nodes if "mm" in n.name)
 
 
-def test_buffers_that_forward_changes_are_results() -> None:
+def test_buffers_changed_by_forward_are_graph_outputs() -> None:
     class Counting(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -101,13 +101,13 @@ def test_buffers_that_forward_changes_are_results() -> None:
     assert float(model.calls) == 0.0
 
 
-def test_a_constant_may_be_resized_after_a_capture() -> None:
+def test_closed_over_tensor_stays_resizable_after_capture() -> None:
     held = torch.ones(2)
     capture(lambda x: x * held.sum(), (torch.randn(2),), grads="none")
     assert held.untyped_storage().resizable()
 
 
-def test_constants_of_the_program_are_inputs_with_values() -> None:
+def test_constant_tensors_become_const_inputs_with_their_values() -> None:
     closed = torch.tensor([1.0, 2.0, 3.0])
 
     def fn(x: Tensor) -> Tensor:
@@ -128,8 +128,8 @@ class Scaled(nn.Module):
         return self.norm(x) * self.scale
 
 
-def test_a_module_with_buffers_that_is_closed_over() -> None:
-    """`nn.Buffer` and `register_buffer` are the same to a program."""
+def test_tensors_of_closed_over_module_are_captured_and_match_eager() -> None:
+    """`nn.Buffer` and `register_buffer` are captured alike."""
     torch.manual_seed(0)
     teacher, free = Scaled().eval().requires_grad_(False), nn.Buffer(torch.rand(4))
 
@@ -154,7 +154,9 @@ def made_on_the_way() -> Any:
     return eval("lambda h: h * 2")  # a function that no walk from the roots comes to
 
 
-def test_a_module_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capture_tolerates_lazy_and_blocked_entries_in_sys_modules(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name, value in {"late": Late("late"), "no_module": object(), "blocked": None}.items():
         monkeypatch.setitem(sys.modules, name, value)
 
@@ -165,7 +167,7 @@ def test_a_module_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.slow
-def test_torchs_compiler_is_loaded_beside_one() -> None:
+def test_capture_tolerates_lazy_module_when_torch_compiler_is_not_loaded() -> None:
     program = (
         "import sys, types, torch\n"
         "class Late(types.ModuleType):\n"
@@ -178,7 +180,7 @@ def test_torchs_compiler_is_loaded_beside_one() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=900)
 
 
-def test_results_keep_the_users_structure() -> None:
+def test_unflatten_restores_nested_structure_of_results() -> None:
     def fn(x: Tensor) -> dict[str, Any]:
         return {"a": [x, "text", x * 2], "b": (x.view(-1), None, 3)}
 
@@ -194,7 +196,7 @@ def test_results_keep_the_users_structure() -> None:
         graph.unflatten([x])
 
 
-def test_arguments_are_named_and_indexed_over_all_leaves() -> None:
+def test_graph_arguments_are_named_and_indexed_by_pytree_leaf() -> None:
     def fn(
         model: nn.Module, batch: dict[str, Tensor], *more: Tensor, scale: float, z: Tensor
     ) -> Any:
@@ -208,7 +210,7 @@ def test_arguments_are_named_and_indexed_over_all_leaves() -> None:
     ]  # fmt: skip
 
 
-def test_several_modules_are_named_by_argument() -> None:
+def test_parameters_of_several_modules_are_prefixed_with_argument_name() -> None:
     def loss(actor: nn.Module, critic: nn.Module, x: Tensor) -> Tensor:
         return (actor(x) - critic(x)).pow(2).mean()
 
@@ -218,7 +220,7 @@ def test_several_modules_are_named_by_argument() -> None:
     assert {n.meta["module"] for n in graph.nodes} >= {"actor.up", "critic.gate"}
 
 
-def test_methods_of_a_module_find_its_parameters() -> None:
+def test_captured_bound_method_finds_parameters_of_its_module() -> None:
     class Model(MLP):
         def generate(self, x: Tensor) -> Tensor:
             return self(x).argmax(-1)
@@ -228,7 +230,7 @@ def test_methods_of_a_module_find_its_parameters() -> None:
     assert Param("up.weight") in graph.inputs
 
 
-def test_an_unused_or_frozen_parameter_has_no_gradient() -> None:
+def test_unused_and_frozen_parameters_have_no_gradient_output() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -244,7 +246,7 @@ def test_an_unused_or_frozen_parameter_has_no_gradient() -> None:
     assert Param("frozen.weight") in graph.inputs and Param("unused.weight") not in graph.inputs
 
 
-def test_gradients_of_inputs_that_are_also_results() -> None:
+def test_inputs_returned_as_results_have_eager_gradients() -> None:
     def fn(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         y = x * 2
         return x.view(-1), y, y
@@ -252,7 +254,7 @@ def test_gradients_of_inputs_that_are_also_results() -> None:
     check(fn, (torch.randn(2, 3, requires_grad=True),), grads="tangents")
 
 
-def test_a_capture_of_a_meta_model_takes_no_memory_and_changes_nothing() -> None:
+def test_capture_of_meta_model_allocates_nothing_and_leaves_model_unchanged() -> None:
     with torch.device("meta"):
         model = MLP(width=8192, hidden=1 << 17)  # 8 GiB if it were real
     before = dict(model.named_parameters())
@@ -263,7 +265,7 @@ def test_a_capture_of_a_meta_model_takes_no_memory_and_changes_nothing() -> None
     assert all(after[k] is before[k] and after[k].is_meta for k in before)
 
 
-def test_a_failed_capture_leaves_the_model_as_it_was() -> None:
+def test_failed_capture_leaves_model_parameters_unchanged() -> None:
     model = MLP()
     before = dict(model.named_parameters())
     with pytest.raises(PlanningError, match="must have same reduction dim"):
@@ -272,7 +274,7 @@ def test_a_failed_capture_leaves_the_model_as_it_was() -> None:
     assert annotate(before["up.bias"], "h@tp") is before["up.bias"]
 
 
-def test_two_captures_print_the_same() -> None:
+def test_repeated_captures_print_same_text() -> None:
     tokens, targets = batch()
     texts = {
         str(capture(loss_fn, (GPT(layers=1), tokens, targets), grads="loss")) for _ in range(2)
@@ -305,7 +307,7 @@ def per_position(model: nn.Module, x: Tensor) -> Tensor:
 
 @pytest.mark.default("masked")
 @pytest.mark.parametrize("fn", [masked, in_place, smoothed, per_position])
-def test_other_losses(fn: Any) -> None:
+def test_captured_loss_functions_match_eager(fn: Any) -> None:
     torch.manual_seed(0)
     check(fn, (MLP(), torch.randn(2, 3, 16)))
 
@@ -362,8 +364,11 @@ WIDE = [upcast_and_read_twice, upcast_and_scaled, upcast_of_what_changes, upcast
 
 @pytest.mark.default("upcast_and_read_twice")
 @pytest.mark.parametrize("fn", [*NARROW, *WIDE])
-def test_logits_are_read_in_16_bits(fn: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nothing else reads the float32 copy; results and gradients keep their bits."""
+def test_cross_entropy_reads_16_bit_logits_without_float32_copy(
+    fn: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If only the loss reads the float32 copy of the logits, the copy is removed; results and
+    gradients are bitwise equal."""
     torch.manual_seed(0)
     dtype = torch.float32 if fn is upcast_within_autocast else torch.bfloat16
     model, x = MLP().to(dtype), torch.randn(2, 3, 16).to(dtype)
@@ -385,14 +390,14 @@ def test_logits_are_read_in_16_bits(fn: Any, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.default("dtype1")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_other_dtypes(dtype: torch.dtype) -> None:
+def test_captured_models_in_float64_and_16_bits_match_eager(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     tokens, targets = batch()
     tolerance = 1e-12 if dtype == torch.float64 else 3e-2
     check(loss_fn, (GPT(layers=1).to(dtype), tokens, targets), tolerance=tolerance)
 
 
-def test_modules_of_torch() -> None:
+def test_captured_transformer_layer_and_convolutions_match_eager() -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
     check(layer, (torch.randn(2, 5, 16),), grads="tangents", tolerance=1e-5)
@@ -409,11 +414,11 @@ def test_modules_of_torch() -> None:
         lambda m, x: m(x) * (x.data * 2 + (torch.ones(4) * 3).data),
     ],
 )
-def test_data_is_a_detached_tensor(of: Any) -> None:
+def test_captured_uses_of_tensor_data_match_eager(of: Any) -> None:
     check(lambda m, x: of(m, x).sum(), (nn.Linear(4, 4), torch.randn(3, 4)))
 
 
-def test_a_buffer_that_is_drawn_anew() -> None:
+def test_captured_buffers_reassigned_through_data_match_eager() -> None:
     class Masked(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -442,13 +447,13 @@ MOVES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", MOVES)
-def test_a_move_that_is_none(name: str) -> None:
+def test_module_move_without_effect_is_captured(name: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     check(lambda m, x: MOVES[name](m, x)(x).square().sum(), (model, torch.randn(3, 4)))
 
 
-def test_a_move_that_is_none_of_other_modules() -> None:
+def test_move_without_effect_of_lstm_and_closed_over_module_is_captured() -> None:
     teacher = Scaled().eval().requires_grad_(False)
 
     def loss(model: nn.Module, x: Tensor) -> Tensor:
@@ -458,7 +463,7 @@ def test_a_move_that_is_none_of_other_modules() -> None:
 
 
 @pytest.mark.parametrize("region", [torch.no_grad, torch.inference_mode])
-def test_generation(region: Any) -> None:
+def test_captured_greedy_generation_matches_eager(region: Any) -> None:
     @region()
     def generate(model: nn.Module, tokens: Tensor) -> Tensor:
         for _ in range(3):

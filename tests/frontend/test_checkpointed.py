@@ -1,4 +1,6 @@
-"""`torch.utils.checkpoint` is captured through: ops carry its number, gradients are torch's."""
+"""Tests that ops captured inside `torch.utils.checkpoint` carry the checkpoint's number, and that
+gradients equal torch's.
+"""
 
 from __future__ import annotations
 
@@ -52,20 +54,21 @@ def numbers(graph: Graph) -> dict[int | None, set[str]]:
 
 @pytest.mark.default("False")
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_ops_carry_the_number_of_the_outermost(reentrant: bool) -> None:
+def test_ops_carry_number_of_outermost_checkpoint(reentrant: bool) -> None:
     x = torch.randn(3, 16, requires_grad=True)
     graph = capture(loss, (Two(reentrant), x), grads="loss")
     assert numbers(graph) == {None: {"", "last"}, 0: {"first"}, 1: {"", "second"}}
 
 
-def test_gradients_are_those_of_torch() -> None:
-    """And of both ways alike: with use_reentrant=True torch itself has no `autograd.grad`."""
+def test_gradients_through_checkpoint_equal_torch() -> None:
+    """use_reentrant=True gives the same graph; for it torch itself has no `autograd.grad` to
+    compare with."""
     x = torch.randn(3, 16, requires_grad=True)
     graph = check(loss, (Two(reentrant=False), x), grads="loss")
     assert str(graph) == str(capture(loss, (Two(reentrant=True), x), grads="loss"))
 
 
-def test_each_call_of_a_shared_module_is_told_apart() -> None:
+def test_calls_of_shared_module_in_checkpoints_have_distinct_names() -> None:
     class Shared(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -79,7 +82,7 @@ def test_each_call_of_a_shared_module_is_told_apart() -> None:
     assert {n.meta["module"].split(".")[0] for n in graph.nodes} == {"", "block"}
 
 
-def test_sequential_segments() -> None:
+def test_checkpoint_sequential_numbers_ops_by_segment() -> None:
     model = nn.Sequential(*(MLP() for _ in range(4)))
 
     def fn(model: Any, x: Tensor) -> Tensor:

@@ -233,7 +233,7 @@ def _autocast(request: pytest.FixtureRequest) -> Any:
     torch.set_autocast_dtype("cuda", before)
 
 
-def test_all_ops_on_torchs_list_are_known() -> None:
+def test_every_op_on_torchs_cuda_autocast_list_has_cast_kernel() -> None:
     kernels = _kernels(_on_the_list()).items()
     unknown = [op for op, kernel in kernels if kernel.__qualname__.startswith("_unknown")]
     assert not [op for op in unknown if op.namespace == "aten"]
@@ -241,14 +241,14 @@ def test_all_ops_on_torchs_list_are_known() -> None:
 
 
 @pytest.mark.parametrize("name", STATED)
-def test_casts_of_ops_that_fakes_do_not_run(name: str) -> None:
+def test_casts_of_ops_unsupported_by_fake_tensors_have_stated_dtypes(name: str) -> None:
     mixes = [(BF16,), (F32,), (BF16, F32)]
     assert tuple(outcome(name, mix, "cpu")[1][0] for mix in mixes) == STATED[name]
 
 
 @pytest.mark.default("linalg_matrix_norm", "pow.Tensor_Scalar", "pow.Scalar")
 @pytest.mark.parametrize("name", sorted(CALLS.keys() - STATED.keys()))
-def test_casts_are_those_of_torch(name: str) -> None:
+def test_cuda_casts_on_cpu_tensors_equal_torchs_on_fake_cuda_tensors(name: str) -> None:
     for mix in MIXES:
         if name == "lstm_cell" and F64 in mix:  # one fused kernel on CUDA, which takes no mix
             continue
@@ -259,12 +259,12 @@ def test_casts_are_those_of_torch(name: str) -> None:
             assert here[0] == ops, mix
 
 
-def test_an_op_that_is_not_known_is_refused() -> None:
+def test_autocast_op_without_cast_kernel_is_refused() -> None:
     with pytest.raises(PlanningError, match=r"aten.add.Tensor is on the list of torch.autocast"):
         _unknown(aten.add.Tensor)(1)
 
 
-def test_an_op_of_another_library_with_casts_of_its_own_is_refused() -> None:
+def test_custom_op_with_register_autocast_is_refused() -> None:
     @torch.library.custom_op("cuda_casts_test::twice", mutates_args=())
     def twice(x: Tensor) -> Tensor:
         return x * 2
@@ -276,12 +276,12 @@ def test_an_op_of_another_library_with_casts_of_its_own_is_refused() -> None:
         torch.ops.cuda_casts_test.twice(torch.ones(2))
 
 
-def test_what_torch_refuses_under_autocast_is_refused() -> None:
+def test_binary_cross_entropy_under_autocast_is_refused_as_in_torch() -> None:
     with cuda_casts(), pytest.raises(RuntimeError, match="unsafe to autocast"):
         F.binary_cross_entropy(torch.rand(3), torch.rand(3))
 
 
-def test_torch_is_as_before() -> None:
+def test_cuda_casts_are_removed_after_context() -> None:
     x = torch.ones(2, 3, dtype=BF16)
     with cuda_casts(), cuda_casts():
         assert torch.softmax(x, -1).dtype == F32

@@ -1,4 +1,4 @@
-"""Ops without a rule become ops with one; effects become values; composite ops are written out."""
+"""Tests that ops without a rule are decomposed into ops that have one, with equal results."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ def _flow(fn: Callable[..., object], *shapes: Sequence[int]) -> list[OpCall]:
         lambda x, y: F.huber_loss(x, y),
     ],
 )
-def test_what_has_no_rule_is_written_with_ops_that_have_one(fn: Callable[..., object]) -> None:
+def test_ops_without_rule_decompose_into_ops_with_rules(fn: Callable[..., object]) -> None:
     for call in _flow(fn, (4, 6), (4, 6)):
         rule_for(call)
 
 
-def test_an_op_with_a_rule_stays_whole() -> None:
+def test_ops_with_rule_are_not_decomposed() -> None:
     names = {call.name for call in _flow(lambda x: F.softmax(F.gelu(x), -1), (4, 6))}
     assert names >= {"aten.gelu.default", "aten._softmax.default", "aten.gelu_backward.default"}
 
 
-def test_new_ops_have_the_line_and_the_phase_of_the_old() -> None:
+def test_decomposed_ops_keep_source_line_and_phase() -> None:
     x = torch.randn(4, 6).requires_grad_()
     ops = dataflow(capture(lambda x: F.glu(x), (x,), grads="tangents")).ops
     assert {op.source.split(":")[0] for op in ops} == {"test_decompose.py"}
@@ -55,7 +55,7 @@ def test_new_ops_have_the_line_and_the_phase_of_the_old() -> None:
     assert phases == sorted(phases, reverse=True) and set(phases) == {"forward", "backward"}
 
 
-def test_a_random_op_is_refused_and_not_expanded() -> None:
+def test_random_op_without_counter_based_form_is_refused() -> None:
     with pytest.raises(dt.PlanningError, match="no counter-based form: multinomial"):
         capture(lambda x: torch.multinomial(x, 2), (torch.rand(2, 3),), grads="none")
 
@@ -63,7 +63,7 @@ def test_a_random_op_is_refused_and_not_expanded() -> None:
 # -- effects ---------------------------------------------------------------------------------------
 
 
-def test_the_check_for_singular_matrices_is_kept() -> None:
+def test_decomposed_inverse_still_raises_for_singular_matrix() -> None:
     mesh = dt.Mesh(tp=2)
     x = torch.randn(4, 3, 3) + 3 * torch.eye(3)
     inverse = dt.compile(torch.linalg.inv, mesh)
@@ -109,7 +109,7 @@ def _norm_backward() -> tuple[object, ...]:
         (aten.native_layer_norm_backward.default, _norm_backward(), {}),
     ],
 )
-def test_an_expansion_gives_the_results_of_the_op(
+def test_decompositions_give_results_of_original_op(
     target: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
 ) -> None:
     call, operands = call_of(target, args, kwargs)

@@ -1,4 +1,6 @@
-"""Repeated layers are differentiated once, and the graph is that of the whole, node by node."""
+"""Tests that differentiating repeated layers once gives the same graph, node by node, as
+differentiating the whole program.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +107,7 @@ def _captured(model: nn.Module, grads: Any) -> Graph:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_the_graph_is_that_of_the_whole(
+def test_graph_of_repeated_layers_equals_graph_differentiated_as_whole(
     case: str, exports: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make, num_exports = CASES[case]

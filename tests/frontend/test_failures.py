@@ -1,5 +1,6 @@
-"""What the user's program raises while it is captured: its line, its module, its operands, in few
-lines; and what it raises on purpose is as it was."""
+"""Tests what a failing user program reports while it is captured: the user's line, the module and
+the operands, in few lines. Exceptions that the program raises itself pass through unchanged.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +67,7 @@ def text_of(error: PlanningError) -> str:
     return re.sub(r"test_failures.py:\d+", "test_failures.py:N", str(error))
 
 
-def test_a_linear_of_the_wrong_size() -> None:
+def test_linear_of_wrong_size_error_names_module_and_operands() -> None:
     error = error_of(Part(lambda _, h: F.gelu(h), width=12))
     assert isinstance(error.__cause__, RuntimeError)
     assert_expected_inline(
@@ -81,7 +82,7 @@ fix: change that line or what reaches it; to see it alone, make the call in plai
     )
 
 
-def test_a_missing_attribute() -> None:
+def test_missing_attribute_error_suggests_similar_name() -> None:
     error = error_of(Part(lambda self, h: self.downn(h)))  # type: ignore[operator]
     assert isinstance(error.__cause__, AttributeError)
     assert_expected_inline(
@@ -96,7 +97,7 @@ fix: is down meant?""",  # noqa: E501
     )
 
 
-def test_a_wrong_view() -> None:
+def test_wrong_view_error_names_operands_and_line() -> None:
     error = error_of(Part(lambda _, h: h.view(4, 3)))
     assert_expected_inline(
         text_of(error),
@@ -110,7 +111,7 @@ fix: change that line or what reaches it; to see it alone, make the call in plai
     )
 
 
-def test_a_bad_keyword() -> None:
+def test_unknown_keyword_error_names_module_and_line() -> None:
     error = error_of(Part(lambda _, h: F.gelu(h, aproximate="tanh")))  # type: ignore[call-arg]
     assert_expected_inline(
         text_of(error),
@@ -137,13 +138,15 @@ fix: change that line or what reaches it; to see it alone, make the call in plai
     ],
     ids=["broadcast", "cat", "index", "overload", "method", "key", "torch's own raise"],
 )
-def test_what_torch_or_python_raises(act: Callable[..., Tensor], words: str) -> None:
+def test_torch_and_python_errors_name_module_and_line(
+    act: Callable[..., Tensor], words: str
+) -> None:
     error = error_of(Part(act))
     assert re.search(words, str(error)), error
     assert "\n  blocks.1: Part\n" in str(error) and "test_failures.py:" in str(error)
 
 
-def test_a_call_with_the_wrong_arguments() -> None:
+def test_wrong_number_of_arguments_error_shows_function_definition() -> None:
     with pytest.raises(PlanningError, match=r"takes 2 positional arguments but 3 were given") as e:
         capture(loss_fn, (nn.Linear(2, 2), torch.ones(2), torch.ones(2)), grads="loss")
     assert re.search(r"test_failures.py:\d+: def loss_fn", str(e.value))
@@ -157,8 +160,11 @@ def raises(error: Exception) -> Callable[..., Tensor]:
 
 
 @pytest.mark.parametrize("kind", [ValueError, RuntimeError, KeyError, AssertionError])
-def test_what_the_program_raises_itself_is_as_it_was(kind: type[Exception]) -> None:
-    """The same object, with a note of where; a user's `except` around the step still meets it."""
+def test_exception_raised_by_program_propagates_as_same_object_with_note(
+    kind: type[Exception],
+) -> None:
+    """The note names the module, so an `except` clause around the step still catches the
+    exception."""
     mine = kind("my own")
     with pytest.raises(kind, match="my own") as caught:
         capture(loss_fn, (Net(Part(raises(mine))), torch.randn(4, 8)), grads="loss")
@@ -167,7 +173,7 @@ def test_what_the_program_raises_itself_is_as_it_was(kind: type[Exception]) -> N
     assert note == "raised while the program was captured, in blocks.1: Part"
 
 
-def test_a_failing_backward_of_an_op() -> None:
+def test_missing_or_failing_backward_of_custom_op_is_explained() -> None:
     @torch.library.custom_op("test_failures::no_backward", mutates_args=())
     def op(x: Tensor) -> Tensor:
         return x * 2
@@ -187,8 +193,8 @@ def test_a_failing_backward_of_an_op() -> None:
 
 
 @pytest.mark.parametrize("last", ["size", "own", "item"])
-def test_a_traceback_fits_a_screen(last: str) -> None:
-    """From the user's call to the last line, also through a step."""
+def test_traceback_of_failed_capture_fits_in_30_lines(last: str) -> None:
+    """Counts lines from the user's call to the last line, both for a capture and for a step."""
     made = {
         "size": lambda: Part(lambda _, h: F.gelu(h), width=12),
         "own": lambda: Part(raises(ValueError("my own"))),
@@ -205,8 +211,8 @@ def test_a_traceback_fits_a_screen(last: str) -> None:
 
 
 @pytest.mark.slow
-def test_what_a_terminal_shows(tmp_path: Path) -> None:
-    """Standard error of a whole program, with what torch logs."""
+def test_standard_error_of_failing_script_names_user_line(tmp_path: Path) -> None:
+    """Checks the standard error of a whole program, including what torch logs."""
     file = tmp_path / "train.py"
     file.write_text(
         textwrap.dedent(
@@ -296,14 +302,15 @@ def _written(a: Tensor) -> Tensor:
     ],
     ids=["expanded", "transposed", "written", "written, twice", "linearize"],
 )
-def test_derivatives_along_a_direction(fn: Callable[[Tensor], Tensor]) -> None:
-    """Of tangents that lie otherwise than their primals, and of tensors made and written inside."""
+def test_forward_mode_derivatives_match_torch(fn: Callable[[Tensor], Tensor]) -> None:
+    """Covers tangents whose strides differ from their primals, and tensors created and written
+    inside."""
     x = torch.randn(2, 3)
     with dt.launch(dt.Mesh()):
         torch.testing.assert_close(dt.compile(fn, dt.Mesh())(x).full_tensor(), fn(x))
 
 
-def test_a_tensor_of_integers_that_a_derivative_writes() -> None:
+def test_in_place_write_to_integer_tensor_inside_jvp_is_refused_with_fix() -> None:
     def fn(x: Tensor) -> Tensor:
         return jvp(lambda a: a * torch.arange(3).add_(1), (x,), (x,))[1]
 
@@ -329,8 +336,10 @@ def torchs_state() -> tuple[Any, ...]:
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # of torch.func.jvp
 @pytest.mark.parametrize("name", list(STATEFUL))
-def test_torch_is_as_before(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failure at each call of torch of the program: none of its modes and levels stays open."""
+def test_failed_capture_leaves_no_torch_mode_or_level_open(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails each torch call of the program in turn."""
     before, real = torchs_state(), RefusalMode.__torch_function__
     fails_at = calls = 0
 

@@ -1,4 +1,4 @@
-"""Custom torch.autograd.Functions: their own backward, whatever the forward's derivative is."""
+"""Tests that capture uses the backward of custom torch.autograd.Functions."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ FORMS: dict[str, Callable[[Tensor, Any], Tensor]] = {
 @pytest.mark.sample("saved", "several", "in autocast", "nested", "twice", "in a checkpoint")
 @pytest.mark.filterwarnings("ignore:.*use_reentrant")
 @pytest.mark.parametrize("form", FORMS)
-def test_gradients_are_those_of_its_backward(form: str) -> None:
+def test_gradients_of_autograd_function_come_from_its_backward(form: str) -> None:
     torch.manual_seed(0)
     model, x = Net(FORMS[form]), torch.randn(6, 8)
     reference = copy.deepcopy(model)
@@ -184,7 +184,7 @@ def test_gradients_are_those_of_its_backward(form: str) -> None:
         assert (found[name] - gradient).abs().max() <= close * scale, name
 
 
-def test_it_is_split_like_other_ops() -> None:
+def test_ops_of_autograd_function_are_sharded_like_other_ops() -> None:
     model = Net(FORMS["saved"], layers=1)
     pins = {"up.*.weight": dict(tp=dt.Row()), "down.*.weight": dict(tp=dt.Column())}
     placed = dt.parallelize(model, dt.Mesh(tp=2), pins)
@@ -196,8 +196,8 @@ def test_it_is_split_like_other_ops() -> None:
     assert {spec for call, spec, _ in ops if "add" in call} == {"f32[6,12@tp]"}
 
 
-def test_repeated_layers_stay_alike() -> None:
-    """They are differentiated once: equal applications are equal."""
+def test_applications_of_autograd_function_compare_equal_by_shapes_and_options() -> None:
+    """Equal applications let repeated layers be differentiated once."""
     from dtensor.frontend.capture.functions import Applied
 
     def applied(*args: Any) -> Applied:
@@ -209,7 +209,7 @@ def test_repeated_layers_stay_alike() -> None:
     assert all(applied(x, 1.0, "times", None) != applied(*other) for other in others)
 
 
-def test_without_gradients_too() -> None:
+def test_autograd_function_runs_in_compiled_function_without_gradients() -> None:
     mesh = dt.Mesh(tp=2)
     x = torch.randn(4, 6)
     found = dt.compile(lambda x: Tripled.apply(x) + 1, mesh)(dt.distribute(x, mesh, tp=dt.Row()))
@@ -246,7 +246,7 @@ def error_of(fn: Callable[..., Any], *args: Any) -> str:
     return re.sub(r"\.py:\d+", ".py:N", str(caught.value))
 
 
-def test_in_place() -> None:
+def test_autograd_function_that_writes_its_input_is_refused() -> None:
     def fn(x: Tensor) -> Tensor:
         return InPlace.apply(x * 1)
 
@@ -260,7 +260,7 @@ fix: return a new tensor; or define it with torch.library.custom_op and register
     )
 
 
-def test_an_argument_that_may_hold_tensors() -> None:
+def test_autograd_function_argument_of_opaque_type_is_refused() -> None:
     def fn(x: Tensor) -> Tensor:
         return Plain.apply(x, lambda: x)
 
@@ -274,7 +274,7 @@ fix: pass tensors, numbers, strings and None, in lists, tuples and dicts; or def
     )
 
 
-def test_a_tensor_that_is_not_passed() -> None:
+def test_autograd_function_whose_forward_closes_over_tensor_is_refused() -> None:
     def fn(x: Tensor, w: Tensor) -> Tensor:
         class Closed(torch.autograd.Function):
             @staticmethod
@@ -291,7 +291,7 @@ def test_a_tensor_that_is_not_passed() -> None:
     assert "reads a tensor of the program that apply was not given" in text
 
 
-def test_a_tensor_that_only_backward_reads() -> None:
+def test_autograd_function_whose_backward_closes_over_tensor_is_refused() -> None:
     def fn(x: Tensor, w: Tensor) -> Tensor:
         class Closed(torch.autograd.Function):
             @staticmethod
@@ -308,7 +308,7 @@ def test_a_tensor_that_only_backward_reads() -> None:
     assert "reads a tensor of the program that apply was not given" in text
 
 
-def test_a_value_that_depends_on_data() -> None:
+def test_autograd_function_that_branches_on_data_is_refused() -> None:
     class Branches(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -322,7 +322,7 @@ def test_a_value_that_depends_on_data() -> None:
     assert "The program depends on a tensor's value" in text
 
 
-def test_random_numbers() -> None:
+def test_random_op_inside_autograd_function_is_refused() -> None:
     class Noisy(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:

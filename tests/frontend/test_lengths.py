@@ -1,4 +1,4 @@
-"""An export for many lengths: equal to a capture of each, or refused."""
+"""Tests that one export for many lengths equals a capture at each length, or is refused."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Callable[..., Any]]]] = {
         for name, make in MODELS.items()
     ],
 )
-def test_equals_a_capture_of_each_length(
+def test_export_for_many_lengths_equals_capture_at_each_length(
     make: Callable[[], tuple[nn.Module, Callable[..., Any]]],
 ) -> None:
     model, loss = make()
@@ -151,7 +151,7 @@ REFUSED: dict[str, tuple[Callable[[Tensor, Any], Tensor], str]] = {
 
 
 @pytest.mark.parametrize(("use", "why"), REFUSED.values(), ids=REFUSED)
-def test_a_length_that_becomes_something_else_is_refused(
+def test_length_converted_to_another_kind_of_value_is_refused(
     use: Callable[[Tensor, Any], Tensor], why: str
 ) -> None:
     before = random.getstate()
@@ -160,8 +160,8 @@ def test_a_length_that_becomes_something_else_is_refused(
     assert random.getstate() == before
 
 
-def test_what_stands_for_type_equals_it() -> None:
-    """Other threads meet it in the modules of the call."""
+def test_stand_in_for_type_compares_and_hashes_equal_to_type() -> None:
+    """Other threads meet the stand-in in the modules that the call uses."""
 
     def use(x: Tensor, n: Any) -> Tensor:
         assert type(Whole) == type and {type: 1}[type(Whole)] == 1  # noqa: E721
@@ -170,7 +170,7 @@ def test_what_stands_for_type_equals_it() -> None:
     exported(use, after_a_capture=True)
 
 
-def test_a_module_that_compares_with_type_keeps_its_own(
+def test_module_that_tests_identity_with_type_is_refused_but_equality_is_accepted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = "def use(x, n):\n    return x * (n if type(type) {} type else 2)\n"
@@ -182,7 +182,7 @@ def test_a_module_that_compares_with_type_keeps_its_own(
         exported(importlib.import_module("is_type").use, after_a_capture=True)
 
 
-def test_a_branch_is_a_guard() -> None:
+def test_branch_on_length_limits_export_to_lengths_on_same_side() -> None:
     found, loss, model = exported(lambda x, n: x * 2 if n > 20 else x * n)
     for length in (5, 20):
         args = (model, torch.empty(length, 4))
@@ -192,7 +192,7 @@ def test_a_branch_is_a_guard() -> None:
         found.graph(loss, (model, torch.empty(21, 4)), {}, model)
 
 
-def test_a_comparison_is_true_or_false() -> None:
+def test_comparison_of_length_returns_bool_and_becomes_guard() -> None:
     def use(x: Tensor, n: Any) -> Tensor:
         assert (n > 5) is True and (n == 4) is False
         return x * (3 + (n >= 12))
@@ -205,7 +205,7 @@ def test_a_comparison_is_true_or_false() -> None:
         found.graph(loss, (model, torch.empty(11, 4)), {}, model)
 
 
-def test_an_argument_that_lies_otherwise_is_refused() -> None:
+def test_argument_with_other_strides_or_dtype_does_not_fit_export() -> None:
     found, loss, model = exported(lambda x, n: x * n)
     with pytest.raises(NotForLengths, match="lies otherwise"):
         found.graph(loss, (model, torch.empty(4, 9).T), {}, model)
@@ -213,7 +213,9 @@ def test_an_argument_that_lies_otherwise_is_refused() -> None:
         found.graph(loss, (model, torch.empty(9, 4, dtype=torch.float64)), {}, model)
 
 
-def test_type_is_watched_where_a_capture_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_export_after_capture_refuses_program_that_asks_type_of_length(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "not there", None)  # as of an import that is to fail
     model = nn.Linear(4, 4)
 
@@ -248,7 +250,7 @@ def test_type_is_watched_where_a_capture_ran(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-def test_what_raises_leaves_all_as_it_was(error: type[BaseException]) -> None:
+def test_failed_export_restores_patched_state(error: type[BaseException]) -> None:
     seen: list[Any] = []
 
     def stop(x: Tensor, n: Any) -> Tensor:
@@ -267,7 +269,7 @@ def test_what_raises_leaves_all_as_it_was(error: type[BaseException]) -> None:
     assert seen == [] and not is_capturing()
 
 
-def test_what_is_stored_is_refused_and_put_back() -> None:
+def test_program_that_stores_length_in_global_is_refused_and_undone() -> None:
     kept: dict[str, Any] = {}
 
     def store(x: Tensor, n: Any) -> Tensor:

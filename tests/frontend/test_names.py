@@ -1,4 +1,6 @@
-"""Sources, modules, phases, sequence numbers and names of a captured graph, and its text."""
+"""Tests sources, modules, phases, sequence numbers and names of the nodes of a captured graph,
+and the graph's text.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ def by_target(graph: Graph, name: str) -> list[fx.Node]:
     return [n for n in graph.nodes if str(n.target) == name]
 
 
-def test_the_text_of_an_mlp() -> None:
+def test_graph_text_of_mlp() -> None:
     def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         error = model(x) - y
         return error.pow(2).mean()
@@ -74,7 +76,7 @@ return
 
 
 @pytest.mark.slow
-def test_every_op_has_a_source_and_its_module() -> None:
+def test_every_op_has_source_line_and_module() -> None:
     graph = gpt_graph()
     without = [n.name for n in graph.nodes if n.meta["source"] is None]
     assert without == ["full"]  # the loss's cotangent, 1
@@ -88,7 +90,7 @@ def test_every_op_has_a_source_and_its_module() -> None:
     assert by_target(graph, "aten.gelu.default")[1].meta["module"] == "blocks.1.mlp"
 
 
-def test_a_backward_op_has_the_source_module_and_seq_of_its_forward() -> None:
+def test_backward_op_has_source_module_and_sequence_number_of_forward_op() -> None:
     graph = gpt_graph()
     forward = by_target(graph, "dt.attention.default")
     backward = by_target(graph, "dt.attention_backward.default")
@@ -101,7 +103,7 @@ def test_a_backward_op_has_the_source_module_and_seq_of_its_forward() -> None:
     assert grads[0].meta["source"] == by_target(graph, "dt.ce_stats.default")[0].meta["source"]
 
 
-def test_functions_that_forward_calls_are_the_users_lines() -> None:
+def test_ops_in_functions_called_by_forward_have_lines_of_those_functions() -> None:
     tokens, targets = batch()
     graph = capture(loss_fn, (Llama(layers=1), tokens, targets), grads="loss")
     lines = {n.meta["source"].text for n in by_target(graph, "aten.cat.default")}
@@ -111,7 +113,7 @@ def test_functions_that_forward_calls_are_the_users_lines() -> None:
     assert {"cos", "sin", "angle"} <= {n.name for n in graph.nodes}
 
 
-def test_names_follow_assignments() -> None:
+def test_node_names_follow_variable_assignments() -> None:
     graph = gpt_graph()
     named = {n.name: n for n in graph.nodes}
     assert str(named["at"].target) == "aten.arange.default"
@@ -126,7 +128,7 @@ def test_names_follow_assignments() -> None:
     assert "blocks_0_attn_qkv_weight" in names and "tokens" in names
 
 
-def test_phases_are_in_order_and_few_ops_remain() -> None:
+def test_forward_ops_precede_backward_ops_and_views_are_simplified_away() -> None:
     graph = gpt_graph()
     phases = [n.meta["phase"] for n in graph.nodes]
     assert phases == sorted(phases, key=["forward", "backward"].index)
@@ -140,7 +142,7 @@ def test_phases_are_in_order_and_few_ops_remain() -> None:
     }  # fmt: skip
 
 
-def test_marks_are_seen_forward_and_backward() -> None:
+def test_annotations_appear_in_forward_and_backward_graph() -> None:
     class Marked(MLP):
         def forward(self, x: Tensor) -> Tensor:
             h = annotate(self.up(x), "b f@tp")
@@ -152,19 +154,20 @@ def test_marks_are_seen_forward_and_backward() -> None:
     assert len(by_target(graph, "dt.annotate_backward.default")) == 2
 
 
-def test_annotate_outside_a_capture_is_the_identity() -> None:
+def test_annotate_outside_capture_returns_its_input() -> None:
     x: Any = torch.randn(2)
     assert annotate(x, "b@dp") is x
     assert annotate(x, tp=1) is x
 
 
-def test_annotate_takes_one_form() -> None:
+def test_annotate_refuses_text_together_with_placements() -> None:
     with pytest.raises(TypeError, match="either a text or placements by axis"):
         capture(lambda x: annotate(x, "b@dp", dp=1), (torch.randn(2),), grads="none")
 
 
-def test_a_variable_called_output_is_not_the_graphs_output() -> None:
-    """Gemma's norms assign one; torch.fx calls the end of a graph so."""
+def test_variable_named_output_does_not_clash_with_fx_output_node() -> None:
+    """torch.fx calls the last node of a graph "output"; Gemma's norms assign a variable of that
+    name."""
 
     def doubled(x: Tensor) -> Tensor:
         output = x * 2

@@ -1,4 +1,6 @@
-"""The project's own operators against eager torch: values, gradients, shards, empty dims."""
+"""Tests the project's own operators against eager torch: values, gradients, shards and empty
+dims.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def heads(h: int, t: int, transposed: bool, dtype: torch.dtype = torch.float32) 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(("h", "g", "t", "s"), [(4, 4, 5, 5), (4, 2, 5, 7), (6, 1, 33, 40)])
-def test_attention(h: int, g: int, t: int, s: int, is_causal: bool, transposed: bool) -> None:
+def test_attention_matches_torch_with_gradients(
+    h: int, g: int, t: int, s: int, is_causal: bool, transposed: bool
+) -> None:
     torch.manual_seed(0)
     q, k, v = heads(h, t, transposed), heads(g, s, transposed), heads(g, s, transposed)
     out, lse = dt.attention(q, k, v, is_causal, 0.3)
@@ -49,7 +53,7 @@ def test_attention(h: int, g: int, t: int, s: int, is_causal: bool, transposed: 
 
 
 @pytest.mark.slow
-def test_attention_keeps_the_rules_of_operators() -> None:
+def test_attention_passes_torch_opcheck() -> None:
     q, k = heads(4, 5, True), heads(2, 7, True)
     torch.library.opcheck(dt.attention.default, (q, k, k, True, 0.3))
     out, lse = dt.attention(q.detach(), k.detach(), k.detach(), True, 0.3)
@@ -61,7 +65,7 @@ def test_attention_keeps_the_rules_of_operators() -> None:
     ("b", "h", "g", "t", "s"),
     [(0, 4, 2, 3, 3), (2, 0, 0, 3, 3), (2, 4, 2, 0, 3), (2, 4, 2, 3, 0)],
 )
-def test_attention_of_nothing(b: int, h: int, g: int, t: int, s: int) -> None:
+def test_attention_of_empty_dims_returns_zeros(b: int, h: int, g: int, t: int, s: int) -> None:
     q = torch.randn(b, h, t, 8, requires_grad=True)
     k = torch.randn(b, g, s, 8, requires_grad=True)
     out, lse = dt.attention(q, k, k, True, 1.0)
@@ -72,7 +76,7 @@ def test_attention_of_nothing(b: int, h: int, g: int, t: int, s: int) -> None:
     assert dq.shape == q.shape and dk.shape == k.shape
 
 
-def test_attention_refuses_other_shapes_while_planning() -> None:
+def test_attention_on_meta_tensors_refuses_uneven_head_groups() -> None:
     q = torch.empty(2, 4, 3, 8, device="meta")
     with pytest.raises(ValueError, match="splits 4 heads evenly over groups; got 3 groups"):
         dt.attention(q, q[:, :3], q[:, :3], False, 1.0)
@@ -97,7 +101,9 @@ MASKS = {
 @pytest.mark.parametrize("transposed", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(("h", "g", "t", "s"), [(4, 4, 5, 5), (4, 2, 1, 7), (6, 2, 33, 40)])
-def test_attention_masked(h: int, g: int, t: int, s: int, mask: str, transposed: bool) -> None:
+def test_attention_masked_matches_torch_with_gradients(
+    h: int, g: int, t: int, s: int, mask: str, transposed: bool
+) -> None:
     torch.manual_seed(0)
     q, k, v = heads(h, t, transposed), heads(g, s, transposed), heads(g, s, transposed)
     given = MASKS[mask](2, h, t, s)
@@ -121,7 +127,9 @@ def test_attention_masked(h: int, g: int, t: int, s: int, mask: str, transposed:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("is_bool", [False, True])
-def test_attention_masked_in_other_dtypes(dtype: torch.dtype, is_bool: bool) -> None:
+def test_attention_masked_matches_float64_in_other_dtypes(
+    dtype: torch.dtype, is_bool: bool
+) -> None:
     torch.manual_seed(0)
     q, k = heads(4, 5, True, dtype), heads(2, 9, True, dtype)
     added = torch.randn(2, 1, 5, 9)
@@ -139,7 +147,7 @@ def test_attention_masked_in_other_dtypes(dtype: torch.dtype, is_bool: bool) -> 
         close(a.double(), b, tolerance)
 
 
-def test_the_gradient_of_a_mask() -> None:
+def test_attention_masked_gradient_of_mask_matches_torch() -> None:
     torch.manual_seed(0)
     q, k = heads(4, 5, False, torch.float64), heads(2, 7, False, torch.float64)
     for shape in ((2, 4, 5, 7), (1, 4, 1, 7), (5, 7), (2, 1, 5, 1)):
@@ -157,7 +165,7 @@ def test_the_gradient_of_a_mask() -> None:
             close(a, b, 3e-6)
 
 
-def test_attention_masked_keeps_the_rules_of_operators() -> None:
+def test_attention_masked_passes_torch_opcheck() -> None:
     q, k, mask = heads(4, 5, True), heads(2, 7, True), torch.rand(2, 1, 5, 7) < 0.7
     torch.library.opcheck(dt.attention_masked.default, (q, k, k, mask, 0.3))
     plain = q.detach(), k.detach(), k.detach(), mask
@@ -167,8 +175,8 @@ def test_attention_masked_keeps_the_rules_of_operators() -> None:
 
 
 @pytest.mark.parametrize(("groups", "t"), [(8, 1), (2, 1), (2, 6)])
-def test_a_row_of_a_batch_keeps_its_bits_in_any_company(groups: int, t: int) -> None:
-    """As slots of a decode step: other rows may be anything, and so may what is not seen yet."""
+def test_attention_masked_row_is_bitwise_independent_of_other_rows(groups: int, t: int) -> None:
+    """As for the slots of a decode step: other rows and masked positions may hold any values."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(8, h, n, 64) for h, n in ((8, t), (groups, 128), (groups, 128)))
     lengths = torch.randint(8, 100, (8,))
@@ -185,7 +193,7 @@ def test_a_row_of_a_batch_keeps_its_bits_in_any_company(groups: int, t: int) -> 
         assert torch.equal(again[row], out[row]) and torch.equal(stats[row], lse[row])
 
 
-def test_nan_that_is_hidden_is_nan_in_its_own_row_as_in_torch() -> None:
+def test_masked_nan_key_spoils_only_its_own_row_as_in_torch() -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 16, 8), torch.randn(2, 2, 16, 8)
     seen = (torch.arange(16) < torch.tensor([5, 9])[:, None])[:, None, None]
@@ -203,7 +211,9 @@ def test_nan_that_is_hidden_is_nan_in_its_own_row_as_in_torch() -> None:
     ("b", "h", "g", "t", "s"),
     [(0, 4, 2, 3, 3), (2, 0, 0, 3, 3), (2, 4, 2, 0, 3), (2, 4, 2, 3, 0)],
 )
-def test_attention_masked_of_nothing(b: int, h: int, g: int, t: int, s: int) -> None:
+def test_attention_masked_of_empty_dims_returns_zeros(
+    b: int, h: int, g: int, t: int, s: int
+) -> None:
     q = torch.randn(b, h, t, 8, requires_grad=True)
     k = torch.randn(b, g, s, 8, requires_grad=True)
     out, lse = dt.attention_masked(q, k, k, torch.ones(b, 1, 1, s, dtype=torch.bool), 1.0)
@@ -221,8 +231,9 @@ def test_attention_masked_of_nothing(b: int, h: int, g: int, t: int, s: int) -> 
         (torch.ones(5, 7, dtype=torch.int64), "bool or float mask"),
     ],
 )
-def test_attention_masked_refuses_other_masks(mask: Tensor, match: str) -> None:
-    """While planning, where shapes alone are known."""
+def test_attention_masked_on_meta_tensors_refuses_unsupported_masks(
+    mask: Tensor, match: str
+) -> None:
     q, k = torch.empty(2, 4, 5, 8, device="meta"), torch.empty(2, 2, 7, 8, device="meta")
     with pytest.raises(ValueError, match=match):
         dt.attention_masked(q, k, k, mask.to("meta"), 1.0)
@@ -236,7 +247,7 @@ def rows(n: int = 7, v: int = 10, dtype: torch.dtype = torch.float32) -> tuple[T
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_cross_entropy_rows(dtype: torch.dtype) -> None:
+def test_cross_entropy_rows_matches_torch_with_gradients(dtype: torch.dtype) -> None:
     logits, target = rows(dtype=dtype)
     exact = logits.detach().double().requires_grad_()
     loss, stats = dt.cross_entropy_rows(logits, target, -100)
@@ -260,8 +271,8 @@ SPLITS: list[list[list[int]]] = [
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_cross_entropy_over_a_split_vocabulary(split: list[list[int]]) -> None:
-    """One reduction of three numbers per row, and a backward without any."""
+def test_cross_entropy_over_sharded_vocabulary_matches_torch(split: list[list[int]]) -> None:
+    """The forward reduces three numbers per row over the shards; the backward reduces nothing."""
     logits, target = rows()
     want = F.cross_entropy(logits, target, reduction="none")
     cotangent = torch.randn(7)
@@ -281,8 +292,9 @@ def test_cross_entropy_over_a_split_vocabulary(split: list[list[int]]) -> None:
     close(got, expected)
 
 
-def test_a_masked_piece_of_the_vocabulary_adds_nothing() -> None:
-    """As where the padding of a vocabulary is set to -inf, or a rank has none of it."""
+def test_cross_entropy_shard_of_minus_infinity_adds_nothing() -> None:
+    """Covers padding of the vocabulary that is set to -inf, and a rank without vocabulary
+    entries."""
     logits, target = rows()
     whole = torch.cat([logits.detach(), torch.full((7, 5), -torch.inf)], 1)
     pieces = ([0, 10], [10, 15], [15, 15])
@@ -296,8 +308,11 @@ def test_a_masked_piece_of_the_vocabulary_adds_nothing() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_rows_have_the_bits_that_they_have_alone(dtype: torch.dtype) -> None:
-    """Several pieces of rows, the last one shorter; and the plain form of the whole at once."""
+def test_cross_entropy_in_pieces_is_bitwise_equal_to_rows_computed_alone(
+    dtype: torch.dtype,
+) -> None:
+    """The rows are computed in several pieces, the last one shorter. The backward also equals the
+    plain formula on the whole tensor."""
     v = 3001
     n = 2 * (PIECE_ELEMENTS // v) + 5
     logits, target = rows(n, v, dtype)
@@ -316,7 +331,7 @@ def test_rows_have_the_bits_that_they_have_alone(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_all_targets_ignored(reduction: str) -> None:
+def test_cross_entropy_with_all_targets_ignored_matches_torch(reduction: str) -> None:
     logits = torch.randn(3, 4, requires_grad=True)
     target = torch.full((3,), -100)
     loss, *_ = dt.cross_entropy_rows(logits, target, -100)
@@ -326,21 +341,21 @@ def test_all_targets_ignored(reduction: str) -> None:
     assert torch.autograd.grad(total, logits)[0].tolist() == torch.zeros(3, 4).tolist()
 
 
-def test_a_target_out_of_range_raises() -> None:
+def test_cross_entropy_target_out_of_range_raises_index_error() -> None:
     logits, target = rows()
     target[2] = 10
     with pytest.raises(IndexError, match="Target 10 is out of bounds for 10 classes"):
         dt.cross_entropy_rows(logits, target, -100)
 
 
-def test_intervals_must_fill_the_local_dim() -> None:
+def test_cross_entropy_intervals_must_cover_local_dim() -> None:
     logits, target = rows()
     with pytest.raises(ValueError, match=r"hold 4 indices, but the local dim has 10"):
         dt.ce_stats(logits, target, -100, [0, 4])
 
 
 @pytest.mark.parametrize("op", ["rows", "stats", "loss", "count", "backward"])
-def test_cross_entropy_ops_keep_the_rules_of_operators(op: str) -> None:
+def test_cross_entropy_ops_pass_torch_opcheck(op: str) -> None:
     logits, target = rows()
     x, n, stats = logits.detach(), torch.rand(7) + 1, torch.rand(7, 3) + 1
     calls: dict[str, tuple[Any, tuple[Any, ...]]] = {
@@ -357,7 +372,7 @@ def test_cross_entropy_ops_keep_the_rules_of_operators(op: str) -> None:
 @pytest.mark.parametrize(
     "intervals", [[[0, 5], [5, 9]], [[0, 2, 5, 7], [2, 5, 7, 9]], [[0, 9], [9, 9]]]
 )
-def test_embedding_over_row_shards(intervals: list[list[int]]) -> None:
+def test_embedding_over_row_shards_matches_torch_with_gradients(intervals: list[list[int]]) -> None:
     weight = torch.randn(9, 4, requires_grad=True)
     ids = torch.tensor([[0, 8, 3], [5, 3, 7]])
     want = F.embedding(ids, weight, padding_idx=3)
@@ -374,7 +389,7 @@ def test_embedding_over_row_shards(intervals: list[list[int]]) -> None:
         dt.embedding_shard(weight.detach()[:5], torch.tensor([3, 9]), [0, 5], 9)
 
 
-def test_embedding_and_marks_keep_the_rules_of_operators() -> None:
+def test_embedding_shard_and_annotate_ops_pass_torch_opcheck() -> None:
     ids = torch.tensor([[0, 8, 3], [5, 3, 7]])
     torch.library.opcheck(dt.embedding_shard.default, (torch.randn(4, 2), ids, [2, 6], 9))
     args = (torch.randn(2, 3, 2), ids, 4, [2, 6], -1)

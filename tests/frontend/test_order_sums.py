@@ -1,4 +1,4 @@
-"""Sums of gradients: products of matrices come first, and the sum is the same."""
+"""Tests that gradient sums add the matrix products first, without changing the sum."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def sums(graph: Graph) -> list[list[str]]:
     ]
 
 
-def test_products_are_added_before_a_residual() -> None:
+def test_gradient_sum_adds_products_before_residual() -> None:
     found = sums(graph_of(Shared(residual_last=True)))
     assert found == [["product", "product"], ["sum", "product"], ["other", "sum"]]
 
 
-def test_a_sum_that_begins_with_its_products_stays() -> None:
+def test_gradient_sum_that_starts_with_products_is_unchanged() -> None:
     found = sums(graph_of(Shared(residual_last=False)))
     assert found[-1] != ["other", "sum"] or found[0] == ["product", "product"]
     assert sum(kinds.count("product") for kinds in found) == 3

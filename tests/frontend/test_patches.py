@@ -1,4 +1,6 @@
-"""Layers that torch would take apart while differentiating stay whole; torch is left as it was."""
+"""Tests that capture keeps layers whole that torch would decompose while differentiating, and
+leaves torch unpatched.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ def _names(fn: object, *args: torch.Tensor) -> list[str]:
 
 
 @pytest.mark.parametrize("mode", ["nearest", "bilinear", "bicubic", "nearest-exact"])
-def test_resizing_is_one_op_forward_and_one_backward(mode: str) -> None:
+def test_interpolate_is_captured_as_one_forward_and_one_backward_op(mode: str) -> None:
     x = torch.randn(2, 3, 4, 4, requires_grad=True)
     names = _names(lambda x: F.interpolate(x, size=(7, 5), mode=mode), x)
     assert len(names) == 2
@@ -27,7 +29,7 @@ def test_resizing_is_one_op_forward_and_one_backward(mode: str) -> None:
     assert names[1].endswith("_backward.default")
 
 
-def test_margin_loss_with_targets_that_end_early_is_the_kernel() -> None:
+def test_multilabel_margin_loss_with_padded_targets_is_one_op_per_direction() -> None:
     # Torch's decomposition counts targets after the end mark -1; its kernel does not.
     x = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
     target = torch.tensor([[1, 3, -1, 0, 0], [0, -1, 2, 1, 1], [4, 2, 0, -1, 3], [-1, 0, 1, 2, 3]])
@@ -38,7 +40,7 @@ def test_margin_loss_with_targets_that_end_early_is_the_kernel() -> None:
     ]
 
 
-def test_registrations_come_back() -> None:
+def test_whole_layers_restores_autograd_kernels_on_exit() -> None:
     op = aten.upsample_bilinear2d.default
     before = dict(op.py_kernels)
     assert DispatchKey.Autograd in before
@@ -50,8 +52,8 @@ def test_registrations_come_back() -> None:
     assert op.py_kernels == before
 
 
-def test_a_device_around_the_capture_changes_nothing() -> None:
-    """As where a model is made on the meta device, and planned within the same block."""
+def test_default_device_context_around_capture_does_not_change_graph() -> None:
+    """As when a model is made on the meta device and planned in the same block."""
 
     def attends(x: torch.Tensor) -> torch.Tensor:
         mask = torch.ones(4, 4, dtype=torch.bool).tril()

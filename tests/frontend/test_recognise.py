@@ -1,4 +1,6 @@
-"""Norms, gates, rotary positions, dropouts that a program writes out are one op: the same bits."""
+"""Tests that norms, gates, rotary positions and dropouts written out in a program become one op
+with bitwise equal results.
+"""
 
 from __future__ import annotations
 
@@ -90,11 +92,13 @@ def plain(x: Tensor, m: Any) -> Tensor:
 @pytest.mark.default("dtype1-t5")
 @pytest.mark.parametrize("norm", [llama, gemma, t5, plain])
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
-def test_an_rms_norm_is_one_op(norm: Callable[..., Tensor], dtype: torch.dtype) -> None:
+def test_written_out_rms_norm_becomes_one_op(
+    norm: Callable[..., Tensor], dtype: torch.dtype
+) -> None:
     assert ops(captured(norm, dtype)) == ["rms_norm"]
 
 
-def test_where_it_rounds_is_told() -> None:
+def test_recognised_rms_norm_records_offset_and_rounding_dtypes() -> None:
     def options(norm: Callable[..., Tensor]) -> tuple[Any, ...]:
         graph = captured(norm, torch.bfloat16)
         (node,) = (n for n in graph.nodes if n.target is torch.ops.dt.rms_norm.default)
@@ -109,7 +113,7 @@ def residual(x: Tensor, m: Any) -> Tensor:
     return total + llama(total, m)
 
 
-def test_what_is_added_before_a_norm_comes_along() -> None:
+def test_residual_sum_before_rms_norm_is_fused() -> None:
     assert ops(captured(residual)) == ["add_rms_norm"]
     assert ops(captured(residual, torch.bfloat16)) == ["add_rms_norm"]
 
@@ -123,14 +127,14 @@ def layer_norm_of_one(x: Tensor, m: Any) -> Tensor:
     return F.layer_norm(x, (D,), m.weight, m.up.bias) + m.up(x)
 
 
-def test_a_layer_norm_takes_the_sum_before_it_along() -> None:
+def test_residual_sum_before_layer_norm_is_fused() -> None:
     assert ops(captured(layer_norm_of_sum)) == ["add_layer_norm"]
     graph = captured(layer_norm_of_one)
     assert ops(graph) == []
     assert [each.op for each in graph.recognised] == ["native_layer_norm"]
 
 
-def test_the_name_of_a_sum_stays_its_own() -> None:
+def test_fused_residual_sum_keeps_variable_name() -> None:
     graph = captured(layer_norm_of_sum)
     (total,) = (n for n in graph.nodes if n.name == "total")
     assert total.args[1] == 0
@@ -190,7 +194,7 @@ def full_weight(x: Tensor, m: Any) -> Tensor:
         (full_weight, torch.float32, "another shape"),
     ],
 )
-def test_what_is_no_rms_norm_stays_and_is_named(
+def test_near_miss_of_rms_norm_is_not_fused_and_reason_is_reported(
     norm: Callable[..., Tensor], dtype: torch.dtype, reason: str
 ) -> None:
     graph = captured(norm, dtype)
@@ -199,11 +203,11 @@ def test_what_is_no_rms_norm_stays_and_is_named(
     assert found.op == "" and reason in found.reason, found.reason
 
 
-def test_casts_that_round_stay() -> None:
+def test_rms_norm_that_rounds_twice_keeps_casts() -> None:
     assert ops(captured(rounded_twice, torch.bfloat16)) == ["rms_norm"]
 
 
-def test_a_checkpoint_that_begins_within_stays() -> None:
+def test_rms_norm_partly_inside_checkpoint_is_not_fused() -> None:
     def fn(x: Tensor, m: Any) -> Tensor:
         def scale(x: Tensor) -> Tensor:
             return torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
@@ -234,7 +238,7 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.default("dtype0-silu")
 @pytest.mark.parametrize("kind", GATES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_gate_is_one_op(kind: str, dtype: torch.dtype) -> None:
+def test_written_out_gate_becomes_one_op(kind: str, dtype: torch.dtype) -> None:
     def first(x: Tensor, m: Any) -> Tensor:
         return GATES[kind](m.up(x)) * x
 
@@ -247,7 +251,7 @@ def test_a_gate_is_one_op(kind: str, dtype: torch.dtype) -> None:
         assert node.args[2] == kind
 
 
-def test_a_gate_that_is_used_twice_stays() -> None:
+def test_gate_whose_activation_is_used_elsewhere_is_not_fused() -> None:
     def fn(x: Tensor, m: Any) -> Tensor:
         active = F.silu(x)
         return active * m.up(x) + active
@@ -269,13 +273,13 @@ def test_a_gate_that_is_used_twice_stays() -> None:
         lambda x, m: 0.5 * x * (1.0 + torch.tanh(0.8 * (x + 0.044715 * torch.pow(x, 3.0)))) * x,
     ],
 )
-def test_an_activation_alone_is_no_pattern(fn: Callable[..., Tensor]) -> None:
+def test_activation_without_product_is_not_reported_as_gate(fn: Callable[..., Tensor]) -> None:
     graph = captured(fn)
     assert ops(graph) == []
     assert graph.recognised == ()
 
 
-def test_a_gate_of_two_dtypes_stays() -> None:
+def test_gate_of_two_dtypes_is_not_fused() -> None:
     def fn(x: Tensor, m: Any) -> Tensor:
         return F.silu(m.up(x)) * x.float()
 
@@ -284,7 +288,7 @@ def test_a_gate_of_two_dtypes_stays() -> None:
     assert "other dtypes" in graph.recognised[0].reason
 
 
-def test_autocast_keeps_its_dtypes() -> None:
+def test_gate_under_autocast_is_fused_with_equal_bits() -> None:
     def fn(x: Tensor, m: Any) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
             gate = m.up(x)
@@ -332,15 +336,15 @@ def by_split(x: Tensor) -> Tensor:
 @pytest.mark.default("dtype0-by_slices")
 @pytest.mark.parametrize("rotate", [by_slices, by_chunks, by_split])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rotary_positions_are_one_op(rotate: Any, dtype: torch.dtype) -> None:
+def test_written_out_rotary_positions_become_one_op(rotate: Any, dtype: torch.dtype) -> None:
     assert ops(captured(rope(rotate), dtype)) == ["rope"]
 
 
-def test_rotary_positions_of_two_dtypes_are_one_op() -> None:
+def test_rotary_positions_of_two_dtypes_become_one_op() -> None:
     assert ops(captured(rope(by_slices, torch.float32), torch.bfloat16)) == ["rope"]
 
 
-def test_angles_that_are_learned_get_their_gradients() -> None:
+def test_rotary_positions_with_learned_angles_have_eager_gradients() -> None:
     def fn(x: Tensor, m: Any) -> Tensor:
         return x * m.weight + by_slices(x) * (m.weight * 2)
 
@@ -357,13 +361,13 @@ def uneven(x: Tensor) -> Tensor:
 
 @pytest.mark.default("wrong_halves")
 @pytest.mark.parametrize("rotate", [wrong_halves, uneven])
-def test_other_parts_stay(rotate: Any) -> None:
+def test_rotation_that_does_not_swap_halves_is_not_fused(rotate: Any) -> None:
     graph = captured(rope(rotate))
     assert ops(graph) == []
     assert "not the halves" in graph.recognised[0].reason
 
 
-def test_a_value_that_changes_on_the_way_stays() -> None:
+def test_rotary_positions_with_in_place_change_are_not_fused() -> None:
     def fn(x: Tensor, m: Any) -> Tensor:
         cos, sin = angles(x.dtype)
         x = m.up(x).view(B, T, 2, 4).transpose(1, 2) * 1.0
@@ -444,7 +448,7 @@ def numbers(graph: Graph) -> list[int]:
         (in_a_checkpoint, 1),
     ],
 )
-def test_a_dropout_and_its_sum_are_one_op(
+def test_dropout_and_residual_sum_become_one_op_with_equal_bits(
     fn: Callable[..., Tensor], count: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (one, found), (written, wanted) = both_graphs(fn, dtype, monkeypatch)
@@ -524,7 +528,7 @@ def checkpoint_ends(x: Tensor, m: Any) -> Tensor:
         (checkpoint_ends, "a checkpoint"),
     ],
 )
-def test_other_dropouts_stay(
+def test_other_dropout_patterns_are_not_fused(
     fn: Callable[..., Tensor], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (graph, found), (_, wanted) = both_graphs(fn, torch.float32, monkeypatch)
@@ -534,7 +538,7 @@ def test_other_dropouts_stay(
     assert all(torch.equal(found[what], wanted[what]) for what in wanted)
 
 
-def test_of_two_dtypes_no_dropout_is_added() -> None:
+def test_dropout_add_refuses_operands_of_two_dtypes() -> None:
     x, at = torch.randn(2, 3), {"at_seed": 1, "at_step": 2, "op": 3}
     with pytest.raises(TypeError, match=r"one dtype, not torch.float32 and torch.float64"):
         torch.ops.dt.dropout_add(x, x.double(), 0.5, **at)

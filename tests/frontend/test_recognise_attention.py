@@ -1,4 +1,6 @@
-"""Which masks attention does without, which it keeps, which heads are grouped, what stays."""
+"""Tests which attention masks capture removes or keeps, which heads it groups, and which
+attention it leaves as written.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,7 @@ NONE = {
 
 
 @pytest.mark.parametrize("mask", CAUSAL.values(), ids=CAUSAL)
-def test_a_constant_mask_of_what_comes_later_is_causal(mask: Callable[..., Tensor]) -> None:
+def test_constant_causal_mask_becomes_is_causal(mask: Callable[..., Tensor]) -> None:
     def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return squares(F.scaled_dot_product_attention(q, k, v, mask(q, k)))
 
@@ -92,7 +94,7 @@ def test_a_constant_mask_of_what_comes_later_is_causal(mask: Callable[..., Tenso
 
 
 @pytest.mark.parametrize("mask", NONE.values(), ids=NONE)
-def test_a_constant_mask_that_hides_nothing_goes(mask: Callable[..., Tensor]) -> None:
+def test_constant_mask_that_hides_nothing_is_removed(mask: Callable[..., Tensor]) -> None:
     def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return squares(F.scaled_dot_product_attention(q, k, v, mask(q, k)))
 
@@ -100,7 +102,7 @@ def test_a_constant_mask_that_hides_nothing_goes(mask: Callable[..., Tensor]) ->
 
 
 @pytest.mark.parametrize("length", [4, 9])
-def test_causal_counts_from_the_first_position(length: int) -> None:
+def test_only_causal_mask_aligned_to_first_position_becomes_is_causal(length: int) -> None:
     def first(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return squares(F.scaled_dot_product_attention(q, k, v, earlier(q, k)))
 
@@ -211,7 +213,7 @@ MASKED: dict[str, tuple[Program, tuple[int, ...]]] = {
 
 
 @pytest.mark.parametrize("case", MASKED, ids=MASKED)
-def test_a_mask_that_is_needed_is_the_ops(case: str) -> None:
+def test_needed_mask_is_passed_to_attention_masked(case: str) -> None:
     (fn, args), shape = MASKED[case]
     graph = captured(fn, *args)
     assert attentions(graph) == [] and masks(graph) == [shape]
@@ -232,7 +234,7 @@ AS_WRITTEN: dict[str, tuple[Program, str]] = {
 
 
 @pytest.mark.parametrize("case", AS_WRITTEN, ids=AS_WRITTEN)
-def test_what_stays_as_it_is_written_is_named(case: str) -> None:
+def test_unsupported_attention_stays_written_out_and_reason_is_reported(case: str) -> None:
     (fn, args), reason = AS_WRITTEN[case]
     graph = capture(fn, args, grads="loss")
     assert attentions(graph) == masks(graph) == []
@@ -241,12 +243,12 @@ def test_what_stays_as_it_is_written_is_named(case: str) -> None:
     assert reason in found.reason, found.reason
 
 
-def test_without_gradients_no_mask_wants_one() -> None:
+def test_trained_mask_is_accepted_in_capture_without_gradients() -> None:
     graph = capture(by_head, (heads(), SLOPES), grads="none")
     assert masks(graph) == [(1, H, T, T)]
 
 
-def test_a_number_that_is_trained_and_only_hides_wants_no_gradient() -> None:
+def test_boolean_mask_from_trained_number_needs_no_gradient() -> None:
     def fn(q: Tensor, limit: Tensor) -> Tensor:
         seen = torch.arange(T) < limit
         return squares(F.scaled_dot_product_attention(q, q, q, seen[None])) + limit * 2
@@ -254,7 +256,7 @@ def test_a_number_that_is_trained_and_only_hides_wants_no_gradient() -> None:
     assert masks(captured(fn, heads(), torch.tensor(3.5, requires_grad=True))) == [(1, T)]
 
 
-def test_autocast_casts_a_mask_that_adds() -> None:
+def test_autocast_casts_additive_mask_to_16_bits() -> None:
     def fn(q: Tensor, bias: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return squares(F.scaled_dot_product_attention(q, q, q, bias).float())
@@ -268,8 +270,8 @@ def test_autocast_casts_a_mask_that_adds() -> None:
     assert mask.meta["val"].dtype == torch.bfloat16
 
 
-def test_a_closed_over_mask_is_read_at_each_call() -> None:
-    """It is an input of the graph, which is compared and read anew: no constant."""
+def test_closed_over_mask_is_graph_input_read_at_each_call() -> None:
+    """The mask is not folded into the graph as a constant."""
     graph = capture(by_closure, (heads(),), grads="loss")
     assert any(type(what).__name__ == "Const" for what in graph.inputs)
 
@@ -297,7 +299,9 @@ def tiled_by_expanding(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("repeat", [interleaved, expanded])
-def test_repeated_heads_are_grouped(repeat: Callable[[Tensor], Tensor]) -> None:
+def test_repeated_key_and_value_heads_become_grouped_query_attention(
+    repeat: Callable[[Tensor], Tensor],
+) -> None:
     def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return squares(F.scaled_dot_product_attention(q, repeat(k), repeat(v), is_causal=True))
 
@@ -308,10 +312,10 @@ def test_repeated_heads_are_grouped(repeat: Callable[[Tensor], Tensor]) -> None:
 
 @pytest.mark.parametrize("length", [1, T])
 @pytest.mark.parametrize("repeat", [interleaved, expanded, None])
-def test_repeated_heads_are_grouped_under_a_mask(
+def test_repeated_heads_become_grouped_query_attention_under_mask(
     repeat: Callable[[Tensor], Tensor] | None, length: int
 ) -> None:
-    """As in a decode step, for the queries of which all keys but the last are a cache."""
+    """Covers a decode step too: one query, and keys that are all in the cache except the last."""
 
     def fn(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
         seen = (torch.arange(T) <= lengths[:, None])[:, None, None]
@@ -326,7 +330,7 @@ def test_repeated_heads_are_grouped_under_a_mask(
 
 
 @pytest.mark.parametrize("repeat", [tiled, tiled_by_expanding])
-def test_heads_in_another_order_are_not_grouped(repeat: Callable[[Tensor], Tensor]) -> None:
+def test_heads_repeated_in_other_order_are_not_grouped(repeat: Callable[[Tensor], Tensor]) -> None:
     def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return squares(F.scaled_dot_product_attention(q, repeat(k), repeat(v), is_causal=True))
 
@@ -335,7 +339,7 @@ def test_heads_in_another_order_are_not_grouped(repeat: Callable[[Tensor], Tenso
     assert [tuple(x.meta["val"].shape)[1] for x in node.args[:3]] == [H, H, H]
 
 
-def test_keys_changed_after_they_were_repeated_stay_repeated() -> None:
+def test_keys_written_after_repeat_stay_repeated() -> None:
     def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         keys = k * 2
         many, more = interleaved(keys), interleaved(v)
@@ -345,15 +349,15 @@ def test_keys_changed_after_they_were_repeated_stay_repeated() -> None:
     captured(fn, heads(), heads(G, seed=1), heads(G, seed=2))
 
 
-def test_one_of_keys_and_values_that_is_repeated_is_not_grouped() -> None:
+def test_heads_are_not_grouped_if_only_keys_are_repeated() -> None:
     def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return squares(F.scaled_dot_product_attention(q, interleaved(k), v))
 
     captured(fn, heads(), heads(G, seed=1), heads(seed=2))
 
 
-def test_one_head_of_keys_is_a_group() -> None:
-    """Without enable_gqa torch broadcasts it."""
+def test_one_broadcast_key_head_is_one_group() -> None:
+    """Without enable_gqa, torch broadcasts a single key head."""
 
     def fn(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
         seen = (torch.arange(T) <= lengths[:, None])[:, None, None]
@@ -363,8 +367,8 @@ def test_one_head_of_keys_is_a_group() -> None:
     assert masks(graph) == [(B, 1, 1, T)]
 
 
-def test_attention_that_stays_written_out_hides_what_a_mask_hides() -> None:
-    """The values are narrower than the keys."""
+def test_attention_left_as_written_with_narrow_values_applies_its_mask() -> None:
+    """The values are narrower than the keys, so the attention is not recognised."""
 
     def fn(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
         seen = (torch.arange(T) <= lengths[:, None])[:, None, None]

@@ -1,4 +1,6 @@
-"""What cannot be captured is refused, with the user's line and a fix; the text is the contract."""
+"""Tests that programs that cannot be captured are refused with the user's line and a fix. The
+message text is part of the contract.
+"""
 
 from __future__ import annotations
 
@@ -304,10 +306,10 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("fn", "args", "grads"), REFUSED)
-def test_what_is_refused_says_why(
+def test_refused_programs_raise_message_in_their_docstring(
     fn: Callable[..., Any], args: tuple[Any, ...], grads: Any
 ) -> None:
-    """The docstring of each program is the message."""
+    """The docstring of each program is the expected message."""
     text = re.sub(r"<.*>", "<function>", refused(fn, *args, grads=grads))
     assert text == inspect.cleandoc(fn.__doc__ or "")
 
@@ -332,7 +334,7 @@ UNPLANNABLE: list[tuple[Callable[[Tensor], Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("fn", "fact", "fix"), UNPLANNABLE, ids=["sparse", "nested", "lazy"])
-def test_what_the_program_closes_over_and_cannot_be_planned(
+def test_unsupported_closed_over_objects_are_refused_with_fix(
     fn: Callable[[Tensor], Any], fact: str, fix: str
 ) -> None:
     text = refused(fn)
@@ -341,14 +343,14 @@ def test_what_the_program_closes_over_and_cannot_be_planned(
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("place", ["", "1"])
-def test_modules_of_torch_jit(place: str) -> None:
+def test_torch_jit_modules_are_refused(place: str) -> None:
     made: Any = torch.jit.trace(nn.Linear(3, 2), torch.ones(2, 3))
     text = refused(nn.Sequential(nn.Identity(), made) if place else made)
     assert text.startswith(f"{place or 'the module'} is a module of torch.jit (Linear)")
     assert text.endswith("fix: use the module that was scripted or traced")
 
 
-def test_an_index_that_is_a_part_of_a_packed_sequence() -> None:
+def test_reading_sorted_indices_of_packed_sequence_is_refused() -> None:
     def fn(x: Tensor) -> Tensor:
         lengths = torch.tensor([1, 2, 2])
         packed = nn.utils.rnn.pack_padded_sequence(x, lengths, enforce_sorted=False)
@@ -357,7 +359,7 @@ def test_an_index_that_is_a_part_of_a_packed_sequence() -> None:
     assert refused(fn).startswith("The shape and order of a packed sequence depend on the lengths")
 
 
-def test_padding_to_fewer_steps_than_were_packed() -> None:
+def test_pad_packed_sequence_to_fewer_steps_than_packed_is_refused() -> None:
     def fn(x: Tensor, lengths: Tensor) -> Tensor:
         packed = nn.utils.rnn.pack_padded_sequence(x, lengths, enforce_sorted=False)
         return nn.utils.rnn.pad_packed_sequence(packed, total_length=1)[0]
@@ -380,7 +382,9 @@ def returns_a_tensor_beside(model: nn.Module, x: Tensor) -> Any:
     ("loss", "what"),
     [(returns_a_number, "3.0 (float)"), (returns_a_tensor_beside, "{'out': f32[2,16]}")],
 )
-def test_what_is_no_loss(loss: Callable[..., Any], what: str) -> None:
+def test_loss_function_that_returns_no_scalar_tensor_is_refused(
+    loss: Callable[..., Any], what: str
+) -> None:
     assert f"it returned {what}" in refused(loss, *MODEL_AND_X, grads="loss")
 
 
@@ -397,7 +401,7 @@ def test_what_is_no_loss(loss: Callable[..., Any], what: str) -> None:
         lambda x: float(f"{x:.3f}"),
     ],
 )
-def test_other_questions_about_data(ask: Any) -> None:
+def test_python_conversions_of_traced_tensor_are_refused(ask: Any) -> None:
     def fn(x: Tensor) -> Tensor:
         return x * torch.as_tensor(ask(x.sum()))
 
@@ -406,7 +410,7 @@ def test_other_questions_about_data(ask: Any) -> None:
     assert "test_refusals.py:N" in text
 
 
-def test_a_traced_tensor_may_be_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_traced_tensor_can_be_printed(capsys: pytest.CaptureFixture[str]) -> None:
     def fn(x: Tensor) -> Tensor:
         print(
             f"x {x}",
@@ -421,7 +425,7 @@ def test_a_traced_tensor_may_be_printed(capsys: pytest.CaptureFixture[str]) -> N
     assert text.startswith("x FakeTensor") and text.endswith("tensor([3.])\n")
 
 
-def test_a_number_made_in_the_program_may_be_asked_for() -> None:
+def test_item_of_constant_tensor_made_in_program_is_allowed() -> None:
     def fn(x: Tensor) -> Tensor:
         steps = torch.zeros(4)
         steps[1:].fill_(1.0)
@@ -431,7 +435,7 @@ def test_a_number_made_in_the_program_may_be_asked_for() -> None:
     assert [n.args[1] for n in graph.nodes] == [3.0, 3.0]
 
 
-def test_a_constant_that_is_changed_by_an_argument_may_not_be_asked_for() -> None:
+def test_item_of_constant_overwritten_with_argument_is_refused() -> None:
     def fn(x: Tensor) -> Tensor:
         steps = torch.zeros(4)
         steps[1:].copy_(x)
@@ -447,7 +451,7 @@ def test_a_constant_that_is_changed_by_an_argument_may_not_be_asked_for() -> Non
         (lambda m: m.to("meta"), "weight: f32[16,16] on cpu -> f32[16,16] on meta"),
     ],
 )
-def test_a_module_that_is_moved(move: Any, operand: str) -> None:
+def test_moving_module_or_changing_its_dtype_in_program_is_refused(move: Any, operand: str) -> None:
     def fn(model: nn.Module, x: Tensor) -> Tensor:
         return move(model)(x)
 
@@ -512,7 +516,7 @@ def given_in_another_shape(m: Held) -> None:
         given_in_another_shape,
     ],
 )
-def test_memory_that_a_copy_is_not(change: Any) -> None:
+def test_data_assignment_that_copy_cannot_express_is_refused(change: Any) -> None:
     text = refused(Held(change), torch.randn(2, 3))
     assert text.startswith("The program gives a tensor other memory (x.data = y)")
 
@@ -533,15 +537,17 @@ def given_again(m: Held) -> None:
 
 
 @pytest.mark.parametrize("change", [given, given_and_looked_at, given_again])
-def test_memory_that_a_copy_is(change: Any) -> None:
+def test_data_assignment_that_copy_can_express_matches_eager(change: Any) -> None:
     module, x = Held(change), torch.randn(2, 3)
     found = run_graph(capture(module, (x,), grads="none"), module, (x,), {})
     torch.testing.assert_close(found[Result(0)], module(x).detach())
     torch.testing.assert_close(found[Mutation("k")], module.k.detach())
 
 
-def test_nothing_is_printed_where_torch_asks(capfd: pytest.CaptureFixture[str]) -> None:
-    """Of a question within torch's own code, torch's export prints the graph so far."""
+def test_refused_data_dependence_inside_torch_prints_nothing(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """If torch's own code asks for a value, torch.export would print the graph so far."""
 
     def fn(x: Tensor) -> Tensor:
         return F.ctc_loss(x, x[0].long(), torch.tensor([2]), x[:1, 0].long())
@@ -554,12 +560,12 @@ def test_nothing_is_printed_where_torch_asks(capfd: pytest.CaptureFixture[str]) 
     assert capfd.readouterr().err == ""
 
 
-def test_an_average_of_all_batches() -> None:
+def test_batch_norm_with_cumulative_average_is_refused() -> None:
     assert "momentum=0.1" in refused(nn.BatchNorm1d(3, momentum=None), torch.randn(2, 3))
 
 
-def test_torch_func_grad() -> None:
-    """The program's own derivative is named, and not a tensor of it."""
+def test_torch_func_grad_inside_program_is_refused_naming_user_line() -> None:
+    """The suggested fix, torch.func.jvp, is captured."""
 
     def penalty(model: nn.Module, x: Tensor) -> Tensor:
         return torch.func.grad(lambda z: model(z).square().sum())(x).square().sum()
@@ -574,7 +580,7 @@ def test_torch_func_grad() -> None:
     check(along, args)  # the fix
 
 
-def test_dropout_that_does_nothing() -> None:
+def test_dropout_without_effect_is_removed() -> None:
     def fn(x: Tensor) -> Tensor:
         return F.dropout(F.dropout(x, 0.5, training=False), 0.0) + 1
 
@@ -592,7 +598,7 @@ def test_dropout_that_does_nothing() -> None:
         lambda x: torch.distributions.Beta(x, x).rsample(),
     ],
 )
-def test_random_ops(op: Any) -> None:
+def test_random_ops_without_counter_based_form_are_refused(op: Any) -> None:
     def fn(x: Tensor) -> Tensor:
         with torch.no_grad():
             noise = op(x.sigmoid())
@@ -601,8 +607,8 @@ def test_random_ops(op: Any) -> None:
     assert "This random op has no counter-based form" in refused(fn)
 
 
-def test_a_parameter_that_the_backward_reads_as_it_was() -> None:
-    """As in torch, which raises in the backward."""
+def test_parameter_written_before_backward_reads_it_is_refused() -> None:
+    """Torch raises in the backward as well."""
 
     def fn(model: MLP, x: Tensor) -> Tensor:
         y = model(x)
@@ -646,7 +652,7 @@ def pruned(module: nn.Linear) -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
-def test_a_weight_that_a_hook_of_torchs_stores(apply: Any, by: str, fix: str) -> None:
+def test_weight_norm_hooks_are_refused_with_working_fix(apply: Any, by: str, fix: str) -> None:
     def fn(model: nn.Module, x: Tensor) -> Tensor:
         return model(x).sum()
 
@@ -665,8 +671,8 @@ def test_a_weight_that_a_hook_of_torchs_stores(apply: Any, by: str, fix: str) ->
     capture(fn, (model, torch.randn(2, 16)), grads="loss")
 
 
-def test_a_buffer_that_forward_makes() -> None:
-    """Refused, and the module is as it was: no fake tensor is left in it."""
+def test_buffer_created_by_forward_is_refused_and_module_unchanged() -> None:
+    """No fake tensor is left in the module."""
 
     class Caching(nn.Module):
         def __init__(self) -> None:
@@ -689,13 +695,13 @@ def test_a_buffer_that_forward_makes() -> None:
     assert len(capture(module, (x,), grads="none").inputs) == 2
 
 
-def test_frozen_tensors_may_be_closed_over() -> None:
+def test_frozen_module_can_be_closed_over() -> None:
     model = MLP().requires_grad_(False)
     graph = capture(lambda x: model(x), (torch.randn(2, 16),), grads="none")
     assert len(graph.inputs) == 5
 
 
-def test_nothing_stays_patched() -> None:
+def test_capture_leaves_autograd_functions_and_checkpoint_unpatched() -> None:
     capture(lambda x: Doubled.apply(x), (torch.randn(2),), grads="none")
     x = torch.ones(2, requires_grad=True)
     Doubled.apply(x).sum().backward()
@@ -704,8 +710,8 @@ def test_nothing_stays_patched() -> None:
 
 
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
-def test_sparse_gradients(kind: Any) -> None:
-    """Of tables that have one: not where nothing is differentiated, nor of frozen ones."""
+def test_sparse_embedding_gradients_are_refused_with_fix(kind: Any) -> None:
+    """A sparse table is accepted if nothing is differentiated, or if the table is frozen."""
 
     def fn(model: nn.Module, ids: Tensor) -> Tensor:
         return model(ids).sum()
@@ -724,7 +730,7 @@ def test_sparse_gradients(kind: Any) -> None:
     capture(fn, (table, ids), grads="loss")
 
 
-def test_a_sparse_table_that_has_no_gradient() -> None:
+def test_sparse_embedding_without_gradient_is_accepted() -> None:
     def fn(table: nn.Module, model: nn.Module, ids: Tensor) -> Tensor:
         with torch.no_grad():
             found = table(ids)

@@ -1,5 +1,6 @@
-"""Whose line a call has: the user's own, or that of an installed model that runs; never that of a
-library's function. The same in a captured graph, in what eager ops warn of, and in errors."""
+"""Tests which source line a captured op, an eager warning and an error name: the user's own line,
+or the line of an installed model that runs; never a line inside a library function.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ def heads(x: Tensor) -> Tensor:
     return rearrange(h.sin(), "b h d -> h b d")
 
 
-def test_a_function_that_calls_a_library() -> None:
+def test_op_inside_library_call_has_line_of_calling_function() -> None:
     assert texts(heads) == {
         'h = rearrange(x, "b (h d) -> b h d", h=2)',
         'return rearrange(h.sin(), "b h d -> h b d")',
@@ -71,8 +72,8 @@ class Heads(nn.Module):
         return self.split(x)
 
 
-def test_a_module_that_calls_a_library_and_holds_its_layers() -> None:
-    """Rearrange is a module of einops, and an op: it has neither parameters nor parts."""
+def test_library_layer_without_parameters_has_line_of_calling_module() -> None:
+    """einops' Rearrange has neither parameters nor submodules, so it is treated as an op."""
     lines = {
         'x = rearrange(self.proj(x), "b (h d) -> b (d h)", h=3)',
         "return self.split(x)",
@@ -84,14 +85,14 @@ def test_a_module_that_calls_a_library_and_holds_its_layers() -> None:
     }
 
 
-def test_a_lambda() -> None:
+def test_op_in_lambda_has_file_and_function_of_lambda() -> None:
     for source in sources(lambda x: rearrange(x, "a b -> b a") * 2, torch.randn(2, 3)):
         assert (source.file, source.function) == (__file__, "<lambda>")
 
 
 @pytest.mark.parametrize("name", ["<ipython-input-1-5e1f>", "<stdin>", "<string>"])
-def test_what_is_typed(name: str) -> None:
-    """A cell of IPython keeps its text where tracebacks look for it."""
+def test_op_in_ipython_cell_has_line_of_cell(name: str) -> None:
+    """IPython keeps the text of a cell in linecache, as tracebacks expect."""
     cell = 'def fn(x):\n    return rearrange(x, "a b -> b a").exp()\n'
     linecache.cache[name] = (len(cell), None, cell.splitlines(keepends=True), name)
     space: dict[str, Any] = {"__name__": "__main__", "rearrange": rearrange}
@@ -104,7 +105,7 @@ def test_what_is_typed(name: str) -> None:
         del linecache.cache[name]
 
 
-def test_code_that_is_generated_is_nobodys() -> None:
+def test_op_in_generated_code_has_line_of_its_caller() -> None:
     space: dict[str, Any] = {"__name__": "generated"}
     exec(compile("def fn(f, x):\n    return f(x)\n", "<made by a library>", "exec"), space)
 
@@ -115,7 +116,7 @@ def test_code_that_is_generated_is_nobodys() -> None:
 
 
 @pytest.mark.slow
-def test_python_c() -> None:
+def test_op_in_python_c_program_has_line_of_string() -> None:
     code = """
 import torch, warnings, dtensor as dt
 from einops import rearrange
@@ -198,13 +199,13 @@ class Decides(nn.Module):
 BLOCK = {'x = twice(rearrange(self.proj(x), "b (h d) -> b (d h)", h=2))', "return x * 2"}
 
 
-def test_an_installed_model_keeps_its_lines(library: ModuleType) -> None:
-    """All of its library's, and none of another's that it calls (einops)."""
+def test_ops_of_installed_model_have_lines_of_its_library(library: ModuleType) -> None:
+    """Lines of other libraries that the model calls (einops) are not used."""
     assert texts(lambda model, x: model(x), library.Block(), torch.randn(4, 6)) == BLOCK
     assert texts(library.Block()) == BLOCK
 
 
-def test_a_function_of_that_library_is_an_op_where_no_model_of_it_runs(library: ModuleType) -> None:
+def test_library_function_called_outside_its_model_has_line_of_caller(library: ModuleType) -> None:
     def fn(x: Tensor) -> Tensor:
         x = library.twice(x)
         return library.Plain()(x)
@@ -212,7 +213,7 @@ def test_a_function_of_that_library_is_an_op_where_no_model_of_it_runs(library: 
     assert texts(fn) == {"x = library.twice(x)", "return library.Plain()(x)"}
 
 
-def test_own_code_within_an_installed_model(library: ModuleType) -> None:
+def test_user_module_inside_installed_model_has_its_own_lines(library: ModuleType) -> None:
     class Own(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return library.twice(x.sin())
@@ -221,13 +222,13 @@ def test_own_code_within_an_installed_model(library: ModuleType) -> None:
     assert texts(library.Block(library.Block())) == BLOCK
 
 
-def test_a_layer_with_weights_is_a_model() -> None:
+def test_library_layer_with_weights_has_lines_of_library() -> None:
     lines = texts(lambda layer, x: layer(x), EinMix("b i -> b o", weight_shape="i o", i=6, o=3),
                   torch.randn(4, 6))  # fmt: skip
     assert len(lines) == 1 and "einsum" in lines.pop()
 
 
-def test_pythons_own_modules_have_no_lines() -> None:
+def test_standard_library_frames_are_skipped() -> None:
     @contextlib.contextmanager
     def nothing() -> Iterator[None]:
         yield
@@ -239,11 +240,11 @@ def test_pythons_own_modules_have_no_lines() -> None:
     assert texts(nothing()(torch.sin)) == set()
 
 
-def test_what_has_no_other_line_has_the_librarys(library: ModuleType) -> None:
+def test_op_without_user_line_has_library_line(library: ModuleType) -> None:
     assert texts(library.twice) == {"return x * 2"}
 
 
-def test_hugging_face_models_keep_their_lines() -> None:
+def test_ops_of_hugging_face_model_have_lines_of_transformers() -> None:
     pytest.importorskip("transformers", reason=missing("transformers"))
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -268,7 +269,7 @@ def test_hugging_face_models_keep_their_lines() -> None:
 # -- errors and eager ops --------------------------------------------------------------------------
 
 
-def test_errors_name_the_callers_line(library: ModuleType) -> None:
+def test_planning_error_inside_library_names_caller_line(library: ModuleType) -> None:
     def told(x: Tensor) -> Tensor:
         return library.decide(x)
 
@@ -282,7 +283,7 @@ def test_errors_name_the_callers_line(library: ModuleType) -> None:
         capture(library.Decides(), (torch.randn(2, 6),), grads="none")
 
 
-def test_eager_ops_name_the_callers_line(library: ModuleType) -> None:
+def test_eager_warning_inside_library_names_caller_line(library: ModuleType) -> None:
     x = dt.distribute(torch.randn(4, 6), TP2, tp=dt.Row())
     with pytest.warns(UserWarning, match="implicit redistribution") as seen:
         rearrange(x, "a b -> (a b)").cumsum(0)

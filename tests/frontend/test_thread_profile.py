@@ -1,4 +1,4 @@
-"""The profiler of one thread: cProfile's entries, without those of other threads."""
+"""Tests the profiler of one thread: it has cProfile's entries, without those of other threads."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def within(profile: Any, function: Callable[[], Any]) -> dict[CodeType | str, se
     return {e.code: {call.code for call in e.calls or ()} for e in entries}
 
 
-def test_entries_are_those_of_cprofile() -> None:
+def test_thread_profile_entries_equal_cprofile() -> None:
     own, other = within(ThreadProfile(), program), within(cProfile.Profile(), program)
     assert own[program.__code__] == other[program.__code__]
     assert own[Longer.append.__code__] == other[Longer.append.__code__]
     assert {name for name in other if isinstance(name, str) and "disable" not in name} <= set(own)
 
 
-def test_other_threads_are_left_out() -> None:
+def test_thread_profile_ignores_other_threads() -> None:
     go, done = threading.Event(), threading.Event()
 
     def beside() -> None:
@@ -77,7 +77,7 @@ def test_other_threads_are_left_out() -> None:
     assert "<built-in method time.time>" not in found
 
 
-def test_a_caller_is_known_after_a_pause() -> None:
+def test_thread_profile_knows_caller_after_disable_and_enable() -> None:
     profile = ThreadProfile()
 
     def paused() -> None:
@@ -88,7 +88,7 @@ def test_a_caller_is_known_after_a_pause() -> None:
     assert "<built-in method time.time>" in within(profile, paused)[paused.__code__]
 
 
-def test_beside_another_profiler_it_raises() -> None:
+def test_thread_profile_raises_if_another_profiler_is_active() -> None:
     outer = cProfile.Profile()
     outer.enable()
     try:

@@ -1,4 +1,6 @@
-"""The units of a program: one for each module that computes with parameters, in program order."""
+"""Tests that the units of a program are the modules that compute with parameters, in program
+order.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ def units(model: nn.Module, *given: Tensor, aliases: dict[str, tuple[str, ...]])
     return units_of(dataflow(graph), aliases)
 
 
-def test_units_of_a_gpt() -> None:
+def test_gpt_has_one_unit_per_module_with_parameters() -> None:
     found = units(GPT(layers=1), *batch(), aliases=TIED)
     assert [unit.owner for unit in found.units] == [
         *("embed", "positions", "blocks.0.norm1", "blocks.0.attn.qkv", "blocks.0.attn.proj"),
@@ -32,7 +34,7 @@ def test_units_of_a_gpt() -> None:
     assert all(op.stage == 9 for op in found.flow.ops if op.call.name == "dt.cross_entropy.default")
 
 
-def test_a_name_that_is_used_twice_is_a_reuse() -> None:
-    """Without its other name the head is a second use of the embedding's."""
+def test_tied_head_without_alias_is_reported_as_reuse_of_embedding() -> None:
+    """Without its alias, the tied head is a second use of the embedding's weight."""
     found = units(GPT(layers=1), *batch(), aliases={})
     assert found.reused == ((0, 9),)

@@ -1,4 +1,4 @@
-"""The driver of `make gpu`: some of its parts on simulated GPUs, and parts that go wrong."""
+"""Tests the driver of `make gpu`: some parts on simulated GPUs, and parts that fail."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def own(function: str, limit_s: float = 600) -> Part:
     return Part(function, f"It {function}", limit_s, f"tests.gpu.test_parts:{function}")
 
 
-def test_parts_that_go_wrong_are_told_and_the_others_go_on(
+def test_failing_parts_are_reported_and_other_parts_continue(
     tmp_path: Path,
     no_facts: None,
     capsys: pytest.CaptureFixture[str],
@@ -110,7 +110,9 @@ def test_parts_that_go_wrong_are_told_and_the_others_go_on(
         time.sleep(0.05)
 
 
-def test_some_parts(tmp_path: Path, no_facts: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_part_option_selects_parts_by_number_or_name(
+    tmp_path: Path, no_facts: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     parts = [own("raises"), own("is_well"), own("dies")]
     given = ["--simulated", "1", "--to", str(tmp_path), "--part"]
     assert main([*given, "2"], parts) == 0
@@ -121,7 +123,7 @@ def test_some_parts(tmp_path: Path, no_facts: None, capsys: pytest.CaptureFixtur
     assert "no part 'is_wel': raises, is_well, dies, or 1 to 3" in capsys.readouterr().err
 
 
-def test_parts_are_right_first_and_short() -> None:
+def test_correctness_parts_precede_speed_parts_and_limits_are_short() -> None:
     assert all(0 < part.limit_s <= 480 for part in PARTS)
     speeds = [part.name.startswith("speed") for part in PARTS]
     assert speeds == sorted(speeds) and any(speeds)
@@ -133,7 +135,7 @@ def test_parts_are_right_first_and_short() -> None:
 
 
 @pytest.mark.slow
-def test_without_a_gpu(tmp_path: Path) -> None:
+def test_driver_without_gpu_exits_with_status_2(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.gpu", "--to", str(tmp_path), "--part", "1"],
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
@@ -145,14 +147,16 @@ def test_without_a_gpu(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_the_tests_that_are_chosen_are_those_marked_gpu() -> None:
+def test_driver_selects_tests_marked_gpu() -> None:
     names = {Path(file).name for file in marked()}
     assert {"test_gpu.py", "test_nccl_protocol.py", "test_kernels.py"} <= names
     assert "test_train.py" not in names
 
 
 @pytest.mark.slow
-def test_parts_on_simulated_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_parts_run_on_simulated_gpus_and_write_tables(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from dtensor.testing.gpus.guard import CompilerMissing, install
 
     try:

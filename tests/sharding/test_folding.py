@@ -1,4 +1,6 @@
-"""Repeated layers print once: runs are as long as layers are alike, and what they send adds up."""
+"""Tests that a plan prints repeated layers once, for as many layers as are alike, and that the
+folded text accounts for all communication.
+"""
 
 from __future__ import annotations
 
@@ -82,12 +84,12 @@ def blocks_plan(model: nn.Module, pins: Any = PINS, **options: Any) -> dt.Plan:
     ],
     ids=lambda options: " ".join(options) or "plain",
 )
-def test_a_folded_text_sends_what_the_full_one_does(options: dict[str, Any]) -> None:
+def test_folded_plan_text_names_repeated_layers_as_range(options: dict[str, Any]) -> None:
     assert set(titles(gpt_plan(4, dt.Mesh(tp=2), **options))) == {"blocks.{0..3}"}
 
 
 @pytest.mark.slow
-def test_stages_buckets_and_the_norm() -> None:
+def test_folded_plan_text_keeps_stages_and_totals_of_full_text() -> None:
     plan = gpt_plan(
         6, dt.Mesh(pp=2, dp=2, tp=2), inputs=dict(dp=dt.Row()), stages=HALVES, microbatches=2,
         clip_grad_norm=1.0,
@@ -121,7 +123,7 @@ def sent(text: str) -> dict[tuple[str, ...], int]:
 
 @pytest.mark.default("3")
 @pytest.mark.parametrize("level", [1, 2, 3])
-def test_what_zero_gathers_and_scatters(level: int) -> None:
+def test_zero_gathers_and_scatters_are_folded_with_their_layers(level: int) -> None:
     rows = Placed(axes=dict(dp=2), inputs=dict(dp=dt.Row()))
     run = Run.of(rows, module=Blocks(*[32] * 6), loss=mean_square, zero={"dp": level}, clip=None)
     plan = run.step.plan(torch.empty(8, 16, device="meta"))
@@ -175,18 +177,19 @@ CASES: dict[str, tuple[nn.Module, Mapping[str, Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_layers_are_folded_as_far_as_they_are_alike(case: str) -> None:
+def test_only_equal_consecutive_layers_are_folded(case: str) -> None:
     model, pins, expected = CASES[case]
     assert titles(blocks_plan(model, pins), "forward") == expected
 
 
-def test_a_layer_that_reads_something_else() -> None:
-    """All its steps look alike; what it reads comes from further back."""
+def test_layer_that_reads_earlier_value_is_not_folded() -> None:
+    """All steps of the layer look like those of its neighbours, but its input comes from an
+    earlier layer."""
     odd = Blocks(*[32] * 6, wire=lambda number, x, first: first if number == 3 else x)
     assert not any("{0..5}" in layers for layers in titles(blocks_plan(odd), "forward"))
 
 
-def test_a_loop_without_numbers_is_not_folded() -> None:
+def test_loop_of_plain_ops_is_not_folded() -> None:
     def fn(x: Tensor) -> Tensor:
         for _ in range(30):
             x = x.sin()
@@ -200,7 +203,7 @@ def test_a_loop_without_numbers_is_not_folded() -> None:
 
 
 @pytest.mark.slow
-def test_a_llama_of_32_layers() -> None:
+def test_plan_text_of_32_layer_llama_is_short_and_counts_all_collectives() -> None:
     hf = pytest.importorskip("transformers", reason=missing("transformers"))
     config = hf.LlamaConfig(
         hidden_size=64, intermediate_size=160, num_hidden_layers=32, num_attention_heads=8,

@@ -1,4 +1,4 @@
-"""The cut of a chain is the best of all cuts: held against brute force."""
+"""Tests that `partition` cuts a chain at the best of all cuts, compared with brute force."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def random_chain(seed: int, num: int = 9) -> Chain:
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 4])
 @pytest.mark.parametrize("seed", range(12))
-def test_the_dearest_part_is_as_cheap_as_can_be(seed: int, parts: int) -> None:
+def test_partition_minimizes_most_expensive_part(seed: int, parts: int) -> None:
     chain = random_chain(seed)
 
     def barred(bounds: tuple[int, ...]) -> bool:
@@ -49,7 +49,7 @@ def test_the_dearest_part_is_as_cheap_as_can_be(seed: int, parts: int) -> None:
     assert found.costs == chain.costs(found.bounds)
 
 
-def test_costs_are_counted_once_a_part() -> None:
+def test_shared_and_tied_costs_count_once_per_part() -> None:
     chain = Chain(
         own=(1, 1, 1, 1),
         shared=(SharedCost(10, (0, 1, 3)),),
@@ -60,7 +60,7 @@ def test_costs_are_counted_once_a_part() -> None:
     assert chain.costs((0, 1, 2, 4)) == (1 + 10 + 1100 + 10, 1 + 10 + 100, 2 + 10 + 1000)
 
 
-def test_ties_go_to_what_sends_least_then_to_even_parts() -> None:
+def test_equal_partitions_prefer_fewer_bytes_sent_then_even_parts() -> None:
     heavy = Chain(own=(1, 1, 1, 1, 1, 1, 9))
     found = partition(heavy, 3)
     assert found is not None and found.bounds == (0, 3, 6, 7)
@@ -72,7 +72,7 @@ def test_ties_go_to_what_sends_least_then_to_even_parts() -> None:
     assert found is not None and found.bounds == (0, 2, 4, 6, 7)
 
 
-def test_memory_limits_a_part() -> None:
+def test_partition_respects_memory_limit_of_each_part() -> None:
     held = tuple(SharedCost(4, (u,)) for u in range(6))
     kept = tuple(SharedCost(1, (u,)) for u in range(6))
     chain = Chain(own=(9, 1, 1, 1, 1, 1), bytes_held=held, bytes_kept=kept, bytes_passing=(0,) * 6)
@@ -85,6 +85,6 @@ def test_memory_limits_a_part() -> None:
     assert none.bounds == (0, 3, 6)  # 18 and 15 bytes
 
 
-def test_no_cut() -> None:
+def test_partition_returns_none_if_no_cut_is_allowed() -> None:
     assert partition(Chain(own=(1, 1)), 3) is None
     assert partition(Chain(own=(1, 1), barred=((0, 1),)), 2) is None

@@ -1,6 +1,6 @@
-"""How plans read, what they say of their reasons, and that their memory is what it should be.
+"""Tests the text of plans, their explanations, hints, totals and rounding reports.
 
-Whole plans are compared with tests/golden; after a wanted change, write them anew with
+Whole plans are compared with tests/golden. After an intended change, rewrite the files with
 `python -m tests.sharding.test_plan_text` and read the difference.
 """
 
@@ -65,11 +65,11 @@ WHOLE: dict[str, Callable[[], Plan]] = {
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_whole_plans(name: str) -> None:
+def test_plan_texts_equal_golden_files(name: str) -> None:
     assert str(WHOLE[name]()) + "\n" == (GOLDEN / f"{name}.txt").read_text()
 
 
-def test_an_axis_that_opens_nothing_says_so() -> None:
+def test_plan_text_explains_axis_that_splits_nothing() -> None:
     model, x = MLP(), torch.randn(8, 16)
     text = str(plan_model(model, mean_square, (x,), Mesh(dp=2, tp=1, ep=2), {}))
     assert "axis ep    splits nothing: no pin opens a factor" in text
@@ -79,7 +79,7 @@ def test_an_axis_that_opens_nothing_says_so() -> None:
 # -- words -----------------------------------------------------------------------------------------
 
 
-def test_units() -> None:
+def test_plan_text_units_of_bytes_flop_and_seconds() -> None:
     assert [size_text(n) for n in (0, 1023, 1024, 2**21, 3 * 2**29, 2**41)] == [
         "0 B", "1023 B", "1.0 KiB", "2.0 MiB", "1.5 GiB", "2.0 TiB",
     ]  # fmt: skip
@@ -101,13 +101,13 @@ def test_units() -> None:
         (["a.0.n1", "a.1.n2"], ["a.0.n1", "a.1.n2"]),
     ],
 )
-def test_repeated_layers_as_one_name(names: list[str], text: list[str]) -> None:
+def test_collapse_writes_repeated_layer_names_as_glob(names: list[str], text: list[str]) -> None:
     assert list(collapse(names)) == text
     for name in names:
         assert sum(matches(glob, name) for glob in text) == 1
 
 
-def test_collectives_and_memory_are_tuples_that_print_as_tables() -> None:
+def test_plan_collectives_and_memory_are_tuples_that_print_as_tables() -> None:
     plan, staged = mlp(), gpt().memory
     assert isinstance(plan.collectives, tuple) and plan.memory == plan.totals.stage_memory
     text = f"{plan.collectives}\n\n{plan.memory}\n\n{staged}\n\n{type(plan.collectives)()}"
@@ -139,7 +139,7 @@ no collectives""",
 # -- explain ---------------------------------------------------------------------------------------
 
 
-def test_explain_a_pending_sum() -> None:
+def test_explain_pending_sum_names_cause_and_its_reduction() -> None:
     assert_expected_inline(
         mlp().explain("mm"),
         """\
@@ -150,7 +150,7 @@ mm: f32[8,16]{sum@tp}
     )
 
 
-def test_explain_parameters() -> None:
+def test_explain_parameter_names_its_pin_or_why_it_has_none() -> None:
     plan = plan_model(
         MLP(), mean_square, (torch.randn(8, 16),), Mesh(dp=2, tp=2), MLP_PINS,
         inputs=dict(dp=Shard(0)),
@@ -163,7 +163,7 @@ def test_explain_parameters() -> None:
     assert "on dp: Replicate(), no pin; no pin on the axis reaches it" in bias
 
 
-def test_explain_follows_a_gradient_to_its_update() -> None:
+def test_explain_gradient_names_its_reduction_and_update() -> None:
     plan = gpt()
     text = plan.explain("grad_blocks_0_mlp_up_weight")
     assert "on dp: a pending sum: mm contracts factor k" in text
@@ -174,7 +174,7 @@ def test_explain_follows_a_gradient_to_its_update() -> None:
     assert "counted in grad_norm" in reduced
 
 
-def test_explain_every_value() -> None:
+def test_explain_covers_every_value_and_suggests_near_names() -> None:
     plan = gpt()
     for name, spec in plan.value_specs().items():
         first, *more = plan.explain(name).splitlines()
@@ -186,7 +186,7 @@ def test_explain_every_value() -> None:
 # -- memory and time -------------------------------------------------------------------------------
 
 
-def test_flop_and_seconds() -> None:
+def test_plan_totals_count_flop_and_seconds_per_rank() -> None:
     whole, half, micro = (
         plan.totals.stages[0] for plan in (mlp(1), mlp(2), mlp(2, microbatches=4))
     )
@@ -212,7 +212,7 @@ def plan_of(pins: dict[str, Stated], hints: bool = True) -> Plan:
     return step.plan(torch.zeros(512, 16), hints=hints)
 
 
-def test_two_columns_in_a_row() -> None:
+def test_hint_proposes_cheaper_pin_for_second_column_layer() -> None:
     pins: dict[str, Stated] = {"up.weight": dict(tp=dt.Row()), "down.weight": dict(tp=dt.Row())}
     plan = plan_of(pins)
     (hint,) = plan.hints
@@ -234,12 +234,12 @@ costs 1.24 ms, 128.0 KiB sent""",
 
 
 @pytest.mark.parametrize("roles", [False, True])
-def test_megatrons_pins_have_none(roles: bool) -> None:
+def test_megatron_pins_produce_no_hint(roles: bool) -> None:
     named = {"*up": dict(tp=dt.ColumnParallel()), "*down": dict(tp=dt.RowParallel())}
     assert plan_of(named if roles else MLP_PINS).hints == ()  # type: ignore[arg-type]
 
 
-def test_one_pattern_for_all_layers_is_one_hint() -> None:
+def test_pattern_that_matches_all_layers_produces_one_hint() -> None:
     pins: dict[str, Stated] = {"*.down.weight": dict(tp=dt.Row()), **MEGATRON}
     run = Run.of(Placed(axes=dict(tp=2), pins=pins))
     hints = run.step.plan(*batch(), hints=True).hints
@@ -260,7 +260,7 @@ def plan_with(
     return run.step.plan(torch.empty(12, rows, device="meta"))
 
 
-def test_text() -> None:
+def test_rounding_report_lists_reordered_sums_with_bounds() -> None:
     plan = plan_with(3, axes=dict(dp=2, tp=2))
     assert_expected_inline(
         plan.rounding(),
@@ -274,12 +274,12 @@ rounding of mean_square: placements reorder these sums
     )
 
 
-def test_what_is_not_taken_apart_is_not_listed() -> None:
+def test_rounding_report_is_empty_on_one_rank() -> None:
     expected = "rounding of mean_square: no sum is taken apart, so no order changes"
     assert plan_with(axes=dict(dp=1, tp=1)).rounding() == expected
 
 
-def test_terms_are_counted_through_views_and_additions() -> None:
+def test_rounding_terms_are_counted_through_views_and_additions() -> None:
     mesh = dt.Mesh(tp=2)
 
     def fn(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -289,8 +289,9 @@ def test_terms_are_counted_through_views_and_additions() -> None:
     assert [one.terms for one in reordered(plan)] == [8 + 6 * 8]
 
 
-def test_the_exponentials_of_a_softmax_are_a_sum() -> None:
-    """Their bound holds against the vocabulary in one piece; of logits far apart and close."""
+def test_rounding_bound_of_sharded_softmax_holds() -> None:
+    """The reference is the unsharded vocabulary; covers logits that are far apart and close
+    together."""
     mesh = dt.Mesh(tp=4)
 
     def stats(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -309,14 +310,15 @@ def test_the_exponentials_of_a_softmax_are_a_sum() -> None:
         assert ((split - whole)[:, 1].abs() <= found.bound * whole[:, 1]).all()
 
 
-def test_norms_of_layers_count_the_batch() -> None:
-    """The gradient of a norm's weight is one result of several: its own terms count."""
+def test_rounding_of_layer_norm_weight_gradient_counts_batch_terms() -> None:
+    """The gradient of the norm's weight is one of several results of its op; only its own terms
+    count."""
     found = reordered(plan_with(module=torch.nn.LayerNorm(8)))
     assert {one.terms for one in found if one.name.startswith("grad")} == {12}
 
 
-def test_the_bound_holds() -> None:
-    """A matrix product over a split factor, against the same in one piece and in float64."""
+def test_rounding_bound_of_sharded_matmul_holds() -> None:
+    """Compares a matrix product over a split factor with the unsharded product."""
     mesh = dt.Mesh(tp=4)
     torch.manual_seed(0)
     a, b = torch.randn(16, 512), torch.randn(512, 16)
@@ -329,8 +331,8 @@ def test_the_bound_holds() -> None:
     assert float(difference.max()) > 0
 
 
-def test_parameters_that_are_gathered_are_no_sums() -> None:
-    """At ZeRO's level 1 the updated slices are gathered in place: the step has no results."""
+def test_rounding_report_omits_gathered_parameters() -> None:
+    """At ZeRO level 1 the updated slices are gathered in place, so the step has no results."""
     found = reordered(plan_with(zero={"dp": 1}))
     assert [(one.name, one.axis, one.terms) for one in found] == [
         ("mean_reduced", "dp", 192),

@@ -1,4 +1,4 @@
-"""A plan that contradicts itself is refused, whatever the contradiction; those planned are not."""
+"""Tests that `verify` refuses a plan that contradicts itself."""
 
 from __future__ import annotations
 
@@ -162,13 +162,13 @@ CORRUPT: dict[str, tuple[Callable[[], Sequence[Step]], str]] = {
 
 
 @pytest.mark.parametrize("name", CORRUPT)
-def test_a_contradiction_is_refused(name: str) -> None:
+def test_verify_refuses_contradictory_steps(name: str) -> None:
     steps, said = CORRUPT[name]
     with pytest.raises(AssertionError, match=said):
         verify(replace(planned(), steps=tuple(steps())))
 
 
-def test_an_output_that_nothing_makes() -> None:
+def test_verify_refuses_output_that_no_step_produces() -> None:
     first_output, *others = planned().outputs
     lost = replace(first_output, values=((0, "nowhere"),))
     with pytest.raises(AssertionError, match="nowhere is read and nothing makes it"):

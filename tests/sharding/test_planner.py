@@ -1,7 +1,8 @@
-"""The planner on random programs: as cheap as enumeration, and the same numbers as one device.
+"""Tests the planner on random programs: plans are as cheap as enumeration finds, and give the
+numbers of one device.
 
-Every plan here is lowered and run on ranks in this process: planner, emitter and lowering are right
-together, or a number is wrong.
+Every plan here is lowered and run on ranks in this process, so a number is wrong unless planner,
+emitter and lowering are all right.
 """
 
 from __future__ import annotations
@@ -87,8 +88,8 @@ def check(program: Program, rng: random.Random, mesh: Mesh) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("programs", "loss"), [(22, False), (16, True)])
-def test_random_programs_have_the_same_numbers(programs: int, loss: bool) -> None:
-    """Few are refused: the others would prove nothing."""
+def test_planned_random_programs_match_one_device(programs: int, loss: bool) -> None:
+    """At most a fifth of the programs may be refused."""
     planned = 0
     for seed in range(programs):
         rng = random.Random(seed)
@@ -100,7 +101,7 @@ def test_random_programs_have_the_same_numbers(programs: int, loss: bool) -> Non
 
 
 @pytest.mark.slow
-def test_axis_after_axis_is_never_better_than_both_at_once() -> None:
+def test_planning_axis_by_axis_never_beats_planning_jointly() -> None:
     losses: list[float] = []
     for seed in range(16):
         try:
@@ -113,7 +114,7 @@ def test_axis_after_axis_is_never_better_than_both_at_once() -> None:
 
 @pytest.mark.default("attention")
 @pytest.mark.parametrize("name", ["Megatron MLP", "attention", "GPT layer"])
-def test_axis_after_axis_loses_nothing_on_transformer_blocks(name: str) -> None:
+def test_planning_axis_by_axis_is_optimal_for_transformer_blocks(name: str) -> None:
     found = planner_loss.loss(planner_loss.blocks()[name])
     assert found.relative == pytest.approx(0.0, abs=1e-9)
 
@@ -142,10 +143,10 @@ def _any_split(
 
 
 @pytest.mark.parametrize("seeds", [range(20), pytest.param(range(20, 200), marks=pytest.mark.slow)])
-def test_no_plan_that_follows_the_pins_is_cheaper(
+def test_plan_is_cheapest_of_enumerated_plans_that_follow_pins(
     seeds: Sequence[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On one axis; nor is a plan of search="free" dearer."""
+    """On one axis. A plan with search="free" is not more expensive."""
     planned = 0
     for seed in seeds:
         rng = random.Random(seed)
@@ -175,8 +176,10 @@ def _planned() -> str:
 
 
 @pytest.mark.slow
-def test_each_layer_by_itself_has_the_same_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four layers planned together, then with a rule, a walk and a choice for every op alone."""
+def test_sharing_work_between_repeated_layers_does_not_change_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Plans four layers together, and again with a separate rule, walk and choice for every op."""
     found = _planned()
     sizes: list[int] = []
 
@@ -201,7 +204,7 @@ def _full(value: object) -> OpCall:
     )
 
 
-def test_equal_calls_share_a_rule_and_others_do_not() -> None:
+def test_equal_calls_share_one_rule_object_and_different_calls_do_not() -> None:
     assert rule_for(_full(2.0)) is rule_for(_full(2.0))
     zeros = RunNumber.of(0.0, "a"), RunNumber.of(0.0, "b")
     numbers = 0.0, -0.0, 0, False, 1.0, 1, True, float("nan"), *zeros
@@ -238,7 +241,9 @@ FUNCTIONS: dict[str, Fn] = {
 @pytest.mark.default("3-logsumexp")
 @pytest.mark.parametrize("name", list(FUNCTIONS))
 @pytest.mark.parametrize("num", [2, 3])
-def test_a_split_dim_is_not_gathered(name: str, num: int) -> None:
+def test_reduction_over_split_dim_uses_all_reduce_and_matches_reference(
+    name: str, num: int
+) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(WIDE, dtype=torch.float64, generator=generator).requires_grad_()
     traced = trace(FUNCTIONS[name], (x,))
@@ -249,21 +254,21 @@ def test_a_split_dim_is_not_gathered(name: str, num: int) -> None:
     assert {c.kind for c in found.plan.collectives} == {"all_reduce"}
 
 
-def test_short_rows_are_gathered_and_stay_fused() -> None:
+def test_softmax_over_short_split_rows_is_gathered_and_stays_fused() -> None:
     traced = trace(FUNCTIONS["softmax"], (torch.randn(4, 6).requires_grad_(),))
     plan = planned(traced, dt.Mesh(tp=2), [COLUMN]).plan
     assert _ops(plan) >= {"aten._softmax.default"}
     assert any(c.kind == "all_gather" for c in plan.collectives)
 
 
-def test_a_whole_dim_stays_fused() -> None:
+def test_softmax_over_unsplit_dim_stays_fused_without_communication() -> None:
     traced = trace(FUNCTIONS["softmax"], (torch.randn(WIDE).requires_grad_(),))
     plan = planned(traced, dt.Mesh(tp=2), [{"tp": dt.Row()}]).plan
     assert _ops(plan) >= {"aten._softmax.default", "aten._softmax_backward_data.default"}
     assert not plan.collectives
 
 
-def test_only_the_op_whose_dim_is_split_is_written_out() -> None:
+def test_only_softmax_over_split_dim_is_decomposed() -> None:
     def fn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return x.softmax(-1).sum(0) + y.log_softmax(-1).sum(0)
 
@@ -274,7 +279,7 @@ def test_only_the_op_whose_dim_is_split_is_written_out() -> None:
     assert "softmax_amax" in str(plan)
 
 
-def test_it_is_never_dearer() -> None:
+def test_decomposing_layer_norm_over_split_dim_is_cheaper_than_gathering() -> None:
     traced = trace(FUNCTIONS["layer_norm"], (torch.randn(WIDE).requires_grad_(),))
     found = run(traced, dt.Mesh(tp=2), [COLUMN], topology=SLOW).planned
     assert found is not None

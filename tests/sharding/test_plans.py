@@ -1,7 +1,7 @@
-"""Plans are the ones that are known to be right: Megatron's, for Megatron's pins.
+"""Tests that plans are the known ones: Megatron's plan for Megatron's pins.
 
-Numbers of collectives, and their bytes against closed forms: of N bytes over w ranks an all_reduce
-sends 2(w-1)/w N from each. Shoeybi et al. 2019, arXiv:1909.08053, sections 3 and 5.
+Counts collectives and compares their bytes with closed forms: for N bytes over w ranks, each rank
+sends 2(w-1)/w N in an all_reduce. Shoeybi et al. 2019, arXiv:1909.08053, sections 3 and 5.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def an_input() -> Tensor:
 
 @both_sizes
 @pytest.mark.parametrize("which", ["mlp", "attention", "swiglu", "block"])
-def test_one_reduction_of_a_layer_forward_and_one_backward(which: str, ranks: int) -> None:
+def test_megatron_layer_has_one_all_reduce_forward_and_one_backward(which: str, ranks: int) -> None:
     model, pins, layers = {
         "mlp": (MLP(D), MLP_PINS, 1),
         "attention": (CausalSelfAttention(D, 4, True), ATTENTION_PINS, 1),
@@ -77,7 +77,7 @@ def test_one_reduction_of_a_layer_forward_and_one_backward(which: str, ranks: in
         (Llama(layers=2, norm="torch", spread="repeat"), LLAMA, 2),
     ],
 )
-def test_every_layer_is_alike_and_no_gradient_is_reduced_over_tp(
+def test_megatron_gpt_has_same_collectives_per_layer_and_none_for_gradients(
     model: nn.Module, pins: dict[str, Stated], layers: int
 ) -> None:
     plan = plan_model(model, loss_fn, batch(), Mesh(tp=2), pins)
@@ -88,7 +88,7 @@ def test_every_layer_is_alike_and_no_gradient_is_reduced_over_tp(
 
 @both_sizes
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_vocabulary_that_is_split(tied: bool, ranks: int) -> None:
+def test_sharded_vocabulary_reduces_embedding_and_loss_statistics(tied: bool, ranks: int) -> None:
     def loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
         return loss_fn(model, tokens, targets)[0]
 
@@ -103,8 +103,9 @@ def test_a_vocabulary_that_is_split(tied: bool, ranks: int) -> None:
     assert len(plan.collectives) == 3
 
 
-def test_norms_of_a_split_sequence_are_summed_at_the_end() -> None:
-    """Korthikanti et al. 2022, arXiv:2205.05198: a norm's gradients are sums over a part of it."""
+def test_norm_gradients_of_sharded_sequence_are_reduced_in_bucket() -> None:
+    """Korthikanti et al. 2022, arXiv:2205.05198: the gradients of a norm are sums over a part of
+    the sequence."""
 
     class Split(nn.Module):
         def __init__(self) -> None:
@@ -126,7 +127,9 @@ def test_norms_of_a_split_sequence_are_summed_at_the_end() -> None:
 @pytest.mark.default("2-2")
 @both_sizes
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_each_gradient_is_in_exactly_one_reduction(ranks: int, microbatches: int) -> None:
+def test_data_parallel_gradients_are_each_reduced_once_in_buckets(
+    ranks: int, microbatches: int
+) -> None:
     tokens, targets = batch(size=8)
     model = GPT(layers=1)
     plan = plan_model(
@@ -151,7 +154,7 @@ def test_each_gradient_is_in_exactly_one_reduction(ranks: int, microbatches: int
 
 @pytest.mark.default("True")
 @pytest.mark.parametrize("tied", [True, False])
-def test_one_transfer_for_each_value_boundary_and_direction(tied: bool) -> None:
+def test_pipeline_sends_each_value_once_per_stage_boundary_and_direction(tied: bool) -> None:
     plan = plan_model(
         GPT(layers=2, tied=tied), loss_fn, batch(), Mesh(pp=2, tp=2), MEGATRON,
         stages=TWO_STAGES, microbatches=2,
@@ -178,7 +181,7 @@ class Skip(nn.Module):
         return self.c(k * h) + h
 
 
-def test_a_value_goes_once_to_each_stage_and_no_view_beside_it() -> None:
+def test_skip_connection_sends_value_once_to_each_stage_and_no_view_of_it() -> None:
     stages = {"pp": [["a.*"], ["b.*"], ["c.*"]]}
     x = torch.randn(2, 4, 16)
     plan = plan_model(Skip(), mean_square, (x,), Mesh(pp=3), {}, stages=stages, microbatches=2)

@@ -1,5 +1,7 @@
-"""Random numbers: known answers, independence of what a rank holds, statistics; and the tokens that
-`dt.next_tokens` draws with them."""
+"""Tests random numbers: published vectors, independence of the shards, and moments.
+
+Also tests the tokens that `dt.next_tokens` draws with them.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,10 @@ ONES = 0xFFFFFFFF
         ),
     ],
 )
-def test_known_answers(counter: tuple[int, ...], key: tuple[int, int], words: str) -> None:
-    """The vectors that the authors publish with Random123 (kat_vectors, philox4x32 10)."""
+def test_philox_matches_published_test_vectors(
+    counter: tuple[int, ...], key: tuple[int, int], words: str
+) -> None:
+    """The vectors are published with Random123 (kat_vectors, philox4x32 10)."""
     c0, c1 = (torch.full((1, 1), n) for n in counter[:2])
     found = philox(c0, c1, Key(key[0] | key[1] << 32, counter[2], counter[3]))
     assert " ".join(f"{int(w):08x}" for w in found) == words
@@ -47,7 +51,9 @@ def _pieces(rng: random.Random, size: int) -> tuple[tuple[int, int], ...]:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(7, 5, 13), (3, 1), (29,), (2, 40_003)])
-def test_a_part_is_a_part_of_the_whole(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_random_values_of_shard_equal_same_block_of_full_tensor(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
     key, whole, rng = Key(5, 6, 7), Place.whole(shape), random.Random(str(shape))
     for _ in range(8):
         pieces = tuple(_pieces(rng, size) for size in shape)
@@ -61,7 +67,7 @@ def test_a_part_is_a_part_of_the_whole(shape: tuple[int, ...], dtype: torch.dtyp
         )
 
 
-def test_each_part_of_the_key_matters() -> None:
+def test_random_values_of_different_keys_are_uncorrelated() -> None:
     place = Place.whole((50, 40))
     keys = [Key(1, 2, 3), Key(2, 2, 3), Key(1 | 1 << 40, 2, 3), Key(1, 3, 3), Key(1, 2, 4)]
     drawn = [uniform(place, key, torch.float32, CPU) for key in keys]
@@ -70,7 +76,7 @@ def test_each_part_of_the_key_matters() -> None:
             assert abs(float(torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1])) < 0.1
 
 
-def test_moments() -> None:
+def test_random_values_have_expected_moments() -> None:
     place, key = Place.whole((500, 400)), Key(11, 0, 0)
     count = 500 * 400
     u = uniform(place, key, torch.float32, CPU).double()
@@ -85,14 +91,14 @@ def test_moments() -> None:
     assert abs(float(kept.mean()) - 0.7) < 4 * math.sqrt(0.21 / count)
 
 
-def test_the_inverse_of_the_normal_distribution() -> None:
+def test_normal_of_matches_torch_ndtri() -> None:
     small = 2.0 ** -torch.arange(2.0, 53.0, dtype=torch.float64)
     middle = torch.linspace(1e-6, 1 - 1e-6, 20_001, dtype=torch.float64)
     u = torch.cat([middle, small, 1 - small])
     torch.testing.assert_close(normal_of(u), torch.special.ndtri(u), rtol=1e-13, atol=1e-13)
 
 
-def test_uniform_never_rounds_up_to_one() -> None:
+def test_uniform_values_are_below_one_in_every_dtype() -> None:
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
         drawn = uniform(Place.whole((100, 1000)), Key(1, 0, 0), dtype, CPU)
         assert drawn.dtype == dtype
@@ -100,10 +106,11 @@ def test_uniform_never_rounds_up_to_one() -> None:
 
 
 @pytest.mark.parametrize("kind", ["keep", "uniform", "integers", "normal"])
-def test_numbers_on_a_gpu_need_little_memory_beside_themselves(
+def test_random_values_need_little_temporary_memory(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The chunks are those of a GPU: there 8192 x 8192 of them had 768 MiB of temporaries."""
+    """Uses the chunk sizes of a GPU. Without chunks, 8192 x 8192 numbers needed 768 MiB of
+    temporary memory there."""
     place, key, meta = Place.whole((8192, 8192)), Key(1, 2, 3), torch.device("meta")
     memory = Meter(1)
     memory.rank = 0
@@ -138,8 +145,8 @@ def drawn(
 
 @pytest.mark.parametrize("seed", [5, 7 << 40 | 9, 2**62 + 12345])
 @pytest.mark.parametrize("at", [0, 3, 2**31, 2**32 - 1])
-def test_numbers_are_philox_of_seed_and_position(seed: int, at: int) -> None:
-    """Those of one key, whatever other rows there are."""
+def test_sampling_number_is_philox_of_seed_and_position(seed: int, at: int) -> None:
+    """The number of one row does not depend on the other rows."""
     _, elements = next(words(Place.whole((1, 4)), Key(seed, at, 0), CPU, 1))
     high, low = (int(element[0][0, 0]) for element in elements[:2])
     found = uniform_of(torch.tensor([1, seed, 2]), torch.tensor([4, at, 4]))
@@ -151,7 +158,9 @@ def test_numbers_are_philox_of_seed_and_position(seed: int, at: int) -> None:
     ("temperature", "top_k", "top_p"),
     [(1.0, 0, 1.0), (0.5, 3, 1.0), (1.5, 0, 0.8), (2.0, 5, 0.7), (1.0, 1, 1.0), (1.0, 99, 1e-6)],
 )
-def test_the_distribution_is_transformers(temperature: float, top_k: int, top_p: float) -> None:
+def test_next_tokens_follow_distribution_of_transformers(
+    temperature: float, top_k: int, top_p: float
+) -> None:
     from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
     num, logits = 20_000, torch.randn(1, 7) * 2
@@ -172,7 +181,7 @@ def test_the_distribution_is_transformers(temperature: float, top_k: int, top_p:
     torch.testing.assert_close(logprob, of_all[token], rtol=0, atol=1e-6)
 
 
-def test_greedy_rows_are_the_likeliest_and_ties_the_first() -> None:
+def test_greedy_next_token_is_first_of_most_likely() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0], [5.0, -float("inf"), 0.0]])
     none = torch.zeros(2, 2, dtype=torch.int64)
     token, logprob = torch.ops.dt.next_tokens(logits, none[:, 0], none, torch.zeros(2, 2))
@@ -180,8 +189,9 @@ def test_greedy_rows_are_the_likeliest_and_ties_the_first() -> None:
     torch.testing.assert_close(logprob, logits.log_softmax(1)[[0, 1], [1, 0]])
 
 
-def test_a_row_has_the_bits_that_it_has_in_other_company() -> None:
-    """Of the same number of rows: NaN, greedy and drawn ones beside it change nothing."""
+def test_next_tokens_row_is_bitwise_independent_of_other_rows() -> None:
+    """Rows with NaN, greedy rows and sampled rows beside it change nothing. The number of rows is
+    the same."""
     logits = torch.randn(6, 300)
     request = torch.tensor([[9, 0], [8, 5], [7, 0], [6, 40], [5, 0], [4, 0]])
     knobs = torch.tensor([[0, 1], [0.7, 1], [1.3, 0.9], [1, 0.5], [2, 1], [0, 1]])
@@ -200,7 +210,7 @@ def test_a_row_has_the_bits_that_it_has_in_other_company() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_half_logits_are_drawn_in_float32(dtype: torch.dtype) -> None:
+def test_next_tokens_of_16_bit_logits_are_computed_in_float32(dtype: torch.dtype) -> None:
     logits = torch.randn(1, 9).to(dtype)
     token, logprob = drawn(logits, 0.8, 0, 0.9, 4)
     kept = torch.float64 if dtype == torch.float64 else torch.float32

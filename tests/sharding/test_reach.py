@@ -1,6 +1,6 @@
-"""What pins open: the factors that an axis splits, and those that it must not.
+"""Tests which factors the pins open for splitting over an axis, and which stay unsplit.
 
-reached(GPT layer, Megatron's pins)    the ffn factor, the heads; nothing of the residual stream
+reached(GPT layer, Megatron's pins)    opens the ffn factor and the heads, not the residual stream
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def split_values(found: Reach) -> set[str]:
 # -- what opens ------------------------------------------------------------------------------------
 
 
-def test_fused_qkv_opens_by_blocks() -> None:
-    """q, k and v are cut together, each into its own heads."""
+def test_pin_of_fused_qkv_with_blocks_opens_head_factor() -> None:
+    """q, k and v are split together, each into its own heads."""
     flow = flow_of(CausalSelfAttention(D, 4, bias=True), an_input())
     found = reached(flow, {"qkv.weight": Shard(0, blocks=3)})
     (opened,) = found.opened
@@ -70,7 +70,7 @@ def test_fused_qkv_opens_by_blocks() -> None:
     assert sizes == {3 * D, D, 4}  # qkv; one of them, or all heads; heads
 
 
-def test_kv_heads_open_the_q_heads_they_serve() -> None:
+def test_pin_of_kv_heads_opens_query_heads_of_same_group() -> None:
     cos = sin = torch.ones(T, 4)
     model = GroupedAttention(D, 4, 2, "enable_gqa")
     found = reached(flow_of(model, an_input(), cos, sin), {"k.weight": Shard(0)})
@@ -86,7 +86,7 @@ class Vocabulary(nn.Module):
         return torch.softmax(self.head(self.embed(tokens)), -1)
 
 
-def test_the_vocabulary_ends_at_the_embedding_and_at_a_softmax() -> None:
+def test_vocabulary_factor_stops_at_embedding_and_softmax() -> None:
     tokens = torch.zeros(B, T, dtype=torch.long)
     flow = flow_of(Vocabulary(), tokens)
     embedding = reached(flow, {"embed.weight": Shard(0)})
@@ -98,7 +98,7 @@ def test_the_vocabulary_ends_at_the_embedding_and_at_a_softmax() -> None:
     assert [s.kind for s in head.strategies[softmax.name]] == ["replicate"]
 
 
-def test_free_search_opens_everything_and_no_pin_splits_nothing() -> None:
+def test_free_search_opens_all_factors_and_no_pins_open_none() -> None:
     found = reached(flow_of(MLP(D), an_input()), {}, free=True)
     assert found.opened == ()
     assert {"up_weight", "down_weight", "up_bias", "down_bias"} <= split_values(found)
@@ -110,7 +110,7 @@ def test_free_search_opens_everything_and_no_pin_splits_nothing() -> None:
 # -- what does not ------------------------------------------------------------------------------
 
 
-def test_a_pin_of_one_dim_opens_nothing_and_is_kept() -> None:
+def test_bias_pin_opens_no_factor_and_is_kept() -> None:
     flow = flow_of(MLP(D), an_input())
     found = reached(flow, {"up.bias": Shard(0)})
     assert found.opened == () and split_values(found) == set()
@@ -144,8 +144,9 @@ class Norms(Block):
 @pytest.mark.default("1-Sequence")
 @pytest.mark.parametrize("block", [Sequence, Norms])
 @pytest.mark.parametrize("layers", [1, 3])
-def test_sequence_parallel_is_megatrons(block: type[Block], layers: int) -> None:
-    """Two gathers and two scatters a layer, forward and backward; no reduction of activations."""
+def test_long_sequence_plan_is_megatron_sequence_parallel(block: type[Block], layers: int) -> None:
+    """Each layer has two gathers and two scatters, forward and backward, and no all_reduce of
+    activations."""
     model = nn.Sequential(*(block(D, 4, True) for _ in range(layers)))
     x = torch.randn(8, 8192, D)  # 4 MiB: bytes cost more than exchanges
     plan = plan_model(model, mean_square, (x,), Mesh(tp=2), MEGATRON)
@@ -157,7 +158,7 @@ def test_sequence_parallel_is_megatrons(block: type[Block], layers: int) -> None
 # -- pins that do not line up ------------------------------------------------------------------
 
 
-def test_a_pin_across_q_k_and_v_is_refused_with_the_blocks() -> None:
+def test_pin_of_fused_qkv_without_blocks_is_refused_with_fix() -> None:
     flow = flow_of(CausalSelfAttention(D, 4, bias=True), an_input())
     with pytest.raises(PlanningError, match="fix: tp=Shard.0, blocks=3.") as caught:
         reached(flow, {"qkv.weight": Shard(0)})
@@ -165,7 +166,7 @@ def test_a_pin_across_q_k_and_v_is_refused_with_the_blocks() -> None:
     reached(flow, {"qkv.weight": Shard(0, blocks=3)})  # what was proposed is accepted
 
 
-def test_more_ranks_than_kv_heads_are_refused_with_a_smaller_axis() -> None:
+def test_more_ranks_than_kv_heads_is_refused_with_smaller_axis_as_fix() -> None:
     cos = sin = torch.ones(T, 4)
     flow = flow_of(GroupedAttention(D, 4, 2, "enable_gqa"), an_input(), cos, sin)
     with pytest.raises(PlanningError, match=r"Mesh\(tp=2, tp_rep=2\)"):
@@ -173,8 +174,9 @@ def test_more_ranks_than_kv_heads_are_refused_with_a_smaller_axis() -> None:
     reached(flow, {"k.weight": Shard(0)}, num=2)
 
 
-def test_parts_of_a_dim_of_another_size_are_not_proposed() -> None:
-    """The rows are cut where they are one dim with the columns: no blocks of the rows help."""
+def test_error_for_uneven_parts_of_flattened_weight_proposes_no_blocks() -> None:
+    """The weight is split after its rows and columns were flattened to one dim, so no blocks of
+    the rows help."""
 
     class Shifted(nn.Module):
         def __init__(self) -> None:
@@ -188,8 +190,8 @@ def test_parts_of_a_dim_of_another_size_are_not_proposed() -> None:
         reached(flow_of(Shifted(), torch.randn(12)), {"weight": Shard(0)})
 
 
-def test_an_argument_that_does_not_line_up_ends_there() -> None:
-    """What is not a parameter may be split as it comes: here weights are cheaper to move."""
+def test_misaligned_input_split_is_gathered_instead_of_refused() -> None:
+    """An input, unlike a parameter, may be split anyhow: here weights are cheaper to move."""
     plan = plan_model(
         MLP(D),
         mean_square,

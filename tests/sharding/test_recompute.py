@@ -1,4 +1,6 @@
-"""Recomputation in the plan: what is kept, what runs again, and what is never done twice."""
+"""Tests recomputation in the plan: which values are saved, which ops run again, and what never
+runs twice.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,7 @@ def section(plan: Plan) -> str:
 # -- what is kept --------------------------------------------------------------------------------
 
 
-def test_of_a_megatron_block_its_input_and_the_reduced_sum_are_kept() -> None:
+def test_recomputed_megatron_block_saves_its_input_and_all_reduced_sum() -> None:
     plan = gpt(["blocks.*"], dt.Mesh(tp=2), MEGATRON)
     assert plan.collectives == plan.plain.collectives  # type: ignore[union-attr]
     inside = [r for r in plan.regions if r.name == "blocks.1"]
@@ -80,7 +82,7 @@ def test_of_a_megatron_block_its_input_and_the_reduced_sum_are_kept() -> None:
     assert "recomputed in the backward of blocks.0" in plan.explain("h_again")
 
 
-def test_both_memories_and_the_work_are_stated() -> None:
+def test_plan_with_recompute_states_saved_memory_and_repeated_flop() -> None:
     plan, plain = gpt(), gpt(None)
     assert plan.plain == plain and plain.regions == () and plain.plain is None
     assert plan.memory[0].activations < 0.65 * plain.memory[0].activations
@@ -93,7 +95,7 @@ def test_both_memories_and_the_work_are_stated() -> None:
 
 
 @pytest.mark.slow
-def test_microbatches_and_stages_keep_the_schedule() -> None:
+def test_recompute_in_pipeline_lowers_memory_of_every_stage() -> None:
     given: dict[str, Any] = dict(
         schedule=dt.OneFOneB(4), stages=TWO_STAGES, loss=loss_fn, given=batch(0, 16, 16)
     )
@@ -108,8 +110,8 @@ def test_microbatches_and_stages_keep_the_schedule() -> None:
     assert "blocks.1          stage 1, 1 region\n" in section(plan)
 
 
-def test_zero_gathers_for_both_at_once() -> None:
-    """What runs again reads the parameters that the backward gathers anyway."""
+def test_zero_3_gathers_parameters_once_for_recompute_and_backward() -> None:
+    """Recomputed ops read the parameters that the backward gathers anyway."""
     options = dict(zero={"dp": 3})
     plan, plain = gpt(["blocks.*"], dt.Mesh(dp=2), **options), gpt(None, dt.Mesh(dp=2), **options)
 
@@ -127,7 +129,7 @@ def test_zero_gathers_for_both_at_once() -> None:
 # -- which ops are a region ------------------------------------------------------------------------
 
 
-def test_of_nested_matches_the_outermost_is_the_region() -> None:
+def test_nested_recompute_matches_use_outermost_module() -> None:
     found = [[r.name for r in gpt([g]).regions] for g in ("blocks.1*", "*.mlp", "*.up")]
     assert found == [
         ["blocks.1"],
@@ -136,8 +138,8 @@ def test_of_nested_matches_the_outermost_is_the_region() -> None:
     ]
 
 
-def test_a_region_without_anything_to_run_again_says_so() -> None:
-    """The backward of a product reads what comes into it and nothing else."""
+def test_region_with_nothing_to_recompute_is_reported() -> None:
+    """The backward of a matrix product reads only the input of the region."""
     plan = gpt(["*"])
     assert [r.name for r in plan.regions if r.repeated] == ["blocks.0", "blocks.1", "norm"]
     assert [r.name for r in plan.regions if not r.repeated] == ["embed", "positions", "head"]
@@ -160,7 +162,7 @@ class Checkpointed(nn.Module):
         return checkpoint(self.tail, x, use_reentrant=False)
 
 
-def test_a_checkpoint_in_the_model_is_a_region() -> None:
+def test_torch_checkpoint_in_model_is_recomputed_region() -> None:
     plan = plan_of(Checkpointed(), None)
     assert [r.name for r in plan.regions] == ["blocks.0", "checkpoint 1"]
     assert "sin" not in {s.op.name for s in again(plan)}  # its result leaves the region
@@ -171,7 +173,7 @@ def test_a_checkpoint_in_the_model_is_a_region() -> None:
     assert names == ["blocks.0", "blocks.1", "blocks.2", "checkpoint 1"]
 
 
-def test_each_call_of_a_shared_module_is_a_region() -> None:
+def test_each_call_of_shared_module_is_separate_region() -> None:
     class Shared(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -188,7 +190,7 @@ def test_each_call_of_a_shared_module_is_a_region() -> None:
 # -- what may not be done twice --------------------------------------------------------------------
 
 
-def test_statistics_of_batch_norm_are_made_once() -> None:
+def test_recompute_updates_batch_norm_statistics_once() -> None:
     class Normed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -209,7 +211,7 @@ def test_statistics_of_batch_norm_are_made_once() -> None:
 
 
 @pytest.mark.slow
-def test_a_dropout_that_runs_again_has_the_same_number() -> None:
+def test_recomputed_dropout_draws_same_random_numbers() -> None:
     plan = plan_of(DropoutGPT(), ["blocks.*"], loss=loss_fn, given=batch())
     twice = [s.op.name for s in again(plan) if "dropout" in s.op.call.name]
     assert len(twice) == 6  # all three of each block: masks are not kept
@@ -217,14 +219,14 @@ def test_a_dropout_that_runs_again_has_the_same_number() -> None:
     assert all(s.op.call == calls[s.op.name] for s in again(plan))
 
 
-def test_without_a_backward_nothing_changes() -> None:
+def test_recompute_does_not_change_forward_only_plan() -> None:
     model = dt.parallelize(GPT(), dt.Mesh(tp=2), MEGATRON, recompute=["blocks.*"])
     found = dt.compile(lambda m, x: m(x), dt.Mesh(tp=2)).plan(model, batch()[0])
     assert found.regions == () and found.plain is None
     assert "recompute" not in str(found)
 
 
-def test_both_places_mean_the_same() -> None:
+def test_recompute_in_parallelize_equals_recompute_in_train_step() -> None:
     module = GPT()
     model = dt.parallelize(module, dt.Mesh(), {}, recompute=["blocks.*"])
     step = dt.train_step(model, loss_fn, torch.optim.AdamW(module.parameters()))

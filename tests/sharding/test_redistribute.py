@@ -1,4 +1,5 @@
-"""Redistribution between all kinds of placements: exact values, closed forms of bytes, cheap paths.
+"""Tests redistribution between all kinds of placements: exact values, closed forms of bytes,
+cheapest paths.
 
 `make sweep` tries many more pairs and all prices.
 """
@@ -50,7 +51,7 @@ def pairs(family: Family, count: int) -> list[tuple[TensorSpec, TensorSpec]]:
 @pytest.mark.default("0-40")
 @pytest.mark.parametrize("count", [40, pytest.param(5000, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("number", range(len(FAMILIES)))
-def test_values_are_exact(number: int, count: int) -> None:
+def test_redistribution_keeps_exact_values(number: int, count: int) -> None:
     rng = torch.Generator().manual_seed(0)
     for src, dst in pairs(FAMILIES[number], count):
         if seconds(src, dst, TOPOLOGY) < float("inf"):
@@ -59,8 +60,8 @@ def test_values_are_exact(number: int, count: int) -> None:
 
 @settings(deadline=None, max_examples=30, database=None, derandomize=True)
 @given(st.data())
-def test_values_of_drawn_specs_are_exact(data: st.DataObject) -> None:
-    """Blocks with units, axes of size 1, scalars, up to three axes."""
+def test_redistribution_between_random_specs_keeps_exact_values(data: st.DataObject) -> None:
+    """Covers blocks with units, axes of size 1, scalars, and up to three axes."""
     mesh = data.draw(strategies.meshes(max_size=8))
     shape = data.draw(strategies.shapes(max_dims=2))
     both = strategies.specs(mesh=mesh, shape=shape, dtype=torch.int64, pending=True)
@@ -76,7 +77,7 @@ SWEPT = [pytest.param(number, 1000, marks=pytest.mark.sweep) for number in range
 @pytest.mark.parametrize(
     ("number", "sources"), [*((number, 4) for number in (0, 1, 2, 3, 7, 11, 12)), *SWEPT]
 )
-def test_no_path_is_cheaper(number: int, sources: int) -> None:
+def test_redistribution_path_is_cheapest_by_brute_force(number: int, sources: int) -> None:
     specs = FAMILIES[number].specs()
     for topology in (SMALL, TOPOLOGY):
         search = Search(specs, topology)
@@ -87,8 +88,8 @@ def test_no_path_is_cheaper(number: int, sources: int) -> None:
 
 
 @pytest.mark.parametrize("n", [2, 4])
-def test_bytes_sent_are_the_closed_forms(n: int) -> None:
-    """Of an f64[12n, 4n], V bytes: what one rank sends."""
+def test_redistribution_bytes_match_closed_forms(n: int) -> None:
+    """For an f64[12n, 4n] tensor of V bytes: the bytes that one rank sends."""
     mesh = Mesh(a=n)
     volume = 12 * n * 4 * n * 8
 
@@ -107,7 +108,7 @@ def test_bytes_sent_are_the_closed_forms(n: int) -> None:
     assert sent(REPLICATE, PARTIAL) == ("fill", 0)
 
 
-def test_uneven_collectives_send_what_the_busiest_rank_sends() -> None:
+def test_uneven_collective_bytes_are_those_of_busiest_rank() -> None:
     mesh = Mesh(a=3)
     rows = make_spec((7, 2), torch.float32, mesh, dict(a=Shard(0)))  # 3, 3, 1 rows
     whole = make_spec((7, 2), torch.float32, mesh)
@@ -123,7 +124,7 @@ def test_uneven_collectives_send_what_the_busiest_rank_sends() -> None:
     assert exchange.bytes_sent == 2 * 4
 
 
-def test_a_minor_axis_is_gathered_alone() -> None:
+def test_gathering_minor_axis_leaves_major_axis_in_place() -> None:
     """8@(a,b) -> 8@a: the rows of a stay where they are."""
     mesh = Mesh(a=2, b=2)
     src = make_spec((8, 4), torch.float32, mesh, dict(a=Shard(0), b=Shard(0)))
@@ -132,8 +133,9 @@ def test_a_minor_axis_is_gathered_alone() -> None:
     assert (move.kind, move.axis, move.bytes_sent) == ("all_gather", "b", 2 * 4 * 4)
 
 
-def test_two_pending_axes_reduce_a_part_each() -> None:
-    """Scattered over a, reduced over b on half of it, gathered over a; in one piece where asked."""
+def test_large_sum_over_two_axes_uses_hierarchical_all_reduce() -> None:
+    """Scatters over a, reduces half of the tensor over b, gathers over a; a small tensor is
+    reduced in one piece."""
     mesh = Mesh(a=2, b=2)
     src = make_spec((4096, 2048), torch.float32, mesh, dict(a=PARTIAL, b=PARTIAL))
     dst = make_spec((4096, 2048), torch.float32, mesh)
@@ -148,7 +150,7 @@ def test_two_pending_axes_reduce_a_part_each() -> None:
     assert [m.kind for m in moves(*small, TOPOLOGY)] == ["all_reduce", "all_reduce"]
 
 
-def test_nothing_is_scattered_over_microbatches() -> None:
+def test_microbatch_axis_is_never_scattered() -> None:
     mesh = Mesh(a=2).extended(MICROBATCH_AXIS, 2)
     both = {"a": PARTIAL, MICROBATCH_AXIS: PARTIAL}
     src = make_spec((1024, 512), torch.float32, mesh, both)
@@ -156,7 +158,7 @@ def test_nothing_is_scattered_over_microbatches() -> None:
     assert all(not isinstance(m.dst.placement(MICROBATCH_AXIS), Shard) for m in path)
 
 
-def test_no_path_to_another_reduction() -> None:
+def test_redistribution_from_sum_to_max_is_refused() -> None:
     mesh = Mesh(a=2)
     src = make_spec((4,), torch.float32, mesh, dict(a=Partial("sum")))
     dst = make_spec((4,), torch.float32, mesh, dict(a=Partial("max")))

@@ -1,4 +1,6 @@
-"""Rules: the notation, from factors to placements and back, views, and the registry's errors."""
+"""Tests rules: the notation, the mapping from factors to placements and back, views, and the
+registry's errors.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,7 @@ def _call(target: object, args: tuple[object, ...], *shapes: tuple[int, ...]) ->
 MM = _call(aten.mm.default, (Operand(0), Operand(1)), (8, 6), (6, 4), (8, 4))
 
 
-def test_strategies_of_mm() -> None:
+def test_mm_rule_has_expected_strategies_and_flop() -> None:
     assert _texts(rule_for(MM)) == [
         "[Replicate(), Replicate()] -> [Replicate()]",
         '[Partial("sum"), Replicate()] -> [Partial("sum")]',
@@ -79,11 +81,11 @@ def test_strategies_of_mm() -> None:
         (" -> a b", [], [(2, 3)]),
     ],
 )
-def test_text_round_trip(text: str, operands: list, results: list) -> None:
+def test_rule_text_round_trips(text: str, operands: list, results: list) -> None:
     assert str(_rule(text, operands, results)).strip() == text.strip()
 
 
-def test_addend_is_pending_where_a_contraction_is_split() -> None:
+def test_addend_is_partial_if_contraction_is_split() -> None:
     shapes = [(4,), (8, 6), (6, 4)], [(8, 4)]
     rule = _rule("n, m k, k n -> m n", *shapes, addends=(0,))
     assert _texts(rule) == [
@@ -94,7 +96,7 @@ def test_addend_is_pending_where_a_contraction_is_split() -> None:
     ]
 
 
-def test_whole_says_why() -> None:
+def test_unsplittable_op_states_reason() -> None:
     assert reasons()["aten.histogram.bin_ct"] == (
         "the edges of the bins, or their density, depend on all values"
     )
@@ -103,7 +105,7 @@ def test_whole_says_why() -> None:
     assert rule_for(call).factors() == ()
 
 
-def test_broadcast_dims_have_no_factor() -> None:
+def test_broadcast_dims_of_size_one_have_no_factor() -> None:
     rule = _rule("..., ... -> ...", [(4, 1, 3), (5, 3)], [(4, 5, 3)])
     assert str(rule) == "e0 1 e2, e1 e2 -> e0 e1 e2"
     split = rule.apply({"e1": FactorSharding((5,))}, 2)
@@ -114,7 +116,7 @@ def test_broadcast_dims_have_no_factor() -> None:
     assert whole.apply({"k": FactorSharding((6,))}, 2) is None and whole.factors() == ("b",)
 
 
-def test_major_and_minor_factors_of_a_product() -> None:
+def test_merged_dim_splits_by_major_factor_as_units_and_minor_as_blocks() -> None:
     rule = _rule("b (h d) -> b h d", [(2, 64)], [(2, 4, 16)])
     heads = rule.apply({"h": FactorSharding((4,))}, 3)
     inner = rule.apply({"d": FactorSharding((16,))}, 2)
@@ -124,7 +126,7 @@ def test_major_and_minor_factors_of_a_product() -> None:
     assert heads.results == (Shard(1),) and inner.results == (Shard(2),)
 
 
-def test_a_sum_splits_all_parts_together() -> None:
+def test_concatenated_dim_splits_all_parts_together_as_blocks() -> None:
     rule = _rule("b (q + k + v) -> b q, b k, b v", [(2, 12)], [(2, 6), (2, 3), (2, 3)])
     assert rule.apply({"q": FactorSharding((6,))}, 2) is None
     split = rule.strategies(2)[-1]
@@ -146,7 +148,9 @@ def test_a_sum_splits_all_parts_together() -> None:
     which=st.integers(0, 2),
 )
 @settings(max_examples=200, deadline=None)
-def test_match_inverts_apply(sizes: list[int], blocks: int, unit: int, num: int, which: int):
+def test_rule_match_inverts_rule_apply(
+    sizes: list[int], blocks: int, unit: int, num: int, which: int
+):
     names = [f"f{i}" for i in range(len(sizes))]
     text = f"({' '.join(names)}) -> {' '.join(names)}"
     rule = _rule(text, [(math.prod(sizes),)], [tuple(sizes)])
@@ -176,12 +180,12 @@ TWELVE = [
 
 @given(st.sampled_from(TWELVE), st.sampled_from(TWELVE))
 @settings(max_examples=60, deadline=None)
-def test_any_view_is_certified(before: tuple[int, ...], after: tuple[int, ...]) -> None:
+def test_rule_of_random_view_is_certified(before: tuple[int, ...], after: tuple[int, ...]) -> None:
     x = torch.arange(12, dtype=torch.float64).view(before)
     assert certify_call(aten.view.default, (x, list(after))).wrong == ()
 
 
-def test_view_factors() -> None:
+def test_view_rule_has_expected_factors() -> None:
     def text(before: tuple[int, ...], after: tuple[int, ...]) -> str:
         call = _call(aten.view.default, (Operand(0), list(after)), before, after)
         return str(rule_for(call))
@@ -203,7 +207,7 @@ def test_view_factors() -> None:
         ((1, 6, 1, 1), "1 (g r) 1 1"),
     ],
 )
-def test_a_mask_is_split_where_the_scores_are(mask: tuple[int, ...], text: str) -> None:
+def test_attention_mask_shares_factors_with_scores(mask: tuple[int, ...], text: str) -> None:
     q, k, m = Meta((3, 6, 5, 8), F32), Meta((3, 2, 7, 8), F32), Meta(mask, torch.bool)
     call = OpCall(
         target=dt.attention_masked.default,
@@ -232,8 +236,8 @@ def _mix(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         ((3, 4), 'fix: dt.rule("test_rule::mix", "a! b!, c! d! -> e! f!")\n'),
     ],
 )
-def test_an_op_without_a_rule_is_an_error(shape: tuple[int, ...], fix: str) -> None:
-    """Element by element is proposed where the shapes broadcast."""
+def test_op_without_rule_is_refused_with_proposed_rule(shape: tuple[int, ...], fix: str) -> None:
+    """An elementwise rule is proposed if the shapes broadcast."""
     op = torch.ops.test_rule.mix.default
     call = _call(op, (Operand(0), Operand(1)), (4, 4), (4, 4))
     call = replace(call, operands=(call.operands[0], Meta(shape, torch.float32)))
@@ -262,7 +266,7 @@ def _broken(call: OpCall) -> Rule:
         (_broken, "its rule fails with KeyError: 'of the builder'"),
     ],
 )
-def test_a_builder_that_fails_is_no_rule_for_the_call(
+def test_failing_rule_builder_is_reported_as_missing_rule(
     builder: Builder, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(registry._BUILDERS, "test_rule.mix.default", builder)
@@ -276,15 +280,15 @@ def test_a_builder_that_fails_is_no_rule_for_the_call(
     assert isinstance(raised.value.__cause__, PlanningError | KeyError)
 
 
-def test_random_ops_of_torch_have_no_rule() -> None:
-    """Capture rewrites them as counter-based ops of the project's own."""
+def test_torch_random_ops_have_no_rule() -> None:
+    """Capture rewrites them as the project's own counter-based ops."""
     found = [n for n in registered() if "dropout" in n or "bernoulli" in n or "rand" in n]
     assert {n for n in found if not n.startswith("dt.")} <= {
         "aten.native_dropout_backward.default"  # a mask is given
     }
 
 
-def test_an_op_has_one_rule() -> None:
+def test_registering_second_rule_for_op_is_refused() -> None:
     with pytest.raises(PlanningError, match="has a rule already"):
         register("aten.mm.default", pattern("m k, k n -> m n"))
 
@@ -300,7 +304,9 @@ def test_an_op_has_one_rule() -> None:
         ("a -> a a", [(6,)], "does not fit"),
     ],
 )
-def test_malformed_rules(text: str, operands: list[tuple[int, ...]], message: str) -> None:
+def test_malformed_rule_texts_are_refused(
+    text: str, operands: list[tuple[int, ...]], message: str
+) -> None:
     with pytest.raises(PlanningError, match=message):
         _rule(text, operands, [(2,)])
 
@@ -318,7 +324,7 @@ def _randn(*shape: int) -> torch.Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
 
 
-def test_gradient_of_a_bias_is_whole_on_ranks_that_split_input_channels() -> None:
+def test_convolution_bias_gradient_is_replicated_if_input_channels_are_split() -> None:
     x, w, grad = _randn(4, 6, 7), _randn(8, 6, 3), _randn(4, 8, 5)
     settings = ([8], [1], [0], [1], False, [0], 1, [True, True, True])
     rule = _rule_of(aten.convolution_backward.default, grad, x, w, *settings)
@@ -328,14 +334,14 @@ def test_gradient_of_a_bias_is_whole_on_ranks_that_split_input_channels() -> Non
     assert splits[operands] == (Shard(1), Shard(1), REPLICATE)
 
 
-def test_mean_of_nll_is_left_to_its_decomposition() -> None:
+def test_mean_of_nll_loss_has_no_rule_and_is_decomposed() -> None:
     x, target = _randn(4, 5).log_softmax(1), torch.tensor([1, -100, 0, 3])
     with pytest.raises(NoRule, match="torch decomposes it"):
         _rule_of(aten.nll_loss_forward.default, x, target, None, 1, -100)
 
 
-def test_group_norm_of_strided_shards() -> None:
-    """Its backward kernel reads storage in order: a shard gathered along a dim is not in order."""
+def test_group_norm_gradients_of_strided_shards_match_reference() -> None:
+    """The backward kernel reads storage in order, and a shard gathered along a dim is strided."""
     tensors = (_randn(4, 6, 5, 5), _randn(6), _randn(6))
     traced = trace(
         lambda x, w, b: F.group_norm(x, 3, w, b), tuple(t.requires_grad_() for t in tensors)
@@ -354,8 +360,8 @@ def _batch_norm(
 
 
 @pytest.mark.parametrize("bandwidth", [200e9, 1e6])
-def test_batch_norm_over_a_split_batch_has_the_statistics_of_all_of_it(bandwidth: float) -> None:
-    """The batch stays split whatever a gather costs; sums go over the ranks."""
+def test_batch_norm_over_split_batch_uses_statistics_of_full_batch(bandwidth: float) -> None:
+    """The batch stays split at any price of a gather; sums are reduced over the ranks."""
     tensors = (_randn(6, 4, 5).requires_grad_(), _randn(4).requires_grad_(), _randn(4), _randn(4))
     traced = trace(_batch_norm, tensors)
     expected = reference(traced)

@@ -1,7 +1,7 @@
-"""`solve` against enumeration: random graphs, random prices, some of them infinite.
+"""Tests `solve` against enumeration: random graphs with random prices, some of them infinite.
 
-Also the tie between repeated layers: on a chain of equal layers it costs nothing, and the number
-of choices to make does not grow with the chain.
+Also tests the tie between repeated layers: on a chain of equal layers it costs nothing, and the
+number of variables does not grow with the chain.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def random_nodes(rng: random.Random) -> list[Node]:
 
 @settings(max_examples=80, derandomize=True, deadline=None)
 @given(SEEDS)
-def test_as_cheap_as_enumeration(seed: int) -> None:
+def test_solve_is_as_cheap_as_enumeration(seed: int) -> None:
     rng = random.Random(seed)
     nodes, price = random_nodes(rng), random_prices(rng, rng.choice((0.0, 0.3, 0.7)))
     best = brute_force(nodes, price)
@@ -104,7 +104,7 @@ def _uniform(num: int, first: int, second: int) -> dict[str, int]:
 @pytest.mark.slow
 @settings(max_examples=40, derandomize=True, deadline=None)
 @given(SEEDS)
-def test_repeated_layers_make_one_choice(seed: int) -> None:
+def test_solve_of_tied_layers_has_constant_number_of_variables(seed: int) -> None:
     rng = random.Random(seed)
     state = rng.getstate()
     sizes: set[int] = set()
@@ -126,8 +126,9 @@ def test_repeated_layers_make_one_choice(seed: int) -> None:
     assert len(sizes) == 1
 
 
-def test_layers_that_cannot_agree_choose_for_themselves() -> None:
-    """The first layer must read what is replicated, and the second what the first has split."""
+def test_solve_unties_layers_that_cannot_choose_alike() -> None:
+    """The first layer must read a replicated value, and the second a value that the first has
+    split."""
     split = Shard(0)
 
     def price(value: str, src: Placement, dst: Placement) -> float:

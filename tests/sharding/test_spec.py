@@ -1,4 +1,6 @@
-"""Specs: the text form reads back, shards partition, assembling the shards gives the tensor."""
+"""Tests specs: the text form parses back, shards partition the tensor, and assembled shards equal
+it.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ MESH = Mesh(dp=2, tp=2)
         ({"tp": Partial("sum"), "dp": Row()}, "f32[8@dp,16]{sum@tp}"),
     ],
 )
-def test_text(placements: dict[str, Placement], text: str) -> None:
+def test_spec_text_parses_back(placements: dict[str, Placement], text: str) -> None:
     spec = make_spec((8, 16), torch.float32, MESH, placements)
     assert str(spec) == text
     assert parse(text, MESH) == spec
@@ -55,7 +57,7 @@ def test_text(placements: dict[str, Placement], text: str) -> None:
     assert str(both) == "f32[3*4@dp&12@tp]" and parse(str(both), MESH) == both
 
 
-def test_a_mesh_has_a_name() -> None:
+def test_mesh_name_is_part_of_equality_and_repr() -> None:
     play = Mesh(tp=2, name="play")
     assert play != Mesh(tp=2) and play == Mesh(name="play", tp=2) and play.shape == {"tp": 2}
     assert len({play, Mesh(tp=2), Mesh(tp=2, name="train")}) == 3
@@ -69,13 +71,13 @@ def test_a_mesh_has_a_name() -> None:
         Mesh(tp=2, name=None)  # pyright: ignore[reportArgumentType]
 
 
-def test_axes_without_names_are_refused() -> None:
+def test_mesh_axes_without_names_are_refused_with_fix() -> None:
     for sizes, fix in (((2, 2), "dp=2, tp=2"), ((4,), "tp=4"), (((2, 2),), "dp=2, tp=2")):
         with pytest.raises(PlanningError, match=rf"fix: dt\.Mesh\({fix}\)"):
             Mesh(*sizes)  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
-def test_parts_of_a_mesh_scalars_and_bools() -> None:
+def test_spec_text_covers_submesh_scalar_and_bool() -> None:
     spec = parse("f32[8@tp,16] on pp=1", Mesh(pp=2, tp=2))
     assert spec.on == (("pp", 1),) and str(spec) == "f32[8@tp,16] on pp=1"
     assert str(parse("f32[]{sum@tp}", MESH)) == "f32[]{sum@tp}"
@@ -87,7 +89,7 @@ def test_parts_of_a_mesh_scalars_and_bools() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(strategies.specs(dtype=torch.float64, pending=True))
-def test_text_reads_back_and_the_shards_are_the_tensor(spec: TensorSpec) -> None:
+def test_random_spec_parses_back_and_its_shards_assemble_to_tensor(spec: TensorSpec) -> None:
     assert parse(str(spec), spec.mesh) == spec
     x = torch.arange(math.prod(spec.shape), dtype=spec.dtype).view(spec.shape) - 3
     shards = [shard_of(x, spec, spec.mesh.coordinates(r)) for r in range(spec.mesh.size)]
@@ -98,7 +100,7 @@ def test_text_reads_back_and_the_shards_are_the_tensor(spec: TensorSpec) -> None
 
 @settings(deadline=None)
 @given(size=st.integers(0, 24), num=st.integers(1, 5), blocks=st.integers(1, 4))
-def test_index_sets_partition_the_dim(size: int, num: int, blocks: int) -> None:
+def test_index_sets_partition_dim(size: int, num: int, blocks: int) -> None:
     assume(size % blocks == 0)
     sets = index_sets(Shard(0, blocks), size, num)
     held = [i for intervals in sets for lo, hi in intervals for i in range(lo, hi)]
@@ -107,7 +109,7 @@ def test_index_sets_partition_the_dim(size: int, num: int, blocks: int) -> None:
 
 @settings(deadline=None)
 @given(size=st.integers(1, 24), num=st.integers(1, 5))
-def test_one_block_is_cut_as_chunk_cuts(size: int, num: int) -> None:
+def test_shard_without_blocks_splits_like_torch_chunk(size: int, num: int) -> None:
     chunks = torch.arange(size).chunk(num)
     sets = index_sets(Shard(0), size, num)
     assert [len(c) for c in chunks] == [hi - lo for item in sets for lo, hi in item]
@@ -125,13 +127,13 @@ def test_one_block_is_cut_as_chunk_cuts(size: int, num: int) -> None:
         (Shard(0, unit=3), "a block of size 8 is not a multiple of unit=3"),
     ],
 )
-def test_bad_placements(placement: Placement, message: str) -> None:
+def test_invalid_placements_for_shape_are_refused(placement: Placement, message: str) -> None:
     with pytest.raises(PlanningError) as raised:
         make_spec((8, 6), torch.float32, MESH, {"tp": placement})
     assert message in str(raised.value)
 
 
-def test_bad_values() -> None:
+def test_invalid_placement_values_and_axes_are_refused() -> None:
     with pytest.raises(PlanningError, match="at least 1"):
         Shard(0, blocks=0)
     with pytest.raises(PlanningError, match="the op is"):
@@ -157,6 +159,6 @@ def test_bad_values() -> None:
         ("f32[8]{mean@tp}", "the op is"),
     ],
 )
-def test_bad_texts(text: str, message: str) -> None:
+def test_invalid_spec_texts_are_refused(text: str, message: str) -> None:
     with pytest.raises(PlanningError, match=message):
         parse(text, MESH)

@@ -1,5 +1,6 @@
-"""Costs: a plan's totals are what its steps add up to, by the rank that hosts them, and all print
-the same; what is predicted of other sizes and cuts is what the plans of these say."""
+"""Tests the costs of a plan: its totals are the sums of its steps by rank, every report prints
+the same numbers, and predictions for other sizes and cuts equal the plans made for them.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def interleaved() -> tuple[dt.TrainStep, dt.Plan]:
 
 
 @pytest.mark.slow
-def test_what_a_rank_sends_computes_and_holds_is_that_of_its_stages() -> None:
+def test_rank_totals_are_sums_over_its_stages() -> None:
     _, plan = interleaved()
     totals = plan.totals
     sent = [[c for c in plan.collectives if c.stage in held] for held in HOSTED]
@@ -59,7 +60,7 @@ def test_what_a_rank_sends_computes_and_holds_is_that_of_its_stages() -> None:
         assert own.total + own.not_at_once == memory[first] + memory[second]
 
 
-def test_one_number_each_everywhere() -> None:
+def test_every_report_of_plan_prints_same_totals() -> None:
     step, plan = interleaved()
     totals, page, data = plan.totals, contents(plan), plan_data(plan)
     head = page["head"]
@@ -92,7 +93,7 @@ def costs(plan: dt.Plan) -> list[StepCost]:
 
 
 @pytest.mark.parametrize(("dp", "microbatches"), [(4, 2), (2, 4), (8, 2)])
-def test_a_step_at_other_sizes(dp: int, microbatches: int) -> None:
+def test_predicted_step_cost_at_other_sizes_equals_planned_cost(dp: int, microbatches: int) -> None:
     small, large = planned(dt.Mesh(dp=2, tp=2), 2), planned(dt.Mesh(dp=dp, tp=2), microbatches)
     to = Resized({"dp": 2, "mb": 2}, {"dp": dp, "mb": microbatches})
     assert any(isinstance(s, Redistribute) and s.bucket for s in small.steps)
@@ -123,7 +124,7 @@ ROWS = dict(inputs=dict(dp=dt.Row()))
         (dt.Mesh(dp=2, pp=2), {}, dict(zero={"dp": 3}), ROWS, 1e-2),
     ],
 )
-def test_a_predicted_cut_is_planned(
+def test_predicted_cost_of_stages_equals_planned_cost(
     mesh: dt.Mesh, pins: Any, placed: Any, stepped: Any, within: float, monkeypatch: Any
 ) -> None:
     found: list[Partition] = []
@@ -148,8 +149,8 @@ def test_a_predicted_cut_is_planned(
 # -- prices ----------------------------------------------------------------------------------------
 
 
-def test_an_exchange_reaches_all_ranks_at_once() -> None:
-    """Prices are those of daft's transports: pairs of sends and receives, not rings."""
+def test_collective_prices_are_those_of_pairwise_exchanges() -> None:
+    """Daft's transports use pairs of sends and receives, not rings."""
     topology = dt.Topology(latency=1.0, bandwidth=1.0)
 
     def seconds(kind: str, nbytes: int, num: int) -> float:
@@ -163,7 +164,7 @@ def test_an_exchange_reaches_all_ranks_at_once() -> None:
     assert seconds("all_reduce", large, 4) == 2 + 2 * large * 3 / 4  # pieces, then their sums
 
 
-def test_a_device_waits_for_launches() -> None:
+def test_simulated_device_waits_for_host_launches() -> None:
     """The host launches in order, one second each, and waits for nothing."""
     items = [
         Stretch.of(2.0, 1.0),  # launched at 1
@@ -182,7 +183,7 @@ def test_a_device_waits_for_launches() -> None:
         assert ends[0] == ends[1]
 
 
-def test_a_plan_says_that_the_host_decides() -> None:
+def test_plan_of_small_model_reports_host_bound() -> None:
     def plan_of(width: int) -> dt.Plan:
         with torch.device("meta"):
             model, x = MLP(width, width), torch.empty(width, width)
@@ -203,8 +204,8 @@ def test_a_plan_says_that_the_host_decides() -> None:
         assert cost.seconds <= device + cost.host_seconds + small.topology.step_latency
 
 
-def test_comparisons_and_searches_rank_by_the_host_too() -> None:
-    """Four microbatches launch four times the ops; the device computes as long as for one."""
+def test_compare_and_search_rank_host_bound_plans_by_host_time() -> None:
+    """Four microbatches launch four times as many ops; the device computes as long as for one."""
     with torch.device("meta"):
         model, x = MLP(256, 1024), torch.empty(4096, 256)
     parts = {f"of {n}": dict(mesh=dt.Mesh(), schedule=dt.GPipe(microbatches=n)) for n in (1, 4)}
@@ -219,8 +220,10 @@ def test_comparisons_and_searches_rank_by_the_host_too() -> None:
 @pytest.mark.parametrize(
     ("unit", "num", "share"), [(16, 4, 1 / 4), (32, 4, 1 / 2), (16, 3, 1 / 2), (1, 3, 22 / 64)]
 )
-def test_a_rank_is_the_fullest_one(unit: int, num: int, share: float) -> None:
-    """FLOP and seconds where shards are uneven: of 2 heads of 32 over 4 ranks two have one each."""
+def test_totals_of_uneven_shards_are_those_of_largest_rank(
+    unit: int, num: int, share: float
+) -> None:
+    """Of 2 units of 32 over 4 ranks, two ranks have one unit each and the others none."""
     pins = {"up.weight": dict(tp=dt.Row(unit=unit)), "down.weight": dict(tp=dt.Column(unit=unit))}
     given = (torch.empty(8, 16, device="meta"),)
     with torch.device("meta"):

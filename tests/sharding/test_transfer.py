@@ -1,5 +1,6 @@
-"""Transfers between meshes, of one value and of many at once: the pieces, the messages, their
-bytes, the text, and the values that they carry, for random placements, ranks and dtypes."""
+"""Tests transfers between meshes, of one value and of many at once, for random placements, ranks
+and dtypes: pieces, messages, bytes, text, and the values that arrive.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +80,7 @@ def ends(draw: st.DrawFn) -> tuple[TensorSpec, TensorSpec]:
 @pytest.mark.slow
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(ends())
-def test_each_rank_receives_only_what_it_lacks_and_values_are_exact(
+def test_transfer_sends_each_rank_only_missing_elements_and_exact_values(
     both: tuple[TensorSpec, TensorSpec],
 ) -> None:
     source, target = both
@@ -108,7 +109,7 @@ def test_each_rank_receives_only_what_it_lacks_and_values_are_exact(
             assert torch.equal(shard, shard_of(x, target, target.mesh.coordinates(rank))), str(plan)
 
 
-def test_the_text() -> None:
+def test_transfer_text_lists_pieces_and_bytes() -> None:
     plan = planned(parse("f32[8@tp,4]", Mesh(tp=2)), parse("f32[8@x,4]", Mesh(x=4)))
     assert (
         str(plan)
@@ -123,7 +124,7 @@ transfer f32[8@tp,4] on mesh(tp=2) -> f32[8@x,4] on mesh(x=4)
     assert plan.bytes_by_pair == {(0, 1): 32, (1, 2): 32, (1, 3): 32}
 
 
-def test_the_price_is_the_busiest_ranks() -> None:
+def test_transfer_price_is_that_of_busiest_rank() -> None:
     plan = planned(parse("f32[8@tp,4]", Mesh(tp=2)), parse("f32[8@x,4]", Mesh(x=4)))
     assert plan.seconds(Topology(latency=1.0, bandwidth=32.0)) == 2 * (1.0 + 1.0)
     slow = Topology(latency={"tp": 1.0, "x": 3.0}, bandwidth={"tp": 32.0, "x": 64.0})
@@ -131,7 +132,7 @@ def test_the_price_is_the_busiest_ranks() -> None:
     assert planned(plan.source, plan.source).seconds(Topology()) == 0
 
 
-def test_only_the_part_that_holds_the_value_sends() -> None:
+def test_transfer_from_submesh_sends_only_from_its_ranks() -> None:
     source = parse("f32[8@tp] on pp=1", Mesh(pp=2, tp=2))
     pieces = planned(source, parse("f32[8]", Mesh(x=1))).pieces
     assert [(p.source_rank, p.ranges, p.bytes_sent) for p in pieces] == [
@@ -142,7 +143,7 @@ def test_only_the_part_that_holds_the_value_sends() -> None:
     assert planned(scalar, parse("f32[]", Mesh(b=3))).bytes_by_pair == {(0, 2): 4}
 
 
-def test_what_is_refused() -> None:
+def test_transfer_of_partial_mismatched_or_duplicate_targets_is_refused() -> None:
     a, b = Mesh(a=2), Mesh(b=2)
     with pytest.raises(PlanningError, match=r"pending over a.*redistribute\(a=dt.Replicate\(\)\)"):
         planned(parse("f32[8]{sum@a}", a), parse("f32[8]", b))
@@ -206,7 +207,9 @@ def check_sent(plan: SyncPlan, values: Values) -> None:
 @pytest.mark.slow
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(syncs())
-def test_any_values_between_any_placements(case: tuple[Values, int, int]) -> None:
+def test_sync_of_random_values_between_random_placements_is_exact(
+    case: tuple[Values, int, int],
+) -> None:
     values, size, most = case
     plan = plan_sync("any", values, bucket_bytes=most)
     check_sent(plan, values)
@@ -242,8 +245,8 @@ def whole(shape: tuple[int, ...], dtype: torch.dtype, mesh: Mesh, *numbers: int)
     return StoredTensor("", make_spec(shape, dtype, mesh, {}), ranks, numbers)
 
 
-def test_replicas_share_the_work_of_many_values() -> None:
-    """One target: each of two replicas sends half, though a target's number would pick one."""
+def test_sync_balances_values_between_replicas() -> None:
+    """Each of two replicas sends half to the one target."""
     two, one = Mesh(a=2), Mesh(b=1)
     values = {
         f"v{n}": (whole((n,), F32, two, 0, 1), whole((n,), F32, one, 2)) for n in (40, 11, 10, 19)
@@ -251,7 +254,7 @@ def test_replicas_share_the_work_of_many_values() -> None:
     assert plan_sync("v", values).bytes_by_pair == {(0, 2): 160, (1, 2): 160}
 
 
-def test_messages_are_few_and_bounded() -> None:
+def test_sync_packs_values_into_few_bounded_messages() -> None:
     here, there = Mesh(a=1), Mesh(b=1)
     sizes = {"large": (100, F32), "half": (3, torch.bfloat16)}
     sizes |= {f"small {i}": (1, F32) for i in range(3)}
@@ -269,7 +272,7 @@ def test_messages_are_few_and_bounded() -> None:
     assert plan.seconds == 7 + plan.bytes_sent / 64
 
 
-def test_a_run_that_fails_leaves_all_values_as_they_were() -> None:
+def test_failed_sync_leaves_all_values_unchanged() -> None:
     mesh, other = Mesh(a=2), Mesh(b=2)
     side = StoredTensor("", make_spec((4,), F32, mesh, {"a": Shard(0)}), (0, 1), (0, 1))
     target = whole((4,), F32, other, 1, 2)

@@ -1,4 +1,6 @@
-"""ZeRO in the plan: what is stored how, what is sent when, and the papers' memory."""
+"""Tests ZeRO in the plan: how state is stored, which collectives run when, and memory as in the
+paper.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,7 @@ GOLDEN = {
 
 
 @pytest.mark.parametrize("level", GOLDEN)
-def test_collectives_of_each_level(level: int) -> None:
+def test_zero_level_has_expected_collectives(level: int) -> None:
     assert sorted(sent(plan_of(level))) == sorted(GOLDEN[level])
     repeated = [
         text + " x2" if level >= 2 and not text.startswith("optimizer") else text
@@ -74,7 +76,7 @@ def test_collectives_of_each_level(level: int) -> None:
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_memory_is_the_papers(microbatches: int) -> None:
+def test_zero_memory_matches_paper(microbatches: int) -> None:
     """Rajbhandari et al. 2020, section 5, for n = 4 and AdamW's two tensors, all in float32."""
     whole = 3 * 1024
     found = [plan_of(level, microbatches).memory[0] for level in range(4)]
@@ -87,7 +89,7 @@ def test_memory_is_the_papers(microbatches: int) -> None:
 
 
 @pytest.mark.parametrize("level", [1, 2, 3])
-def test_the_text_says_it(level: int) -> None:
+def test_plan_text_states_zero_storage_and_gathers(level: int) -> None:
     plan = plan_of(level)
     plan.verify()
     text = str(plan)
@@ -107,8 +109,8 @@ def gathers(plan: Plan, phase: str) -> list[tuple[str, ...]]:
     return [s.of for s in found if s.phase == phase]
 
 
-def test_what_was_gathered_does_not_outlive_its_phase() -> None:
-    """No value of the forward that the backward reads is a view of a gathered parameter."""
+def test_zero_3_gathered_parameter_is_not_used_in_another_phase() -> None:
+    """No value that the backward reads from the forward is a view of a gathered parameter."""
     for microbatches in (1, 2):
         plan = plan_of(3, microbatches)
         made: dict[str, str] = {}
@@ -121,7 +123,7 @@ def test_what_was_gathered_does_not_outlive_its_phase() -> None:
         assert not any(getattr(s, "once", False) for s in plan.steps if "permute" in str(s))
 
 
-def test_parameters_of_one_numbered_module_are_a_layer() -> None:
+def test_zero_3_gathers_parameters_of_each_numbered_layer_together() -> None:
     assert layer_of("model.layers.3.self_attn.q_proj.weight") == "model.layers.3"
     assert layer_of("embed.weight") == "embed"
     assert layer_of("stages.0.blocks.12.norm.bias") == "stages.0.blocks.12"
@@ -145,7 +147,7 @@ SPECS: list[tuple[tuple[int, ...], dict[str, Any], str | None]] = [
 
 
 @pytest.mark.parametrize(("shape", "stated", "expected"), SPECS, ids=str)
-def test_where_the_stored_split_goes(
+def test_stored_spec_splits_expected_dim_over_zero_axis(
     shape: tuple[int, ...], stated: dict[str, Any], expected: str | None
 ) -> None:
     mesh = dt.Mesh(dp=4, tp=2)

@@ -1,4 +1,6 @@
-"""`assert_collectives`: known modules under known placements, and the text of a failure."""
+"""Tests `assert_collectives` for known modules under known placements, and the text of its
+failure.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,7 @@ TOKENS = spec("i64[4,8]", TP)
         ),
     ],
 )  # fmt: skip
-def test_reductions_of_a_model(
+def test_assert_collectives_counts_all_reduces_of_model(
     make: Any, placements: Any, x: Any, forward: int, backward: int
 ) -> None:
     assert_collectives(
@@ -65,7 +67,7 @@ def test_reductions_of_a_model(
     )
 
 
-def test_the_gradients_of_parameters_are_reduced_in_backward() -> None:
+def test_assert_collectives_counts_gradient_reductions_in_backward() -> None:
     mesh = Mesh(dp=2)
     plan = assert_collectives(
         nn.Linear(16, 4, bias=False),
@@ -79,14 +81,14 @@ def test_the_gradients_of_parameters_are_reduced_in_backward() -> None:
     assert {c.name for c in plan.collectives} == {"mean_reduced", "grad_weight_reduced"}
 
 
-def test_a_result_may_stay_split_but_not_pending() -> None:
+def test_assert_collectives_result_may_be_sharded_but_not_partial() -> None:
     x = spec("f32[8,16]", TP)
     linear = nn.Linear(16, 32)
     assert_collectives(linear, TP, {"weight": dict(tp=Row())}, x, forward={})
     assert_collectives(linear, TP, {"weight": dict(tp=Column())}, x, forward={"all_reduce@tp": 1})
 
 
-def test_a_function_is_placed_by_its_specs() -> None:
+def test_assert_collectives_takes_placements_of_function_from_specs() -> None:
     def fn(x: Tensor, w: Tensor) -> Tensor:
         return F.relu(x @ w)
 
@@ -109,19 +111,19 @@ def test_a_function_is_placed_by_its_specs() -> None:
     assert plan.inputs[1].spec == spec("f32[16@tp,32]", TP)
 
 
-def test_two_axes_on_one_dim_are_pinned_as_stated() -> None:
+def test_plan_of_keeps_order_of_two_axes_on_one_dim() -> None:
     mesh = Mesh(dp=2, tp=2)
     for text in ("f32[8@(tp,dp),16]", "f32[8@(dp,tp),16]", "f32[8@dp,16@tp]", "f32[2*4@tp,16]"):
         plan = plan_of(lambda x: x * 2, mesh, {}, spec(text, mesh))
         assert plan.inputs[0].spec == spec(text, mesh)
 
 
-def test_arguments_keep_their_names_under_a_loss() -> None:
+def test_plan_of_keeps_argument_names_with_loss() -> None:
     plan = plan_of(MLP(), TP, {}, spec("f32[8,16]", TP, requires_grad=True), loss=squared)
     assert "x" in {i.label for i in plan.inputs}
 
 
-def test_pytrees_numbers_and_plain_arguments_pass_through() -> None:
+def test_plan_of_accepts_pytrees_and_numbers() -> None:
     def fn(pair: dict[str, Tensor], scale: float) -> Tensor:
         return pair["a"] @ pair["b"] * scale
 
@@ -130,7 +132,7 @@ def test_pytrees_numbers_and_plain_arguments_pass_through() -> None:
     assert [i.label for i in plan.inputs] == ["pair.a", "pair.b"]
 
 
-def test_failure_shows_what_was_found_and_the_plan() -> None:
+def test_assert_collectives_failure_shows_found_collectives_and_plan() -> None:
     with pytest.raises(AssertionError) as caught:
         assert_collectives(
             MLP(),
@@ -154,7 +156,7 @@ def test_failure_shows_what_was_found_and_the_plan() -> None:
     assert "plan MLP" in lines[8]
 
 
-def test_planning_logs_nothing_that_pytest_would_show_with_a_failure(
+def test_assert_collectives_adds_no_log_records(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     log = logging.getLogger("torch.__trace")
@@ -165,13 +167,13 @@ def test_planning_logs_nothing_that_pytest_would_show_with_a_failure(
     assert not log.disabled
 
 
-def test_a_phase_that_is_not_stated_is_not_checked() -> None:
+def test_assert_collectives_checks_only_stated_phases() -> None:
     assert_collectives(MLP(), TP, MEGATRON, spec("f32[8,16]", TP), backward={})
     with pytest.raises(AssertionError, match="expected 0, found 1"):
         assert_collectives(MLP(), TP, MEGATRON, spec("f32[8,16]", TP), forward={})
 
 
-def test_mistakes_of_the_call() -> None:
+def test_plan_of_refuses_wrong_mesh_unknown_name_and_bad_placement() -> None:
     x = spec("f32[8,16]", TP)
     with pytest.raises(PlanningError, match="stated on another mesh"):
         plan_of(MLP(), Mesh(tp=4), {}, x)
@@ -183,12 +185,12 @@ def test_mistakes_of_the_call() -> None:
         plan_of(lambda x: x * 2, TP, {"x": dict(tp=Shard(2))}, x)
 
 
-def test_replicate_in_placements_agrees_with_a_plain_spec() -> None:
+def test_plan_of_accepts_replicate_for_plain_spec() -> None:
     plan = plan_of(lambda x: x * 2, TP, {"x": dict(tp=Replicate())}, spec("f32[8,16]", TP))
     assert plan.collectives == ()
 
 
-def test_no_process_and_no_backend() -> None:
+def test_plan_of_starts_no_process_group_and_no_ray() -> None:
     plan_of(MLP(), TP, MEGATRON, spec("f32[8,16]", TP))
     assert not torch.distributed.is_initialized()
     assert "ray" not in vars(sys.modules["dtensor.testing.collectives"])

@@ -1,4 +1,4 @@
-"""The examples of docs/testing.md run, and print what the page says they print."""
+"""Tests that the examples of docs/testing.md run and print what the page shows."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def files() -> dict[str, str]:
     return found
 
 
-def test_every_block_is_one_that_runs_or_what_one_prints() -> None:
+def test_testing_page_has_only_python_and_output_blocks() -> None:
     kinds = [language for language, _ in blocks()]
     assert set(kinds) == {"python", "text"}
     assert kinds.count("text") == 2
     assert set(files()) == {"conftest.py", "test_attention.py"}
 
 
-def test_blocks_run_and_print_what_is_written() -> None:
+def test_testing_page_blocks_run_and_print_shown_output() -> None:
     namespace: dict[str, Any] = {"__name__": "docs_testing"}
     printed, ran = "", 0
     for language, text in blocks():
@@ -64,7 +64,7 @@ def test_blocks_run_and_print_what_is_written() -> None:
     assert ran == 5
 
 
-def test_the_fixture_in_files_of_ones_own(tmp_path: Path) -> None:
+def test_testing_page_fixture_works_in_user_project(tmp_path: Path) -> None:
     for name, text in files().items():
         (tmp_path / name).write_text(text)
     # as in pyproject.toml: trio, which selenium brings, hands Hypothesis what nobody holds

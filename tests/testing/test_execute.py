@@ -1,4 +1,4 @@
-"""Running any function under placements: what is fed, what comes back, what is refused."""
+"""Tests running a function under placements: inputs, results, gradients and refusals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def drawn(*shape: int) -> torch.Tensor:
     return torch.randn(shape, requires_grad=True)
 
 
-def test_values_and_gradients_by_leaf() -> None:
+def test_execute_matches_reference_results_and_gradients_of_nested_arguments() -> None:
     def fn(pair: tuple[torch.Tensor, torch.Tensor], *, k: torch.Tensor) -> dict[str, object]:
         return {"y": (pair[0] @ pair[1]).relu() * k, "n": 3}
 
@@ -39,7 +39,7 @@ def test_values_and_gradients_by_leaf() -> None:
         assert found.plan.collectives
 
 
-def test_cotangents_are_random() -> None:
+def test_execute_draws_cotangents_from_seed() -> None:
     x = drawn(5)
     first, second = (execute.trace(torch.sin, (x,), seed=s) for s in (0, 1))
     cotangent = first.cotangents[0]
@@ -49,8 +49,8 @@ def test_cotangents_are_random() -> None:
 
 
 @pytest.mark.parametrize("num", [2, 3, 4])
-def test_pending_parts_sum_to_the_last_bit(num: int) -> None:
-    """A hash or a sign of a pending value sees the value itself."""
+def test_cut_into_partial_shards_sums_back_bitwise(num: int) -> None:
+    """A hash or a sign of a partial value must see the exact value."""
     x = torch.cat([torch.randn(50) * 1e-3, torch.zeros(2), torch.tensor([float("inf"), -2.5])])
     spec = make_spec(tuple(x.shape), x.dtype, Mesh(x=num), {"x": SUM})
     parts = execute._cut(x, spec, torch.Generator().manual_seed(0))
@@ -61,7 +61,7 @@ def test_pending_parts_sum_to_the_last_bit(num: int) -> None:
     assert sum(bool(part.any()) for part in parts) > 1  # not one rank has it all
 
 
-def test_what_a_function_closes_over_is_a_constant() -> None:
+def test_execute_treats_closed_over_tensor_as_constant() -> None:
     table = torch.randn(4, 3)
     traced = execute.trace(lambda i: table[i], (torch.tensor([3, 0, 2]),))
     found = execute.run(traced, MESH, [{"x": Shard(0)}])
@@ -76,7 +76,7 @@ def random_parts(x: torch.Tensor) -> torch.Tensor:
     return torch.rand_like(x)
 
 
-def test_ranks_that_disagree_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_execute_raises_if_ranks_disagree(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(local: Callable[[torch.Tensor], torch.Tensor], placement: Placement) -> None:
         broken = pattern("n -> n", localize=lambda call, _: retarget(call, local, call.args[0]))
         monkeypatch.setitem(registry._BUILDERS, "aten.exp.default", broken)
@@ -88,8 +88,7 @@ def test_ranks_that_disagree_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
         run(random_parts, REPLICATE)
 
 
-def test_a_backward_of_conversions_alone() -> None:
-    """The identity's gradient is its cotangent, brought to where the input is."""
+def test_execute_backward_of_identity_returns_cotangent_at_input_placement() -> None:
     x = drawn(6, 4)
     traced = execute.trace(torch.clone, (x,))
     for option in (Shard(0), Shard(1), SUM, REPLICATE):
@@ -98,14 +97,15 @@ def test_a_backward_of_conversions_alone() -> None:
         torch.testing.assert_close(found.gradients[0], traced.cotangents[0])
 
 
-def test_a_value_named_as_a_function_of_the_runtime() -> None:
-    """torch names the gradient of floor `zeros_like`, the function that fills pending shards."""
+def test_execute_allows_value_named_like_runtime_function() -> None:
+    """torch names the gradient of floor `zeros_like`, which is also the function that fills
+    partial shards."""
     traced = execute.trace(torch.floor, (drawn(6),))
     found = execute.run(traced, MESH, [{"x": SUM}])
     torch.testing.assert_close(found.gradients[0], torch.zeros(6))
 
 
-def test_placements_are_one_dict_per_tensor() -> None:
+def test_execute_requires_one_dict_of_placements_per_tensor() -> None:
     traced = execute.trace(torch.add, (drawn(6), drawn(6)))
     with pytest.raises(PlanningError, match="one dict of placements per tensor"):
         execute.run(traced, MESH, [{"x": Shard(0)}])
@@ -113,7 +113,7 @@ def test_placements_are_one_dict_per_tensor() -> None:
         execute.run(traced, MESH, [{"x": Shard(1)}, {}])
 
 
-def test_without_gradients() -> None:
+def test_execute_without_gradients_returns_values_only() -> None:
     x = drawn(6)
     found = execute.run(execute.trace(torch.exp, (x,), grads=False), MESH, [{"x": Shard(0)}])
     torch.testing.assert_close(found.tensors[0], x.detach().exp())

@@ -1,4 +1,4 @@
-"""The fixture gives each test a mesh with a cluster of its own."""
+"""Tests that the mesh fixture gives each test a mesh with its own cluster."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _clusters: list[object] = []
 _left: list[dt.DTensor] = []
 
 
-def test_on_the_usual_meshes(mesh: dt.Mesh) -> None:  # noqa: F811
+def test_mesh_fixture_launches_new_cluster_for_each_default_mesh(mesh: dt.Mesh) -> None:  # noqa: F811
     session = launched()
     assert session is not None and session.mesh == mesh
     assert all(session.cluster is not other for other in _clusters)
@@ -26,7 +26,7 @@ def test_on_the_usual_meshes(mesh: dt.Mesh) -> None:  # noqa: F811
     assert torch.equal(placed.full_tensor(), x)
 
 
-def test_all_of_them_and_nothing_is_left() -> None:
+def test_mesh_fixture_covers_default_meshes_and_ends_its_launches() -> None:
     assert launched() is None
     if _seen:  # else this test runs alone, or those above in another worker
         assert set(_seen) <= set(MESHES)
@@ -35,13 +35,13 @@ def test_all_of_them_and_nothing_is_left() -> None:
 
 
 @pytest.mark.parametrize("mesh", [dict(tp=2), dt.Mesh(dp=2, tp=3)], indirect=True)
-def test_on_meshes_of_ones_own(mesh: dt.Mesh) -> None:  # noqa: F811
+def test_mesh_fixture_accepts_stated_meshes(mesh: dt.Mesh) -> None:  # noqa: F811
     assert mesh in (dt.Mesh(tp=2), dt.Mesh(dp=2, tp=3))
     x = dt.distribute(torch.ones(3), mesh, tp=dt.Row())
     assert float(dt.compile(torch.sum, mesh)(x)) == 3
 
 
-def test_training_that_gathers_nothing_does_not_warn(mesh: dt.Mesh) -> None:  # noqa: F811
+def test_mesh_fixture_training_does_not_warn(mesh: dt.Mesh) -> None:  # noqa: F811
     net = torch.nn.Linear(4, 2)
     model = dt.parallelize(net, mesh, {})
     step = dt.train_step(model, _loss, torch.optim.SGD(net.parameters(), lr=0.1))

@@ -1,4 +1,6 @@
-"""The oracle's own parts: what it varies, what it says, what is missing and what it would save."""
+"""Tests the oracle that certifies rules: the arguments it varies, what it reports as wrong or
+missing, and the saving it states.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ def _whole_mm(call: OpCall) -> Rule:
 
 
 @pytest.mark.parametrize("op", ["sum", "max", "min"])
-def test_pending_values_are_cut_into_parts_that_are_none_of_them_the_value(op: Any) -> None:
+def test_oracle_cuts_partial_value_into_nonzero_parts_that_reduce_to_it(op: Any) -> None:
     x = _randn(3, 4)
     spec = parse("f64[3,4]", Mesh(a=2, b=2)).with_placements(a=Partial(op), b=Shard(1))
     shards = cut(x, spec, torch.Generator().manual_seed(0))
@@ -53,7 +55,7 @@ def _reduced(parts: list[torch.Tensor], op: str) -> torch.Tensor:
     return a + b if op == "sum" else torch.maximum(a, b) if op == "max" else torch.minimum(a, b)
 
 
-def test_tolerance_is_that_of_the_coarsest_dtype() -> None:
+def test_oracle_tolerance_is_that_of_least_precise_dtype() -> None:
     assert tolerance_of([torch.float64, torch.int64]) == 1e-9
     assert tolerance_of([torch.float64, torch.float32]) == 1e-4
     assert tolerance_of([torch.bfloat16, torch.float32]) == 1e-1
@@ -66,7 +68,7 @@ def test_tolerance_is_that_of_the_coarsest_dtype() -> None:
 # -- variations ------------------------------------------------------------------------------------
 
 
-def test_other_sizes_keep_operands_together() -> None:
+def test_oracle_other_sizes_change_shared_dims_of_all_operands() -> None:
     shapes = [
         tuple(tuple(t.shape) for t in args)
         for args, _ in other_sizes(aten.mm.default, (_randn(4, 6), _randn(6, 2)), {}, rule_for)
@@ -80,7 +82,7 @@ def test_other_sizes_keep_operands_together() -> None:
     ]
 
 
-def test_negated_and_half_change_floats_alone() -> None:
+def test_oracle_negated_and_half_arguments_change_only_floats() -> None:
     x, i = _randn(2), torch.tensor([1, 2])
     (y, j, number), named = negated((x, i, 3.0), {"k": i})
     assert torch.equal(y, -x) and torch.equal(j, i) and number == 3.0 and torch.equal(named["k"], i)
@@ -88,7 +90,7 @@ def test_negated_and_half_change_floats_alone() -> None:
     assert h.dtype == torch.bfloat16 and j.dtype == torch.int64
 
 
-def test_arguments_that_the_op_rejects_are_not_tried() -> None:
+def test_oracle_skips_arguments_that_op_rejects() -> None:
     assert without_error(aten.mm.default, (_randn(2, 3), _randn(3, 2)), {})
     assert not without_error(aten.mm.default, (_randn(2, 3), _randn(2, 2)), {})
 
@@ -96,7 +98,7 @@ def test_arguments_that_the_op_rejects_are_not_tried() -> None:
 # -- missing ---------------------------------------------------------------------------------------
 
 
-def test_a_missing_strategy_says_what_it_would_save() -> None:
+def test_certificate_states_saving_of_missing_strategy() -> None:
     found = certify(aten.mm.default, _randn(6, 6), _randn(6, 6), rule=_whole_mm)
     assert found.wrong == ()
     by_operands = {m.operands: m for m in found.missing}
@@ -111,7 +113,7 @@ def test_a_missing_strategy_says_what_it_would_save() -> None:
     assert certify(aten.mm.default, _randn(6, 4), _randn(4, 6)).missing == ()
 
 
-def test_of_a_result_that_is_not_defined_only_the_shape_is_compared() -> None:
+def test_certify_compares_only_shape_of_uninitialised_result() -> None:
     found = certify(aten.empty_like.default, _randn(4, 6))
     assert (found.wrong, found.missing) == ((), ()) and found.checked > 20
 
@@ -119,7 +121,7 @@ def test_of_a_result_that_is_not_defined_only_the_shape_is_compared() -> None:
 # -- forward and backward --------------------------------------------------------------------------
 
 
-def test_ops_without_a_rule_are_certified_as_what_torch_makes_of_them() -> None:
+def test_certify_autograd_decomposes_op_without_rule() -> None:
     def nothing_for_softplus(call: OpCall) -> Rule:
         if call.name == "aten.softplus.default":
             raise NoRule("not here")
@@ -130,13 +132,13 @@ def test_ops_without_a_rule_are_certified_as_what_torch_makes_of_them() -> None:
     assert found.checked > certify_autograd(F.softplus, _randn(4)).checked
 
 
-def test_random_ops_are_refused() -> None:
+def test_certify_autograd_refuses_random_ops() -> None:
     found = certify_autograd(lambda x: torch.bernoulli(x.sigmoid()), _randn(4))
     assert len(found.refused) == 1
     assert "aten.bernoulli" in found.refused[0]
 
 
-def test_in_place_ops_are_certified_as_their_functional_twins() -> None:
+def test_certify_treats_in_place_ops_as_functional() -> None:
     def fn(x: torch.Tensor) -> torch.Tensor:
         return (x * 2).add_(x).pow_(2)
 
@@ -144,7 +146,7 @@ def test_in_place_ops_are_certified_as_their_functional_twins() -> None:
     assert found.refused == () and found.wrong == ()
 
 
-def test_functions_of_trees() -> None:
+def test_certify_accepts_functions_of_nested_arguments() -> None:
     def fn(pair: tuple[torch.Tensor, torch.Tensor], *, scale: float) -> dict[str, torch.Tensor]:
         return {"sum": pair[0] + pair[1], "product": pair[0] * pair[1] * scale}
 
@@ -155,7 +157,7 @@ def test_functions_of_trees() -> None:
 # -- certificates ----------------------------------------------------------------------------------
 
 
-def test_a_certificate_reads() -> None:
+def test_certificate_text_lists_wrong_missing_and_refused() -> None:
     gap = Missing(op="a.b.c", operands=(Shard(0),), results=(Shard(0),))
     one = Certificate(("first",), (gap,), 3, ("no rule says how x.\nfix: y",))
     assert (
@@ -169,7 +171,7 @@ def test_a_certificate_reads() -> None:
     )
 
 
-def test_an_op_needs_arguments_and_the_error_shows_some() -> None:
+def test_certify_without_arguments_is_refused_with_example_arguments() -> None:
     with pytest.raises(PlanningError) as caught:
         certify("aten::bmm")
     assert (
@@ -195,13 +197,13 @@ torch.randn(2, 4, 4))"""
         (aten.gather.default, "self, dim, index"),  # nothing that it accepts is found: its names
     ],
 )
-def test_examples_of_arguments_are_what_the_op_accepts(op: Any, text: str) -> None:
+def test_certify_example_arguments_are_accepted_by_op(op: Any, text: str) -> None:
     assert example(op) == text
     if "torch" in text:
         eval(f"op({text})")
 
 
-def test_the_same_seed_gives_the_same_certificate() -> None:
+def test_certificate_is_deterministic_for_seed() -> None:
     x, w = _randn(4, 6), _randn(6, 3)
     for seed in (0, 5):
         one, two = (certify(torch.mm, x, w, seed=seed, rule=rule_for) for _ in range(2))

@@ -1,4 +1,4 @@
-"""`assert_same`: what is right passes, each kind of wrong is found and named."""
+"""Tests that `assert_same` passes for correct functions, and finds and names each kind of error."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def rules() -> Iterator[dict[str, registry.Builder]]:
     registry._BUILDERS.update(before)
 
 
-def test_a_function_under_enumerated_placements() -> None:
+def test_assert_same_checks_function_under_enumerated_placements() -> None:
     same = dt.testing.assert_same(
         lambda x, w: (x @ w).relu(), torch.randn(5, 6), torch.randn(6, 7), count=4
     )
@@ -77,7 +77,7 @@ def test_a_function_under_enumerated_placements() -> None:
     assert any("Mesh(a=2, b=2)" in repr(m) or "mesh(a=2, b=2)" in m for m in same.checked)
 
 
-def test_a_module_under_stated_placements_and_meshes() -> None:
+def test_assert_same_checks_module_under_stated_placements_and_meshes() -> None:
     same = dt.testing.assert_same(MLP(), torch.randn(5, 6), placements=MEGATRON)
     assert [what.split(":")[0] for what in same.checked] == ["mesh(tp=2)", "mesh(tp=3)"]
     both = {**MEGATRON, "x": dict(dp=dt.Row())}
@@ -90,13 +90,13 @@ def test_a_module_under_stated_placements_and_meshes() -> None:
     dt.testing.assert_same(MLP(), torch.randn(5, 6), kwargs=kwargs, count=2)
 
 
-def test_inside_a_launch_of_another_mesh() -> None:
+def test_assert_same_runs_inside_launch_of_another_mesh() -> None:
     with dt.launch(dt.Mesh(dp=2)):
         same = dt.testing.assert_same(torch.relu, torch.randn(5, 6), count=2)
     assert len(same.checked) == 6
 
 
-def test_pytrees_integers_and_no_gradients() -> None:
+def test_assert_same_accepts_pytrees_integers_and_no_gradients() -> None:
     def pick(batch: dict[str, torch.Tensor], index: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"picked": batch["x"][index], "count": index + 1}
 
@@ -107,8 +107,10 @@ def test_pytrees_integers_and_no_gradients() -> None:
     assert same.checked
 
 
-def test_a_wrong_rule_is_found_with_all_that_one_needs(rules: dict[str, registry.Builder]) -> None:
-    """The rule says that a square keeps pending sums."""
+def test_assert_same_reports_wrong_rule_with_placements_and_plan(
+    rules: dict[str, registry.Builder],
+) -> None:
+    """The wrong rule says that a square keeps partial sums."""
     wrong = pattern("... -> ...", linear=((0,),))
     rules["dtensor_test_same.square.default"] = wrong
 
@@ -142,7 +144,7 @@ plan fn    mesh(tp=2)"""
     assert "* " in text and "all_reduce" in text
 
 
-def test_a_wrong_gradient_is_found(rules: dict[str, registry.Builder]) -> None:
+def test_assert_same_reports_wrong_gradient(rules: dict[str, registry.Builder]) -> None:
     rules["dtensor_test_same.square.default"] = pattern("... -> ...")
     rules["dtensor_test_same.square_backward.default"] = pattern("..., ... -> ...", linear=((1,),))
     # right: it is linear in each of its operands, alone
@@ -159,7 +161,7 @@ def test_a_wrong_gradient_is_found(rules: dict[str, registry.Builder]) -> None:
         )
 
 
-def test_what_is_stated_and_has_no_plan_raises_what_is_enumerated_is_listed() -> None:
+def test_assert_same_raises_for_unplannable_stated_placement_and_lists_enumerated() -> None:
     def view(x: torch.Tensor) -> torch.Tensor:
         return x.view(3, 4).relu()
 
@@ -174,8 +176,8 @@ def test_what_is_stated_and_has_no_plan_raises_what_is_enumerated_is_listed() ->
         )
 
 
-def test_nothing_checked_is_no_success() -> None:
-    """An op without a rule: every placement is refused, and that is the error."""
+def test_assert_same_raises_if_every_placement_is_refused() -> None:
+    """The op has no rule, so every placement is refused."""
     with pytest.raises(dt.PlanningError, match="no rule"):
         dt.testing.assert_same(
             torch.ops.dtensor_test_same.square, torch.randn(4), count=2, gradients=False
@@ -185,7 +187,7 @@ def test_nothing_checked_is_no_success() -> None:
 # -- its parts -------------------------------------------------------------------------------------
 
 
-def test_differences() -> None:
+def test_difference_describes_wrong_values_shapes_and_special_numbers() -> None:
     spec = dt.spec("f32[4@tp,2]", dt.Mesh(tp=2))
     x = torch.arange(8.0).view(4, 2)
     assert difference(x, x.clone(), spec) is None
@@ -211,7 +213,7 @@ def test_differences() -> None:
     assert difference(torch.empty(0), torch.empty(0), None) is None
 
 
-def test_trials_are_various_and_the_same_each_time() -> None:
+def test_enumerated_placements_are_varied_and_deterministic() -> None:
     tensors = {"x": torch.empty(5, 6), "w": torch.empty(6, 7), "s": torch.empty(())}
     mesh = dt.Mesh(a=2, b=2)
     found = enumerated(tensors, mesh, 12)

@@ -1,4 +1,6 @@
-"""The strategies draw what they promise, and say so when hypothesis is not there."""
+"""Tests that the hypothesis strategies draw what they promise, and say so if hypothesis is not
+installed.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,14 @@ QUICK = settings(deadline=None, max_examples=30, database=None)
 
 @QUICK
 @given(strategies.specs(pending=True))
-def test_a_spec_reads_back(spec: dt.TensorSpec) -> None:
+def test_drawn_spec_parses_back(spec: dt.TensorSpec) -> None:
     assert dt.spec(str(spec), spec.mesh) == spec
     assert spec.mesh.size <= 8
 
 
 @QUICK
 @given(strategies.specs(dtype=torch.float64), st.data())
-def test_shards_are_a_partition(spec: dt.TensorSpec, data: st.DataObject) -> None:
+def test_drawn_spec_shards_assemble_to_tensor(spec: dt.TensorSpec, data: st.DataObject) -> None:
     x = data.draw(strategies.tensors(spec.shape))
     shards = [shard_of(x, spec, spec.mesh.coordinates(r)) for r in range(spec.mesh.size)]
     assert torch.equal(assemble(shards, spec), x)
@@ -34,7 +36,7 @@ def test_shards_are_a_partition(spec: dt.TensorSpec, data: st.DataObject) -> Non
 
 @QUICK
 @given(strategies.shardings((6, 5), dt.Mesh(a=2, b=3)))
-def test_a_sharding_states_a_spec(sharding: dict[str, dt.Placement]) -> None:
+def test_drawn_sharding_makes_valid_spec(sharding: dict[str, dt.Placement]) -> None:
     made = make_spec((6, 5), torch.float32, dt.Mesh(a=2, b=3), sharding)
     assert set(sharding) == {"a", "b"}
     assert made.shape == (6, 5)
@@ -42,7 +44,9 @@ def test_a_sharding_states_a_spec(sharding: dict[str, dt.Placement]) -> None:
 
 @QUICK
 @given(strategies.placements((6, 5)), strategies.tensors((2, 3), dtype=torch.int64))
-def test_what_is_not_asked_for_is_not_drawn(placement: dt.Placement, x: torch.Tensor) -> None:
+def test_strategies_draw_no_partial_and_respect_dtype_unless_asked(
+    placement: dt.Placement, x: torch.Tensor
+) -> None:
     assert not isinstance(placement, dt.Partial)
     assert x.dtype == torch.int64 and x.abs().max() <= 9
 
@@ -66,18 +70,20 @@ def test_what_is_not_asked_for_is_not_drawn(placement: dt.Placement, x: torch.Te
     ],
     ids=["pending", "units", "blocks", "two axes on a dim", "scalar", "axis of one", "empty shard"],
 )
-def test_rare_cases_are_drawn(what: object) -> None:
+def test_specs_strategy_draws_rare_cases(what: object) -> None:
     settings_ = settings(deadline=None, max_examples=3000, database=None, phases=[Phase.generate])
     find(strategies.specs(pending=True), what, settings=settings_)  # type: ignore[arg-type]
 
 
-def test_meshes_shrink_to_one_rank() -> None:
+def test_meshes_strategy_shrinks_to_smallest_mesh() -> None:
     plain = settings(deadline=None, database=None)
     assert find(strategies.meshes(), lambda m: True, settings=plain) == dt.Mesh(a=1)
     assert find(strategies.meshes(("x", "y")), lambda m: m.size > 1, settings=plain).size == 2
 
 
-def test_without_hypothesis(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strategies_without_hypothesis_raise_import_error_with_fix(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "hypothesis", None)
     with pytest.raises(ImportError, match="fix: pip install hypothesis"):
         strategies.meshes()

@@ -1,5 +1,6 @@
-"""A few cases of the matrix and of the mutations, under one seed each (`make gpus` has all),
-and the real transport over the mock of NCCL."""
+"""Tests a few cases of the matrix and of the mutations under one seed each (`make gpus` runs
+all), and the real transport over the mock of NCCL.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ FEW = [
 
 @pytest.mark.default("grouped product, by expert")
 @pytest.mark.parametrize("name", FEW)
-def test_case(name: str) -> None:
+def test_simulated_gpu_case_matches_cpu_without_races(name: str) -> None:
     with without_kernels():
         seen = check(CASES[name], [FEW.index(name)])
     assert (seen.races, seen.early_frees) == (0, 0)
@@ -52,7 +53,7 @@ MUTATIONS = [each for each in mutations() if each.file in {*WIRE, "transport.py"
 
 @pytest.mark.default("exchange.py:198 work.wait()")
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
-def test_mutation(mutation: Mutation) -> None:
+def test_device_code_mutation_is_found_or_implied(mutation: Mutation) -> None:
     assert implied(mutation) or found(mutation, range(1))
 
 
@@ -61,7 +62,9 @@ def test_mutation(mutation: Mutation) -> None:
 
 @pytest.mark.parametrize("early", [0.0, 0.5])
 @pytest.mark.parametrize("seed", range(4))
-def test_exchanges(seed: int, early: float) -> None:
+def test_simulated_transport_exchanges_have_no_race_and_few_host_waits(
+    seed: int, early: float
+) -> None:
     report = run_ranks(3, seed, all_exchanges, early=early)
     assert not report.races and not report.early_frees
     assert {wait.what for wait in report.host_waits} <= {
@@ -70,8 +73,8 @@ def test_exchanges(seed: int, early: float) -> None:
     }
 
 
-def test_streams_that_share_a_queue_may_hang() -> None:
-    """A rank's receive stands in the queue before its send, for which the next rank waits."""
+def test_exchange_with_one_hardware_queue_deadlocks() -> None:
+    """A rank's receive is queued before its send, and the next rank waits for that send."""
 
     def body(rank: int, transport: ExchangeTransport) -> None:
         send, recv = starts(rank, 3)[2:4]
@@ -85,7 +88,7 @@ def test_streams_that_share_a_queue_may_hang() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_every_collective_gives_the_bits_of_inprocess(size: int) -> None:
+def test_simulated_gpu_collectives_are_bitwise_equal_to_inprocess(size: int) -> None:
     case = Collectives(size)
     with launch_cluster(size) as local:
         expected = local.run(local.load(case.program()), case.fed).get()
@@ -100,7 +103,7 @@ def test_every_collective_gives_the_bits_of_inprocess(size: int) -> None:
 
 
 @pytest.mark.parametrize("ranks_per_actor", [1, 2])
-def test_transfers(ranks_per_actor: int) -> None:
+def test_pipeline_transfers_between_simulated_gpus_are_exact(ranks_per_actor: int) -> None:
     given: dict[str, Any] = dict(backend="ray", device="cuda", ranks_per_actor=ranks_per_actor)
     with dt.testing.simulated_gpus(4), launch_cluster(4, **given) as cluster:
         cluster.put([{"w": torch.ones(4), "n": torch.zeros(())}] * 4)

@@ -1,4 +1,4 @@
-"""What simulated GPUs find in programs of a user's, and what they leave alone."""
+"""Tests which mistakes simulated GPUs find in user programs, and what they leave alone."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def _difference(X, Y, BLOCK: tl.constexpr):
     tl.store(Y + at, tl.load(X + at) - tl.load(X + at))
 
 
-def test_numbers_of_a_kernel_are_no_warnings() -> None:
-    """A GPU is silent where numpy, on which the interpreter computes, warns."""
+def test_kernel_arithmetic_with_infinities_warns_nothing() -> None:
+    """numpy, on which the interpreter computes, would warn; a GPU does not."""
     with gpus(), warnings.catch_warnings():
         warnings.simplefilter("error")
         x = torch.full((4,), float("inf"), device="cuda")
@@ -66,7 +66,9 @@ def on_side(x: Tensor, *, waits: bool, joins: bool, run: Callable[[Tensor], Tens
 
 @pytest.mark.parametrize("run", [add_one, lambda x: x + 1], ids=["triton", "torch"])
 @pytest.mark.parametrize("seed", range(4))
-def test_numbers(run: Callable[[Tensor], Tensor], seed: int) -> None:
+def test_kernel_on_synchronised_side_stream_gives_right_values_without_race(
+    run: Callable[[Tensor], Tensor], seed: int
+) -> None:
     with gpus(seed=seed) as seen:
         x = torch.arange(6.0, device="cuda") * 2
         y = on_side(x, waits=True, joins=True, run=run)
@@ -76,7 +78,7 @@ def test_numbers(run: Callable[[Tensor], Tensor], seed: int) -> None:
 
 @pytest.mark.parametrize("run", [add_one, lambda x: x + 1], ids=["triton", "torch"])
 @pytest.mark.parametrize("missing", ["waits", "joins"])
-def test_a_missing_wait_is_a_race_whatever_the_order(
+def test_missing_stream_wait_is_reported_as_race_under_every_seed(
     run: Callable[[Tensor], Tensor], missing: str
 ) -> None:
     wrong = 0
@@ -92,7 +94,7 @@ def test_a_missing_wait_is_a_race_whatever_the_order(
     assert wrong  # the numbers are, for some orders
 
 
-def test_a_race_names_both_lines() -> None:
+def test_race_report_names_lines_of_both_accesses() -> None:
     with gpus() as seen:
         x = torch.zeros(4, device="cuda")
         side = torch.cuda.Stream()
@@ -105,7 +107,7 @@ def test_a_race_names_both_lines() -> None:
     assert second - first == 3
 
 
-def test_memory_that_is_freed_while_another_stream_reads_it() -> None:
+def test_memory_freed_while_another_stream_reads_it_is_reported() -> None:
     def program(record: bool) -> int:
         with gpus() as seen:
             x = torch.ones(4, device="cuda")
@@ -125,7 +127,7 @@ def test_memory_that_is_freed_while_another_stream_reads_it() -> None:
     assert program(record=True) == 0
 
 
-def test_waits_of_the_host_are_counted_by_line() -> None:
+def test_host_waits_are_counted_by_cause() -> None:
     with gpus() as seen:
         x = torch.ones(4, device="cuda")
         float(x.sum())
@@ -145,7 +147,7 @@ def test_waits_of_the_host_are_counted_by_line() -> None:
     }
 
 
-def test_a_pinned_copy_reads_what_is_there_when_it_runs() -> None:
+def test_pinned_non_blocking_copy_reads_source_when_it_runs() -> None:
     with gpus():
         source = torch.zeros(3).pin_memory()
         x = source.to("cuda", non_blocking=True)
@@ -157,7 +159,7 @@ def test_a_pinned_copy_reads_what_is_there_when_it_runs() -> None:
         assert y.tolist() == [0.0] * 3
 
 
-def test_devices_that_mix() -> None:
+def test_mixing_devices_is_refused() -> None:
     with gpus(num=2):
         x, y = torch.ones(2, device="cuda:0"), torch.ones(2, device="cuda:1")
         for other in (y, torch.ones(2)):
@@ -171,7 +173,7 @@ def test_devices_that_mix() -> None:
             assert add_one(y).tolist() == [2.0, 2.0]
 
 
-def test_out_of_memory() -> None:
+def test_simulated_out_of_memory_is_raised_at_capacity_or_stated_allocation() -> None:
     with gpus(capacity=4096):
         x = torch.empty(768, device="cuda")
         with pytest.raises(torch.OutOfMemoryError):
@@ -184,8 +186,9 @@ def test_out_of_memory() -> None:
             torch.empty(1, device="cuda")
 
 
-def test_streams_that_share_a_hardware_queue_wait_for_each_other() -> None:
-    """One waits for an event of the other that stands behind it in the queue: that hangs."""
+def test_streams_that_share_hardware_queue_give_right_values() -> None:
+    """One stream waits for an event of another in the same queue; in the wrong order this would
+    hang."""
 
     def program(num_queues: int) -> list[float]:
         with gpus(num_queues=num_queues):
@@ -203,7 +206,7 @@ def test_streams_that_share_a_hardware_queue_wait_for_each_other() -> None:
     assert program(32) == program(1) == [3.0, 3.0]
 
 
-def test_the_first_use_of_a_kernel_waits_for_the_device() -> None:
+def test_first_launch_of_triton_kernel_counts_as_host_wait() -> None:
     with gpus() as seen:
         x = torch.ones(4, device="cuda")
         for _ in range(3):
@@ -213,7 +216,7 @@ def test_the_first_use_of_a_kernel_waits_for_the_device() -> None:
     assert found.count("first use of Triton's _add_one") == 1
 
 
-def test_what_varies_from_run_to_run() -> None:
+def test_index_add_varies_between_seeds_only_with_varies_option() -> None:
     def program(*, varies: bool, seed: int) -> Tensor:
         with gpus(varies=varies, seed=seed):
             x, at = torch.ones(64).cuda(), torch.arange(64).cuda()
@@ -225,19 +228,19 @@ def test_what_varies_from_run_to_run() -> None:
     torch.testing.assert_close(first, second, rtol=3e-7, atol=0)
 
 
-def test_autograd_says_that_it_is_not_simulated() -> None:
+def test_plain_autograd_is_refused_with_train_step_as_fix() -> None:
     with gpus():
         x = torch.ones(2, device="cuda", requires_grad=True)
         with pytest.raises(NotImplementedError, match="dt.train_step"):
             (x * 2).sum().backward()
 
 
-def test_nothing_is_left() -> None:
+def test_simulated_gpus_restore_torch_and_triton_on_exit() -> None:
     before = torch.cuda.Stream, torch.cuda.is_available(), triton.JITFunction.run
     with gpus(), pytest.raises(RuntimeError, match="already"), gpus():
         pass
     assert (torch.cuda.Stream, torch.cuda.is_available(), triton.JITFunction.run) == before
 
 
-def test_written_arguments() -> None:
+def test_written_arguments_lists_only_pointers_that_kernel_stores_to() -> None:
     assert {"Y"} <= written_arguments(_add_one.fn) and "X" not in written_arguments(_add_one.fn)
