@@ -19,7 +19,7 @@ BENCHMARKS = sorted(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BENCHMARKS)
-def test_a_benchmark_runs_at_its_smallest_size(name: str) -> None:
+def test_benchmark_runs_at_smallest_size(name: str) -> None:
     command = [sys.executable, "-m", f"benchmarks.{name}", "--smallest"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)

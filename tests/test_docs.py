@@ -1,8 +1,8 @@
-"""The pages of docs/ run as they stand and print what stands below each example (tests/pages.py);
-their links and pictures are true.
+"""The pages of docs/ run as written and print the output that they show (tests/pages.py); their
+links and pictures are correct.
 
-The default set runs README.md (tests/test_readme.py) and the pages of `ALWAYS`; all pages run in
-`make test-all`.
+The default set runs README.md (tests/test_readme.py) and the pages of `ALWAYS`; `make test-all`
+runs all pages.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def number(cell: str) -> int | float | str:
     return float(first) if re.fullmatch(r"\d+\.\d+", first) else cell
 
 
-def test_numbers_that_pages_quote_are_those_of_the_results() -> None:
+def test_numbers_quoted_in_pages_equal_benchmark_results() -> None:
     lost = [(page, text) for page, text in quoted() if text not in " ".join(PAGES[page].split())]
     assert lost == []
 
@@ -154,7 +154,7 @@ def marks(page: str, text: str) -> list[pytest.MarkDecorator]:
         if runs(text) and page not in ELSEWHERE
     ],
 )
-def test_a_page_prints_what_it_shows(
+def test_page_prints_what_it_shows(
     page: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     if starts_ray(PAGES[page]):
@@ -164,7 +164,7 @@ def test_a_page_prints_what_it_shows(
         assert drawn.read_text() == (DOCS / "pictures" / drawn.name).read_text(), drawn
 
 
-def test_every_block_runs_or_says_why_not() -> None:
+def test_every_code_block_runs_or_is_marked_not_run() -> None:
     left_out = {page: sum(b.not_run is not None for b in blocks_of(PAGES[page])) for page in PAGES}
     assert {page: count for page, count in left_out.items() if count} == NOT_RUN
     for page, text in PAGES.items():
@@ -197,7 +197,7 @@ FAILS = [
 
 
 @pytest.mark.parametrize("text", [*PASSES, *FAILS])
-def test_what_a_page_must_be_to_pass(text: str, tmp_path: Path) -> None:
+def test_run_page_fails_for_wrong_pages(text: str, tmp_path: Path) -> None:
     with pytest.raises(AssertionError) if text in FAILS else nullcontext():
         run_page("page", text, tmp_path)
 
@@ -206,7 +206,7 @@ IN_CHECKOUT = {"examples", "tests"}
 INSTALLED = {*sys.stdlib_module_names, "dtensor", "numpy", "pytest", "ray", "torch"}
 
 
-def test_the_head_of_a_page_names_what_its_program_imports() -> None:
+def test_head_of_page_names_extra_packages_of_its_program() -> None:
     unnamed: list[tuple[str, str]] = []
     for page, text in PAGES.items():
         program = "\n".join(b.text for b in blocks_of(text) if b.kind == "python")
@@ -218,8 +218,8 @@ def test_the_head_of_a_page_names_what_its_program_imports() -> None:
     assert unnamed == []
 
 
-def test_links_lead_somewhere() -> None:
-    """Of every page, also those that the site does not have."""
+def test_links_in_pages_lead_to_existing_files() -> None:
+    """Also checks pages that are not part of the site."""
     lost = [
         (page, link)
         for page, text in PAGES.items()
@@ -231,7 +231,7 @@ def test_links_lead_somewhere() -> None:
     assert lost == []
 
 
-def test_pictures_are_drawn_from_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pictures_equal_output_of_draw_script(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(DOCS / "pictures")
     spec = importlib.util.spec_from_file_location("draw", DOCS / "pictures" / "draw.py")
     assert spec and spec.loader
@@ -245,7 +245,7 @@ def test_pictures_are_drawn_from_what_there_is(monkeypatch: pytest.MonkeyPatch) 
     assert len(files) == len(set(files)), "the site has one folder for all pictures"
 
 
-def test_a_link_that_leaves_docs_holds_in_the_site_or_is_an_error(tmp_path: Path) -> None:
+def test_link_out_of_docs_works_in_site_or_is_error(tmp_path: Path) -> None:
     (docs := tmp_path / "docs").mkdir()
     shutil.copy(DOCS / "conf.py", docs)
     shutil.copytree(DOCS / "site_parts", docs / "site_parts")
@@ -271,7 +271,7 @@ def test_a_link_that_leaves_docs_holds_in_the_site_or_is_an_error(tmp_path: Path
     assert (tmp_path / "site" / "files" / "code" / "a.txt.html").exists()
 
 
-def test_docstrings_become_what_autodoc_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_docstrings_are_converted_to_rst(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(DOCS)
     from site_parts.docstrings import as_rst
 

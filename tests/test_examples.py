@@ -1,5 +1,5 @@
-"""Each example of examples/parallelisms is short and trains as one device does; the whole programs,
-for pre-training, fine-tuning and reinforcement learning, do in small what they do."""
+"""Examples: each of examples/parallelisms is short and trains as on one device; the full programs
+for pre-training, fine-tuning and reinforcement learning run at a small size."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ def single() -> list[float]:
     return run("single")["losses"]
 
 
-def test_all_are_there() -> None:
+def test_all_parallelism_examples_exist() -> None:
     wanted = {"single", "tensor", "sequence", "vocabulary", "data", "pipeline", "huggingface"}
     assert wanted <= set(EXAMPLES)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_an_example_is_short(name: str) -> None:
+def test_parallelism_example_has_fewer_than_30_lines(name: str) -> None:
     assert len((HERE / f"{name}.py").read_text().splitlines()) < 30
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in EXAMPLES if n not in {"single", *OWN_MODEL}])
-def test_its_losses_are_those_of_one_device(name: str) -> None:
+def test_parallelism_example_has_losses_of_one_device(name: str) -> None:
     losses = run(name)["losses"]
     assert_losses_close(losses, single())
     assert losses[-1] < losses[0] - 0.1
 
 
 @pytest.mark.slow
-def test_huggingface() -> None:
+def test_huggingface_example_has_losses_of_torch() -> None:
     pytest.importorskip("transformers", reason=missing("transformers"))
     found = run("huggingface")
     losses: list[float] = found["losses"]
@@ -71,7 +71,9 @@ def test_huggingface() -> None:
 
 
 @pytest.mark.slow
-def test_rl_trains_and_draws_its_timeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rl_example_trains_and_draws_timeline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(str(HERE.parent / "rl"))
     example = runpy.run_path(str(HERE.parent / "rl" / "counting.py"))
     task = replace(example["FAST"], steps=5)
@@ -90,10 +92,10 @@ def beside(monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.slow
-def test_pretraining_goes_on_from_its_checkpoints(
+def test_pretraining_example_resumes_from_checkpoint(
     beside: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under another placement, as plain PyTorch would have gone on."""
+    """It resumes under another placement, with the losses of an uninterrupted plain PyTorch run."""
     monkeypatch.setattr(dt, "calibrate", dt.topologies.laptop)  # which takes seconds
     example = runpy.run_path(str(beside / "train_gpt.py"))
     words = "--placements tp2 --batch 4 --context 16 --vocab 300 --steps 2 --more-steps 2"
@@ -114,7 +116,7 @@ def test_pretraining_goes_on_from_its_checkpoints(
 # peft still reads an attribute that transformers has renamed
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 @pytest.mark.slow
-def test_adapters_are_tuned_saved_and_merged(beside: Path, tmp_path: Path) -> None:
+def test_lora_example_tunes_saves_and_merges_adapters(beside: Path, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason=missing("transformers"))
     pytest.importorskip("peft", reason=missing("peft"))
     example = runpy.run_path(str(beside / "finetune_lora.py"))
@@ -141,7 +143,7 @@ SMALL = [name for name in DAFT if name not in ("run", "train_and_generate", "two
 @pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.parametrize("name", SMALL)
-def test_a_program_of_actors_gives_the_same_on_ray(name: str, ray_session: None) -> None:
+def test_daft_example_gives_same_result_on_ray_and_in_process(name: str, ray_session: None) -> None:
     assert len((HERE.parent / "daft" / f"{name}.py").read_text().splitlines()) <= 40
     program = importlib.import_module(f"examples.daft.{name}")
     found: list[Any] = []

@@ -1,4 +1,5 @@
-"""Where a package of an extra is missing, tests are skipped and say how to install it."""
+"""Tests that need a package of an extra are skipped without it, and the reason says how to install
+it."""
 
 from __future__ import annotations
 
@@ -30,12 +31,12 @@ importlib.util.find_spec = lambda name, *more: (
 """
 
 
-def test_the_reason_names_the_extra() -> None:
+def test_skip_reason_names_extra_to_install() -> None:
     assert missing("ray") == "ray is not installed: pip install '.[ray]'"
     assert missing("accelerate") == "accelerate is not installed: pip install '.[examples]'"
 
 
-def test_what_is_installed_or_of_no_extra_is_an_error() -> None:
+def test_missing_module_of_no_extra_is_error_and_not_skip() -> None:
     for name in ("torch.no_such_module", "no_such_package", "einops.no_such_module"):
         with pytest.raises(ModuleNotFoundError) as error:
             __import__(name)
@@ -44,7 +45,7 @@ def test_what_is_installed_or_of_no_extra_is_an_error() -> None:
 
 @pytest.mark.slow
 def test_tests_are_skipped_without_their_extra(tmp_path: Path) -> None:
-    """Where the file imports it, and where a helper of the test does."""
+    """The import may be in the test file or in a helper that the test calls."""
     (tmp_path / "blocks.py").write_text(BLOCKS)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))}
     files = ("tests/api/test_einops.py", "tests/api/test_huggingface.py")

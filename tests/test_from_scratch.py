@@ -1,4 +1,5 @@
-"""docs/from_scratch.md runs as it stands, prints what it shows, and says what is so."""
+"""docs/from_scratch.md runs as written, prints the output that it shows, and makes true
+statements."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ FROM_TORCH_ALONE, WITH_DTENSOR = TEXT.split("\n## 10.")
 
 
 @pytest.mark.slow
-def test_the_page_prints_what_it_shows(tmp_path: Path) -> None:
+def test_from_scratch_page_prints_what_it_shows(tmp_path: Path) -> None:
     names = run_page("from_scratch", TEXT, tmp_path)
 
     # Section 4: with 65,536 rows "it would gather the weights and split the batch".
@@ -48,7 +49,7 @@ def resize(names: dict[str, Any], **sizes: int) -> None:
     names["sizes"].update(sizes)
 
 
-def test_it_stands_on_torch_alone_until_dtensor_comes_in() -> None:
+def test_from_scratch_first_part_imports_only_torch_and_stdlib() -> None:
     for code in re.findall(r"```python\n(.*?)```", FROM_TORCH_ALONE, re.DOTALL):
         for node in ast.walk(ast.parse(code)):
             match node:
@@ -61,7 +62,7 @@ def test_it_stands_on_torch_alone_until_dtensor_comes_in() -> None:
             assert {m.partition(".")[0] for m in modules} <= {"torch", *sys.stdlib_module_names}
 
 
-def test_what_it_names_is_there_and_its_lines_fit() -> None:
+def test_paths_named_in_page_exist_and_lines_fit_100_columns() -> None:
     package = DOCS.parent / "dtensor"
     named = re.findall(r"`(\w+(?:/\w+)+(?:\.py)?|\w+\.py|api)`", WITH_DTENSOR)
     assert len(named) >= 10

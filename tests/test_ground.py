@@ -1,4 +1,5 @@
-"""What may be imported where, how files are kept, and that the example starts."""
+"""Rules for the code base: which modules may import which, what files must contain, and that the
+example starts."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def python(*args: str) -> str:
 
 
 @pytest.mark.slow
-def test_importing_dtensor_loads_nothing_that_it_does_not_use():
+def test_importing_dtensor_loads_no_torch_until_used():
     # From a file of the package itself: a namespace package without __init__ would prove nothing.
     code = "import sys, dtensor; print(dtensor.__file__); print(*sorted(sys.modules))"
     file, modules = python("-c", code).splitlines()
@@ -52,8 +53,9 @@ PRIVATE |= {"daft/ray/bootstrap/private_ray.py"}
 
 
 @pytest.mark.slow
-def test_what_is_private_of_torch_and_ray_is_named_in_its_files_alone():
-    """Modules and names with an underscore, imported or reached from `torch`; ops are no such."""
+def test_private_names_of_torch_and_ray_are_used_only_in_listed_files():
+    """Private modules and names with an underscore, imported or reached from `torch` or `ray`;
+    names of ops do not count."""
     base = ROOT / "dtensor"
     named: dict[str, set[str]] = {}
     for file in sorted(base.rglob("*.py")):
@@ -74,7 +76,7 @@ def test_what_is_private_of_torch_and_ray_is_named_in_its_files_alone():
     assert set(named) == PRIVATE, {k: v for k, v in named.items() if k not in PRIVATE}
 
 
-def test_the_package_needs_no_tests():
+def test_package_does_not_import_tests():
     graph = grimp.build_graph("dtensor", include_external_packages=True, cache_dir=None)
     assert "torch" in graph.modules
     assert "tests" not in graph.modules
@@ -120,18 +122,17 @@ def _imported_by_string(file: Path) -> set[str]:
     return {module for module in modules if module.partition(".")[0] == "dtensor"}
 
 
-def test_no_imports_form_a_circle(imports: nx.DiGraph[str]):
-    """Imports by string count too; import-linter does not see these."""
+def test_imports_form_no_cycle(imports: nx.DiGraph[str]):
+    """Also counts imports by string, which import-linter does not see."""
     assert [c for c in nx.strongly_connected_components(imports) if len(c) > 1] == []
 
 
-def test_no_import_goes_up():
-    """The layers of pyproject.toml, and that each room has one."""
+def test_imports_follow_layers():
+    """Checks the layers of pyproject.toml, and that each folder is in one."""
     python("-c", "from importlinter.cli import lint_imports; raise SystemExit(lint_imports())")
 
 
-def test_every_module_is_used(imports: nx.DiGraph[str]):
-    """Each module is reached from one that users import or run."""
+def test_every_module_is_reachable_from_public_modules(imports: nx.DiGraph[str]):
     entries = ("dtensor", "dtensor.__main__", "dtensor.daft", "dtensor.testing")
     entries += ("dtensor.testing.fixtures",)
     used = {*entries}.union(*(nx.descendants(imports, entry) for entry in entries))
@@ -139,8 +140,9 @@ def test_every_module_is_used(imports: nx.DiGraph[str]):
     assert set(imports) - used - packages == set()
 
 
-def test_files_that_texts_name_are_there():
-    """A file with its folder, in pages, docstrings and comments; in the map those of its rows."""
+def test_files_named_in_docs_and_comments_exist():
+    """Checks paths with a folder in pages, docstrings and comments, and the file names in the rows
+    of docs/map.md."""
     text = (ROOT / "docs/map.md").read_text()
     rows = re.findall(r"^\| `([\w/]+/)`[^|]*\|(.*)\|$", text, re.MULTILINE)
     listed = [f"dtensor/{r}{n}.py" for r, names in rows for n in re.findall(r"`(\w+)`", names)]
@@ -160,12 +162,12 @@ def test_files_that_texts_name_are_there():
     assert lost == {}
 
 
-def test_modules_say_what_they_are_for():
+def test_every_module_has_docstring():
     silent = [f for f in FILES if f.read_text().strip() and not _starts_with_text(f)]
     assert [str(f.relative_to(ROOT)) for f in silent] == []
 
 
-def test_every_package_is_packaged():
+def test_every_folder_of_package_has_init_file():
     # setuptools leaves out a folder without __init__.py, and a checkout hides that it does.
     folders = {f.parent for f in FILES if f.is_relative_to(ROOT / "dtensor")}
     missing = [str(d.relative_to(ROOT)) for d in folders if not (d / "__init__.py").exists()]
@@ -173,14 +175,14 @@ def test_every_package_is_packaged():
 
 
 @pytest.mark.slow
-def test_the_example_starts():
+def test_train_gpt_example_prints_help():
     help_text = python("examples/train_gpt.py", "--help")
     for word in ("tp2pp2", "--backend", "--tied", "--resume", "--compare"):
         assert word in help_text
 
 
 @pytest.mark.slow
-def test_the_example_names_parameters_that_exist():
+def test_placements_of_train_gpt_example_match_parameters():
     code = """
 import sys; sys.path.insert(0, "examples")
 from fnmatch import fnmatchcase

@@ -1,4 +1,4 @@
-"""What torch's kernels obey, taken from one process and set in another."""
+"""The flags that control torch's kernels are read in one process and set in another."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def before() -> Iterator[bytes]:
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_change_is_seen_and_can_be_set(name: str, before: bytes) -> None:
+def test_changed_kernel_flag_is_read_and_can_be_set(name: str, before: bytes) -> None:
     at_first = answers()
     CHANGES[name]()
     changed, told = marshal.dumps(kernel_flags(), 2), answers()

@@ -1,5 +1,5 @@
-"""One fact has one form: a label and a line of generated code are records, whose text nobody takes
-apart again; a record has few fields."""
+"""Structured values stay structured: labels and lines of generated code are records, no code parses
+their text, and records have few fields."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def taken_apart(tree: ast.Module, of: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("of", ["label", "code"])
-def test_no_text_is_taken_apart_that_was_a_record(of: str) -> None:
+def test_package_does_not_parse_text_of_records(of: str) -> None:
     looked_at = {
         file: tree
         for file, tree in parsed(WORDS[of]).items()
@@ -117,7 +117,7 @@ def test_no_text_is_taken_apart_that_was_a_record(of: str) -> None:
         ("code", "text = body.source\n_NAME.findall(text)"),
     ],
 )
-def test_a_text_that_is_taken_apart_is_found(of: str, text: str) -> None:
+def test_parsing_of_record_text_is_detected(of: str, text: str) -> None:
     assert list(taken_apart(ast.parse(text), of))
 
 
@@ -143,7 +143,7 @@ def num_fields(tree: ast.Module) -> Iterator[tuple[str, int]]:
 
 
 @pytest.mark.slow
-def test_records_have_few_fields() -> None:
+def test_dataclasses_have_few_fields() -> None:
     found = [pair for tree in parsed(["dataclass"]).values() for pair in num_fields(tree)]
     assert len(found) > 100
     assert {name: n for name, n in found if n > MORE.get(name, FEW)} == {}

@@ -1,5 +1,5 @@
-"""What grows is open: a rule, a reduction, a kernel, a transport and a schedule of a module that is
-none of dtensor's work in one process and on Ray."""
+"""Extension points: a rule, a reduction, a kernel, a transport and a schedule defined outside
+dtensor work in process and on Ray."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def integers(columns: int = 9000) -> Tensor:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_rule_and_reductions(backend: Backend, stated: None) -> None:
+def test_outside_rule_and_reductions_give_right_values(backend: Backend, stated: None) -> None:
     x, at = integers(), torch.arange(6.0, dtype=torch.float64)
     both = dt.compile(lambda x, at: (parity(x), torch.ops.outsiders.largest(x.double(), at)), MESH)
     with dt.launch(MESH, backend=backend):
@@ -69,7 +69,7 @@ def test_a_rule_and_reductions(backend: Backend, stated: None) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_kernel(backend: Backend, stated: None) -> None:
+def test_outside_kernel_is_used(backend: Backend, stated: None) -> None:
     x = integers(columns=4)
     fn = dt.compile(parity, MESH)
     kernel = dt.kernel("outsiders::parity", "cpu").using(outsiders.parity_of_bits)
@@ -78,7 +78,9 @@ def test_a_kernel(backend: Backend, stated: None) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_transport(backend: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outside_transport_carries_collectives(
+    backend: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from dtensor.daft.ray.transports import connect  # has those of hosts
 
     assert TRANSPORTS["cpu", "hosts"] is connect.connect_cpu
@@ -103,7 +105,7 @@ class Two(nn.Module):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_schedule(backend: Backend) -> None:
+def test_outside_schedule_trains_as_gpipe(backend: Backend) -> None:
     x = torch.randn(6, 4)
     losses: list[list[float]] = []
     for schedule in (outsiders.OneByOne(3), dt.GPipe(3)):
@@ -122,7 +124,7 @@ def test_a_schedule(backend: Backend) -> None:
 # -- what they may not be --------------------------------------------------------------------------
 
 
-def test_a_name_stands_for_one_reduction(stated: None) -> None:
+def test_reduction_name_cannot_be_registered_twice(stated: None) -> None:
     assert register_reduction(outsiders.XOR) is outsiders.XOR
     with pytest.raises(ValueError, match="There is a reduction 'xor' already"):
         register_reduction(replace(outsiders.XOR, identity=None))
@@ -132,7 +134,7 @@ def test_a_name_stands_for_one_reduction(stated: None) -> None:
         dt.spec("f64[4,3]{argmax@tp}", MESH)
 
 
-def test_its_parts_fold_to_what_they_are_of(stated: None) -> None:
+def test_outside_rule_with_own_reduction_is_certified(stated: None) -> None:
     found = dt.testing.certify("outsiders::parity", integers(columns=3))
     assert found.wrong == () and found.checked > 2
 
@@ -142,7 +144,7 @@ class Short(outsiders.OneByOne):
         return outsiders.OneByOne(1).grid(num_stages, num_ranks)
 
 
-def test_a_grid_of_other_numbers_is_refused() -> None:
+def test_schedule_with_wrong_grid_size_is_refused() -> None:
     model = dt.parallelize(Two(), dt.Mesh(pp=2), {}, stages={"pp": [["first.*"], ["second.*"]]})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(dt.PlanningError, match=r"Short gives a grid of \(2, 2, 1\) stages"):
@@ -205,7 +207,7 @@ print("equal")
 
 @pytest.mark.slow
 @pytest.mark.ray
-def test_a_reduction_of_a_script(tmp_path: Path) -> None:
+def test_reduction_defined_in_script_works_on_ray(tmp_path: Path) -> None:
     script = tmp_path / "reduce.py"
     script.write_text(SCRIPT)
     done = subprocess.run(

@@ -1,5 +1,5 @@
-"""What is packaged: the wheel has every file that the package reads and nothing else, the source
-package builds the same wheel, and what the package imports is stated as what it needs."""
+"""Packaging: the wheel contains exactly the package's files, the source package builds the same
+wheel, and every import is a stated dependency."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def names(requirements: list[str]) -> set[str]:
     return {Requirement(text).name for text in requirements}
 
 
-def test_what_is_imported_is_stated() -> None:
+def test_imported_packages_are_stated_dependencies() -> None:
     graph = grimp.build_graph("dtensor", include_external_packages=True)
     found = {module.partition(".")[0] for module in graph.modules}
     found -= {*sys.stdlib_module_names, "dtensor"}
@@ -43,14 +43,14 @@ def test_what_is_imported_is_stated() -> None:
     assert stated <= found, "stated, and not imported"
 
 
-def test_the_bound_on_torch_is_the_stated_one() -> None:
+def test_torch_version_bound_equals_stated_dependency() -> None:
     (stated,) = (text for text in PROJECT["dependencies"] if text.startswith("torch"))
     low, high = (".".join(map(str, bound)) for bound in (torch_bound.LOWEST, torch_bound.BELOW))
     assert stated == f"torch>={low},<{high}"
 
 
 @pytest.mark.parametrize("version", ["2.10.3", "2.14.0", "2.14.1+cpu", "3.0.0a0+git1"])
-def test_a_torch_beyond_the_bound(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_version_outside_bound_warns(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", version)
     words = re.escape(f"torch {version} is not supported") + ".*\nfix: pip install 'torch>=.*<.*'"
     with pytest.warns(UserWarning, match=words):
@@ -58,14 +58,16 @@ def test_a_torch_beyond_the_bound(version: str, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("version", ["2.11.0", "2.13.0+cpu", "2.13.2.dev1", "unknown"])
-def test_a_torch_within_the_bound(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_version_inside_bound_does_not_warn(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch, "__version__", version)
     torch_bound.warn_of_torch()  # warnings are errors
 
 
 @pytest.mark.parametrize("first", ["", "import torch; "])
-def test_importing_dtensor_beside_such_a_torch(first: str, tmp_path: Path) -> None:
-    """The warning names the user's line, whether torch is imported or not."""
+def test_importing_dtensor_with_unsupported_torch_warns_once(first: str, tmp_path: Path) -> None:
+    """The warning names the user's line, whether or not torch has been imported."""
     other = tmp_path / "torch"
     other.mkdir()
     (other / "__init__.py").write_text("from torch.version import __version__\n")
@@ -78,8 +80,9 @@ def test_importing_dtensor_beside_such_a_torch(first: str, tmp_path: Path) -> No
     assert f"{user}:1: UserWarning: torch 2.99.0+cu130 is not supported" in done.stderr
 
 
-def test_classifiers_name_the_pythons_that_passed() -> None:
-    """The default one, and those that passed all parts in the table of docs/notes/versions.md."""
+def test_classifiers_name_python_versions_that_passed() -> None:
+    """The default version, and those that passed all parts in the table of
+    docs/notes/versions.md."""
     written = versions.TABLE.read_text().split(versions.BEGIN)[1].split(versions.END)[0]
     passed = {versions.PYTHONS[0]}
     for row in versions.parse(written):
@@ -90,7 +93,9 @@ def test_classifiers_name_the_pythons_that_passed() -> None:
     assert {c.removeprefix(start) for c in PROJECT["classifiers"] if c.startswith(start)} == passed
 
 
-def test_ray_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_on_ray_without_ray_error_says_how_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     (wanted,) = PROJECT["optional-dependencies"]["ray"]
     with (
@@ -100,19 +105,19 @@ def test_ray_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError
 
 
-def test_all_extras_are_in_dev() -> None:
+def test_dev_extra_includes_all_other_extras() -> None:
     extras = PROJECT["optional-dependencies"]
     (own,) = (Requirement(text) for text in extras["dev"] if text.startswith("dtensor"))
     assert own.extras == set(extras) - {"dev"}
 
 
-def test_the_changelog_has_this_version() -> None:
+def test_changelog_has_current_version() -> None:
     versions = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert dtensor.__version__ in versions
 
 
-def test_an_editable_install_comes_before_folders_called_dtensor() -> None:
-    """With this setting setuptools writes the checkout's path, and no finder."""
+def test_editable_install_takes_precedence_over_folders_named_dtensor() -> None:
+    """With this setting setuptools writes the path of the checkout and no import finder."""
     tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     assert tools["package-dir"] == {"": "."}
 
@@ -122,7 +127,7 @@ def test_an_editable_install_comes_before_folders_called_dtensor() -> None:
     [("{}", True), ('{"dir_info": {"editable": true}}', False), (None, False)],
     ids=["pip install .", "pip install -e .", "nothing"],
 )
-def test_setup_leaves_an_installed_dtensor(
+def test_make_setup_keeps_non_editable_install(
     installed: str | None, is_left: bool, tmp_path: Path
 ) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path], check=True)
@@ -160,7 +165,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_the_wheel_has_the_package_alone(packages: Path) -> None:
+def test_wheel_contains_exactly_the_package(packages: Path) -> None:
     (wheel,) = packages.glob("*.whl")
     assert wheel.name == f"dtensor-{dtensor.__version__}-py3-none-any.whl"
     with zipfile.ZipFile(wheel) as archive:
@@ -176,7 +181,7 @@ def test_the_wheel_has_the_package_alone(packages: Path) -> None:
     assert "dtensor = dtensor.__main__:main" in scripts
 
 
-def test_the_source_package_has_what_builds_and_what_is_copied(packages: Path) -> None:
+def test_source_package_has_examples_and_readme_but_no_tests(packages: Path) -> None:
     (archive,) = packages.glob("*.tar.gz")
     with tarfile.open(archive) as opened:
         inside = [member.name.partition("/")[2] for member in opened if member.isfile()]

@@ -1,4 +1,4 @@
-"""The README's example runs as it stands, and prints the plan that stands below it."""
+"""The README's example runs as written and prints the plan shown below it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def test_the_example_prints_the_plan_that_the_readme_shows(tmp_path: Path) -> None:
+def test_readme_example_prints_plan_shown_in_readme(tmp_path: Path) -> None:
     text = (ROOT / "README.md").read_text()
     code = re.search(r"```python\n(.*?)```", text, re.DOTALL)
     plan = re.search(r"```text\n(.*?)```", text, re.DOTALL)

@@ -1,5 +1,5 @@
-"""The reference has every public name, and what it prints of each says what it takes, gives and
-raises; the examples in docstrings are true."""
+"""The reference lists every public name; docstrings state arguments, results and exceptions;
+examples in docstrings are true."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ def named(path: str) -> Any:
     return found
 
 
-def test_every_public_name_is_in_the_reference() -> None:
+def test_every_public_name_is_in_reference() -> None:
     assert PUBLIC - set(ENTRIES) == set()
 
 
-def test_every_entry_says_what_it_is() -> None:
+def test_every_reference_entry_has_docstring() -> None:
     for name, kind in ENTRIES.items():
         thing = named(name)
         if kind != "py:data":
@@ -74,7 +74,7 @@ RAISE_NOTHING = {"compare_traces", "topologies.laptop"}
 """Of their own, as do the strategies, which Hypothesis calls."""
 
 
-def test_functions_say_what_they_take_and_what_they_raise() -> None:
+def test_function_docstrings_name_parameters_and_exceptions() -> None:
     silent: list[str] = []
     for name, kind in ENTRIES.items():
         if kind != "autofunction":
@@ -90,7 +90,7 @@ def test_functions_say_what_they_take_and_what_they_raise() -> None:
     assert silent == []
 
 
-def test_classes_that_users_make_say_what_they_take() -> None:
+def test_class_docstrings_name_constructor_parameters() -> None:
     pages = "\n".join(page.read_text() for page in DOCS.glob("reference/*.md"))
     silent: list[str] = []
     for name in re.findall(r"^\.\. autoclass:: dtensor\.([\w.]+)$", pages, re.MULTILINE):
@@ -103,7 +103,7 @@ def test_classes_that_users_make_say_what_they_take() -> None:
     assert silent == []
 
 
-def test_no_entry_sends_its_reader_elsewhere() -> None:
+def test_no_docstring_only_refers_to_module_docstring() -> None:
     for name in ENTRIES:
         said = " ".join((named(name).__doc__ or "").split())
         assert not re.search(r"[Ss]ee the module('s)? docstring", said), name
@@ -113,7 +113,7 @@ def test_no_entry_sends_its_reader_elsewhere() -> None:
 @pytest.mark.parametrize(
     "name", [n for n in ENTRIES if ">>> " in (getattr(named(n), "__doc__", None) or "")]
 )
-def test_examples_are_true(name: str) -> None:
+def test_docstring_examples_give_shown_output(name: str) -> None:
     tests = doctest.DocTestFinder(recurse=False).find(
         named(name), name, module=False, globs={"dt": dt, "torch": torch}
     )

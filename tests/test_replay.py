@@ -1,4 +1,4 @@
-"""The comparison of plans and programs between two revisions (`tests.replay`)."""
+"""`tests.replay`, the comparison of plans and programs between two revisions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Where signals act: within a block at its safe places, else as without us."""
+"""Inside a `defer_signals` block, signal handlers run only at safe places; outside one, Python's
+behaviour is unchanged."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ def handlers() -> Iterator[Handlers]:
     assert not noted
 
 
-def test_one_waits_for_the_end_of_the_outermost_block(handlers: Handlers) -> None:
+def test_signal_waits_for_end_of_outermost_block(handlers: Handlers) -> None:
     with defer_signals():
         with defer_signals():
             signal.raise_signal(USR1)
@@ -66,7 +67,7 @@ def test_one_waits_for_the_end_of_the_outermost_block(handlers: Handlers) -> Non
     assert signal.getsignal(USR1) is handlers
 
 
-def test_each_is_handled_once_and_in_order(handlers: Handlers) -> None:
+def test_pending_signals_are_handled_once_each_in_order(handlers: Handlers) -> None:
     handlers.does = handlers.stops
     with pytest.raises(Stop) as caught, defer_signals():
         for number in (USR2, USR1, USR2):
@@ -75,7 +76,7 @@ def test_each_is_handled_once_and_in_order(handlers: Handlers) -> None:
     assert str(caught.value.__context__) == str(USR2.value)
 
 
-def test_it_acts_at_a_safe_place(handlers: Handlers) -> None:
+def test_signal_is_handled_at_safe_place_within_block(handlers: Handlers) -> None:
     handlers.does = handlers.stops
     with defer_signals():
         signal.raise_signal(USR1)
@@ -105,10 +106,10 @@ def in_callback() -> object:
 
 
 @pytest.mark.parametrize("finalized", [in_del, in_callback])
-def test_one_that_comes_in_a_finalizer_is_not_dropped(
+def test_signal_during_finalizer_is_not_lost(
     handlers: Handlers, finalized: Callable[[], object]
 ) -> None:
-    """Python drops what is raised there."""
+    """Python drops exceptions raised in a finalizer."""
     handlers.does = handlers.stops
     with pytest.raises(Stop):
         finalized()
@@ -116,7 +117,7 @@ def test_one_that_comes_in_a_finalizer_is_not_dropped(
         threading.Event().wait(60)
 
 
-def test_held_back_nothing_acts(handlers: Handlers) -> None:
+def test_held_back_signals_are_handled_after_the_block(handlers: Handlers) -> None:
     handlers.does = handlers.stops
     done: list[int] = []
     with pytest.raises(Stop), held_back(), waits_may_act():
@@ -127,7 +128,7 @@ def test_held_back_nothing_acts(handlers: Handlers) -> None:
     assert done
 
 
-def test_what_is_kept_is_raised_at_the_end_as_itself(handlers: Handlers) -> None:
+def test_kept_exception_is_raised_at_end_of_block_without_context(handlers: Handlers) -> None:
     handlers.does = handlers.stops
     with pytest.raises(Stop) as caught, defer_signals():
         signal.raise_signal(USR1)
@@ -139,8 +140,8 @@ def test_what_is_kept_is_raised_at_the_end_as_itself(handlers: Handlers) -> None
     assert caught.value.__context__ is None
 
 
-def test_a_part_of_a_block_is_as_without_it(handlers: Handlers) -> None:
-    """But what undoes that part is left alone."""
+def test_as_set_part_of_block_handles_signals_at_once(handlers: Handlers) -> None:
+    """Code that undoes that part is not interrupted."""
     handlers.does = handlers.stops
     ended: list[int] = []
     with pytest.raises(Stop), defer_signals():
@@ -163,7 +164,7 @@ def in_torch(statement: str, **names: object) -> None:
     exec(compile(statement, file, "exec"), {"signal": signal, **names})
 
 
-def test_in_torchs_python_they_wait_for_a_place_of_ours(handlers: Handlers) -> None:
+def test_signal_in_python_code_of_torch_waits_for_dtensor_code(handlers: Handlers) -> None:
     handlers.does = handlers.stops
     with pytest.raises(Stop), defer_signals(), as_set():
         in_torch(f"signal.raise_signal({USR1:d})")
@@ -183,7 +184,7 @@ def test_in_torchs_python_they_wait_for_a_place_of_ours(handlers: Handlers) -> N
     assert handlers.came == [USR1, USR1, USR2, USR1]
 
 
-def test_a_block_within_such_a_part_is_one(handlers: Handlers) -> None:
+def test_defer_signals_block_within_as_set_part_defers_again(handlers: Handlers) -> None:
     with defer_signals(), as_set():
         with defer_signals():
             signal.raise_signal(USR1)
@@ -193,7 +194,9 @@ def test_a_block_within_such_a_part_is_one(handlers: Handlers) -> None:
         assert handlers.came == [USR1, USR2]
 
 
-def test_what_is_kept_in_such_a_part_is_raised_though_a_handler_raised(handlers: Handlers) -> None:
+def test_kept_exception_in_as_set_part_is_raised_after_handler_exception(
+    handlers: Handlers,
+) -> None:
     handlers.does = handlers.stops
     with defer_signals(), as_set(), pytest.raises(ValueError, match="kept"), defer_signals():
         signal.raise_signal(USR1)
@@ -202,7 +205,7 @@ def test_what_is_kept_in_such_a_part_is_raised_though_a_handler_raised(handlers:
         keep(ValueError("kept"))
 
 
-def test_a_handler_that_calls_us_runs_again_at_the_end(handlers: Handlers) -> None:
+def test_handler_that_calls_dtensor_runs_again_at_end_of_block(handlers: Handlers) -> None:
     lock, had = Lock(), list[int]()
 
     def saves(number: int) -> None:
@@ -221,7 +224,7 @@ def test_a_handler_that_calls_us_runs_again_at_the_end(handlers: Handlers) -> No
     assert handlers.came == [USR1, USR1]
 
 
-def test_a_handler_that_is_set_within_stays(handlers: Handlers) -> None:
+def test_handler_set_within_block_stays(handlers: Handlers) -> None:
     other = Handlers()
     with defer_signals():
         signal.raise_signal(USR1)
@@ -230,7 +233,7 @@ def test_a_handler_that_is_set_within_stays(handlers: Handlers) -> None:
     assert signal.getsignal(USR1) is other
 
 
-def test_ours_that_is_left_standing_calls_the_programs(handlers: Handlers) -> None:
+def test_dtensor_handler_left_installed_calls_users_handler(handlers: Handlers) -> None:
     with defer_signals():
         ours = signal.getsignal(USR1)
     signal.signal(USR1, ours)
@@ -239,7 +242,7 @@ def test_ours_that_is_left_standing_calls_the_programs(handlers: Handlers) -> No
     assert signal.getsignal(USR1) is handlers
 
 
-def test_default_and_ignored_signals_stay(handlers: Handlers) -> None:
+def test_default_and_ignored_signals_are_not_replaced(handlers: Handlers) -> None:
     signal.signal(USR1, signal.SIG_IGN)
     signal.signal(USR2, signal.SIG_DFL)
     with defer_signals():
@@ -247,8 +250,8 @@ def test_default_and_ignored_signals_stay(handlers: Handlers) -> None:
         assert signal.getsignal(USR2) is signal.SIG_DFL
 
 
-def test_other_threads_have_no_part_in_it(handlers: Handlers) -> None:
-    """Python calls handlers in the main thread, whatever another one is in the midst of."""
+def test_defer_signals_in_other_thread_does_not_delay_main_thread(handlers: Handlers) -> None:
+    """Python runs handlers in the main thread, whatever another thread is executing."""
     inside, go = threading.Event(), threading.Event()
 
     def runs() -> None:
@@ -265,7 +268,7 @@ def test_other_threads_have_no_part_in_it(handlers: Handlers) -> None:
     thread.join()
 
 
-def test_a_lock_that_another_thread_has_is_waited_for_with_signals(handlers: Handlers) -> None:
+def test_wait_for_lock_of_other_thread_is_interrupted_by_signal(handlers: Handlers) -> None:
     handlers.does = handlers.stops
     has, go = threading.Event(), threading.Event()
 

@@ -1,5 +1,6 @@
-"""`run.switch`: a model goes on under the other placement as one that was gathered and loaded,
-to the bit; what is sent is what is missing; a switch that cannot be leaves all as it was."""
+"""`run.switch`: a model continues under another placement with the bits of a model that was
+gathered and loaded. Only missing values are sent, and a refused or failed switch changes
+nothing."""
 
 from __future__ import annotations
 
@@ -187,7 +188,9 @@ PAIRS = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("here", "there"), PAIRS)
-def test_there_and_back(here: str, there: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_switch_there_and_back_is_bitwise_equal_to_gather_and_load(
+    here: str, there: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     a, b, data = PLACES[here], PLACES[there], batches(5)
     trained = Trained(a)
     with dt.launch(a.mesh) as run:
@@ -231,8 +234,8 @@ def test_there_and_back(here: str, there: str, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["compiled", "interpreted"])
-def test_shrink_and_grow(mode: Any) -> None:
-    """dp 4, 2, 4 with ZeRO: freed ranks are the same that are used again."""
+def test_switch_shrinks_and_grows_mesh_reusing_ranks(mode: Any) -> None:
+    """Data parallel over 4, 2 and 4 ranks with ZeRO; ranks that are freed are used again."""
     four, two, data = PLACES["dp4 zero3"], PLACES["dp2 zero1"], batches(4)
     trained = Trained(four)
     with dt.launch(four.mesh, mode=mode) as run:
@@ -252,8 +255,8 @@ def test_shrink_and_grow(mode: Any) -> None:
 
 
 @pytest.mark.slow
-def test_new_ranks() -> None:
-    """A launch of one rank grows; what was on its mesh is there, programs too."""
+def test_switch_adds_ranks_to_launch() -> None:
+    """A launch of one rank grows; values and programs on its mesh stay usable."""
     one, data = PLACES["single"], batches(2)
     trained = Trained(one)
     double = dt.compile(lambda x: x * 2, one.mesh)
@@ -269,7 +272,7 @@ def test_new_ranks() -> None:
         assert (double(x) + y).full_tensor().tolist() == [0, 4, 8, 12]
 
 
-def test_an_update_that_fails_on_a_new_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_update_on_new_rank_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     a, b, data = PLACES["single"], PLACES["tp2"], batches(3)
     update, until = shard_optimizer._update, [-1]
 
@@ -294,7 +297,7 @@ def test_an_update_that_fails_on_a_new_rank(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.slow
-def test_masters_and_kept_gradients() -> None:
+def test_switch_moves_master_weights_and_kept_gradients() -> None:
     a, b, data = PLACES["dp4 zero3"], PLACES["tp2"], batches(3)
     options = dict(master_weights=True, keep_gradients=True)
     trained = Trained(a, dtype=torch.bfloat16, **options)
@@ -315,7 +318,7 @@ def test_masters_and_kept_gradients() -> None:
 
 
 @pytest.mark.slow
-def test_random_numbers_go_on() -> None:
+def test_switch_continues_random_numbers() -> None:
     a, b, data = PLACES["dp4"], PLACES["tp2"], batches(4)
     still, moved = Trained(a, module=DropoutGPT()), Trained(a, module=DropoutGPT())
     moved.module.load_state_dict(still.module.state_dict())
@@ -329,7 +332,7 @@ def test_random_numbers_go_on() -> None:
     assert found == pytest.approx(losses, rel=1e-5)
 
 
-def test_a_compiled_function_follows() -> None:
+def test_compiled_function_follows_switched_model() -> None:
     a, b = PLACES["tp2"], PLACES["pp2"]
     model = dt.parallelize(make_model(), a.mesh, a.pins)
     x = batches(1)[0][0]
@@ -353,7 +356,7 @@ def test_a_compiled_function_follows() -> None:
 
 
 @pytest.mark.slow
-def test_nothing_on_the_ranks_yet() -> None:
+def test_switch_before_first_step_sends_nothing() -> None:
     a, b, data = PLACES["dp4"], PLACES["tp2"], batches(1)
     trained, fresh = Trained(a), Trained(b)
     with dt.launch(a.mesh) as run:
@@ -367,7 +370,7 @@ def test_nothing_on_the_ranks_yet() -> None:
         assert fresh.losses(data) == [loss]
 
 
-def test_what_is_written_and_read_between() -> None:
+def test_switch_keeps_values_that_user_wrote_and_read() -> None:
     a, b = PLACES["dp4"], PLACES["tp2"]
     trained, data = Trained(a), batches(2)
     with dt.launch(a.mesh) as run:
@@ -385,8 +388,8 @@ def test_what_is_written_and_read_between() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["elsewhere", "same mesh"])
-def test_a_failure_in_the_middle(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1 cannot put together what came: nobody has anything new."""
+def test_failed_switch_changes_nothing(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 fails to assemble the received values; then no rank keeps new values."""
     data = batches(3)
     mesh = dt.Mesh(tp=2)
     at = Place(axes=dict(tp=2), pins=MEGATRON)
@@ -424,7 +427,7 @@ def test_a_failure_in_the_middle(place: str, monkeypatch: pytest.MonkeyPatch) ->
         assert fresh.losses(data[:2])[1:] == losses
 
 
-def test_what_is_refused_changes_nothing() -> None:
+def test_refused_switch_changes_nothing() -> None:
     a, data = PLACES["dp4"], batches(2)
     trained = Trained(a)
     model, opt, tp = trained.model, trained.opt, dt.Mesh(tp=2)
@@ -472,7 +475,7 @@ def test_what_is_refused_changes_nothing() -> None:
         assert fresh.losses(data)[1:] == losses
 
 
-def test_a_step_that_fails_is_heard_of_first() -> None:
+def test_switch_raises_failure_of_earlier_step_first() -> None:
     at, (tokens, targets) = PLACES["dp4"], batches(1)[0]
     trained = Trained(at)
     with dt.launch(at.mesh) as run:
@@ -497,7 +500,7 @@ class Pair(nn.Module):
         return self.down(F.gelu(self.up(x)))
 
 
-def test_a_policy_and_its_replica() -> None:
+def test_switched_policy_still_syncs_to_its_replica() -> None:
     train, play = dt.Mesh(dp=2, name="train"), dt.Mesh(tp=2, name="play")
     torch.manual_seed(0)
     net = Pair()
@@ -519,7 +522,7 @@ def test_a_policy_and_its_replica() -> None:
         assert net.seen.item() == 2
 
 
-def test_a_teacher_is_switched_first() -> None:
+def test_teacher_must_be_switched_before_student() -> None:
     a, b = dt.Mesh(dp=2), dt.Mesh(tp=2)
     torch.manual_seed(0)
     student, teacher = (dt.parallelize(Pair(), a, {}) for _ in range(2))
@@ -537,7 +540,7 @@ def test_a_teacher_is_switched_first() -> None:
 
 
 @pytest.mark.slow
-def test_a_state_that_was_looked_at_is_put_anew() -> None:
+def test_optimizer_state_read_by_user_is_sent_from_controller() -> None:
     a, b, data = PLACES["dp4 zero3"], PLACES["tp2"], batches(3)
     losses = []
     for looks in (False, True):
@@ -563,9 +566,9 @@ class Heads(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
-def test_two_steps_of_one_optimizer(kind: Any) -> None:
-    """The step before the last updates what the last does not: its state waits in the controller,
-    and goes where that step wants it."""
+def test_switch_moves_state_of_two_steps_of_one_optimizer(kind: Any) -> None:
+    """State that only the earlier step updates is kept on the controller, and goes where that step
+    needs it."""
     a, b, x = dt.Mesh(dp=2), dt.Mesh(tp=2), torch.randn(4, 8)
     pins = {"body.weight": dict(tp=dt.Row()), "one.weight": dict(tp=dt.Column())}
     options = dict(momentum=0.9) if kind is torch.optim.SGD else {}
@@ -601,7 +604,7 @@ def test_two_steps_of_one_optimizer(kind: Any) -> None:
         assert_same_bits(dt.gather_state_dict(model, opt), later)
 
 
-def test_two_optimizers() -> None:
+def test_switch_moves_two_optimizers() -> None:
     a, b, x = dt.Mesh(dp=2), dt.Mesh(tp=2), torch.randn(4, 8)
     torch.manual_seed(0)
     model = dt.parallelize(Pair(), a, {})
@@ -622,8 +625,8 @@ def test_two_optimizers() -> None:
         assert all(name.startswith("part 1: model 0: ") for name in names), names
 
 
-def test_the_same_mesh() -> None:
-    """ZeRO's level is another one, and back: what stays is not sent."""
+def test_switch_on_same_mesh_sends_only_what_zero_level_changes() -> None:
+    """The ZeRO level changes and changes back."""
     at, data = PLACES["dp4"], batches(4)
     trained = Trained(at)
     with dt.launch(at.mesh) as run:
@@ -643,7 +646,7 @@ def test_the_same_mesh() -> None:
         assert run.switch(trained.model, trained.opt, at.mesh, {}).bytes_sent == 0
 
 
-def test_a_model_on_meta() -> None:
+def test_meta_device_model_can_be_switched() -> None:
     mesh, data = dt.Mesh(dp=2), batches(2)
     with torch.device("meta"):
         module = GPT()
@@ -661,7 +664,7 @@ def test_a_model_on_meta() -> None:
 
 
 @pytest.mark.slow
-def test_a_generator_is_made_anew() -> None:
+def test_generator_of_switched_model_must_be_made_again() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -692,8 +695,10 @@ def test_a_generator_is_made_anew() -> None:
 
 @pytest.mark.slow
 @pytest.mark.ray
-def test_on_ray(ray_session: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ranks, three, one, a stage cut: bits as in-process."""
+def test_switches_on_ray_are_bitwise_equal_to_in_process(
+    ray_session: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks, then three, one, and two pipeline stages."""
     data = batches(4)
     names = ("tp2", "tp3 uneven", "single", "pp2")
     first, *others = (PLACES[name] for name in names)
@@ -714,9 +719,11 @@ def test_on_ray(ray_session: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.ray
-def test_who_joins_on_ray(ray_session: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that does not start changes nothing; a spare joins, and ranks that are lost before
-    a switch and within it are replaced."""
+def test_ranks_join_and_are_replaced_during_switch_on_ray(
+    ray_session: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that fails to start changes nothing; a spare joins; ranks lost before and during a
+    switch are replaced."""
     from dtensor.daft.ray.cluster import RayCluster
     from dtensor.daft.ray.recovery.membership import Membership
 

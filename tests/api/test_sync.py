@@ -1,5 +1,5 @@
-"""Replicas: whatever the placements on both meshes, a sync gives the actor the policy's values, all
-of one step, with the bytes that are missing and no others."""
+"""`dt.sync` of replicas: for any placements on both meshes, the actor gets the policy's values
+after one step, and only missing bytes are sent."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def fresh_logits(state: Mapping[str, Any], module: nn.Module, mesh: dt.Mesh, **s
 @pytest.mark.default("tp2 to one-False")
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("pair", PAIRS)
-def test_the_actor_has_the_values_after_the_steps_before(pair: str, shared: bool) -> None:
+def test_sync_gives_actor_the_values_after_earlier_steps(pair: str, shared: bool) -> None:
     train, stated, play, placed = PAIRS[pair]
     module = net()
     plain = copy.deepcopy(module)
@@ -151,7 +151,7 @@ def sgd(policy: dt.ParallelModule) -> dt.TrainStep:
     return dt.train_step(policy, lambda model, x: model(x).square().mean(), opt)
 
 
-def test_what_is_there_is_not_sent() -> None:
+def test_sync_sends_nothing_that_target_rank_already_has() -> None:
     _, policy, actor = simple(placements={"0.weight": dict(tp=dt.Row())})
     ranks = {actor.mesh: (0, 1)}
     before = dt.sync_plan(policy, actor, ranks=ranks)
@@ -172,7 +172,7 @@ def test_what_is_there_is_not_sent() -> None:
     assert dt.sync_plan(policy, actor).bytes_sent == 2 * (12 + 3 + 12 + 4) * 4
 
 
-def test_the_plan_before_anything_runs() -> None:
+def test_sync_plan_text_before_anything_runs() -> None:
     _, policy, actor = simple(placements={"2.weight": dict(tp=dt.Column())})
     assert (
         str(dt.sync_plan(policy, actor))
@@ -203,8 +203,8 @@ predicted 24.0 us, H100 SXM bf16, NVLink"""
     assert dt.sync_plan(policy, actor, topology=slow).seconds == 2 + 184 / 46
 
 
-def test_steps_under_way_and_programs_between() -> None:
-    """Each call sees what was called before it, though nothing is waited for."""
+def test_sync_orders_pending_steps_and_actor_programs() -> None:
+    """Each call sees the calls submitted before it, and no call is waited for."""
     module, policy, actor = simple()
     plain = copy.deepcopy(module)
     step, logits = sgd(policy), dt.compile(logits_of, actor.mesh)
@@ -226,7 +226,7 @@ def test_steps_under_way_and_programs_between() -> None:
         torch.testing.assert_close(value, wanted)
 
 
-def test_what_is_written_between_steps_is_sent() -> None:
+def test_sync_sends_values_that_user_wrote_between_steps() -> None:
     module, policy, actor = simple()
     with dt.launch(policy.mesh, actor.mesh):
         dt.sync(policy, actor)
@@ -241,7 +241,7 @@ def test_what_is_written_between_steps_is_sent() -> None:
         assert torch.equal(mine["2.weight"], module[2].weight)
 
 
-def test_a_second_launch_and_two_actors() -> None:
+def test_sync_to_two_actors_in_two_launches() -> None:
     module, policy, actor = simple()
     other = dt.replica(policy, dt.Mesh(dp=3), {})
     for version in (1, 2):
@@ -256,7 +256,7 @@ def test_a_second_launch_and_two_actors() -> None:
     assert dt.gather_state_dict(policy)["model"].keys() == module.state_dict().keys()
 
 
-def test_nothing_passes_the_controller(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sync_sends_no_values_through_controller(monkeypatch: pytest.MonkeyPatch) -> None:
     _, policy, actor = simple()
     with dt.launch(policy.mesh, actor.mesh) as session:
         step = sgd(policy)
@@ -284,7 +284,7 @@ def test_nothing_passes_the_controller(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(sent) == 2 and sum(sent) < 1000
 
 
-def test_bf16_and_dtypes_beside_one_another() -> None:
+def test_sync_of_mixed_dtypes() -> None:
     module = net(torch.bfloat16)
     module.shift = module.shift.double()
     module.register_buffer("count", torch.tensor([3, 4], dtype=torch.int8))
@@ -303,7 +303,7 @@ def test_bf16_and_dtypes_beside_one_another() -> None:
         assert all(torch.equal(found[name], expected[name]) for name in found)
 
 
-def test_reads_of_an_actor_are_current_or_refused() -> None:
+def test_reads_of_actor_are_current_or_refused() -> None:
     module, policy, actor = simple()
     with dt.launch(policy.mesh, actor.mesh):
         with pytest.raises(dt.PlanningError, match="no value here yet"):
@@ -320,7 +320,7 @@ def test_reads_of_an_actor_are_current_or_refused() -> None:
         dt.gather_state_dict(actor)
 
 
-def test_a_mode_of_its_own_and_no_second_copy() -> None:
+def test_replica_has_own_train_mode_and_no_values_on_controller() -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
     module.append(module[0])
     policy = dt.parallelize(module, dt.Mesh(a=2))
@@ -334,8 +334,8 @@ def test_a_mode_of_its_own_and_no_second_copy() -> None:
         torch.testing.assert_close(y, module[0](module[0](X)))
 
 
-def test_a_policy_on_meta() -> None:
-    """Its values are made on its ranks; they too go from there."""
+def test_sync_of_meta_device_policy() -> None:
+    """The policy's values are initialized on its ranks and sent from there."""
     with torch.device("meta"):
         module = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
     policy = dt.parallelize(module, dt.Mesh(dp=2), {}, zero={"dp": 3}, init="reset")
@@ -347,7 +347,7 @@ def test_a_policy_on_meta() -> None:
         assert all(torch.equal(state[n], mine[n]) and state[n].any() for n in state)
 
 
-def test_a_buffer_that_the_actor_changes_is_the_policys_again() -> None:
+def test_sync_resets_buffer_that_actor_changed() -> None:
     module = nn.BatchNorm1d(4)
     policy = dt.parallelize(module, dt.Mesh(a=1))
     actor = dt.replica(policy, dt.Mesh(b=1))
@@ -360,7 +360,7 @@ def test_a_buffer_that_the_actor_changes_is_the_policys_again() -> None:
     assert int(module.num_batches_tracked) == 0
 
 
-def test_refusals() -> None:
+def test_replica_and_sync_reject_bad_arguments() -> None:
     module, policy, actor = simple()
     with pytest.raises(dt.PlanningError, match=r'dt.Mesh\(tp=2, name="play"\) is another'):
         dt.replica(policy, dt.Mesh(tp=2))
@@ -392,7 +392,7 @@ def test_refusals() -> None:
         dt.sync(policy, actor)
 
 
-def test_a_module_that_changed_since() -> None:
+def test_sync_plan_refuses_policy_that_changed_since_replica() -> None:
     module, policy, actor = simple()
     module.register_buffer("late", torch.zeros(2))
     with pytest.raises(dt.PlanningError, match="the policy alone has late"):
@@ -404,7 +404,9 @@ def test_a_module_that_changed_since() -> None:
 
 
 @pytest.mark.ray
-def test_on_ray(ray_session: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sync_on_ray_in_many_messages_gives_policys_values(
+    ray_session: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(
         "dtensor.runtime.transfer.between_meshes.BUCKET_BYTES", 256
     )  # many messages

@@ -1,4 +1,4 @@
-"""A DTensor holds its shards on the ranks; every redistribution keeps the value."""
+"""A DTensor stores its shards on the ranks, and every redistribution keeps its value."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def ints(*shape: int) -> torch.Tensor:
     return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
 
 
-def test_shards_in_rank_order() -> None:
+def test_dtensor_properties_and_shards_in_rank_order() -> None:
     x = dt.distribute(ints(5, 3), dt.Mesh(tp=3), tp=dt.Row())
     assert str(x.spec) == "f32[5@tp,3]"
     assert (x.shape, x.dtype, x.ndim, x.mesh) == ((5, 3), torch.float32, 2, dt.Mesh(tp=3))
@@ -28,7 +28,7 @@ def test_shards_in_rank_order() -> None:
     assert torch.equal(x.full_tensor(), ints(5, 3))
 
 
-def test_a_pending_sum_is_the_value_on_one_rank() -> None:
+def test_partial_sum_has_full_value() -> None:
     x = dt.distribute(ints(4), TP2, tp=dt.Partial("sum"))
     assert str(x.spec) == "f32[4]{sum@tp}"
     assert torch.equal(x.full_tensor(), ints(4))
@@ -36,8 +36,8 @@ def test_a_pending_sum_is_the_value_on_one_rank() -> None:
 
 
 @pytest.mark.parametrize("shape", [(8, 6), (5, 7), (2, 3), (1, 1)], ids=str)
-def test_all_pairs_of_placements(shape: tuple[int, int]) -> None:
-    """Over 3 ranks: sizes that divide, that do not, and that leave ranks empty."""
+def test_redistribute_between_all_pairs_of_placements_keeps_value(shape: tuple[int, int]) -> None:
+    """Over 3 ranks, with sizes that divide, sizes that do not, and sizes that leave ranks empty."""
     mesh = dt.Mesh(tp=3)
     placements = [dt.Replicate(), dt.Row(), dt.Column(), dt.Partial("sum")]
     if shape[0] > 2:
@@ -65,13 +65,13 @@ def test_all_pairs_of_placements(shape: tuple[int, int]) -> None:
     ],
     ids=lambda t: f"{t.dtype}{list(t.shape)}",
 )
-def test_dtypes_and_odd_shapes(tensor: torch.Tensor) -> None:
+def test_distribute_keeps_values_of_all_dtypes_and_odd_shapes(tensor: torch.Tensor) -> None:
     x = dt.distribute(tensor, TP2, **({"tp": dt.Row()} if tensor.dim() else {}))
     assert torch.equal(x.full_tensor(), tensor) and x.full_tensor().dtype == tensor.dtype
     assert torch.equal(x.redistribute(tp=dt.Replicate()).full_tensor(), tensor)
 
 
-def test_it_is_a_copy() -> None:
+def test_distribute_and_reads_copy_their_tensors() -> None:
     source = ints(4)
     x = dt.distribute(source, TP2)
     source.zero_()
@@ -80,14 +80,14 @@ def test_it_is_a_copy() -> None:
     assert torch.equal(x.full_tensor(), ints(4))
 
 
-def test_scalars() -> None:
+def test_scalar_dtensor_converts_to_float_and_larger_one_raises() -> None:
     x = dt.distribute(torch.tensor(2.5), TP2)
     assert float(x) == x.item() == 2.5
     with pytest.raises(ValueError, match="only one element tensors can be converted"):
         float(dt.distribute(ints(4), TP2))
 
 
-def test_shards_of_garbage_are_dropped() -> None:
+def test_shards_of_deleted_dtensors_are_dropped() -> None:
     with dt.launch(TP2) as session:
         kept = dt.distribute(ints(4), TP2)
         for _ in range(5):
@@ -103,14 +103,14 @@ def test_shards_of_garbage_are_dropped() -> None:
 # -- what is refused -------------------------------------------------------------------------------
 
 
-def test_no_such_attribute() -> None:
+def test_unknown_attribute_raises_and_dtensor_is_hashable() -> None:
     x = dt.distribute(ints(4), TP2)
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = x.nonsense
     assert {x: 1}[x] == 1
 
 
-def test_a_tensor_of_a_closed_launch() -> None:
+def test_dtensor_of_closed_launch_raises_when_used() -> None:
     with dt.launch(TP2):
         x = dt.distribute(ints(4), TP2)
     for use in (x.full_tensor, x.local_tensors):
@@ -122,7 +122,7 @@ def test_a_tensor_of_a_closed_launch() -> None:
     assert repr(x) == "DTensor(f32[4], mesh(tp=2), values lost with their launch)"
 
 
-def test_tensors_of_two_launches() -> None:
+def test_dtensors_of_two_launches_do_not_mix() -> None:
     outside = dt.distribute(ints(4), TP2)
     with dt.launch(TP2):
         inside = dt.distribute(ints(4), TP2)
@@ -145,7 +145,9 @@ def test_tensors_of_two_launches() -> None:
         (dict(tp=dt.Row(unit=3)), "3"),
     ],
 )
-def test_placements_that_do_not_fit(placements: Any, message: str) -> None:
+def test_distribute_and_redistribute_reject_placements_that_do_not_fit(
+    placements: Any, message: str
+) -> None:
     with pytest.raises(dt.PlanningError, match=message):
         dt.distribute(ints(4, 2), TP2, **placements)
     if "blocks" not in str(placements) and "unit" not in str(placements):

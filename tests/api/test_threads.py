@@ -1,4 +1,5 @@
-"""Several threads: a capture disturbs none, and calls of ours have one order."""
+"""Several threads: a capture does not affect other threads, and calls of dtensor from all threads
+have one order."""
 
 import copy
 import math
@@ -116,7 +117,7 @@ def torch_now() -> dict[str, Any]:
 # -- a thread that calls nothing of ours -----------------------------------------------------------
 
 
-def test_another_thread_sees_its_own_parameters() -> None:
+def test_other_thread_sees_real_parameters_during_capture() -> None:
     net = Net()
     known = float(net.up.weight.detach().norm())
 
@@ -139,7 +140,7 @@ def test_another_thread_sees_its_own_parameters() -> None:
     assert type(net.up._parameters) is dict
 
 
-def test_what_another_thread_assigns_stays() -> None:
+def test_parameters_assigned_by_other_thread_during_capture_stay() -> None:
     net = Net()
     held = net.up._parameters
     new = nn.Parameter(torch.zeros(8))
@@ -156,7 +157,7 @@ def test_what_another_thread_assigns_stays() -> None:
     assert float(net.up.count) == 1.0 and bool((net.down.weight == 2.0).all())
 
 
-def test_the_list_of_an_lstm_is_its_own_too() -> None:
+def test_other_thread_sees_real_lstm_weights_during_capture() -> None:
     net = nn.Sequential(nn.LSTM(4, 3, batch_first=True))
     lstm = net[0]
     x = torch.ones(2, 5, 4)
@@ -174,7 +175,7 @@ def test_the_list_of_an_lstm_is_its_own_too() -> None:
     assert all(a is b for a, b in zip(lstm._flat_weights, lstm.parameters(), strict=True))
 
 
-def test_what_another_thread_counts_is_neither_lost_nor_blamed() -> None:
+def test_counters_of_other_thread_are_kept_and_not_reported() -> None:
     counts, seen, found = {"looks": 0, "scale": 1.0}, [0], {1.0}
     net = Net()
 
@@ -193,7 +194,7 @@ def test_what_another_thread_counts_is_neither_lost_nor_blamed() -> None:
     assert counts["looks"] == len(beside.found) == len(seen) - 1 and len(counts) == 2 + TIMES
 
 
-def test_what_the_program_counts_is_blamed_beside_another_thread() -> None:
+def test_counter_of_captured_program_is_refused_beside_other_thread() -> None:
     counts, own = {"looks": 0}, {"calls": 0}
     net = Net()
 
@@ -210,8 +211,8 @@ def test_what_the_program_counts_is_blamed_beside_another_thread() -> None:
     assert "looks" not in str(told.value)
 
 
-def test_a_list_that_grows_after_an_op_is_blamed_beside_another_thread() -> None:
-    """Python's profiler forgets who runs where an op pauses it."""
+def test_list_grown_by_captured_program_is_refused_beside_other_thread() -> None:
+    """An op pauses Python's profiler, which then forgets which function runs."""
     seen: list[int] = []
 
     def f(x: torch.Tensor) -> torch.Tensor:
@@ -225,7 +226,7 @@ def test_a_list_that_grows_after_an_op_is_blamed_beside_another_thread() -> None
     assert seen == []
 
 
-def test_another_thread_draws_its_own_numbers() -> None:
+def test_random_draws_of_other_thread_are_unaffected_by_capture() -> None:
     generator = torch.Generator()
     own = np.random.default_rng(7)
     held = [generator, own]
@@ -253,14 +254,14 @@ def test_another_thread_draws_its_own_numbers() -> None:
     assert beside.found == known
 
 
-def test_a_program_that_uses_numpy_is_not_blamed_for_anothers_draws() -> None:
+def test_numpy_draws_of_other_thread_are_not_blamed_on_captured_program() -> None:
     with Beside(lambda: float(np.random.rand())) as beside:
         captured(Net(), lambda: (beside.meet(), np.float64(1.0)))
         with pytest.raises(dt.PlanningError, match="draws from numpy.random;"):
             captured(Net(), lambda: (beside.meet(), np.random.rand()))
 
 
-def test_what_the_program_draws_is_blamed_beside_another_thread() -> None:
+def test_random_draw_of_captured_program_is_refused_beside_other_thread() -> None:
     with (
         Beside(lambda: float(np.random.rand())) as beside,
         pytest.raises(dt.PlanningError, match="draws from Python's random;"),
@@ -268,7 +269,7 @@ def test_what_the_program_draws_is_blamed_beside_another_thread() -> None:
         captured(Net(), lambda: (beside.meet(), random.random()))
 
 
-def test_another_thread_sees_plain_torch() -> None:
+def test_other_thread_sees_unpatched_torch_during_capture() -> None:
     def look() -> Any:
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")
@@ -286,7 +287,7 @@ def test_another_thread_sees_plain_torch() -> None:
     assert beside.found == [known]
 
 
-def test_what_another_thread_has_compiled_runs_compiled() -> None:
+def test_torch_compiled_function_of_other_thread_stays_compiled_in_capture() -> None:
     made: list[int] = []
 
     def backend(graph: Any, _: Any) -> Any:
@@ -301,8 +302,8 @@ def test_what_another_thread_has_compiled_runs_compiled() -> None:
     assert beside.found == [known] and made == [1]
 
 
-def test_torch_compiles_in_another_thread() -> None:
-    """It waits for the capture, as it would for another thread that compiles."""
+def test_torch_compile_in_other_thread_waits_for_capture() -> None:
+    """It waits as for another thread that compiles."""
     made: list[int] = []
     begun = threading.Event()
     found: list[Any] = []
@@ -336,7 +337,7 @@ def test_torch_compiles_in_another_thread() -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
-def test_torch_is_as_before_after_a_capture_that_raises(error: type[BaseException]) -> None:
+def test_failed_capture_restores_torch(error: type[BaseException]) -> None:
     def within() -> None:
         raise error("within")
 
@@ -377,7 +378,7 @@ def together(*calls: Callable[[], Any]) -> list[Any]:
     return found
 
 
-def test_two_threads_plan_at_once() -> None:
+def test_plans_made_by_three_threads_at_once_are_equal() -> None:
     alone = str(captured(Net(), lambda: None))
     before = torch_now()
     for _ in range(3):
@@ -385,7 +386,7 @@ def test_two_threads_plan_at_once() -> None:
     assert torch_now() == before
 
 
-def test_a_call_in_a_thread_that_the_program_joins_is_an_error() -> None:
+def test_dtensor_call_in_thread_joined_by_captured_program_is_refused() -> None:
     errors: list[BaseException] = []
     net, other = Net(), Net()
 
@@ -404,7 +405,7 @@ def test_a_call_in_a_thread_that_the_program_joins_is_an_error() -> None:
         captured(net, within)
 
 
-def test_a_call_in_a_pool_that_the_program_waits_for_is_an_error() -> None:
+def test_dtensor_call_in_pool_awaited_by_captured_program_is_refused() -> None:
     x = dt.distribute(torch.ones(2), dt.Mesh(dp=2))
     with ThreadPoolExecutor(1) as pool:
         pool.submit(lambda: None).result()  # its thread is there before
@@ -412,7 +413,7 @@ def test_a_call_in_a_pool_that_the_program_waits_for_is_an_error() -> None:
             captured(Net(), lambda: pool.submit(x.sum).result())
 
 
-def test_a_thread_of_the_program_sees_what_the_program_sees() -> None:
+def test_thread_started_by_captured_program_sees_fake_tensors() -> None:
     def loss_fn(model: Net, x: torch.Tensor) -> torch.Tensor:
         kinds: list[str] = []
         thread = threading.Thread(target=lambda: kinds.append(type(model.up.weight.data).__name__))
@@ -426,8 +427,8 @@ def test_a_thread_of_the_program_sees_what_the_program_sees() -> None:
 
 
 @pytest.mark.slow
-def test_a_step_a_plan_a_generation_and_a_save_at_once(tmp_path: Any) -> None:
-    """And an evaluation of the trained model: as one after the other."""
+def test_step_plan_generation_and_save_in_parallel_equal_sequential(tmp_path: Any) -> None:
+    """An evaluation of the trained model runs at the same time too."""
     torch.manual_seed(0)
     mesh = dt.Mesh(dp=2)
     net = Net()

@@ -50,7 +50,9 @@ PLACED: dict[str, tuple[dt.Mesh, dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.default("tp-distil")
 @pytest.mark.parametrize("loss_fn", [distil, pull])
 @pytest.mark.parametrize("placed", PLACED)
-def test_a_teacher_and_a_student(placed: str, loss_fn: Callable[..., Tensor]) -> None:
+def test_distillation_of_student_from_teacher_matches_torch(
+    placed: str, loss_fn: Callable[..., Tensor]
+) -> None:
     mesh, one, other = PLACED[placed]
     plain, plain_teacher = mlp(0), mlp(1, 32)
     student, teacher = copy.deepcopy(plain), copy.deepcopy(plain_teacher)
@@ -86,7 +88,7 @@ def second_half(g: nn.Module, d: nn.Module, z: Tensor) -> Tensor:
 
 @pytest.mark.default("mesh0")
 @pytest.mark.parametrize("mesh", [TP, DP])
-def test_two_steps_that_train_one_module_each_and_read_the_other(mesh: dt.Mesh) -> None:
+def test_generator_and_discriminator_steps_match_torch(mesh: dt.Mesh) -> None:
     plain_g, plain_d = mlp(0, norm=True), mlp(1)
     g, d = copy.deepcopy(plain_g), copy.deepcopy(plain_d)
     expected: list[float] = []
@@ -135,7 +137,7 @@ def step_on(student: nn.Module) -> dt.TrainStep:
     return dt.train_step(model, distil, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-def test_what_cannot_be_in_one_call() -> None:
+def test_modules_on_different_meshes_or_stages_in_one_call_are_refused() -> None:
     student, teacher = mlp(0), mlp(1)
     step = step_on(student)
     with pytest.raises(dt.PlanningError, match="parallelized on .*dp=2.*the program is for"):
@@ -157,6 +159,6 @@ def test_what_cannot_be_in_one_call() -> None:
         dt.compile(lambda a, b, x: a(b(x)), PP).plan(*meshed, rows(0))
 
 
-def test_a_module_that_is_not_parallelized_beside_one_that_is() -> None:
+def test_plain_module_beside_parallelized_one_is_refused() -> None:
     with dt.launch(TP), pytest.raises(dt.PlanningError, match="not parallelized"):
         step_on(mlp(0))(mlp(1), rows(0))

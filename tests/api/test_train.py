@@ -1,7 +1,6 @@
-"""Training beside plain torch, in what tests/api/training_cases.py does not vary: gradients on
-request, norms in every dtype, frozen parameters, groups that change, buffers, caches, batches of
-every structure, several programs of one model.
-"""
+"""Training compared with plain torch, in what tests/api/training_cases.py does not vary: gradients
+on request, gradient norms in every dtype, frozen parameters, changing groups, buffers, caches,
+batch structures, and several programs of one model."""
 
 from __future__ import annotations
 
@@ -82,8 +81,10 @@ class Both:
 @pytest.mark.parametrize(
     ("placed", "zero"), [("tp2_pp2", None), ("dp2_tp2", {"dp": 3})], ids=["tp2_pp2", "dp2_tp2"]
 )
-def test_gradients_on_request(placed: str, zero: dict[str, int] | None) -> None:
-    """Of a batch, as torch has them; and those that the last step kept. Unclipped, no norm."""
+def test_step_gradients_of_batch_and_of_last_step_match_torch(
+    placed: str, zero: dict[str, int] | None
+) -> None:
+    """Without clipping, the step returns no gradient norm."""
     run = Run.of(placed, keep_gradients=True, clip=None, zero=zero)
     one = batch(ignored=True)
     with dt.launch(run.mesh):
@@ -96,7 +97,7 @@ def test_gradients_on_request(placed: str, zero: dict[str, int] | None) -> None:
     assert_gradients_close(asked, gradients_of(make_model(), one))
 
 
-def test_the_comparison_sees_any_one_gradient_doubled() -> None:
+def test_assert_gradients_close_detects_one_doubled_gradient() -> None:
     expected = gradients_of(make_model(), batch())
     for name in expected:
         planted = {n: 2 * g if n == name else g for n, g in expected.items()}
@@ -127,8 +128,11 @@ C64, C128, F32, F64 = torch.complex64, torch.complex128, torch.float32, torch.fl
 @pytest.mark.parametrize(
     ("dtype", "of_bias"), [(C64, C64), (C128, C128), (F64, F64), (F64, F32), (F32, F32)]
 )
-def test_clipping_is_torchs_in_every_dtype(dtype: torch.dtype, of_bias: torch.dtype) -> None:
-    """Of complex gradients it takes the absolute values; of float64 it computes in float64."""
+def test_gradient_clipping_matches_torch_in_every_dtype(
+    dtype: torch.dtype, of_bias: torch.dtype
+) -> None:
+    """For complex gradients the norm uses absolute values; for float64 it is computed in
+    float64."""
     torch.manual_seed(1)
     given = [(torch.randn(6, 8, dtype=F64).to(dtype),) for _ in range(3)]
     placed = Placed(axes=dict(dp=2, tp=3), pins={"weight": dict(tp=dt.Column())}, inputs=ROWS)
@@ -151,8 +155,8 @@ def test_clipping_is_torchs_in_every_dtype(dtype: torch.dtype, of_bias: torch.dt
         torch.testing.assert_close(found[name], value, rtol=0, atol=near)
 
 
-def test_the_norm_is_over_the_parameters_of_the_optimizer() -> None:
-    """And the others keep their values."""
+def test_clipping_norm_covers_only_parameters_of_optimizer() -> None:
+    """Other parameters keep their values."""
     model, plain = Affine(F32, F32), Affine(F32, F32)
     placed = dt.parallelize(model, dt.Mesh(), {})
     step = dt.train_step(placed, spread, torch.optim.SGD([model.bias], lr=0.1), clip_grad_norm=0.1)
@@ -170,8 +174,8 @@ def test_the_norm_is_over_the_parameters_of_the_optimizer() -> None:
 
 @pytest.mark.default("3")
 @pytest.mark.parametrize("zero", [0, 3])
-def test_frozen_parameters(zero: int) -> None:
-    """Frozen from the start, thawed, and others frozen later: each step trains what torch does."""
+def test_freezing_and_thawing_parameters_matches_torch(zero: int) -> None:
+    """Parameters are frozen from the start, thawed, and others frozen later."""
     both = Both(mlp(), lambda m: torch.optim.AdamW(m.parameters(), lr=0.05), zero)
     before = both.plain[0].weight.detach().clone()  # type: ignore[index]
     with dt.launch(DP):
@@ -187,7 +191,7 @@ def test_frozen_parameters(zero: int) -> None:
         both.assert_same_state()
 
 
-def test_groups_with_schedulers_and_a_group_added_later() -> None:
+def test_param_groups_with_schedulers_and_added_group_match_torch() -> None:
     def grouped(module: nn.Module) -> torch.optim.Optimizer:
         last = module[2]  # type: ignore[index]
         return torch.optim.AdamW(
@@ -226,7 +230,7 @@ class Skip(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["RMSprop", "Adagrad", "NAdam", "Adamax", "Rprop"])
-def test_other_elementwise_optimizers(kind: str) -> None:
+def test_other_torch_optimizers_train_as_torch(kind: str) -> None:
     data = torch.randn(4, 2, 8, 8, generator=torch.Generator().manual_seed(0))
     assert_trains_as_torch(
         Placed(axes=dict(tp=2), pins={"*.weight": dict(tp=dt.Row())}),
@@ -254,8 +258,11 @@ class Scaled(GPT):
 @pytest.mark.parametrize(
     ("axes", "level"), [(dict(pp=1), 0), (dict(pp=2), 0), (dict(pp=2, dp=2), 3)]
 )
-def test_a_parameter_tied_between_stages_of_one_rank(axes: dict[str, int], level: int) -> None:
-    """Four stages on two ranks: the table and the head that shares it are both on the first."""
+def test_parameter_tied_between_stages_of_one_rank_trains_as_torch(
+    axes: dict[str, int], level: int
+) -> None:
+    """Four stages on two ranks: the embedding table and the head that shares it are on the first
+    rank."""
     stages = {"pp": [["embed*", "positions*"], ["blocks*"], ["norm*", "head*"], ["last"]]}
     assert_trains_as_torch(
         Placed(axes=axes, stages=stages, inputs=ROWS if level else None),
@@ -270,9 +277,9 @@ def test_a_parameter_tied_between_stages_of_one_rank(axes: dict[str, int], level
 
 
 @pytest.mark.slow
-def test_batch_norm_over_a_split_batch() -> None:
-    """One device's statistics, also where the batch does not divide, by sums of one number per
-    channel; evaluation between steps sees them, and is captured once."""
+def test_batch_norm_over_split_batch_matches_one_device() -> None:
+    """The batch need not divide; only one number per channel is summed. Evaluation between steps
+    uses the statistics and is captured once."""
     both = Both(
         nn.Sequential(
             nn.Conv2d(2, 4, 3, bias=False),
@@ -343,7 +350,7 @@ class Rotated(nn.Module):
         return self.head((self.up(x)[:, None] * self.cos[:3]).sum(1))
 
 
-def test_buffers_that_forward_changes_are_state() -> None:
+def test_buffers_changed_in_forward_match_torch() -> None:
     both = Both(Counting())
     with dt.launch(DP):
         both.take(*data(4, 4, 4))
@@ -352,7 +359,7 @@ def test_buffers_that_forward_changes_are_state() -> None:
 
 
 @pytest.mark.parametrize("kept", ["buffer", "attribute", "lazy buffer", "lazy attribute"])
-def test_a_cached_table(kept: str) -> None:
+def test_cached_table_trains_as_torch_or_is_refused_with_fix(kept: str) -> None:
     both = Both(Rotated(kept))
     batches = data(4, 4)
     if "lazy" in kept:
@@ -376,7 +383,7 @@ def with_metrics(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, dict[s
 
 
 @pytest.mark.parametrize("how", ["dp and microbatches", "stages"])
-def test_metrics_are_those_of_the_whole_batch(how: str) -> None:
+def test_metrics_equal_those_of_whole_batch(how: str) -> None:
     module = mlp()
     (one,) = data(8)
     loss, metrics = with_metrics(module, *one)
@@ -424,7 +431,7 @@ def of_keywords(model: nn.Module, x: Tensor, *, y: Tensor, mask: Tensor | None =
     return loss_fn(model, x, y)
 
 
-def test_batches_in_any_structure() -> None:
+def test_step_accepts_batches_of_any_structure() -> None:
     module = mlp()
     model = dt.parallelize(module, DP)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
@@ -442,8 +449,8 @@ def test_batches_in_any_structure() -> None:
         assert_losses_close([float(step(*args, **kwargs))], [expected * scale])
 
 
-def test_tensors_out_of_sight_are_refused() -> None:
-    """As constants, those of an earlier batch would be used again."""
+def test_tensors_in_unregistered_class_are_refused_with_fix() -> None:
+    """Captured as constants, the tensors of an earlier batch would be used again."""
     module = mlp()
     step = dt.train_step(dt.parallelize(module, DP), of_fields, sgd(module))
     with pytest.raises(dt.PlanningError, match=r"is a Record(.|\n)*register_dataclass\(Record\)"):
@@ -461,8 +468,8 @@ def test_tensors_out_of_sight_are_refused() -> None:
 
 
 @pytest.mark.parametrize("capture", ["once", "each call"])
-def test_an_argument_that_requires_grad_is_refused(capture: str) -> None:
-    """Its gradient would be lost."""
+def test_argument_that_requires_grad_is_refused(capture: str) -> None:
+    """The gradient of the argument would be lost."""
     module = mlp()
     loss = lambda model, x, y, z: loss_fn(model, x * z, y)  # noqa: E731
     step = dt.train_step(dt.parallelize(module, DP), loss, sgd(module), capture=capture)
@@ -479,8 +486,9 @@ def logits(model: nn.Module, tokens: Tensor) -> Tensor:
     return model(tokens)
 
 
-def test_each_evaluation_sees_the_steps_before_it() -> None:
-    """Nothing is read before all is submitted: the stages are in several runs at once."""
+def test_evaluation_submitted_between_steps_sees_earlier_steps() -> None:
+    """All calls are submitted before any result is read, so the stages work on several runs at
+    once."""
     given, run = batches(3), Run.of("pp2", clip=None)
     tokens = given[0][0]
     evaluate = dt.compile(logits, run.mesh)
@@ -507,8 +515,8 @@ def test_each_evaluation_sees_the_steps_before_it() -> None:
 
 @pytest.mark.default("0")
 @pytest.mark.parametrize("level", [0, 3])
-def test_two_optimizers_of_one_model_take_turns(level: int) -> None:
-    """Each finds the parameters as the other left them, in whatever memory."""
+def test_two_optimizers_of_one_model_alternate_as_in_torch(level: int) -> None:
+    """Each step uses the parameters as the other step left them."""
     module, plain = make_model(), make_model()
     model = dt.parallelize(module, DP, {}, zero={"dp": level} if level else None)
     steps = [

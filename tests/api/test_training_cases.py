@@ -1,5 +1,5 @@
-"""Training gives the losses, weights and optimizer state of plain torch, in each row of the table
-`tests/golden/training_cases.txt` (tests/api/training_cases.py says what its values mean)."""
+"""Training matches the losses, weights and optimizer state of plain torch in each row of
+`tests/golden/training_cases.txt` (tests/api/training_cases.py explains the columns)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ ON_RAY = [pytest.mark.ray, pytest.mark.default]
         for name, row in ROWS.items()
     ],
 )
-def test_trains_as_torch(row: Mapping[str, str], request: pytest.FixtureRequest) -> None:
+def test_training_case_matches_torch(
+    row: Mapping[str, str], request: pytest.FixtureRequest
+) -> None:
     if row["backend"] == "ray":
         request.getfixturevalue("ray_session")
     case = case_of(row)
@@ -36,6 +38,6 @@ def test_trains_as_torch(row: Mapping[str, str], request: pytest.FixtureRequest)
     )
 
 
-def test_the_rows_cover_each_pair_of_values() -> None:
-    """If not: `python -m tests.api.training_cases --write`."""
+def test_training_cases_cover_each_pair_of_values() -> None:
+    """If this fails, run `python -m tests.api.training_cases --write`."""
     assert wanted() <= covered([*ROWS.values()])

@@ -1,4 +1,5 @@
-"""`dt.transfer`: between implicit meshes, in a launch, to parts of it, and what is refused."""
+"""`dt.transfer` between meshes outside a launch, inside a launch, and to parts of it; and what is
+refused."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ def check(y: dt.DTensor, x: torch.Tensor, text: str) -> None:
     assert len(y.local_tensors()) == y.spec.mesh.size
 
 
-def test_between_implicit_meshes() -> None:
+def test_transfer_between_meshes_outside_launch_keeps_value() -> None:
     x = value()
     a = dt.distribute(x, dt.Mesh(tp=2), tp=dt.Row())
     b = dt.transfer(a, dt.Mesh(dp=2, tp=2), dp=dt.Column(), tp=dt.Row())
@@ -29,13 +30,13 @@ def test_between_implicit_meshes() -> None:
     check(a, x, "f32[7@tp,6]")
 
 
-def test_the_same_mesh_is_a_redistribution() -> None:
+def test_transfer_to_same_mesh_redistributes() -> None:
     mesh, x = dt.Mesh(tp=2), value()
     check(dt.transfer(dt.distribute(x, mesh, tp=dt.Row()), mesh, tp=dt.Column()), x, "f32[7,6@tp]")
 
 
 @pytest.mark.parametrize("mode", ["compiled", "interpreted"])
-def test_to_parts_of_a_launch_and_back(mode: str) -> None:
+def test_transfer_to_parts_of_launch_and_back_sends_planned_bytes(mode: str) -> None:
     x = value()
     whole, part, third = dt.Mesh(dp=2, tp=2), dt.Mesh(g=2), dt.Mesh(k=3)
     with dt.launch(whole, mode=mode):  # type: ignore[arg-type]
@@ -58,7 +59,7 @@ def test_to_parts_of_a_launch_and_back(mode: str) -> None:
         b.full_tensor()
 
 
-def test_no_value_passes_through_the_controller_in_a_launch(
+def test_transfer_in_launch_sends_no_value_through_controller(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with dt.launch(dt.Mesh(a=3)) as session:
@@ -74,8 +75,8 @@ def test_no_value_passes_through_the_controller_in_a_launch(
         assert b.full_tensor().shape == (7, 6)
 
 
-def test_two_models_on_two_parts_do_not_share_names() -> None:
-    """Both parts hold a `model 0: weight` on the same ranks."""
+def test_models_on_two_parts_of_launch_keep_separate_weights() -> None:
+    """Both parts store a `model 0: weight` on the same ranks."""
     first, second = dt.Mesh(p=2), dt.Mesh(q=2)
     linears = [torch.nn.Linear(6, 4), torch.nn.Linear(6, 4)]
     x = value()
@@ -92,7 +93,7 @@ def test_two_models_on_two_parts_do_not_share_names() -> None:
             torch.testing.assert_close(y.full_tensor(), linear(x))
 
 
-def test_into_a_launch_from_before_it() -> None:
+def test_dtensor_made_before_launch_transfers_into_it() -> None:
     x = value()
     a = dt.distribute(x, dt.Mesh(tp=2), tp=dt.Row())
     with dt.launch(dt.Mesh(b=3)):
@@ -101,14 +102,14 @@ def test_into_a_launch_from_before_it() -> None:
         check(dt.transfer(a, dt.Mesh(tp=2), tp=dt.Row()), x, "f32[7@tp,6]")
 
 
-def test_a_pending_value_is_reduced_first() -> None:
+def test_transfer_reduces_partial_value_first() -> None:
     x = value()
     summed = dt.distribute(x, dt.Mesh(a=2), a=dt.Partial())
     check(dt.transfer(summed, dt.Mesh(b=3), b=dt.Row()), x, "f32[7@b,6]")
 
 
 @pytest.mark.parametrize("launched", [False, True])
-def test_gradients_go_back(launched: bool) -> None:
+def test_gradients_flow_back_through_transfer(launched: bool) -> None:
     x = value().requires_grad_()
     (x.sin() * 3).sum().backward()
     source, target = dt.Mesh(a=2), dt.Mesh(b=3)
@@ -125,7 +126,7 @@ def test_gradients_go_back(launched: bool) -> None:
         torch.testing.assert_close(a.grad.full_tensor(), x.grad)
 
 
-def test_a_view_is_transferred_as_it_is_seen() -> None:
+def test_transfer_of_view_sends_viewed_values() -> None:
     x = value()
     a = dt.distribute(x, dt.Mesh(a=2), a=dt.Row())
     b = dt.transfer(a[:, 1:5].t(), dt.Mesh(b=3), b=dt.Row())
@@ -133,21 +134,21 @@ def test_a_view_is_transferred_as_it_is_seen() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.bfloat16])
-def test_other_dtypes(dtype: torch.dtype) -> None:
+def test_transfer_keeps_values_of_other_dtypes(dtype: torch.dtype) -> None:
     x = torch.arange(5).to(dtype)
     a = dt.distribute(x, dt.Mesh(a=3), a=dt.Row())
     b = dt.transfer(a, dt.Mesh(b=2), b=dt.Row())
     assert b.dtype == dtype and torch.equal(b.full_tensor(), x)
 
 
-def test_more_ranks_than_elements() -> None:
+def test_transfer_to_more_ranks_than_elements() -> None:
     x = torch.randn(2)
     b = dt.transfer(dt.distribute(x, dt.Mesh(a=3), a=dt.Row()), dt.Mesh(b=4), b=dt.Row())
     assert [len(t) for t in b.local_tensors()] == [1, 1, 0, 0]
     assert torch.equal(b.full_tensor(), x)
 
 
-def test_refusals() -> None:
+def test_transfer_rejects_bad_ranks() -> None:
     a = dt.distribute(value(), dt.Mesh(a=2), a=dt.Row())
     with pytest.raises(dt.PlanningError, match="leave ranks out"):
         dt.transfer(a, dt.Mesh(b=2), (0, 1))
@@ -166,7 +167,7 @@ def test_refusals() -> None:
 
 
 @pytest.mark.ray
-def test_on_ray(ray_session: None) -> None:
+def test_transfer_on_ray_keeps_value(ray_session: None) -> None:
     x = value()
     with dt.launch(dt.Mesh(a=3), backend="ray"):
         a = dt.distribute(x, dt.Mesh(a=3), a=dt.Row())

@@ -1,5 +1,5 @@
-"""A step that fails in its update, where the launch keeps copies of what steps write: it is undone,
-on all ranks, and training goes on with the bits of one that never failed."""
+"""A step that fails in its update is undone on all ranks if the launch keeps copies of written
+values; training then continues with the bits of a run without the failure."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ OPTIMIZERS = {
         ("AdamW on masters", {"dp": 2}, 2),
     ],
 )
-def test_an_update_that_fails_is_undone(
+def test_failed_update_is_undone_on_all_ranks(
     kind: str, mesh: dict[str, int], first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the first step, when there is no state yet, and later; before the kernel of a rank, which
-    the user's options bring about, and after it, on either rank; numbers of steps, on which dropout
-    rests, as if it had not been called."""
+    """Fails in the first step, when there is no optimizer state yet, and in a later one; before the
+    kernel (caused by the user's options) and after it; on either rank. The step number, which seeds
+    dropout, is restored too."""
     states: list[tuple[list[float], object]] = []
     until: list[int] = []  # kernels that run before one is said to have failed
     update = shard_optimizer._update
@@ -112,9 +112,9 @@ def test_an_update_that_fails_is_undone(
 
 @pytest.mark.default("axes0")
 @pytest.mark.parametrize("axes", [{"tp": 2}, {"dp": 2}])
-def test_bytes_of_the_copies(axes: dict[str, int]) -> None:
-    """The plan's memory has them, inside such a launch alone: each value that a step writes, once
-    in this process; and beside them the number of steps of each parameter."""
+def test_plan_counts_bytes_of_snapshots_for_undo(axes: dict[str, int]) -> None:
+    """The plan's memory includes snapshots only inside such a launch: each value that a step
+    writes, once per process, and the step number of each parameter."""
     mesh = dt.Mesh(**axes)
     module = _Model()
     placements = {"up.weight": dict(tp=dt.Column())} if "tp" in axes else {}

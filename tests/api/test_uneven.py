@@ -1,7 +1,7 @@
-"""Sizes that do not divide: ops, gradients, optimizers, heads in units, a vocabulary, few kv heads.
+"""Sizes that do not divide by the number of ranks: ops, gradients, optimizers, heads, vocabularies
+and few KV heads match plain torch.
 
-Each is compared with plain torch on one device, values and gradients, and its collectives are
-those of Megatron: nothing is gathered because a dim does not divide.
+The collectives are those of Megatron: no dim is gathered because it does not divide.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ ROWS = [{"x": dict(a=dt.Row())}, {"x": dict(a=dt.Column())}]
         "slices", "pad", "roll", "repeat", "expand", "mse_loss",
     ],
 )  # fmt: skip
-def test_ops(fn: object) -> None:
+def test_ops_on_uneven_dims_match_torch(fn: object) -> None:
     """7 rows or 5 columns over 2, 3 and 4 ranks."""
     meshes = [dt.Mesh(a=n) for n in (2, 3, 4)]
     same = dt.testing.assert_same(fn, X, placements=ROWS, meshes=meshes)  # type: ignore[arg-type]
     assert len(same.checked) == 6
 
 
-def test_more_ranks_than_rows() -> None:
+def test_ops_with_more_ranks_than_rows_match_torch() -> None:
     x, w = torch.randn(2, 3), torch.randn(3, 2)
     for axes in (dict(a=4), dict(a=2, b=3)):
         mesh = dt.Mesh(**axes)
@@ -77,7 +77,7 @@ def test_more_ranks_than_rows() -> None:
         )
 
 
-def test_full_tensor_and_local_tensors() -> None:
+def test_uneven_full_and_local_tensors_have_expected_shapes() -> None:
     x = torch.randn(7, 5)
     mesh = dt.Mesh(a=2, b=3)
     for placements in (
@@ -101,8 +101,8 @@ def mean_square(model: nn.Module, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("axes", [dict(tp=3), dict(dp=3, tp=2), dict(tp=4)], ids=str)
-def test_an_mlp_trains_with_adamw_and_clipping(axes: dict[str, int]) -> None:
-    """7 hidden units over 2, 3 and 4 ranks, batches of 5 over 3."""
+def test_uneven_mlp_with_adamw_and_clipping_trains_as_torch(axes: dict[str, int]) -> None:
+    """7 hidden units over 2, 3 and 4 ranks; batches of 5 over 3."""
     data = [(torch.randn(5, 6, generator=torch.Generator().manual_seed(s)),) for s in range(6)]
 
     def make() -> nn.Module:
@@ -136,8 +136,8 @@ def test_an_mlp_trains_with_adamw_and_clipping(axes: dict[str, int]) -> None:
         torch.testing.assert_close(state["model"][name], value, rtol=1e-5, atol=1e-6)
 
 
-def test_heads_in_units() -> None:
-    """5 heads of 4 over 3 ranks: 2, 2 and 1 of them."""
+def test_uneven_heads_with_unit_train_as_torch() -> None:
+    """5 heads of size 4 over 3 ranks: 2, 2 and 1."""
     placed = Placed(
         axes=dict(tp=3),
         pins={
@@ -157,8 +157,8 @@ def test_heads_in_units() -> None:
 
 @pytest.mark.default("untied")
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_a_vocabulary_that_does_not_divide(tied: bool) -> None:
-    """31 tokens over 3 ranks: embedding, head and cross-entropy, 11 + 11 + 9 rows."""
+def test_uneven_vocabulary_trains_as_torch_without_sending_logits(tied: bool) -> None:
+    """31 tokens over 3 ranks: 11, 11 and 9 rows of embedding, head and cross entropy."""
     pins: dict[str, Stated] = {"embed.weight": dict(tp=dt.Row())}
     if not tied:
         pins["head.weight"] = dict(tp=dt.Row())
@@ -219,8 +219,9 @@ def check_language_model(
 
 @pytest.mark.default("repeat")
 @pytest.mark.parametrize("spread", ["enable_gqa", "repeat"])
-def test_grouped_query_attention_with_more_ranks_than_kv_heads(spread: str) -> None:
-    """2 kv heads over kv=2, their 4 q heads over kv and rep: 4 ranks, each its own q head."""
+def test_gqa_with_more_ranks_than_kv_heads_matches_torch(spread: str) -> None:
+    """2 KV heads over axis kv=2, their 4 query heads over kv and rep: each of 4 ranks has its own
+    query head."""
     torch.manual_seed(0)
     module = GroupedAttention(16, 4, 2, spread)  # type: ignore[arg-type]
     x, cos, sin = torch.randn(3, 5, 16), torch.randn(5, 4), torch.randn(5, 4)
@@ -238,7 +239,7 @@ def test_grouped_query_attention_with_more_ranks_than_kv_heads(spread: str) -> N
     )
 
 
-def test_a_llama_with_more_ranks_than_kv_heads_trains() -> None:
+def test_llama_with_more_ranks_than_kv_heads_trains_as_torch() -> None:
     both = dict(kv=dt.Row(unit=4), rep=dt.Row(unit=4))
     back = dict(kv=dt.Column(unit=4), rep=dt.Column(unit=4))
     pins: dict[str, Stated] = {

@@ -1,4 +1,4 @@
-"""Who hangs, on Ray: `python -m tests.who_hangs` does the same many times over."""
+"""Diagnosis of hangs on Ray. `python -m tests.who_hangs` runs many such trials."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def until(says: Callable[[], Sequence[Any]], words: str) -> Any:
 
 
 @pytest.mark.ray
-def test_the_rank_that_hangs_is_named(
+def test_status_names_rank_that_hangs_and_its_line(
     ray_session: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (folder := tmp_path / "orders").mkdir()
@@ -91,7 +91,7 @@ def test_the_rank_that_hangs_is_named(
 
 
 @pytest.mark.ray
-def test_actors_that_were_spawned_are_seen(ray_session: None, tmp_path: Path) -> None:
+def test_status_command_lists_spawned_actors(ray_session: None, tmp_path: Path) -> None:
     with pytest.raises(Pressed), daft.launch(backend="ray"):
         a = daft.spawn(Layer)
         begun = tmp_path / "begun"

@@ -1,4 +1,4 @@
-"""ZeRO: what is stored split changes where numbers lie and what is sent, and no number."""
+"""ZeRO: splitting stored values changes where they are and what is sent, but no result."""
 
 from __future__ import annotations
 
@@ -71,10 +71,10 @@ def square_error(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 @pytest.mark.default("adagrad-torch.float32")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_no_number_depends_on_where_a_parameter_is_cut(name: str, dtype: torch.dtype) -> None:
-    """Sums are folded in rank order, split or not. torch's kernels, and its ops on 16 bits, round
-    otherwise in the last elements of a tensor. Without clipping: the norm of shards is summed in
-    another order."""
+def test_zero_levels_are_bitwise_equal_with_uneven_cuts(name: str, dtype: torch.dtype) -> None:
+    """Sums are folded in rank order, whether split or not. Torch's own fused kernels, and its
+    16-bit ops, round the last elements of a tensor differently. Without clipping, because the norm
+    of shards is summed in another order."""
     torch.manual_seed(5)
     data = [(torch.randn(4, 37, dtype=dtype), torch.zeros(4, 37, dtype=dtype)) for _ in range(3)]
     placed = Placed(
@@ -93,8 +93,9 @@ def test_no_number_depends_on_where_a_parameter_is_cut(name: str, dtype: torch.d
 
 
 @pytest.mark.slow
-def test_levels_that_reduce_alike_agree_with_clipping_and_microbatches() -> None:
-    """2 and 3 sum over ranks, then over microbatches; 0 and 1 the other way round."""
+def test_zero_levels_with_same_sum_order_are_bitwise_equal() -> None:
+    """Levels 2 and 3 sum over ranks and then over microbatches; levels 0 and 1 the other way
+    round."""
     placed = Placed(axes=dict(pp=2, dp=2), inputs=ROWS, stages=TWO_STAGES)
 
     def bits(level: int, clip: float | None) -> Any:
@@ -126,7 +127,7 @@ class Odd(nn.Module):
 
 
 @pytest.mark.parametrize("level", [1, 2, 3])
-def test_sizes_that_do_not_divide(level: int) -> None:
+def test_zero_splits_uneven_dim_that_balances_shards_best(level: int) -> None:
     run = run_of(level, DP4, module=Odd(), loss=square_error)
     plan = run.step.plan(torch.randn(8, 3), torch.randn(8, 3))
     stored = {i.label: str(i.stored) for i in plan.inputs if i.kind == "parameter"}
@@ -143,8 +144,8 @@ def test_sizes_that_do_not_divide(level: int) -> None:
 
 @pytest.mark.default("1")
 @pytest.mark.parametrize("level", [1, 2, 3])
-def test_a_slice_that_is_no_view(level: int) -> None:
-    """A fused bias under tp: a rank's part of each of the three blocks is a place of its own."""
+def test_zero_trains_with_fused_bias_split_in_blocks(level: int) -> None:
+    """With tp, a rank's part of each of the three blocks of a fused bias is not contiguous."""
     pins = {**MEGATRON, "*.qkv.bias": dict(tp=dt.Row(blocks=3))}
     placed = Placed(axes=dict(dp=2, tp=2), pins=pins, inputs=ROWS)
     run = assert_trains_as_torch(placed, make=sgd, schedule=dt.GPipe(1), zero={"dp": level})
@@ -158,8 +159,8 @@ def half(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
 
 
 @pytest.mark.slow
-def test_casts_come_before_gathers() -> None:
-    """Under autocast a shard is cast and its 16 bits are sent; the numbers are the same."""
+def test_zero3_under_autocast_gathers_16_bit_values() -> None:
+    """The cast is done on the shard; the results are the same."""
     data = batches(2)
     found: list[Any] = []
     for level in (0, 2, 3):
@@ -188,7 +189,7 @@ class Penalised(nn.Module):
 
 
 @pytest.mark.parametrize(("level", "microbatches"), [(1, 2), (2, 2), (3, 2), (3, 1)])
-def test_a_gradient_that_does_not_depend_on_the_batch(level: int, microbatches: int) -> None:
+def test_zero_trains_gradient_independent_of_batch_as_torch(level: int, microbatches: int) -> None:
     assert_trains_as_torch(
         DP2,
         [(torch.randn(8, 8),) for _ in range(3)],
@@ -204,7 +205,7 @@ def test_a_gradient_that_does_not_depend_on_the_batch(level: int, microbatches: 
 
 
 @pytest.mark.slow
-def test_levels_change_between_save_and_load() -> None:
+def test_zero_level_may_change_between_save_and_load() -> None:
     data = batches(8)
     plain = make_model()
     expected = train_torch(plain, adamw(plain), data, clip=1.0)
@@ -228,7 +229,7 @@ def test_levels_change_between_save_and_load() -> None:
 
 
 @pytest.mark.parametrize("level", [1, 3])
-def test_loading_within_a_launch(level: int) -> None:
+def test_zero_state_loaded_inside_launch_repeats_losses(level: int) -> None:
     data = batches(4)
     run = run_of(level)
     with dt.launch(run.mesh):
@@ -240,7 +241,7 @@ def test_loading_within_a_launch(level: int) -> None:
         run.state()
 
 
-def test_evaluation_reads_what_training_stores() -> None:
+def test_evaluation_uses_zero3_shards_of_training() -> None:
     run = run_of(3)
     one = batches(1)[0]
     evaluate = dt.compile(lambda model, tokens: model(tokens), run.mesh)
@@ -268,12 +269,12 @@ def test_evaluation_reads_what_training_stores() -> None:
         ({"pp": 1}, "holds the pipeline's stages"),
     ],
 )
-def test_what_is_refused(zero: Mapping[str, int], message: str) -> None:
+def test_invalid_zero_argument_is_refused(zero: Mapping[str, int], message: str) -> None:
     mesh = dt.Mesh(pp=2, dp=2, tp=1)
     with pytest.raises(dt.PlanningError, match=message):
         dt.parallelize(make_model(), mesh, {}, stages=TWO_STAGES, zero=zero)
 
 
-def test_one_rank_has_nothing_to_split_over() -> None:
+def test_zero_on_one_rank_has_no_effect() -> None:
     model = dt.parallelize(make_model(), dt.Mesh(dp=1), {}, zero={"dp": 3})
     assert model.zero is None

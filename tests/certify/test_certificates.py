@@ -1,11 +1,11 @@
-"""Every rule's certificate: no strategy that a rule offers may be wrong.
+"""Certificates of rules: no strategy that a rule offers may be wrong.
 
     pytest tests/certify/test_certificates.py -k mm
 
-Each registered op is tried with its samples (tests.certify.samples) at one size on 2 ranks, with
-values that change whenever a rule does; a share of them, which changes with it, wholly: at all
-sizes, on 3 ranks and 2x2, in half precision, backward. `make certify` does all wholly. The last
-tests plant wrong rules: the oracle must find them.
+Each registered op runs on its samples (tests.certify.samples) at one size on 2 ranks, with values
+that change whenever a rule changes. A part of the ops, also chosen anew with each change, is
+certified in full: at all sizes, on 3 ranks and 2x2, in half precision, with backward. `make
+certify` certifies all ops in full. The last tests plant wrong rules, which the oracle must find.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ def test_every_rule_has_samples_in_one_family() -> None:
     assert [name for name, count in times.items() if count > 1] == []
 
 
-def test_the_table_lists_every_rule() -> None:
+def test_certificate_table_lists_every_rule() -> None:
     assert recorded_ops(TABLE.read_text()) == RULED, "run make certify"
 
 
 @pytest.mark.filterwarnings("ignore")  # the ops' own: statistics of empty shards, beta ops
 @pytest.mark.parametrize("name", sorted(SAMPLES))
-def test_no_strategy_is_wrong(name: str) -> None:
+def test_no_strategy_of_rule_is_wrong(name: str) -> None:
     found = certify_samples(name, seed=SEED, brief=True)
     assert found.wrong == ()
     assert found.checked > 0
@@ -82,7 +82,7 @@ def test_no_strategy_is_wrong(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", SHARE)
-def test_the_whole_certificate(name: str) -> None:
+def test_full_certificate_has_no_wrong_and_only_recorded_missing_strategies(name: str) -> None:
     found = certify_samples(name)
     assert found.wrong == ()
     recorded = recorded_missing(TABLE.read_text()).get(name, ())
@@ -128,8 +128,8 @@ def _number_calls(name: str) -> list[tuple[Any, ...]]:
         if not n.startswith("dt.")
     ],
 )
-def test_numbers_in_every_place(name: str) -> None:
-    """What torch computes of them has a rule that is right, or none: nothing else is raised."""
+def test_op_with_numbers_in_place_of_tensors_has_right_rule_or_none(name: str) -> None:
+    """No exception other than `NoRule` is raised."""
     for target, args, kwargs in _number_calls(name):
         call, tensors = call_of(target, args, kwargs)
         try:
@@ -194,7 +194,7 @@ CHAINS: dict[str, tuple[Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]] 
 
 
 @pytest.mark.parametrize("name", CHAINS)
-def test_forward_and_backward(name: str) -> None:
+def test_no_strategy_of_forward_and_backward_is_wrong(name: str) -> None:
     fn, tensors = CHAINS[name]
     found = certify_autograd(fn, *tensors)
     assert found.wrong == ()
@@ -274,14 +274,14 @@ PLANTED: dict[str, tuple[Any, tuple[Any, ...], Callable[[OpCall], Rule], str]] =
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_planted_rule_is_found_wrong(name: str) -> None:
+def test_certify_finds_planted_wrong_rule(name: str) -> None:
     target, args, rule, reason = PLANTED[name]
     found = certify_call(target, args, rule=rule)
     assert found.wrong
     assert any(reason in text for text in found.wrong)
 
 
-def test_rule_that_offers_less_is_found_missing() -> None:
+def test_certify_lists_strategies_missing_from_rule() -> None:
     args = (_randn(6, 6), _randn(6, 6))
     found = certify_call(aten.mm.default, args, rule=_planted("m k!, k! n -> m n"), missing=True)
     assert found.wrong == ()
@@ -300,16 +300,16 @@ def _for(name: str, planted: Callable[[OpCall], Rule]) -> Callable[[OpCall], Rul
     return lambda call: planted(call) if call.name == name else rule_for(call)
 
 
-def test_local_count_in_a_backward_is_found_from_forward() -> None:
-    """PyTorch's DTensor gives gradients as many times too large as there are ranks here."""
+def test_certify_of_forward_finds_local_count_in_backward_rule() -> None:
+    """PyTorch's DTensor makes these gradients too large by a factor of the number of ranks."""
     found = certify(F.mse_loss, X, Y, rule=_for("aten.mse_loss_backward.default", LOCAL_COUNT))
     assert found.wrong
     assert all(text.startswith("aten.mse_loss_backward") for text in found.wrong)
     assert certify(F.mse_loss, X, Y).wrong == ()
 
 
-def test_wrong_only_where_the_size_does_not_divide() -> None:
-    """A localizer that gives every rank the share of rank 0."""
+def test_certify_finds_rule_wrong_only_for_uneven_sizes() -> None:
+    """The planted localizer gives every rank the share of rank 0."""
 
     def localize(call: OpCall, local: Any) -> OpCall:
         return call.with_arg(1, [-(-s // 2) if s == 4 else s for s in call.args[1]])
@@ -320,7 +320,7 @@ def test_wrong_only_where_the_size_does_not_divide() -> None:
     assert any("on 3 ranks" in text for text in found.wrong)
 
 
-def test_wrong_only_in_half_precision() -> None:
+def test_certify_finds_rule_wrong_only_in_half_precision() -> None:
     def localize(call: OpCall, local: Any) -> OpCall:
         return replace(call, target=_sum_float, args=call.args[:1])
 
@@ -335,8 +335,8 @@ def _sum_float(x: torch.Tensor) -> torch.Tensor:
     return x.sum() if x.dtype == torch.float64 else x.float().sum()
 
 
-def test_wrong_only_on_two_axes() -> None:
-    """A localizer that knows one axis of the mesh."""
+def test_certify_finds_rule_wrong_only_on_two_axes() -> None:
+    """The planted localizer considers only one axis of the mesh."""
 
     def localize(call: OpCall, local: Any) -> OpCall:
         spec = local.operands[0]
@@ -349,8 +349,9 @@ def test_wrong_only_on_two_axes() -> None:
     assert any("on 2x2 ranks" in text for text in found.wrong)
 
 
-def test_wrong_at_another_size_than_the_sample() -> None:
-    """The maximum of one column is the column: only other sizes show that it is reduced."""
+def test_certify_finds_rule_wrong_only_at_other_sizes() -> None:
+    """The maximum over one column is the column itself, so only other sizes show that the dim is
+    reduced."""
     rule = _planted("a b -> a")
     x = _randn(4, 1)
     assert certify_call(aten.amax.default, (x, [1]), rule=rule).wrong == ()
@@ -360,7 +361,7 @@ def test_wrong_at_another_size_than_the_sample() -> None:
 # -- the table and the command ---------------------------------------------------------------------
 
 
-def test_the_table_can_be_read_back() -> None:
+def test_certificate_table_can_be_read_back() -> None:
     whole = _planted("m! k!, k! n! -> m! n!")
     found = certify(aten.mm.default, _randn(6, 6), _randn(6, 6), rule=whole)
     rows = [
@@ -375,7 +376,9 @@ def test_the_table_can_be_read_back() -> None:
     assert f"`aten.mm.default` ({found.checked}, {len(found.missing)} missing)" in text
 
 
-def test_the_command_names_what_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
+def test_certify_command_proposes_nearest_names_of_unknown_op(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     for given in (["aten.negg.default"], ["aten.mm.default", "--table", "x.md"]):
         with pytest.raises(SystemExit) as raised:
             main(given)
@@ -383,7 +386,7 @@ def test_the_command_names_what_it_does_not_know(capsys: pytest.CaptureFixture[s
     assert "nearest names" in capsys.readouterr().err
 
 
-def test_the_command_fails_on_a_wrong_rule(
+def test_certify_command_fails_on_wrong_rule(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wrong = Certificate(("aten.neg.default: bad",), checked=1)

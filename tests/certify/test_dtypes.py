@@ -1,4 +1,4 @@
-"""The dtypes that a rule takes together are those that torch's kernels take."""
+"""The dtypes that a rule accepts together are those that torch's kernels accept."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ SEVERAL = [op for op in sorted(SAMPLES) if _has_several(op)]
 @this_torch
 @pytest.mark.filterwarnings("ignore")  # the ops' own: deprecations
 @pytest.mark.parametrize("op", sorted({*SEVERAL} - {*OPEN, *NEITHER}))
-def test_a_rule_refuses_what_the_kernels_refuse(op: str) -> None:
+def test_rule_refuses_dtypes_that_kernels_refuse(op: str) -> None:
     assert disagreements(op, DTYPES.get(op, "promote")) == []
 
 
-def test_other_ops_state_what_is_known_of_them() -> None:
+def test_ops_outside_dtype_sweep_state_known_dtypes() -> None:
     assert {op: DTYPES.get(op, "promote") for op in NEITHER} == NEITHER
     assert not OPEN & set(DTYPES)
     assert set(DTYPES) <= set(SEVERAL)
@@ -82,5 +82,5 @@ def test_other_ops_state_what_is_known_of_them() -> None:
         ("aten.linear.default", Half((0,))),
     ],
 )
-def test_a_wrong_statement_is_found(op: str, wrong: Dtypes) -> None:
+def test_wrong_dtype_statement_is_found(op: str, wrong: Dtypes) -> None:
     assert disagreements(op, wrong)

@@ -1,4 +1,4 @@
-"""`dtensor doctor --gpu`, on simulated GPUs."""
+"""`dtensor doctor --gpu` on simulated GPUs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ except CompilerMissing as error:
 
 
 @pytest.mark.slow
-def test_all_parts_on_two_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_gpu_runs_all_checks_on_two_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     with dt.testing.simulated_gpus(2, seed=1) as gpus:
         status = main(["doctor", "--gpu", "--json"])
         report = gpus.report()
@@ -32,14 +32,14 @@ def test_all_parts_on_two_gpus(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-def test_a_part_that_fails_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_gpu_names_failing_check(capsys: pytest.CaptureFixture[str]) -> None:
     with dt.testing.simulated_gpus(1, fails_at=4):
         assert main(["doctor", "--gpu", "--json"]) == 1
     wrong = [line for line in json.loads(capsys.readouterr().out) if line["state"] == "wrong"]
     assert wrong and "OutOfMemoryError" in wrong[0]["found"]
 
 
-def test_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_gpu_without_gpu_fails_with_reason(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--gpu", "--json"]) == 1
     (wrong,) = [line for line in json.loads(capsys.readouterr().out) if line["state"] == "wrong"]
     assert wrong["name"] == "cuda" and "sees none" in wrong["found"]

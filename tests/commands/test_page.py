@@ -1,7 +1,9 @@
-"""docs/commands.md shows what its commands print. They are called in this process: importing torch
-and transformers again for each would take most of a minute.
+"""docs/commands.md shows what its commands print.
 
-    python -m tests.commands.test_page       # writes what they print now: look at the diff
+The commands run in this process, because importing torch and transformers for each would take most
+of a minute.
+
+    python -m tests.commands.test_page       # updates the page: review the diff
 """
 
 from __future__ import annotations
@@ -76,9 +78,7 @@ def files_of_page(text: str) -> None:
 
 
 @pytest.mark.slow
-def test_commands_print_what_the_page_shows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commands_print_what_page_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     text = PAGE.read_text()
@@ -90,7 +90,7 @@ def test_commands_print_what_the_page_shows(
         assert re.fullmatch(pattern, found), f"$ {command}\n{found}"
 
 
-def test_the_page_has_every_command() -> None:
+def test_commands_page_has_every_command() -> None:
     from dtensor.__main__ import COMMANDS
 
     text = PAGE.read_text()

@@ -1,4 +1,4 @@
-"""`dtensor plan`, `compare` and `simulate`, called as a terminal calls them."""
+"""`dtensor plan`, `compare`, `simulate` and `search`, run as from a terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TINY = "tiny --batch 4 --length 16"
 
 
 @pytest.mark.slow
-def test_plan_of_a_configuration(command: Command):
+def test_plan_command_plans_model_from_configuration(command: Command):
     ran = command(f"plan {TINY} --mesh tp=2 --summary")
     assert (ran.status, ran.err) == (0, "")
     lines = ran.out.splitlines()
@@ -26,8 +26,8 @@ def test_plan_of_a_configuration(command: Command):
 
 
 @pytest.mark.slow
-def test_the_plan_is_that_of_the_library(command: Command):
-    """What the command derives and states by the names of axes, written out by hand."""
+def test_plan_command_gives_plan_of_library(command: Command):
+    """The expected plan states by hand what the command derives."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     ran = command(f"plan {TINY} --mesh pp=2,dp=2,tp=2 --zero dp=2 --microbatches 2 --json")
@@ -53,7 +53,7 @@ def test_the_plan_is_that_of_the_library(command: Command):
 
 
 @pytest.mark.slow
-def test_compare_captures_once(command: Command, monkeypatch: pytest.MonkeyPatch):
+def test_compare_command_captures_once(command: Command, monkeypatch: pytest.MonkeyPatch):
     from dtensor.api.step import bound_call
 
     captured: list[object] = []
@@ -66,8 +66,8 @@ def test_compare_captures_once(command: Command, monkeypatch: pytest.MonkeyPatch
     assert rows[1]["memory"]["parameters"] > rows[2]["memory"]["parameters"]
 
 
-def test_plan_for_a_device(command: Command):
-    """One that does not run here."""
+def test_plan_command_plans_for_given_device(command: Command):
+    """The device need not exist on this machine."""
     Path("cast.py").write_text(
         "import torch\n"
         "from mlp import MLP, loss_fn as loss\n"
@@ -85,7 +85,7 @@ def test_plan_for_a_device(command: Command):
     assert "--device cudda is none.\nfix: cuda" in ran.err
 
 
-def test_one_that_does_not_fit(command: Command):
+def test_commands_report_and_fail_if_memory_does_not_fit(command: Command):
     ran = command("compare mlp.py:make --placements none --mesh dp=2 --mesh dp=4 --memory 4KiB")
     assert ran.status == 1
     assert ran.out.count("!") > 2
@@ -94,7 +94,7 @@ def test_one_that_does_not_fit(command: Command):
     assert "It does not fit: the fullest rank needs" in ran.err
 
 
-def test_a_schedule_without_stages_is_planned(command: Command):
+def test_plan_command_accepts_schedule_without_stages(command: Command):
     line = (
         "compare mlp.py:make --mesh tp=2 --microbatches 2 --schedule gpipe --schedule 1f1b --json"
     )
@@ -106,7 +106,7 @@ def test_a_schedule_without_stages_is_planned(command: Command):
     assert plan["schedule"] == one_f_one_b["schedule"]  # the default
 
 
-def test_simulate_draws_and_writes(command: Command):
+def test_simulate_command_draws_pipeline_and_writes_trace(command: Command):
     line = "simulate mlp.py:make --set width=8192 --mesh pp=2 --microbatches 2 --schedule gpipe"
     ran = command(f"{line} --trace out.json")
     assert ran.status == 0
@@ -154,7 +154,7 @@ def test_simulate_draws_and_writes(command: Command):
         ("plan no.such:make --mesh tp=2", "Python finds no module 'no.such' from here"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_named(command: Command, line: str, said: str):
+def test_planning_commands_name_wrong_argument(command: Command, line: str, said: str):
     ran = command(line)
     assert ran.status == 2
     assert said in ran.err
@@ -162,7 +162,7 @@ def test_what_is_wrong_is_named(command: Command, line: str, said: str):
     assert ran.out == ""
 
 
-def test_a_glob_of_the_users_that_matches_nothing(command: Command):
+def test_users_pattern_without_match_is_named(command: Command):
     pins = 'import dtensor as dt\npins = {"*.upp.weight": dict(ep=dt.Row())}\n'
     Path("pins.py").write_text(pins)
     ran = command("plan mlp.py:make --mesh ep=2 --placements pins.py:pins")
@@ -171,7 +171,7 @@ def test_a_glob_of_the_users_that_matches_nothing(command: Command):
 
 
 @pytest.mark.slow
-def test_search_finds_and_writes_a_program(command: Command):
+def test_search_command_ranks_strategies_and_prints_code(command: Command):
     line = "search mlp.py:make --set width=4096 --ranks 2"
     found = json.loads(command(f"{line} --json").out)["strategies"]
     assert [row["seconds"] for row in found] == sorted(row["seconds"] for row in found)
@@ -183,7 +183,7 @@ def test_search_finds_and_writes_a_program(command: Command):
 
 
 @pytest.mark.slow
-def test_search_for_tokens(command: Command):
+def test_search_command_ranks_by_tokens_per_second(command: Command):
     line = "search tiny --ranks 2 --objective tokens --slots 4 --length 48 --prompt 10"
     ran = command(f"{line} --json")
     assert (ran.status, ran.err) == (0, "")

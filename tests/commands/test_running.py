@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow
-def test_losses_are_the_same_under_each_mesh(command: Command):
+def test_run_command_gives_same_losses_under_each_mesh(command: Command):
     line = "run tiny --batch 4 --length 8 --steps 2 --seed 3 --json --mesh"
     found = [json.loads(command(f"{line} {mesh}").out) for mesh in ("tp=1", "tp=2", "pp=2,dp=2")]
     for one in found[1:]:
@@ -30,14 +30,14 @@ def test_losses_are_the_same_under_each_mesh(command: Command):
     assert found[0]["losses"][1] < found[0]["losses"][0]
 
 
-def test_a_loss_that_is_not_finite_is_found(command: Command):
+def test_run_command_fails_if_loss_is_not_finite(command: Command):
     ran = command("run mlp.py:make --mesh dp=2 --optimizer SGD --lr 1e30 --steps 3")
     assert ran.status == 1
     assert ran.out.splitlines()[0] == "mlp: MLP, 2.1 k parameters in f32; a batch of f32[8,16]"
     assert ran.err.startswith("The loss of step 2 is inf.\nfix: a smaller --lr")
 
 
-def test_what_calibrate_saves_is_what_is_planned_with(command: Command):
+def test_plan_command_uses_topology_saved_by_calibrate(command: Command):
     assert command("calibrate --mesh dp=2 --save here.json").status == 0
     saved = json.loads(Path("here.json").read_text())
     assert sorted(saved["latency"]) == ["dp"]
@@ -55,13 +55,13 @@ def test_what_calibrate_saves_is_what_is_planned_with(command: Command):
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 @pytest.mark.parametrize("what", ["calibrate", "run mlp.py:make"])
-def test_too_few_gpus_are_told_in_a_sentence(command: Command, ray_session: None, what: str):
+def test_too_few_gpus_error_is_one_sentence(command: Command, ray_session: None, what: str):
     ran = command(f"{what} --mesh dp=2 --backend ray --device cuda --ranks-per-actor 1")
     assert ran.status == 2
     assert "2 ranks in 2 actors on device 'cuda' need 2 free GPUs" in ran.err
 
 
-def test_explore_writes_the_strategies_that_have_a_plan(command: Command):
+def test_explore_command_writes_strategies_that_have_plan(command: Command):
     line = "explore mlp.py:make --placements none --mesh dp=2 --mesh pp=4 --mesh tp=2"
     ran = command(f"{line} -o plans.html")
     assert ran.status == 0
@@ -71,7 +71,7 @@ def test_explore_writes_the_strategies_that_have_a_plan(command: Command):
     assert command(f"{line} -o plans.txt").err.endswith("fix: 'plans.html'\n")
 
 
-def test_doctor_tests_itself(command: Command):
+def test_doctor_lists_components_and_passes_self_test(command: Command):
     found = {row["name"]: row for row in json.loads(command("doctor --no-ray --json").out)}
     assert found["self-test"]["state"] == "ok", found
     assert found["torch"]["found"] == metadata.version("torch")
@@ -79,8 +79,8 @@ def test_doctor_tests_itself(command: Command):
     assert {"python", "ray", "triton", "transformers", "cores", "ports", "/dev/shm"} <= set(found)
 
 
-def test_doctor_trains_on_the_gpu(monkeypatch: pytest.MonkeyPatch):
-    """Played: losses that are close, that are not, and an error."""
+def test_doctor_reports_wrong_losses_and_errors_of_gpu_training(monkeypatch: pytest.MonkeyPatch):
+    """With a simulated GPU whose losses are close, wrong or NaN, or that raises."""
     assert list(doctor.on_gpu()) == []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     found = {1.00001: "ok", 1.01: "wrong", math.nan: "wrong", None: "wrong"}
@@ -98,12 +98,12 @@ def test_doctor_trains_on_the_gpu(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.gpu
-def test_doctor_trains_on_this_gpu():
+def test_doctor_gpu_training_passes_on_this_gpu():
     (check,) = doctor.on_gpu()
     assert check.state == "ok", check
 
 
-def test_doctor_names_what_is_missing_or_too_old(command: Command, monkeypatch: pytest.MonkeyPatch):
+def test_doctor_names_missing_or_old_packages(command: Command, monkeypatch: pytest.MonkeyPatch):
     def version(name: str) -> str:
         if name == "ray":
             raise metadata.PackageNotFoundError(name)
@@ -135,11 +135,11 @@ def test_doctor_names_what_is_missing_or_too_old(command: Command, monkeypatch: 
         ("1.0.post1", "", True),
     ],
 )
-def test_versions_within_a_range(version: str, bounds: str, kept: bool):
+def test_version_is_within_bounds(version: str, bounds: str, kept: bool):
     assert doctor.within(version, bounds) == kept
 
 
-def test_an_interrupt_ends_quietly(command: Command, monkeypatch: pytest.MonkeyPatch):
+def test_interrupted_command_prints_nothing(command: Command, monkeypatch: pytest.MonkeyPatch):
     def interrupted(options: object) -> int:
         raise KeyboardInterrupt
 
@@ -148,8 +148,8 @@ def test_an_interrupt_ends_quietly(command: Command, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
-def test_a_reader_that_goes_is_no_error():
-    """As `dtensor plan --help | head -1`, where head has gone before we write."""
+def test_closed_output_pipe_is_no_error():
+    """As in `dtensor plan --help | head -1`, when head exits before the output is written."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     read, write = os.pipe()
     os.close(read)

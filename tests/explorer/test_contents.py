@@ -1,4 +1,5 @@
-"""What a page holds of a plan is what the plan says, and where it can be written."""
+"""The saved page of a plan contains what the plan states; and errors for paths that cannot be
+written."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from tests.models import GPT, loss_fn
 
 
 @pytest.mark.slow
-def test_the_steps_that_are_shown_add_up_to_the_plan():
+def test_steps_on_page_add_up_to_totals_of_plan():
     plan = gpt_plan()
     found = contents(plan)
     works = plan.totals.stages
@@ -44,7 +45,7 @@ def test_the_steps_that_are_shown_add_up_to_the_plan():
 
 
 @pytest.mark.slow
-def test_layers_that_are_alike_are_one_part_of_the_tree():
+def test_equal_layers_are_one_node_of_module_tree():
     modules = contents(gpt_plan())["modules"]
     blocks = next(i for i, part in enumerate(modules) if part["l"] == "blocks")
     below = [part for part in modules if part["u"] == blocks]
@@ -55,7 +56,7 @@ def test_layers_that_are_alike_are_one_part_of_the_tree():
 
 
 @pytest.mark.slow
-def test_every_collective_has_a_reason_and_what_the_user_stated():
+def test_every_collective_on_page_has_reason_and_users_statement():
     found = contents(gpt_plan())
     rows = [row for row in found["steps"] if row["k"] == "comm"]
     assert {axis for row in rows for axis in row["a"]} == {"pp", "dp", "tp"}
@@ -67,7 +68,7 @@ def test_every_collective_has_a_reason_and_what_the_user_stated():
     assert transfer["j"] == "stages= on pp" and transfer["to"] == [0, 1]
 
 
-def test_only_a_checked_fix_is_told():
+def test_page_shows_only_checked_fixes():
     plain, turned = contents(mlp_plan(turned=True)), contents(mlp_plan(turned=True, hints=True))
     assert not any(row.get("h") for row in plain["steps"])
     removed = [row for row in turned["steps"] if [0, 1] in row.get("h", [])]
@@ -79,7 +80,7 @@ def test_only_a_checked_fix_is_told():
 
 
 @pytest.mark.slow
-def test_what_a_page_draws_of_a_type_is_what_each_rank_holds():
+def test_page_draws_shards_that_each_rank_holds():
     plan = gpt_plan()
     specs = {str(spec): spec for spec in plan.value_specs().values()}
     checked = 0
@@ -102,7 +103,7 @@ def test_what_a_page_draws_of_a_type_is_what_each_rank_holds():
 
 
 @pytest.mark.slow
-def test_memory_over_time_is_the_simulations():
+def test_memory_over_time_on_page_equals_simulation():
     plan = gpt_plan()
     trace, found = simulated(plan), contents(plan)["timeline"]
     assert [own["rank"] for own in found["ranks"]] == list(trace.ranks)
@@ -117,7 +118,7 @@ def test_memory_over_time_is_the_simulations():
     assert {axis for row in shown for axis in steps[row]["a"]} == {"pp", "dp", "tp"}
 
 
-def test_inference_has_the_times_of_one_run(tmp_path: Path):
+def test_page_of_inference_plan_has_times_and_no_optimizer(tmp_path: Path):
     f = dt.compile(lambda x: (x @ x).relu(), dt.Mesh(tp=2))
     plan = f.plan(dt.spec("f32[8@tp,8]", dt.Mesh(tp=2)))
     found = contents(plan)
@@ -125,7 +126,7 @@ def test_inference_has_the_times_of_one_run(tmp_path: Path):
     assert plan.save(tmp_path / "plan.html").stat().st_size > 10_000
 
 
-def test_a_page_is_the_same_text_each_time_and_names_end_no_element(tmp_path: Path):
+def test_page_is_deterministic_and_escapes_names(tmp_path: Path):
     plan = mlp_plan()
     path = plan.save(str(tmp_path / "plan.html"))
     first = path.read_bytes()
@@ -149,7 +150,9 @@ def test_a_page_is_the_same_text_each_time_and_names_end_no_element(tmp_path: Pa
         (3, "the path of a page is 3", 'plan.save("plan.html")'),
     ],
 )
-def test_a_path_that_cannot_be_written_says_why(tmp_path: Path, path: object, fact: str, fix: str):
+def test_unwritable_path_error_names_reason_and_fix(
+    tmp_path: Path, path: object, fact: str, fix: str
+):
     where = tmp_path / path if isinstance(path, str) else path
     with pytest.raises(dt.PlanningError) as failed:
         mlp_plan().save(where)  # type: ignore[arg-type]
@@ -157,7 +160,7 @@ def test_a_path_that_cannot_be_written_says_why(tmp_path: Path, path: object, fa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_only_plans_with_names_are_saved(tmp_path: Path):
+def test_save_pages_rejects_anything_but_named_plans(tmp_path: Path):
     path = tmp_path / "plans.html"
     for given in ({}, {"a": 3}, {3: mlp_plan()}, [mlp_plan()]):
         with pytest.raises(dt.PlanningError, match="fix: save_pages"):
@@ -166,8 +169,8 @@ def test_only_plans_with_names_are_saved(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_a_page_explains_as_the_plan_does():
-    """What runs again follows the pins that its first run follows."""
+def test_page_explanations_equal_plan_explain():
+    """Recomputed values follow the placements of their first computation."""
     model = GPT(layers=2, tied=False)
     parallel = dt.parallelize(model, dt.Mesh(dp=2), {}, recompute=["blocks.*"])
     optimizer = torch.optim.SGD(model.parameters())

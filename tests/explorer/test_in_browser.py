@@ -1,4 +1,5 @@
-"""Saved pages in Chromium: they open, what is on them can be reached, and nothing breaks out."""
+"""Saved pages in Chromium: they open, all their parts can be reached, and names cannot inject
+markup."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ def await_script(driver: Chrome, script: str, result: object) -> None:
 
 
 @pytest.mark.slow
-def test_a_plan_opens_and_can_be_read_by_the_keyboard(driver: Chrome, tmp_path: Path):
+def test_plan_page_opens_and_works_by_keyboard(driver: Chrome, tmp_path: Path):
     driver.get(mlp_plan().save(tmp_path / "plan.html").as_uri())
     assert "square_loss" in one(driver, "h1").text
     assert [t.partition(" ")[0] for t in texts(driver, ".node .label")] == [
@@ -85,9 +86,7 @@ def test_a_plan_opens_and_can_be_read_by_the_keyboard(driver: Chrome, tmp_path: 
 
 
 @pytest.mark.slow
-def test_what_would_remove_a_collective_is_told_where_it_was_checked(
-    driver: Chrome, tmp_path: Path
-):
+def test_plan_page_shows_checked_fix_that_removes_collective(driver: Chrome, tmp_path: Path):
     driver.get(mlp_plan(turned=True, hints=True).save(tmp_path / "plan.html").as_uri())
     found = driver.execute_script(
         "const details = document.querySelector('#details');"
@@ -98,7 +97,7 @@ def test_what_would_remove_a_collective_is_told_where_it_was_checked(
 
 
 @pytest.mark.slow
-def test_times_memory_and_collectives_of_a_pipeline(driver: Chrome, tmp_path: Path):
+def test_pipeline_page_shows_times_memory_and_collectives(driver: Chrome, tmp_path: Path):
     driver.get(gpt_plan().save(tmp_path / "plan.html").as_uri())
     drawn = (
         "const c = document.querySelector('canvas'), g = c.getContext('2d');"
@@ -129,7 +128,7 @@ def test_times_memory_and_collectives_of_a_pipeline(driver: Chrome, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_the_model_is_the_title_and_every_colour_is_in_the_legend(driver: Chrome, tmp_path: Path):
+def test_page_title_is_model_and_legend_has_every_colour(driver: Chrome, tmp_path: Path):
     driver.get(gpt_plan().save(tmp_path / "plan.html").as_uri())
     assert driver.title == "plan of GPT (token_loss) on mesh(pp=2, dp=2, tp=2)"
     assert one(driver, "h1").text.endswith("GPT (token_loss)")
@@ -150,7 +149,7 @@ def test_the_model_is_the_title_and_every_colour_is_in_the_legend(driver: Chrome
 
 
 @pytest.mark.slow
-def test_plans_side_by_side(driver: Chrome, tmp_path: Path):
+def test_page_of_two_plans_compares_them_side_by_side(driver: Chrome, tmp_path: Path):
     plans = {"one way": mlp_plan(), "the other": mlp_plan(turned=True)}
     driver.get(save_pages(tmp_path / "plans.html", plans).as_uri())
     assert [card.split("tp")[0] for card in texts(driver, ".card h2")] == list(plans)
@@ -164,7 +163,7 @@ def test_plans_side_by_side(driver: Chrome, tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_a_narrow_window_and_a_dark_one(driver: Chrome, tmp_path: Path):
+def test_page_adapts_to_narrow_window_and_dark_mode(driver: Chrome, tmp_path: Path):
     driver.get(gpt_plan().save(tmp_path / "plan.html").as_uri())
     ground = "return getComputedStyle(document.body).backgroundColor"
     light = driver.execute_script(ground)
@@ -201,7 +200,7 @@ class Named(nn.Module):
 
 
 @pytest.mark.slow
-def test_a_name_that_is_markup_is_shown_as_it_is(driver: Chrome, tmp_path: Path):
+def test_markup_in_names_is_shown_as_text(driver: Chrome, tmp_path: Path):
     parallel = dt.parallelize(Named(), dt.Mesh(tp=2), {"*": dict(tp=dt.Replicate())})
     step = dt.train_step(parallel, square_loss, torch.optim.AdamW(parallel.parameters()))
     plan = step.plan(torch.randn(8, 16), torch.randn(8, 16))

@@ -1,6 +1,6 @@
-"""CI's part of the sweep over transformers: a few families, and that it finds what is wrong.
+"""A few families of the sweep over transformers for CI, and checks that the sweep detects errors.
 
-The whole is `make hf`.
+`make hf` runs the full sweep.
 """
 
 from __future__ import annotations
@@ -33,15 +33,16 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
         ("wav2vec2", "Wav2Vec2ForSequenceClassification"),
     ],
 )
-def test_family(family: str, model: str) -> None:
+def test_sweep_judges_family_right(family: str, model: str) -> None:
     record = judge(family)
     assert (record.verdict, record.model, record.captures) == ("right", model, 1), record.reason
     assert record.split > 0
 
 
 @pytest.mark.slow
-def test_a_wrong_rule_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A loss whose backward does not know which columns of the vocabulary a rank holds."""
+def test_sweep_finds_wrong_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted rule is a loss whose backward ignores which columns of the vocabulary a rank
+    holds."""
     wrong = pattern("n, n v, n k!, n -> n v", linear=((0,),))
     monkeypatch.setitem(registry._BUILDERS, "dt.ce_backward.default", wrong)
     record = judge("llama")
@@ -49,20 +50,20 @@ def test_a_wrong_rule_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_a_missing_rule_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sweep_reports_missing_rule_as_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(registry._BUILDERS, "dt.gated.default")
     record = judge("llama")
     assert (record.verdict, record.stage) == ("refused", "for_model")
     assert "no rule says how dt.gated.default" in record.reason
 
 
-def test_every_family_is_listed_once() -> None:
+def test_sweep_lists_every_family_once() -> None:
     names = families()
     assert len(names) == len(set(names)) >= 150
     assert {"llama", "mixtral", "whisper", "vit"} <= set(names)
 
 
-def test_the_committed_table_has_no_wrong_numbers() -> None:
+def test_committed_sweep_table_has_no_wrong_results() -> None:
     root = Path(__file__).parents[2]
     text = (root / "benchmarks" / "results" / "huggingface.md").read_text()
     found = {

@@ -1,6 +1,8 @@
-"""The loops of others that are installed here, and that their page shows what the scripts run.
+"""Training loops of other libraries that are installed here; their docs page shows the code that
+the scripts run.
 
-All cases: `make integrations`."""
+`make integrations` runs all cases.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ PAGE = HERE.parents[1] / "docs" / "howto" / "other_trainers.md"
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # those of the libraries
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_loop(name: str) -> None:
+def test_library_loop_trains_with_dtensor(name: str) -> None:
     for package in ("transformers", "accelerate", SCRIPTS[name]):
         pytest.importorskip(package, reason=f"{package} is not installed; `make integrations`")
     script = importlib.import_module(f"tests.integrations.{name}")
@@ -28,7 +30,7 @@ def test_a_loop(name: str) -> None:
             case.run().check()
 
 
-def test_the_page_shows_what_the_scripts_run() -> None:
+def test_integrations_page_shows_code_of_scripts() -> None:
     shown = [block.text.strip() for block in blocks_of(PAGE.read_text()) if block.kind == "python"]
     texts = [(HERE / f"{name}.py").read_text() for name in SCRIPTS]
     own = [text.split("# begin\n")[1].split("# end\n")[0].strip() for text in texts]

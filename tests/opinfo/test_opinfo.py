@@ -1,6 +1,6 @@
-"""CI's part of the OpInfo run: a fixed sample of the entries, and that the run finds what is wrong.
+"""A fixed sample of the OpInfo run for CI, and checks that the run detects errors.
 
-The whole is `make opinfo`.
+`make opinfo` runs all entries.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ SAMPLED = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "name"), SAMPLED)
-def test_entry(kind: str, name: str) -> None:
+def test_opinfo_entry_has_right_results(kind: str, name: str) -> None:
     record = judge(entry(name), kind)
     assert not record.wrong, record.wrong
     assert record.passes, record.errors
@@ -94,22 +94,22 @@ def test_entry(kind: str, name: str) -> None:
         ("nonzero", "its result's shape or a branch depends on data"),
     ],
 )
-def test_not_counted(name: str, reason: str) -> None:
+def test_opinfo_entry_is_not_counted_with_reason(name: str, reason: str) -> None:
     record = judge(entry(name), "even")
     assert (record.verdict, record.note) == ("not counted", reason)
 
 
 @pytest.mark.slow
-def test_a_wrong_rule_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sums of a part of a dim do not know of the parts before it."""
+def test_opinfo_run_finds_wrong_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the planted rule, a cumulative sum over part of a dim ignores the earlier parts."""
     monkeypatch.setitem(registry._BUILDERS, "aten.cumsum.default", pattern("... -> ..."))
     record = judge(entry("cumsum"), "even")
     assert record.verdict == "wrong"
     assert all("(S" in line for line in record.wrong)
 
 
-def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The backward of a mean that divides by the number of local elements."""
+def test_opinfo_run_finds_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the planted rule, the backward of a mean divides by the number of local elements."""
     wrong = pattern(", ..., ... -> ...", linear=((0,),))
     monkeypatch.setitem(registry._BUILDERS, "aten.mse_loss_backward.default", wrong)
     record = judge(entry("nn.functional.mse_loss"), "even")
@@ -118,7 +118,7 @@ def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert record.gradient["wrong"] > 0
 
 
-def test_a_missing_rule_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_opinfo_run_reports_missing_rule_as_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(registry._BUILDERS, "aten.mm.default")
     record = judge(entry("mm"), "even")
     assert record.verdict == "refused"
@@ -132,7 +132,7 @@ class FourRanks:
         return 4
 
 
-def test_placements_are_those_of_dtensor() -> None:
+def test_opinfo_placements_equal_those_of_torch_dtensor_tests() -> None:
     from torch.testing._internal.distributed._tensor.common_dtensor import DTensorConverter
 
     leaves = (torch.randn(8, 4), torch.randn(4, 1, 6), torch.ones(8, dtype=torch.bool))
@@ -148,7 +148,7 @@ def test_placements_are_those_of_dtensor() -> None:
     assert len(set(ours)) == len(ours)
 
 
-def test_split_means_that_an_op_ran_on_a_part() -> None:
+def test_ran_split_is_true_only_if_op_ran_on_shard() -> None:
     def total(x: torch.Tensor) -> torch.Tensor:
         return x.t().exp()
 
@@ -158,7 +158,7 @@ def test_split_means_that_an_op_ran_on_a_part() -> None:
     assert (ran_split(split), ran_split(whole)) == (True, False)
 
 
-def test_records_survive_json() -> None:
+def test_opinfo_records_survive_json() -> None:
     record = judge(entry("mul"), "even")
     again = Record.from_json(json.loads(json.dumps(record.as_json())))
     assert again == record
@@ -167,7 +167,7 @@ def test_records_survive_json() -> None:
     assert "| 50.0% |" in summary({"even": [record, crashed("dead")]})
 
 
-def test_the_committed_table_has_no_wrong_numbers() -> None:
+def test_committed_coverage_table_has_no_wrong_results() -> None:
     text = (Path(__file__).parents[2] / "docs" / "coverage.md").read_text()
     line = next(line for line in text.splitlines() if line.startswith("| wrong numbers |"))
     assert line.split("|")[2:4] == [" 0 ", " 0 "]
