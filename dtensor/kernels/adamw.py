@@ -94,6 +94,7 @@ def _adamw_lanes(
     P, G, M, V, c, inside, decay, step_size, root, scale, rate1, beta2, rate2, eps,
     NEAR: tl.constexpr, MAXIMIZE: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
+    """Update the lanes ``c``, elements of the buffers, where ``inside`` is true."""
     p = tl.load(P + c, mask=inside, other=0.0) * decay
     grad = tl.load(G + c, mask=inside, other=0.0)
     m = tl.load(M + c, mask=inside, other=0.0)
@@ -117,6 +118,7 @@ def _adamw(
     NEAR: tl.constexpr, MAXIMIZE: tl.constexpr, SCALED: tl.constexpr, GROUP: tl.constexpr,
     BLOCK: tl.constexpr, EDGES: tl.constexpr,
 ):  # fmt: skip
+    """Update BLOCK elements; the last block with elements also has the rest of fewer than GROUP."""
     decay = tl.load(NUMBERS)
     size = tl.load(NUMBERS + 1)
     root = tl.load(NUMBERS + 2)

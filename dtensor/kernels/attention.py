@@ -63,6 +63,7 @@ def attention_backward(
 
 
 def _is_supported(q: Tensor, k: Tensor, is_causal: bool) -> bool:
+    """Return whether torch's flash kernels support these operands on this GPU."""
     d = q.shape[-1]
     capability = _capability(q.device)
     return (

@@ -135,6 +135,7 @@ def _ce_stats(
     LOGITS, TARGET, STATS, stride, columns, start, ignored,
     GROUP: tl.constexpr, BLOCK: tl.constexpr, EDGES: tl.constexpr,
 ):  # fmt: skip
+    """Compute maximum, sum of exp(x - maximum), and target logit of one row in one pass."""
     row = tl.program_id(0).to(tl.int64)
     LOGITS += row * stride // GROUP * GROUP
     before = (row * stride % GROUP).to(tl.int32)
@@ -185,6 +186,7 @@ def _ce_backward(
     GRAD, LOGITS, STATS, TARGET, D, grad_stride, stride, columns, start, ignored, blocks,
     GROUP: tl.constexpr, BLOCK: tl.constexpr, EDGES: tl.constexpr, ALIKE: tl.constexpr,
 ):  # fmt: skip
+    """Compute (softmax - one_hot(target)) * grad for a block of one row."""
     row = tl.program_id(0).to(tl.int64) // blocks
     block = (tl.program_id(0) % blocks).to(tl.int32)
     LOGITS += row * stride // GROUP * GROUP

@@ -100,6 +100,7 @@ def _run_dropout(
     shape: Sequence[int] | None,
     pieces: Sequence[int] | None,
 ) -> tuple[Tensor, Tensor]:
+    """Launch the kernel for each interval of columns that this rank has; return y and the mask."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     kept = torch.empty(x.shape, dtype=torch.bool, device=x.device)
     rows, stride = rows_of(x if x.dim() else x[None])

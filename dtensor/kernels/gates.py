@@ -138,6 +138,7 @@ def _act(x, KIND: tl.constexpr):
 
 @triton.jit
 def _act_and_slope(x, KIND: tl.constexpr):
+    """Return the activation of x and its derivative."""
     if KIND == 0:
         s = tl.sigmoid(x)
         return x * s, s * (1.0 + x * (1.0 - s))

@@ -121,6 +121,8 @@ def _op_named(name: str) -> OpOverload:
 
 
 def _check_signature(op: OpOverload, function: Callable[..., Any]) -> None:
+    """Raise PlanningError unless ``function`` accepts the op's arguments, by position and by name,
+    with the op's defaults."""
     arguments: Sequence[Any] = op._schema.arguments
     if not inspect.isfunction(function):  # actors receive functions, and functions have signatures
         raise _signature_error(op, function, "it is not a Python function")
@@ -154,6 +156,7 @@ def _as_list(value: Any) -> Any:
 
 
 def _signature_error(op: OpOverload, function: Callable[..., Any], reason: str) -> PlanningError:
+    """Return the error for a kernel that does not accept the op's arguments."""
     written: list[str] = []
     for a in op._schema.arguments:
         if a.kwarg_only and "*" not in written:

@@ -108,6 +108,7 @@ def use(registered: Registered) -> None:
 
 @cache
 def _built_in(op: OpOverload, device: str) -> Kernel | None:
+    """Return the built-in kernel of an op on a device; None if there is none."""
     if device != "cuda":
         return None
     from dtensor.kernels.built_in import TRITON, torch_kernels, triton_kernels

@@ -26,6 +26,7 @@ from dtensor.kernels.launches import ROPE, in_groups, within
 
 
 def _is_supported(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """Return whether the kernel supports the dtypes, shapes and strides of these operands."""
     if not takes(x, cos, sin) or x.numel() == 0 or x.dim() > 4:
         return False
     d = x.shape[-1]
@@ -49,6 +50,7 @@ def rope_backward(grad: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) ->
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, *, backward: bool) -> Tensor:
+    """Return x with rotated halves, or for the backward the gradient of x."""
     rotated = torch.empty_like(x, dtype=dtype)
     shape = (1,) * (4 - x.dim()) + tuple(x.shape)
     x, cos, sin, y = (t.expand(shape) for t in (x, cos, sin, rotated))

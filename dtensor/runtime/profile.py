@@ -141,6 +141,8 @@ class Profile:
 
 
 def _sum(parts: Iterable[Spent]) -> Spent:
+    """Return the sum of several parts; its prediction is the sum of those that have a
+    prediction."""
     parts_list = list(parts)
     predictions = [spent.predicted for spent in parts_list if spent.predicted is not None]
     return Spent(

@@ -341,6 +341,7 @@ def _argument(leaf: Any) -> Any:
 
 
 def _plan_row(program: CapturedStep, stated: _StrategyOptions, topology: Topology) -> Compared:
+    """Return the row of a strategy, with its plan or the planner's error."""
     try:
         parallel = parallelize(program.model, stated.mesh, stated.placements, **stated.parallelize)
         options = {"topology": topology, **stated.train_step}
@@ -477,6 +478,7 @@ def _aligned(rows: Sequence[Sequence[str]], first: int) -> list[str]:
 
 
 def _legend(blocks: Sequence[list[list[str]]], planned: Sequence[Compared]) -> list[str]:
+    """Return the lines that explain the marks of the table and name host-bound strategies."""
     cells = [cell for block in blocks for row in block[1:] for cell in row[1:]]
     lines = ["* the least of its column"] if any(cell.endswith(" *") for cell in cells) else []
     sizes = sorted({row.plan.topology.memory_bytes for row in planned if not row.fits})

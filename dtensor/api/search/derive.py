@@ -167,6 +167,7 @@ class _Derivation:
         )
 
     def choose(self) -> None:
+        """Choose splits of heads first, then other splits, then embeddings."""
         splits = [s for value in self.contractions if (s := self._split(value)) is not None]
         order = {value: i for i, value in enumerate(self.contractions)}
         for split in sorted(splits, key=lambda s: (*_preference(s), order[s.value])):
@@ -332,6 +333,8 @@ class _Derivation:
     def _follow_over_sizes(
         self, value: str, shard: Shard, sizes: Sequence[int], *, cuts_groups: bool
     ) -> _FollowedSplit:
+        """Follow a split over axes of each size; return the first path that is blocked, or the last
+        path."""
         for num in sizes:
             followed = self._follow(value, shard, num, cuts_groups=cuts_groups)
             if not followed.is_unblocked:
@@ -528,6 +531,7 @@ class _Derivation:
         return counted(shard, shape[shard.dim])
 
     def _column_reason(self, split: _Split, value: str, columns: list[str], rows: list[str]) -> str:
+        """Return the reason that is printed for a column-parallel weight."""
         label = self._label(value)
         if not rows:
             tied = any(c.lookup for c in self.contractions[value])
@@ -567,6 +571,8 @@ class _Derivation:
         return f"{split.units} {'groups of ' if len(sizes) > 1 else ''}heads"
 
     def _too_few_text(self, split: _Split, size: int) -> str:
+        """Return the reason for a weight that has fewer parts than ranks, with a size that would
+        work."""
         text = f"{self._parts_text(split)} are too few for {size} ranks"
         fewer = max((n for n in range(2, split.units + 1) if size % n == 0), default=None)
         if fewer is None:

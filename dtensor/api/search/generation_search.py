@@ -190,6 +190,8 @@ class GenerationSearch:
         return {"stages": {"pp": stages_of(self.model, self.layers, point.pp)}}
 
     def _plan(self, point: _Point) -> _Planned:
+        """Return the plans of decode and prefill at a point. Raises PlanningError if one is
+        refused."""
         placements = dict(self.placements) if point.tp > 1 else {}
         options = self._parallelize_options(point)
         parallel = parallelize(self.model, point.mesh, placements, **options)
@@ -242,6 +244,7 @@ class GenerationSearch:
     def _no_fit_error(
         self, planned_points: list[tuple[float, _Point, _Planned]], refused: Counter[str]
     ) -> PlanningError:
+        """Return the error for a search without a plan that fits; it names the smallest plan."""
         reasons = [f"  refused {count}: {why}" for why, count in refused.items()]
         if not planned_points:
             return PlanningError("\n".join(["no point of the space has plans.", *reasons]))

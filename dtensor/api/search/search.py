@@ -170,6 +170,7 @@ class _Training:
     slack: float = 0.0
 
     def run(self) -> SearchResult:
+        """Estimate points in the order of their lower bound, and plan the best estimates."""
         points = points_of(self.program.facts)
         if not points:
             raise _no_mesh_error(self.program)
@@ -225,6 +226,7 @@ class _Training:
     # -- estimates, plans ----------------------------------------------------------------------
 
     def _family(self, tp: int, zero: int) -> StrategyFamily | PlanningError:
+        """Return the family of a tp size and ZeRO level, or the planner's error; planned once."""
         if (tp, zero) not in self.families:
             self.report(len(self.families), len(self.families) + 1, f"prices tp={tp}, zero {zero}")
             try:

@@ -127,6 +127,7 @@ def _microbatches(rows: int) -> Iterator[int]:
 
 
 def _orders(pp: int, microbatches: int, layers: int) -> Sequence[Order]:
+    """Return the schedules of a mesh: Interleaved1F1B needs two layers per rank of pp."""
     if pp == 1 or microbatches == 1:
         return ("OneFOneB",)
     if STAGES_PER_RANK * pp <= layers:

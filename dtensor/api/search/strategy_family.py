@@ -209,6 +209,7 @@ class Costing:
     # -- estimates -----------------------------------------------------------------------------
 
     def estimate(self, point: SearchPoint) -> Estimate:
+        """Return the estimate of a point; infinite costs if its stages cannot be cut."""
         scale, begin = Scale(point.dp, point.microbatches), self.plan.topology.step_latency
         if point.pp == 1:
             grows, starts, host = self.prices.seconds(scale)
@@ -263,6 +264,7 @@ class Costing:
         return self.tables[scale, for_cut]
 
     def _sent(self, scale: Scale) -> list[float]:
+        """Return the seconds of each message between stages, in the order of ``passed``."""
         topology, to = self.plan.topology, self.prices.resized(scale)
         return [
             topology.collective_seconds(

@@ -222,6 +222,7 @@ def unlock(descriptor: int) -> None:
 
 
 def _rename_new(folder: Path, target: Path) -> None:
+    """Rename ``folder`` to ``target``. Raises FileExistsError if the target exists."""
     # rename() silently replaces an empty folder. This check has a race, but then only an empty
     # folder is lost.
     if os.path.lexists(target):

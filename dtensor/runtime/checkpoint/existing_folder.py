@@ -130,6 +130,7 @@ class Replacement:
             unlock(self._locks.pop())
 
     def _undo(self) -> None:
+        """Restore the earlier files. Raises CheckpointError if the disk prevents it."""
         try:
             _restore(self.folder, self.target)
         except OSError as error:
@@ -250,6 +251,7 @@ def _own_files(target: Path) -> dict[str, int]:
 
 
 def _check_foreign_files(target: Path, files: Mapping[str, int]) -> None:
+    """Raise PlanningError if the folder has checkpoints, or weights that dtensor did not save."""
     ours = [head for head in made_in(target, skip_damaged=True) if head.layout == "dcp"]
     if ours:
         raise PlanningError(
@@ -273,6 +275,8 @@ def _check_foreign_files(target: Path, files: Mapping[str, int]) -> None:
 
 
 def _is_ours(path: Path, files: Mapping[str, int]) -> bool:
+    """Return whether dtensor saved the file: it is listed with its size, or is an index of listed
+    files."""
     if path.name == INDEX:
         try:
             return set(index_map(path).values()) <= files.keys()

@@ -61,6 +61,8 @@ class _Coder:
         self.tensors_alive: list[torch.Tensor] = []  # keeps the ids in `numbers` valid
 
     def encode(self, value: Any, where: str, depth: int) -> Any:
+        """Return the JSON tree of a value; ``where``: its path in errors; ``depth``: its
+        nesting."""
         if depth > _MAX_DEPTH:
             raise PlanningError(
                 f"{where[:200]} is nested more than {_MAX_DEPTH} deep, or holds itself"
@@ -125,6 +127,7 @@ class _Coder:
         return {"$": name, "of": pairs}
 
     def _tensor(self, value: torch.Tensor, where: str) -> str:
+        """Copy a tensor to the CPU and return its number; the same tensor has one number."""
         if value.requires_grad or value.layout != torch.strided or value.is_quantized:
             raise PlanningError(
                 f"{where} is a tensor that requires grad, or is not dense: it would not come back "
@@ -150,6 +153,7 @@ class _Coder:
 
 
 def _decode_tagged(kind: str, rest: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Return the value of an object whose key "$" is ``kind``."""
     of = rest["of"]
     if kind in _SEQUENCES:
         return _SEQUENCES[kind](decoded(item, tensors) for item in of)
@@ -182,6 +186,7 @@ def _decode_tagged(kind: str, rest: dict[str, Any], tensors: Mapping[str, torch.
 
 
 def _suggestion(value: Any) -> str:
+    """Return the fix for a value of an unsupported type."""
     if isinstance(value, torch.nn.Parameter):
         return "its .detach().clone(), or leave it to the model"
     if isinstance(value, torch.Tensor):

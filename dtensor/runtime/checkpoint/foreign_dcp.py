@@ -100,6 +100,8 @@ class _MetadataUnpickler(pickle.Unpickler):
         self.classes: dict[tuple[str, str], type[_PickledState]] = {}
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
+        """Return the class for a name in the pickle. Raises CheckpointError for an unexpected
+        name."""
         key = module_name, global_name
         if key in _IMPORTED:
             return _IMPORTED[key]
@@ -194,6 +196,8 @@ def load_whole(folder: Path, record: TensorRecord, piece: StoredPiece) -> tuple[
 
 
 def _check(tensor: Any, record: TensorRecord, piece: StoredPiece, path: Path) -> None:
+    """Raise CheckpointError unless the loaded value is a dense tensor of the recorded dtype and
+    shape."""
     if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
         raise _contradiction(path, record.name, f"it holds a {type(tensor).__name__}")
     if (tensor.dtype, tuple(tensor.shape)) != (record.dtype, piece.sizes):
@@ -206,6 +210,8 @@ def _check(tensor: Any, record: TensorRecord, piece: StoredPiece, path: Path) ->
 
 
 def _load_section(section: _Section, name: str) -> Any:
+    """Load a value by torch.load(weights_only=True). Raises CheckpointError if it fails or is
+    unsafe."""
     section.seek(0)
     try:
         return torch.load(cast(IO[bytes], section), map_location="cpu", weights_only=True)
@@ -231,6 +237,7 @@ def _contradiction(path: Path, name: str, why: str) -> CheckpointError:
 
 
 def _split_metadata(folder: Path, metadata: Any) -> tuple[dict[str, TensorRecord], ForeignValues]:
+    """Return the tensors and the other values that unpickled metadata describes."""
     state = _state(metadata, "Metadata")
     places: dict[tuple[str, tuple[int, ...] | None], tuple[str, int, int]] = {}
     for index, info in state["storage_data"].items():
@@ -262,6 +269,7 @@ def _tensor(
     entry: Mapping[str, Any],
     places: Mapping[tuple[str, tuple[int, ...] | None], tuple[str, int, int]],
 ) -> TensorRecord:
+    """Return the record of a tensor from DCP's TensorStorageMetadata."""
     properties = entry["properties"]
     if properties.kind != "TensorProperties":
         raise TypeError(f"{properties.kind} where TensorProperties belong")
@@ -295,6 +303,7 @@ def _tensor(
 
 
 def _state(metadata: Any, kind: str) -> dict[str, Any]:
+    """Return the pickled state of an object. Raises TypeError if it is not of class ``kind``."""
     if not isinstance(metadata, _PickledState) or metadata.kind != kind:
         raise TypeError(f"{type(metadata).__name__} where {kind} belongs")
     if not isinstance(metadata.state, dict):

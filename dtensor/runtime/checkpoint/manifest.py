@@ -109,6 +109,7 @@ def damaged(path: Path, why: str) -> CheckpointError:
 
 
 def _head(path: Path, file: BinaryIO) -> Head:
+    """Read and check the head of an open manifest. Raises CheckpointError if it is damaged."""
     first, second = file.readline(), file.readline()
     text = first[len(b'{"head": ') : -len(b",\n")]
     if second != b'"head_crc32": "%s",\n' % _crc(text):

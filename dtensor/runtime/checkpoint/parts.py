@@ -128,6 +128,8 @@ class _Part:
     bytes_linked: int = 0
 
     def write(self, pieces: Sequence[TensorPiece]) -> PartRecord:
+        """Link unchanged files of the previous checkpoint, write the other pieces, and return the
+        record."""
         checks = [running_checks(piece.data()) for piece in pieces]
         unwritten = {_key(piece, crc): piece for piece, crc in zip(pieces, checks, strict=True)}
         if len(unwritten) != len(pieces):
@@ -280,6 +282,7 @@ def _content(bucket: Iterable[tuple[TensorPiece, tuple[int, ...]]]) -> Iterator[
 
 
 def _has_content(path: Path, content: Iterable[memoryview]) -> bool:
+    """Return whether a file has exactly these bytes."""
     with path.open("rb", buffering=0) as file:
         for chunk in content:
             for at in range(0, len(chunk), _COMPARED_BYTES):

@@ -263,6 +263,7 @@ class _PieceFile:
 
 
 def _open_own(folder: Path) -> Checkpoint:
+    """Open a checkpoint that dtensor saved, by its manifest."""
     head, body = read_manifest(folder)
     try:
         records = {record.name: record for record in map(TensorRecord.from_json, body["tensors"])}
@@ -298,6 +299,7 @@ def _open_own(folder: Path) -> Checkpoint:
 
 
 def _no_checkpoint(folder: Path) -> str:
+    """Return the message for a path that is not a checkpoint, with a fix."""
     if not folder.exists():
         return f"{folder} does not exist.\nfix: the path that was given to dt.save"
     if not folder.is_dir():

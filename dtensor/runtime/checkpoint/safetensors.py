@@ -353,6 +353,8 @@ def _read_file(path: Path) -> tuple[dict[str, TensorRecord], dict[str, str], int
 
 
 def _record(name: str, entry: Mapping[str, Any], file: str, data: int) -> TensorRecord:
+    """Return the record of a tensor from its header entry; ``data``: where the tensors begin in the
+    file."""
     if entry["dtype"] not in _DTYPES:
         raise ValueError(
             f"{name} is of dtype {entry['dtype']}, which dtensor does not compute with"

@@ -148,6 +148,7 @@ def _cut(share: Share, num: int, itemsize: int) -> list[Share]:
         return [share]
 
     def part_of(begin: int, end: int) -> Share:
+        """Return rows ``begin`` to ``end`` of the block."""
         return replace(
             share,
             offsets=_replaced(share.offsets, dim, share.offsets[dim] + begin),
@@ -373,6 +374,7 @@ def error_of(folder: str, rank: int) -> str:
 
 
 def _write(saving: Saving, rank: int, pieces: Sequence[TensorPiece]) -> None:
+    """Write a rank's part, or a file with the reason why this failed."""
     folder = saving["folder"]
     try:
         if read_part(folder, rank) is not None:

@@ -134,6 +134,7 @@ class Writing:
         small: list[tuple[tuple[str, ...], Any]],
         layout: str,
     ) -> Writing:
+        """Claim the folder of a checkpoint and return its writing."""
         check_kind("the path", path, str | os.PathLike, "a path", 'dt.save("ckpt/100", model)')
         if step is not None:
             check_number("step", step, least=0, whole=True, fix="the number of steps taken")
@@ -211,6 +212,8 @@ class Writing:
         return self._claim.published
 
     def _publish(self, parts: list[PartRecord]) -> None:
+        """Write the controller's part, `.metadata` and the manifest, check all files, and
+        publish."""
         folder = self._claim.folder
         tree, tensors = self._extra
         pieces = [
@@ -292,6 +295,7 @@ def _write_values(
 
 
 def _check_beside(target: Path) -> None:
+    """Raise PlanningError if the path is inside a checkpoint."""
     for up in target.parents:
         if os.access(up / MANIFEST, os.R_OK) and read_head(up) is not None:
             raise PlanningError(

@@ -222,6 +222,7 @@ class _RankInstructions:
     target_boxes: dict[str, Where] = field(default_factory=dict[str, Where], init=False)
 
     def program(self) -> RankProgram:
+        """Return the rank's list: allocate, copy local blocks, exchange messages, agree, place."""
         for label, plan in self.plan.transfers.items():
             for boxes, stored in ((self.source_boxes, plan.here), (self.target_boxes, plan.there)):
                 if self.rank in stored.ranks:
@@ -282,6 +283,8 @@ class _RankInstructions:
         self._call("keep", partial(copy_blocks, wheres), (*sources, *new), (), new)
 
     def _exchange(self) -> None:
+        """Start the rank's messages in the plan's order, MAX_IN_FLIGHT per pair of ranks at a
+        time."""
         in_flight: dict[tuple[int, int], deque[tuple[int, SyncMessage]]] = {}
         for number, message in enumerate(self.plan.messages):
             pair = message.source_rank, message.target_rank
@@ -299,6 +302,7 @@ class _RankInstructions:
             self._complete(number, message)
 
     def _start(self, number: int, message: SyncMessage) -> None:
+        """Pack and send a message, or start to receive it."""
         name, pair = f"m{number}", (message.source_rank, message.target_rank)
         channel, label = f"{self._what} {pair[0]}->{pair[1]}", Label(self._what)
         buffer = self._buffer(message)
@@ -312,6 +316,7 @@ class _RankInstructions:
         self.items.append(Send(name, pair[1], channel, buffer, label=label))
 
     def _complete(self, number: int, message: SyncMessage) -> None:
+        """Wait for a message, and unpack it if this rank received it."""
         name, label = f"m{number}", Label(self._what)
         self.items.append(Wait((name,), label=label))
         if self.rank == message.target_rank:

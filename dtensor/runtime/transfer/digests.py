@@ -97,6 +97,7 @@ def digests(*shards: Tensor) -> tuple[Tensor]:
 
 
 def _digest(shard: Tensor) -> Tensor:
+    """Return the two sums of a shard, i64[2]."""
     dense = shard.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     if dense.dtype.is_complex:
         dense = torch.view_as_real(dense).reshape(-1)
