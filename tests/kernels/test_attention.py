@@ -1,6 +1,6 @@
-"""Attention through torch's flash kernels: which calls they take, and what shapes they give.
+"""Tests attention through torch's flash kernels: which calls they take, and the shapes they give.
 
-Without a GPU nothing here computes but the op.
+Without a GPU only the fallback op computes values.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def heads(groups: int, length: int, d: int = 64, dtype: torch.dtype = torch.bflo
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_grouped_heads_go_to_flash_as_they_are(hopper: None, is_causal: bool) -> None:
+def test_flash_attention_takes_grouped_heads_without_copy(hopper: None, is_causal: bool) -> None:
     q, k, v = heads(8, 128), heads(2, 128), heads(2, 128)
     with Called() as called:
         out, lse = attention.attention(q, k, v, is_causal, 0.1)
@@ -59,8 +59,9 @@ def test_grouped_heads_go_to_flash_as_they_are(hopper: None, is_causal: bool) ->
         assert (made.shape, made.stride(), made.dtype) == (want.shape, want.stride(), want.dtype)
 
 
-def test_rows_that_flash_could_not_read_are_copied() -> None:
-    """It checks the last stride alone; a row that begins elsewhere ended the use of the GPU."""
+def test_flash_attention_copies_misaligned_rows() -> None:
+    """flash checks only the last stride; a row that starts at an unaligned address makes the GPU
+    unusable."""
     wide = torch.randn(2, 32, 4 * 64 + 8, dtype=torch.bfloat16)
     kept = wide[..., 8:].unflatten(-1, (4, 64)).transpose(1, 2)
     assert attention._aligned_rows(kept) is kept
@@ -73,7 +74,7 @@ def test_rows_that_flash_could_not_read_are_copied() -> None:
         assert torch.equal(made, odd) and made.is_contiguous() and made.storage_offset() == 0
 
 
-def test_what_flash_does_not_take_the_op_computes(
+def test_attention_falls_back_to_op_if_flash_does_not_support_call(
     hopper: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = {
@@ -97,7 +98,7 @@ def test_what_flash_does_not_take_the_op_computes(
     assert not attention._is_supported(heads(4, 32), heads(2, 32), False)
 
 
-def test_there_is_no_flash_on_a_cpu() -> None:
+def test_attention_on_cpu_uses_op() -> None:
     q = torch.randn(1, 2, 4, 8, dtype=torch.bfloat16)
     out, lse = attention.attention(q, q, q, True, 0.3)
     wanted = torch.ops.dt.attention(q, q, q, True, 0.3)
@@ -106,7 +107,7 @@ def test_there_is_no_flash_on_a_cpu() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("first, width", [(0, 65), (1, 72), (3, 65)])
-def test_rows_on_a_gpu_that_begin_anywhere(first: int, width: int) -> None:
+def test_flash_attention_on_gpu_handles_rows_at_any_offset(first: int, width: int) -> None:
     made = torch.Generator().manual_seed(0)
     size, strides = (2, 8, 160, 64), (8 * 160 * width, 160 * width, width, 1)
     q, k, v, grad = (torch.randn(size, generator=made).bfloat16() for _ in range(4))
@@ -127,8 +128,7 @@ def test_rows_on_a_gpu_that_begin_anywhere(first: int, width: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("groups", [8, 2, 1])
-def test_numbers_on_a_gpu(groups: int, is_causal: bool) -> None:
-    """Beside the op in float32 on the CPU."""
+def test_flash_attention_on_gpu_matches_cpu_float32(groups: int, is_causal: bool) -> None:
     made = torch.Generator().manual_seed(0)
     shape = {"q": 8, "k": groups, "v": groups, "grad": 8}
     wide = {n: torch.randn(2, h, 160, 64, generator=made) for n, h in shape.items()}

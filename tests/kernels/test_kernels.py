@@ -1,5 +1,6 @@
-"""Kernels in Triton: without a GPU their numbers in the interpreter and their machine code, on one
-their numbers there."""
+"""Tests Triton kernels: without a GPU, their values in the interpreter and their machine code;
+with a GPU, their values there.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ import dtensor as dt
     [(["sweep", "--quick"], ": cases "), (["moved"], ": launches ")],
     ids=["numbers in the interpreter", "bytes moved are those that are stated"],
 )
-def test_in_the_interpreter(command: list[str], counted: str) -> None:
-    """In a process of its own, which an access out of bounds ends."""
+def test_triton_kernels_pass_in_interpreter(command: list[str], counted: str) -> None:
+    """Runs in a separate process, because an access out of bounds would end it."""
     module, *options = command
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", f"tests.kernels.{module}", *options],
@@ -35,8 +36,8 @@ def test_in_the_interpreter(command: list[str], counted: str) -> None:
 
 
 @pytest.mark.slow
-def test_machine_code_for_sm_90() -> None:
-    """For the others: python -m benchmarks.kernels --aot."""
+def test_triton_kernels_compile_to_expected_sm_90_code() -> None:
+    """Other architectures: python -m benchmarks.kernels --aot."""
     from tests.kernels import ahead
 
     table = list(ahead.rows(["sm_90"], ["aligned", "odd"]))
@@ -45,8 +46,9 @@ def test_machine_code_for_sm_90() -> None:
 
 
 @pytest.mark.gpu
-def test_numbers_on_a_gpu(request: pytest.FixtureRequest) -> None:
-    """On a simulated one float32 alone: its interpreter cuts off what bfloat16 has not."""
+def test_triton_kernels_match_reference_on_gpu(request: pytest.FixtureRequest) -> None:
+    """On a simulated GPU only float32 is tested: its interpreter truncates bfloat16 instead of
+    rounding."""
     from tests.kernels.cases import cases
 
     failed: list[str] = []
@@ -75,8 +77,8 @@ class Block(nn.Module):
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_training_with_kernels_and_without(device: str) -> None:
-    """On a CPU, where there are none, both are the same."""
+def test_training_losses_with_and_without_kernels_agree(device: str) -> None:
+    """On a CPU, which has no kernels, the losses are equal."""
     mesh = dt.Mesh(tp=2)
     row, column = {"tp": dt.Row()}, {"tp": dt.Column()}
     placed = {"gate.weight": row, "up.weight": row, "down.weight": column, "head.weight": row}

@@ -1,5 +1,6 @@
-"""How kernels are launched: by launches.py alone, each element in one program, as the docs say; and
-no number of 32 bits overflows that an address follows from."""
+"""Tests kernel launches: only launches.py states them, each element is in one program, the docs
+have their table, and no 32-bit number that an address depends on overflows.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def test_every_launch_is_by_a_rule() -> None:
+def test_every_kernel_launch_follows_rule_in_launches_file() -> None:
     seen: set[str] = set()
     for calls in ahead.CALLS.values():
         for name, call in calls.items():
@@ -47,20 +48,20 @@ def test_every_launch_is_by_a_rule() -> None:
     assert stated == ["launches.py"]
 
 
-def test_the_docs_have_the_table() -> None:
+def test_kernels_page_contains_launch_table() -> None:
     page = (ROOT / "docs" / "kernels.md").read_text()
     assert "\n".join(rules.table()) in page
 
 
-def test_predictions_are_of_the_present_launches() -> None:
+def test_recorded_predictions_are_up_to_date() -> None:
     """If this fails: python -m benchmarks.predicted_kernels --write."""
     written = predicted_kernels.RESULTS.read_text()
     assert written == "\n".join(predicted_kernels.lines()) + "\n"
     assert "predicted, never measured" in written.splitlines()[0]
 
 
-def test_what_is_predicted_is_what_the_op_needs() -> None:
-    """Of whole operands, and of partial sums twice: of 512 rows in float32."""
+def test_predicted_bytes_are_minimum_plus_partial_sums() -> None:
+    """Each operand is counted once, and float32 partial sums of 512 rows twice."""
     _, d, ff, v, heads = next(iter(predicted_kernels.MODELS.values()))
     for call in predicted_kernels.calls(8192, d, ff, v, heads, torch.bfloat16):
         found = predicted_kernels.predict(call)
@@ -68,7 +69,7 @@ def test_what_is_predicted_is_what_the_op_needs() -> None:
         assert found.read + found.written == found.least + 2 * 512 * parts * 4, call.name
 
 
-def test_a_copy_beside_the_launches_is_an_error() -> None:
+def test_prediction_refuses_call_that_copies_operand() -> None:
     odd = meta(4096, 4096).t()
     call = predicted_kernels.Call(
         name="copied", call=lambda: gates.gated(odd, meta(4096, 4096), "silu"), operands=(odd,)
@@ -77,7 +78,7 @@ def test_a_copy_beside_the_launches_is_an_error() -> None:
         predicted_kernels.predict(call)
 
 
-def test_a_row_is_cut_into_blocks_that_hold_it() -> None:
+def test_blocks_of_launch_cover_row() -> None:
     for columns in SIZES:
         for rule in (rules.GATED, rules.GATED_BACKWARD, rules.BIAS_GELU):
             at = rule.at(5, columns)
@@ -100,7 +101,7 @@ def test_a_row_is_cut_into_blocks_that_hold_it() -> None:
         assert columns <= at.grid[0] * at.options["COLUMNS"]
 
 
-def test_rows_are_dealt_to_programs_once() -> None:
+def test_rows_are_divided_between_programs_without_overlap() -> None:
     for num_rows in (*SIZES, 511, 512, 513, 2**31 + 1):
         programs, each = rules.parts_of(num_rows)
         assert programs <= rules.NUM_PARTS
@@ -115,7 +116,7 @@ def test_rows_are_dealt_to_programs_once() -> None:
                 assert num_rows <= at.grid[0] * at.options["ROWS"]
 
 
-def test_a_program_has_what_a_row_needs() -> None:
+def test_norm_launch_has_enough_threads_for_row() -> None:
     for length in SIZES:
         for grouped in (False, True):
             if length > rules.max_row(grouped):
@@ -127,7 +128,7 @@ def test_a_program_has_what_a_row_needs() -> None:
             assert options["BLOCK"] <= threads * (16 if grouped else 8)
 
 
-def test_launches_do_not_depend_on_the_dtype() -> None:
+def test_launches_do_not_depend_on_dtype() -> None:
     def shapes(dtype: torch.dtype) -> list[object]:
         x, weight = meta(64, 4096, dtype=dtype), meta(4096, dtype=dtype)
         logits, target = meta(64, 50257, dtype=dtype), meta(64, dtype=torch.int64)
@@ -173,20 +174,20 @@ LONG, ROWS = rules.MAX_COLUMNS + 1, 2**31
     }.items(),
     ids=lambda pair: pair[0],
 )  # fmt: skip
-def test_what_no_grid_holds_the_op_computes(call: tuple[str, Callable[[], object]]) -> None:
+def test_call_too_large_for_grid_launches_no_kernel(call: tuple[str, Callable[[], object]]) -> None:
     assert not ahead.launches(call[1])
 
 
 @pytest.mark.parametrize("name", ["rms_norm", "gated silu", "ce_backward", "adamw"])
-def test_tensors_of_more_than_2_31_elements_are_launched(name: str) -> None:
+def test_tensors_of_more_than_2_31_elements_launch_kernel(name: str) -> None:
     (launch,) = ahead.launches(ahead.CALLS["large"][name])
     assert max(x.numel() for x in launch.arguments.values() if isinstance(x, Tensor)) > 2**31
     assert launch.grid[0] <= rules.MAX_PROGRAMS
 
 
 @pytest.mark.slow
-def test_stages_change_no_machine_code() -> None:
-    """Of the kernels that loop; there is no product of matrices whose loads would be pipelined."""
+def test_num_stages_does_not_change_machine_code() -> None:
+    """Checks kernels that loop. None has a matrix product whose loads could be pipelined."""
     for name in ("rms_norm_backward", "bias_gelu_backward", "ce_stats"):
         for launch in ahead.launches(ahead.CALLS["aligned"][name]):
             staged = dataclasses.replace(launch, options={**launch.options, "num_stages": 3})
@@ -232,7 +233,7 @@ def found(kernel: Any, grid: int, *numbers: int, dtype: torch.dtype = torch.floa
     return widths.overflows(launch, "sm_90")
 
 
-def test_an_overflow_that_an_address_follows_from_is_found() -> None:
+def test_overflow_in_address_computation_is_reported() -> None:
     assert not found(_narrow, 2**16, 2**15)
     line, *_ = found(_narrow, 2**16 + 1, 2**15)
     assert "arith.muli" in line and f"0 to {2**31}" in line
@@ -241,18 +242,18 @@ def test_an_overflow_that_an_address_follows_from_is_found() -> None:
     assert found(_loop, 1, 2**16 + 1, 2**15) and not found(_loop, 1, 2**16, 2**15)
 
 
-def test_an_overflow_that_a_mask_follows_from_is_found() -> None:
+def test_overflow_in_mask_computation_is_reported() -> None:
     assert not found(_masked, 2**27, 100)
     assert found(_masked, 2**27 + 1, 100)
 
 
-def test_a_product_that_may_wrap_is_none() -> None:
+def test_wrapping_product_that_is_only_stored_is_not_reported() -> None:
     assert not found(_value, 1, 2**31 - 2, dtype=torch.int32)
 
 
 @pytest.mark.default("sm_80")
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
-def test_the_largest_tensors_that_launchers_take(target: str) -> None:
+def test_largest_accepted_tensors_overflow_no_32_bit_number(target: str) -> None:
     seen: set[str] = set()
     for _, launch, lines in widths.found(target):
         seen.add(launch.function.__name__)

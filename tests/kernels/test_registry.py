@@ -1,5 +1,6 @@
-"""Which kernel runs: the user's, under every backend, as long as it is registered; and what is said
-of one that does not fit."""
+"""Tests the kernel registry: registered user kernels run under every backend until unregistered,
+and unsuitable kernels are refused.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def relu_of(fn: Any = None) -> Tensor:
 # -- which one runs --------------------------------------------------------------------------------
 
 
-def test_a_registered_kernel_runs_until_its_block_ends() -> None:
+def test_user_kernel_runs_until_using_block_ends() -> None:
     fn = dt.compile(act, MESH)
     with dt.launch(MESH):
         assert torch.equal(relu_of(fn), X.relu())
@@ -65,13 +66,13 @@ def test_a_registered_kernel_runs_until_its_block_ends() -> None:
         assert torch.equal(relu_of(fn), X.relu())
 
 
-def test_a_block_that_raises_ends_too() -> None:
+def test_using_block_that_raises_unregisters_kernel() -> None:
     with pytest.raises(ZeroDivisionError), dt.kernel("aten::relu", "cpu").using(doubled):
         raise ZeroDivisionError
     assert "the op itself" in repr(dt.kernel("aten::relu", "cpu"))
 
 
-def test_a_decorator_returns_what_it_registers() -> None:
+def test_kernel_decorator_returns_registered_function() -> None:
     before = registry.current()
     with dt.kernel("aten::relu", "cpu").using(None):
         assert dt.kernel(torch.ops.aten.relu.default, "cpu")(doubled) is doubled
@@ -81,7 +82,7 @@ def test_a_decorator_returns_what_it_registers() -> None:
     assert registry.current() is before
 
 
-def test_the_ops_of_a_dtensor_run_it_too() -> None:
+def test_eager_dtensor_ops_run_user_kernel() -> None:
     with dt.launch(MESH):
         x = dt.distribute(X, MESH, tp=dt.Shard(0))
         assert torch.equal(x.relu().full_tensor(), X.relu())
@@ -90,8 +91,8 @@ def test_the_ops_of_a_dtensor_run_it_too() -> None:
         assert torch.equal(x.relu().full_tensor(), X.relu())
 
 
-def test_training_runs_it_in_the_backward() -> None:
-    """threshold_backward is relu's: gradients are those of the kernel."""
+def test_user_kernel_runs_in_backward_of_training() -> None:
+    """threshold_backward is relu's backward, so the gradients are those of the kernel."""
 
     def twice(grad_output: Tensor, self: Tensor, threshold: float) -> Tensor:
         return torch.where(self > threshold, 2 * grad_output, 0)
@@ -109,8 +110,8 @@ def test_training_runs_it_in_the_backward() -> None:
 
 
 @pytest.mark.ray
-def test_kernels_get_to_the_actors() -> None:
-    """One that they import by its name, and one of a function, which goes by value."""
+def test_user_kernels_are_sent_to_ray_actors() -> None:
+    """Actors import one kernel by name; the other is a local function and is sent by value."""
     factor = 3.0
 
     def tripled(self: Tensor) -> Tensor:
@@ -125,7 +126,7 @@ def test_kernels_get_to_the_actors() -> None:
 
 
 @pytest.mark.ray
-def test_a_kernel_that_cannot_be_sent_is_said_so() -> None:
+def test_unpicklable_kernel_is_refused_with_fix() -> None:
     import threading
 
     lock = threading.Lock()
@@ -144,7 +145,7 @@ def test_a_kernel_that_cannot_be_sent_is_said_so() -> None:
         assert torch.equal(relu_of(fn), X.relu())
 
 
-def test_the_update_of_adamw_asks_for_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adamw_update_runs_registered_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[Any] = []
 
     def update(*args: Any, **kwargs: Any) -> None:
@@ -167,7 +168,7 @@ def test_the_update_of_adamw_asks_for_its_kernel(monkeypatch: pytest.MonkeyPatch
 # -- programs and traces name it -------------------------------------------------------------------
 
 
-def test_the_program_and_the_trace_name_it_and_the_plan_does_not_change() -> None:
+def test_program_and_trace_name_kernel_and_plan_does_not_change() -> None:
     fn = dt.compile(act, MESH)
     plan = fn.plan(X)
     text = str(plan)
@@ -187,7 +188,7 @@ def test_the_program_and_the_trace_name_it_and_the_plan_does_not_change() -> Non
 # -- what does not fit -----------------------------------------------------------------------------
 
 
-def test_results_of_another_shape_or_dtype_are_an_error() -> None:
+def test_kernel_result_of_wrong_shape_or_dtype_raises() -> None:
     for kernel, found in ((wrong_shape, r"float32 \[1, 4\]"), (wrong_dtype, r"float64 \[6, 4\]")):
         with (
             dt.launch(MESH),
@@ -201,7 +202,7 @@ def in_place(self: Tensor) -> Tensor:
     return self.relu_().clone()
 
 
-def test_a_kernel_that_changes_what_it_is_given_is_an_error() -> None:
+def test_kernel_that_writes_its_argument_raises() -> None:
     with (
         dt.launch(MESH),
         dt.kernel("aten::relu", "cpu").using(in_place),
@@ -210,7 +211,7 @@ def test_a_kernel_that_changes_what_it_is_given_is_an_error() -> None:
         relu_of()
 
 
-def test_a_kernel_that_returns_what_it_is_given_is_an_error() -> None:
+def test_kernel_that_returns_its_argument_raises() -> None:
     with (
         dt.launch(MESH),
         dt.kernel("aten::relu", "cpu").using(ok),
@@ -219,7 +220,7 @@ def test_a_kernel_that_returns_what_it_is_given_is_an_error() -> None:
         relu_of()
 
 
-def test_a_kernel_of_a_view_may_return_one() -> None:
+def test_kernel_of_view_op_may_return_view() -> None:
     with dt.launch(MESH), dt.kernel("aten::t", "cpu").using(transposed):
         assert torch.equal(dt.compile(lambda x: x.t() + 1, MESH)(X).full_tensor(), X.t() + 1)
 
@@ -258,7 +259,7 @@ def ok(self: Tensor) -> Tensor:
         ),
     ],
 )
-def test_what_does_not_fit_is_said_at_once(make: Any, fact: str) -> None:
+def test_unsuitable_kernel_is_refused_at_registration(make: Any, fact: str) -> None:
     before = registry.current()
     with pytest.raises(dt.PlanningError, match=f"(?s){fact}"):
         make()
@@ -268,7 +269,7 @@ def test_what_does_not_fit_is_said_at_once(make: Any, fact: str) -> None:
 # -- ops of the project's own ----------------------------------------------------------------------
 
 
-def test_implementations_take_their_ops_arguments_and_can_be_shipped() -> None:
+def test_plain_implementations_accept_arguments_of_op_and_pickle() -> None:
     assert len(PLAIN) > 15
     for op, run in PLAIN.items():
         arguments = op._schema.arguments  # type: ignore
@@ -280,7 +281,7 @@ def test_implementations_take_their_ops_arguments_and_can_be_shipped() -> None:
         assert inspect.isfunction(run)
 
 
-def test_built_in_kernels_take_their_ops_arguments() -> None:
+def test_built_in_kernels_accept_arguments_of_op() -> None:
     from dtensor.kernels.built_in import TRITON, torch_kernels, triton_kernels
 
     assert set(triton_kernels()) == TRITON
@@ -317,12 +318,12 @@ assert "fix: pip install 'dtensor[kernels]'" in str(one.message)
 
 
 @pytest.mark.slow
-def test_without_triton_a_warning_says_that_ops_run_and_torchs_kernels_stay() -> None:
+def test_without_triton_ops_run_with_warning_and_torch_kernels_stay() -> None:
     subprocess.run([sys.executable, "-c", WITHOUT_TRITON], check=True)
 
 
-def test_kernels_are_chosen_for_cuda_and_the_program_says_so() -> None:
-    """Lowering alone needs no GPU."""
+def test_cuda_program_names_chosen_kernels() -> None:
+    """Lowering needs no GPU."""
     model = dt.parallelize(nn.Linear(8, 6, bias=False), MESH, {"weight": {"tp": dt.Row()}})
     step = dt.train_step(
         model,
@@ -341,8 +342,8 @@ def test_kernels_are_chosen_for_cuda_and_the_program_says_so() -> None:
 
 
 @pytest.mark.slow
-def test_kernels_are_not_imported_for_cpu() -> None:
-    """Torch's capture imports Triton by itself, where it is there."""
+def test_cpu_program_imports_no_kernel_modules() -> None:
+    """Torch's capture imports Triton itself if it is installed."""
     code = """
 import sys, torch, dtensor as dt
 mesh = dt.Mesh(tp=2)

@@ -1,4 +1,4 @@
-"""Results lie in memory as the op's; to find that they do, none is allocated."""
+"""Tests that results have the op's strides, and that finding the strides allocates nothing."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ class Made(TorchDispatchMode):
 @BOTH
 @pytest.mark.parametrize("layout", LIKE)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_strides_of_empty_like(laid_as: Any, layout: str, dtype: torch.dtype) -> None:
+def test_laid_as_gives_strides_of_empty_like_without_allocating(
+    laid_as: Any, layout: str, dtype: torch.dtype
+) -> None:
     like = LIKE[layout]()
     wanted = torch.empty_like(like, dtype=dtype).copy_(like)
     with Made() as made:

@@ -1,5 +1,6 @@
-"""The code of calls: what is added to a product goes into its memory where nobody else reads that,
-and every quick function gives what the op gives that it stands for, and can be shipped."""
+"""Tests generated code of calls: an addend is added in the memory of the product if no other op
+reads the product, and each quick function equals its op and can be pickled.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ def made(
         (call(aten.div.Tensor, X @ W, 3.0), None),
     ],
 )
-def test_the_last_that_reads_a_product_has_its_memory(op: OpCall, given: Any) -> None:
+def test_add_to_product_runs_in_place_if_it_is_the_last_reader(op: OpCall, given: Any) -> None:
     built, inputs = made(op, ("y", "b"))
     assert "_(" in built.source.splitlines()[2]
     values = {"x": X, "w": W, "b": given}
@@ -63,7 +64,7 @@ def test_the_last_that_reads_a_product_has_its_memory(op: OpCall, given: Any) ->
     assert torch.equal(got, op.target(X @ W, *(op.args[1:] if given is None else (given,))))
 
 
-def test_one_that_others_read_is_left_as_it_is() -> None:
+def test_add_to_product_with_other_readers_is_not_in_place() -> None:
     op = call(aten.add.Tensor, X @ W, BIAS)
     assert "aten_add_Tensor(y, b)" in made(op, ("y", "b"), outputs=("y", "z"))[0].source
     more = made(op, ("y", "b"), "more = y.t()", ("z", "more"))
@@ -81,14 +82,14 @@ def test_one_that_others_read_is_left_as_it_is() -> None:
         (call(aten.mul.Tensor, X, 2.0), ("x",)),
     ],
 )
-def test_what_need_not_lie_as_the_product_does_is_made_anew(
+def test_add_to_product_with_possibly_other_strides_is_not_in_place(
     op: OpCall, operands: Sequence[str]
 ) -> None:
     assert "_(" not in made(op, operands)[0].source.splitlines()[2]
 
 
-def test_on_cuda_a_product_and_its_bias_are_one_call() -> None:
-    """And its operands live until then."""
+def test_cuda_product_and_bias_become_one_addmm() -> None:
+    """The operands stay alive until the addmm."""
     code = CodeBuilder(torch.device("cuda"))
     code.line("r = x + 0", ("x",), ("r",))
     code.call(call(aten.mm.default, X, W), ("r", "w"), ("y",), "net.py:1", list)
@@ -117,12 +118,14 @@ def test_on_cuda_a_product_and_its_bias_are_one_call() -> None:
         (call(aten.mul.Tensor, X @ W, BIAS), "", ("z",)),
     ],
 )
-def test_other_products_on_cuda_stay(op: OpCall, more: str, outputs: Sequence[str]) -> None:
+def test_cuda_product_that_addmm_cannot_replace_stays(
+    op: OpCall, more: str, outputs: Sequence[str]
+) -> None:
     built, _ = made(op, ("y", "b"), more, outputs, device="cuda")
     assert "y = aten_mm_default(x, w)" in built.source and "addmm" not in built.source
 
 
-def test_a_line_between_a_product_and_its_bias_may_write_to_an_operand() -> None:
+def test_cuda_addmm_is_not_used_if_operand_is_written_before_bias() -> None:
     code = CodeBuilder(torch.device("cuda"))
     code.call(call(aten.mm.default, X, W), ("x", "w"), ("y",), None, list)
     code.line("w.zero_()", ("w",), ())
@@ -150,7 +153,7 @@ def calls(op: Any) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("op", QUICK, ids=str)
-def test_the_same_values_in_the_same_layout(op: Any) -> None:
+def test_quick_function_gives_values_dtype_and_strides_of_its_op(op: Any) -> None:
     function = pickle.loads(pickle.dumps(QUICK[op]))  # as it goes to an actor
     for args, kwargs in calls(op):
         made, wanted = tree_leaves(function(*args, **kwargs)), tree_leaves(op(*args, **kwargs))
@@ -160,7 +163,7 @@ def test_the_same_values_in_the_same_layout(op: Any) -> None:
             assert torch.equal(one, other)
 
 
-def test_a_number_in_place_of_a_tensor_keeps_the_overload() -> None:
+def test_quick_function_is_not_used_for_scalar_first_operand() -> None:
     x = Meta((4, 6), torch.float32)
     for args, quickly in (((Operand(0), 2.0), True), ((2.0, Operand(0)), False)):
         call = OpCall(target=aten.mul.Tensor, args=args, operands=(x,), results=(x,))

@@ -1,5 +1,6 @@
-"""Operands are checked before a GPU's kernel sees them: a check finds what torch finds on a CPU,
-and local code for "cuda" has one before each op whose kernel would assert."""
+"""Tests index checks before GPU kernels: a check raises what torch raises on a CPU, and local
+code for "cuda" has a check before each op whose kernel would assert.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +72,7 @@ def calls(a: int, b: int) -> dict[Any, tuple[Any, ...]]:
     }
 
 
-def test_each_check_is_tested_here() -> None:
+def test_this_file_tests_every_range_check() -> None:
     alone = aten.embedding_dense_backward.default
     assert {*calls(0, 1), *OTHER_CALLS, alone} == set(CHECKS)
 
@@ -88,7 +89,7 @@ def check_as_op(op: Any, error: Any, match: str | None, *args: Any, **options: A
 
 
 @pytest.mark.parametrize("op", list(calls(0, 1)), ids=str)
-def test_a_check_finds_what_the_op_finds(op: Any) -> None:
+def test_index_check_raises_exactly_where_op_raises(op: Any) -> None:
     for index in (-9, -4, -3, -1, 0, 2, 3, 4, 40):
         check_as_op(op, IndexError, f"index {index} is out of range", *calls(1, index)[op])
 
@@ -129,13 +130,14 @@ OTHER_CALLS: dict[Any, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {
 
 
 @pytest.mark.parametrize("op", OTHER_CALLS, ids=str)
-def test_a_check_finds_what_the_op_finds_in_other_operands(op: Any) -> None:
+def test_check_of_other_operands_raises_exactly_where_op_raises(op: Any) -> None:
     for args, options in OTHER_CALLS[op]:
         check_as_op(op, (IndexError, RuntimeError), None, *args, **options)
 
 
-def test_what_kernels_do_not_look_at() -> None:
-    """A CPU's leave out such a row, or read what is not there; a GPU's write elsewhere."""
+def test_check_finds_errors_that_cpu_kernels_ignore() -> None:
+    """For such an index the CPU kernel skips the row or reads invalid memory; a GPU kernel writes
+    elsewhere."""
     for wrong in (-1, 3):
         with pytest.raises(IndexError, match=f"index {wrong} is out of range"):
             CHECKS[aten.embedding_dense_backward.default](Y, i64(0, wrong), 3, -1, False)
@@ -154,8 +156,8 @@ class Ops(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_what_is_known_to_be_in_range_is_not_looked_at_again() -> None:
-    """As it was: written to, or for another size, it is."""
+def test_range_check_of_unchanged_tensor_is_not_repeated() -> None:
+    """The check runs again if the tensor was written to, or for another size."""
     at = i64(0, 3)
     check_range(at, 4)
     with Ops() as ops:
@@ -180,7 +182,7 @@ def test_what_is_known_to_be_in_range_is_not_looked_at_again() -> None:
         check_range(unknown, 3)
 
 
-def test_a_backward_does_not_look_at_its_forwards_indices_again() -> None:
+def test_backward_does_not_repeat_range_check_of_forward() -> None:
     at, offsets, one = i64(0, 2), i64(0, 1), torch.ones(())
     CHECKS[aten.nll_loss_forward.default](Y, at, None, 1, -100)
     CHECKS[aten.embedding.default](X, at)
@@ -192,7 +194,7 @@ def test_a_backward_does_not_look_at_its_forwards_indices_again() -> None:
     assert ops.count == 0
 
 
-def test_masks_and_gaps_among_indices() -> None:
+def test_index_check_handles_masks_and_none() -> None:
     mask = torch.tensor([True, False, True])
     check = CHECKS[aten.index.Tensor]
     check(X, [mask, i64(3, 0)])
@@ -208,7 +210,7 @@ def step_of(module: nn.Module, pins: Any, loss: Any, **stated: Any) -> dt.TrainS
     return dt.train_step(model, loss, torch.optim.SGD(module.parameters(), lr=0.1), **stated)
 
 
-def test_code_for_a_gpu_checks_and_other_code_does_not() -> None:
+def test_code_for_cuda_checks_indices_and_code_for_cpu_does_not() -> None:
     torch.manual_seed(0)
     step = step_of(
         nn.Sequential(nn.Embedding(6, 8), nn.Linear(8, 5)),
@@ -235,8 +237,9 @@ def checked_calls(step: Any, *batch: Tensor, grid: Any = None) -> list[tuple[str
     return re.findall(r"check\w*\((.*)\)\n.* = (\w+)\((.*?)\)(?:;.*)?\n", code)
 
 
-def test_code_for_a_gpu_checks_what_local_forms_call() -> None:
-    """A shard of a table is made contiguous first; the mean of a part of the batch is a sum."""
+def test_code_for_cuda_checks_indices_of_ops_inside_local_forms() -> None:
+    """A column shard of a table is made contiguous first; a mean over a part of the batch is
+    computed as a sum."""
     step = step_of(
         nn.EmbeddingBag(6, 8),
         {"weight": dict(tp=dt.Column())},
@@ -257,7 +260,7 @@ def test_code_for_a_gpu_checks_what_local_forms_call() -> None:
         assert re.fullmatch(rf"constant(_1)?, 2, {re.escape(checked)}", given)
 
 
-def test_a_check_finds_the_op_within_two_local_forms() -> None:
+def test_check_is_found_for_op_inside_nested_local_forms() -> None:
     loss = aten.multi_margin_loss.default
     args = (local_forms.loss_over, loss, 4, "x", "y", 1, 1, None, 2)
     assert check_before(local_forms.in_float32, args) == (CHECKS[loss], 3)

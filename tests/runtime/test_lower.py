@@ -1,5 +1,6 @@
-"""Lowering: what each rank's list holds, that its code leads back to the model, and that the
-verifier accepts every program that a schedule is lowered to, and refuses a broken one."""
+"""Tests lowering: the instructions of each rank, the source lines of its code, and that the
+verifier accepts lowered programs of every schedule and refuses a broken one.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +44,11 @@ def lowered(plan: Plan) -> Program:
     return lower(plan, OneFOneB(4).grid(2, 2), roles=Roles(optimizer="optimizer"))
 
 
-def test_what_is_communicated_is_what_is_planned(plan: Plan, lowered: Program) -> None:
-    """Per rank: as many starts of each kind as the plan counts, of its stage."""
+def test_lowered_program_starts_as_many_collectives_as_planned(
+    plan: Plan, lowered: Program
+) -> None:
+    """Counts, per rank, the starts of each kind against those that the plan counts for the rank's
+    stage."""
     for rank, own in enumerate(lowered.ranks):
         stage = rank // 2
         counts = Counter(type(i) for i in own.instructions)
@@ -55,7 +59,7 @@ def test_what_is_communicated_is_what_is_planned(plan: Plan, lowered: Program) -
         assert counts[Recv] == sum(c.times for c in transfers if c.stage != stage), rank
 
 
-def test_calls_are_short_and_lead_to_the_model(lowered: Program) -> None:
+def test_lowered_calls_are_short_and_name_model_lines(lowered: Program) -> None:
     for name, function in lowered.functions:
         lines = function.source.splitlines()
         assert len(lines) <= 4 * MAX_LINES, name
@@ -81,8 +85,8 @@ def pipeline(stages: int, microbatches: int) -> Plan:
     )
 
 
-def test_a_receive_is_posted_an_action_before_it_is_waited_for() -> None:
-    """So that the value comes while the rank computes, and its sender has its buffer back."""
+def test_receive_is_posted_one_action_before_its_wait() -> None:
+    """The value arrives while the rank computes, and the sender can free its buffer."""
     program = lower(pipeline(2, 4), OneFOneB(4).grid(2, 2))
     between: list[list[str]] = []  # by rank, the actions whose calls stand before the wait
     for rank in program.ranks:
@@ -98,8 +102,8 @@ def test_a_receive_is_posted_an_action_before_it_is_waited_for() -> None:
     assert between[1][1:] == ["B0", "B1", "B2"]  # the activations of F1, F2, F3
 
 
-def test_refuses_a_gradient_that_is_waited_for_too_early() -> None:
-    """The first stage waits for the first gradient before it has sent an activation."""
+def test_verifier_refuses_wait_for_gradient_before_sending_activation() -> None:
+    """The first stage waits for its first gradient before it has sent an activation."""
     program = lower(pipeline(2, 4), OneFOneB(4).grid(2, 2))
     items = list(program.ranks[0].instructions)
     receive = next(item for item in items if isinstance(item, Recv))

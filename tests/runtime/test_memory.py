@@ -188,7 +188,7 @@ CASES = {
 
 @pytest.mark.default("zero2")
 @pytest.mark.parametrize("case", CASES)
-def test_predicted_is_measured(case: str) -> None:
+def test_predicted_memory_matches_measured_memory(case: str) -> None:
     run = CASES[case].run()
     predicted = run.step.plan(*ONE).memory
     for rank, found in enumerate(measure(run, ONE)):
@@ -221,7 +221,7 @@ def sent(plan: dt.Plan, zero3: bool) -> list[tuple[object, ...]]:
 @pytest.mark.slow
 @pytest.mark.sample("tp2")
 @pytest.mark.parametrize("case", RECOMPUTED)
-def test_memory_saved_by_recomputing_is_predicted_and_gradients_are_the_same(case: str) -> None:
+def test_recompute_saves_predicted_memory_and_keeps_gradients(case: str) -> None:
     runs = [RECOMPUTED[case].run(recompute=globs) for globs in (None, ("blocks.*",))]
     plans = [run.step.plan(*ONE) for run in runs]
     plans[1].verify()
@@ -283,7 +283,7 @@ def plans() -> dt.Comparison:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SIMULATED)
-def test_simulated_is_planned(name: str) -> None:
+def test_simulated_peak_memory_matches_plan(name: str) -> None:
     plan = plans()[name].plan
     trace = simulate(plan, Grid.parse(plan.schedule) if plan.schedule else None)
     for planned, simulated in zip(plan.totals.rank_memory, trace.peak_bytes, strict=True):

@@ -1,4 +1,6 @@
-"""Messages that begin early and are waited for late: the same bits in less time, little memory."""
+"""Tests overlap of messages with computation: the same bits in less time, with little extra
+memory.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +90,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.default("tp2-stated0")
 @pytest.mark.parametrize(("name", "stated"), CASES)
-def test_the_same_bits_in_less_time(
+def test_overlapped_training_is_bitwise_equal_and_computes_during_messages(
     name: str, stated: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     handle, plain = compared(monkeypatch, name, **stated)
@@ -99,8 +101,9 @@ def test_the_same_bits_in_less_time(
         assert count > before
 
 
-def test_a_gradients_sum_is_hidden_behind_its_weights_gradient() -> None:
-    """dgrad, start, wgrad, wait: in each layer that sums over tp in the backward."""
+def test_tp_gradient_all_reduce_overlaps_weight_gradient() -> None:
+    """Order in each layer that reduces over tp in the backward: input gradient, start, weight
+    gradient, wait."""
     _, handle = trained(Run.of("tp2", topology=SLOW))
     functions = dict(handle.program.functions)
     instructions = handle.program.ranks[0].instructions
@@ -116,10 +119,10 @@ def test_a_gradients_sum_is_hidden_behind_its_weights_gradient() -> None:
 
 @pytest.mark.default("None")
 @pytest.mark.parametrize("zero", [None, {"dp": 1}])
-def test_gradients_are_reduced_while_the_backward_goes_on(
+def test_gradient_buckets_are_reduced_during_backward(
     zero: dict[str, int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In several buckets: each begins as soon as its last gradient is made, one at a time."""
+    """Each bucket starts as soon as its last gradient is computed, one bucket at a time."""
     monkeypatch.setattr(steps, "BUCKET_BYTES", 8192)
     handle, _ = compared(monkeypatch, "dp2", zero=zero, schedule=dt.GPipe(microbatches=1))
     instructions = handle.program.ranks[0].instructions
@@ -139,12 +142,12 @@ def test_gradients_are_reduced_while_the_backward_goes_on(
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_on_ray_the_same_bits() -> None:
+def test_overlapped_training_on_ray_is_bitwise_equal_to_inprocess() -> None:
     here, there = (Run.of("dp2_tp2", zero={"dp": 2}, topology=SLOW) for _ in range(2))
     assert_same_bits(trained(there, "ray")[0], trained(here)[0])
 
 
-def test_where_the_price_says_no_nothing_moves() -> None:
-    """On an H100 a layer of width 16 computes for less than a cut costs."""
+def test_messages_are_not_overlapped_if_splitting_calls_costs_more() -> None:
+    """On an H100 a layer of width 16 computes for less time than splitting its call costs."""
     _, handle = trained(Run.of("tp2", schedule=dt.GPipe(1), clip=None))
     assert not any(calls for _, _, calls in inside(handle))

@@ -1,9 +1,8 @@
-"""The programs of two models under six placements each, to the byte: instructions and code.
+"""Tests that the programs of two models under six placements each equal tests/golden/programs,
+byte for byte.
 
-What a step plans, and what each actor is given to run, is compared with tests/golden/programs.
-After a wanted change, write them anew and read the difference:
-
-    python -m tests.runtime.test_program_goldens
+This covers the instructions and the code that each actor runs. After an intended change, rewrite
+the files with `python -m tests.runtime.test_program_goldens` and read the difference.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ def text_of(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_program_is_as_it_was(name: str) -> None:
+def test_program_text_equals_golden_file(name: str) -> None:
     assert text_of(name) == (GOLDEN / f"{name}.txt").read_text()
 
 

@@ -1,5 +1,6 @@
-"""Schedules: printed grids, closed forms of bubble and memory, PyTorch's own tables, and what is
-refused."""
+"""Tests published schedules: printed grids, closed forms of bubble and memory, PyTorch's own
+tables, and refusals.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ def grid_of(schedule: Make, v: int, p: int, m: int) -> Grid | None:
 
 
 @pytest.mark.parametrize(("schedule", "v"), ALL)
-def test_every_grid_is_valid_and_parses_back(schedule: Make, v: int) -> None:
+def test_schedule_grid_is_valid_and_parses_back(schedule: Make, v: int) -> None:
     found = 0
     for p in range(1, 6):
         for m in range(1, 13):
@@ -95,24 +96,24 @@ def test_every_grid_is_valid_and_parses_back(schedule: Make, v: int) -> None:
         ),
     ],
 )
-def test_a_grid_prints(grid: Grid, rows: tuple[str, ...]) -> None:
+def test_schedule_grid_prints_as_rows_of_actions(grid: Grid, rows: tuple[str, ...]) -> None:
     assert str(grid) == "\n".join(rows)
 
 
-def test_parse_fills_short_rows_and_takes_explicit_stages() -> None:
+def test_grid_parse_fills_short_rows_and_accepts_explicit_stages() -> None:
     assert Grid.parse("F0 F1 . B0 . B1\n. F0 B0 F1 B1\n") == OneFOneB(2).grid(2, 2)
     assert Grid.parse("0F0 0B0") == Grid.parse("F0 B0") == GPipe(1).grid(1, 1)
 
 
 @pytest.mark.parametrize("entry", ["F", "0", "X0", "F0.2", "-1F0", "f0"])
-def test_parse_names_what_it_cannot_read(entry: str) -> None:
+def test_grid_parse_names_invalid_entry_and_rank(entry: str) -> None:
     with pytest.raises(PlanningError, match=f"'{entry}' on rank 1"):
         Grid.parse(f"F0\n{entry}")
     with pytest.raises(PlanningError, match="at least one rank"):
         Grid.parse("\n \n")
 
 
-def test_a_grid_is_drawn() -> None:
+def test_grid_svg_has_one_rectangle_per_action() -> None:
     drawn = ZBV(2).grid(4, 2)._repr_svg_()
     assert drawn.count("<rect") == 2 * 4 * 3
     assert ">3W1</text>" in drawn and ">rank 1</text>" in drawn
@@ -153,7 +154,7 @@ def held(grid: Grid) -> int:
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 6])
-def test_closed_forms(p: int) -> None:
+def test_schedule_time_and_memory_match_closed_forms(p: int) -> None:
     for f, i, w in ((1.0, 1.0, 1.0), (1.0, 1.5, 0.5), (2.0, 1.0, 1.0)):
         costs = Costs(forward=f, input=i, weight=w)
         for m in range(1, 9):
@@ -184,8 +185,8 @@ def test_closed_forms(p: int) -> None:
         assert held(both) <= 2 * p + 1
 
 
-def test_costs_by_stage() -> None:
-    """One slow stage: the others wait for it."""
+def test_schedule_time_with_one_slow_stage_matches_closed_form() -> None:
+    """The other stages wait for the slow one."""
     grid = OneFOneB(4).grid(2, 2)
     slow = Costs(forward=(1.0, 2.0), input=(1.0, 2.0), weight=(1.0, 2.0))
     assert total(grid, slow) == 1 + 4 * 6 + 2  # its forward, four times the slow one, its backward
@@ -235,9 +236,9 @@ def breadth_first(action: str) -> tuple[bool, int, int]:
         (DualPipeV, "DualPipeV", 2),
     ],
 )
-def test_tables_are_pytorchs(schedule: Make, name: str, v: int) -> None:
-    """But for breadth-first's backwards, which PyTorch runs from the last microbatch, and for the
-    numbers of 1F1B's microbatches, which its table counts from p - 1 on the last ranks."""
+def test_schedule_tables_match_pytorch(schedule: Make, name: str, v: int) -> None:
+    """Two differences are ignored: PyTorch runs the backwards of breadth-first from the last
+    microbatch, and its 1F1B table numbers microbatches from p - 1 on the last ranks."""
     compared = 0
     for p in (2, 3, 4):
         for m in range(p if schedule is OneFOneB else 1, 13):
@@ -275,7 +276,7 @@ def test_tables_are_pytorchs(schedule: Make, name: str, v: int) -> None:
         ("F0 .  I0 W0 \n.  F0 W0 I0", "is not after"),
     ],
 )
-def test_validate_names_what_is_wrong(grid: str, message: str) -> None:
+def test_validate_refuses_invalid_grid_and_names_error(grid: str, message: str) -> None:
     with pytest.raises(PlanningError, match=message):
         validate(Grid.parse(grid))
     with pytest.raises(PlanningError, match=message):
@@ -303,12 +304,14 @@ def test_validate_names_what_is_wrong(grid: str, message: str) -> None:
         (Custom("F0 B0"), 3, 3, "for 1 stages? on 1 ranks?, and the model has 3 stages"),
     ],
 )
-def test_domains(schedule: Schedule, stages: int, ranks: int, message: str) -> None:
+def test_schedule_refuses_unsupported_stages_or_ranks(
+    schedule: Schedule, stages: int, ranks: int, message: str
+) -> None:
     with pytest.raises(PlanningError, match=message):
         schedule.grid(stages, ranks)
 
 
-def test_schedules_of_ones_own() -> None:
+def test_custom_and_ordered_schedules_accept_user_tables() -> None:
     grid = OneFOneB(3).grid(2, 2)
     custom = Custom(str(grid))
     assert (custom.grid(2, 2), custom.microbatches) == (grid, 3)

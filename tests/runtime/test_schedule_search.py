@@ -1,4 +1,6 @@
-"""The searched schedule: never worse than the published ones, and the best where all were tried."""
+"""Tests schedule search: never worse than the published schedules, and the best where all orders
+were tried.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,7 @@ def orders(stage: int, microbatches: int, most_held: int | None) -> Iterator[tup
 @pytest.mark.parametrize(
     "costs", [Costs(), Costs(forward=(1.0, 2.0), input=(2.0, 1.0), weight=(0.5, 3.0))]
 )
-def test_small_problems_against_all_orders(costs: Costs, most_held: int | None) -> None:
+def test_schedule_search_is_optimal_for_small_problems(costs: Costs, most_held: int | None) -> None:
     times: list[float] = []
     for rows in itertools.product(*(orders(stage, 2, most_held) for stage in range(2))):
         try:
@@ -81,8 +83,10 @@ numbers = st.sampled_from([0.5, 1.0, 2.0, 3.0])
 
 @settings(max_examples=25, deadline=None)
 @given(st.data(), st.integers(1, 3), st.integers(1, 2), st.integers(1, 6), st.booleans())
-def test_any_problem(data: st.DataObject, p: int, v: int, m: int, halves: bool) -> None:
-    """Also where no schedule is published: any microbatches, costs and memory."""
+def test_schedule_search_is_valid_and_never_worse_than_published(
+    data: st.DataObject, p: int, v: int, m: int, halves: bool
+) -> None:
+    """Also covers numbers of microbatches, costs and memory for which no schedule is published."""
     stages = st.tuples(*[numbers] * (v * p))
     costs = Costs(forward=data.draw(stages), input=data.draw(stages), weight=data.draw(stages))
     most = data.draw(st.none() | st.integers(v, v * m + 1))
@@ -105,7 +109,7 @@ def test_any_problem(data: st.DataObject, p: int, v: int, m: int, halves: bool) 
         assert found.time <= time_of(known, costs) + 1e-9
 
 
-def test_it_says_how_far_it_is_from_the_bound() -> None:
+def test_searched_schedule_reports_gap_to_lower_bound() -> None:
     schedule = Searched(microbatches=5, most_held=4)
     found = schedule.search(4, 2)
     assert schedule.grid(4, 2) == found.grid
@@ -114,6 +118,6 @@ def test_it_says_how_far_it_is_from_the_bound() -> None:
     assert search(4, 4, 8, most_held=4).gap == 0  # ZB-H1's time, which is the bound
 
 
-def test_memory_that_holds_no_microbatch_is_refused() -> None:
+def test_schedule_search_refuses_memory_too_small_for_one_microbatch() -> None:
     with pytest.raises(PlanningError, match="has 2 stages.*\nfix: most_held=2"):
         search(4, 2, 3, most_held=1)

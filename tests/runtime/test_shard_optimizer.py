@@ -1,4 +1,6 @@
-"""One rank's optimizer: the bits do not depend on where tensors are cut, and it is torch's."""
+"""Tests the optimizer of one rank: the bits do not depend on how tensors are cut, and the numbers
+are torch's.
+"""
 
 from __future__ import annotations
 
@@ -133,8 +135,10 @@ def run(
 @pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow), BF16], ids=str
 )
-def test_where_a_tensor_is_cut_changes_no_bit(variant: str, dtype: torch.dtype) -> None:
-    """Whole, and in pieces of 37 and 7 elements; beside torch, and its state as torch has it."""
+def test_update_bits_do_not_depend_on_cuts_and_match_torch(
+    variant: str, dtype: torch.dtype
+) -> None:
+    """Compares whole tensors with pieces of 37 and 7 elements, and the state with torch's."""
     kind, given = VARIANTS[variant]
     start = {name: value.to(dtype) for name, value in values(0).items()}
     gradients = [{n: g.to(dtype) for n, g in values(1 + i).items()} for i in range(4)]
@@ -173,13 +177,12 @@ def test_where_a_tensor_is_cut_changes_no_bit(variant: str, dtype: torch.dtype) 
                     torch.testing.assert_close(exported[name][key], value, rtol=1e-5, atol=1e-5)
 
 
-def test_each_class_is_tried() -> None:
+def test_this_file_tests_every_elementwise_optimizer() -> None:
     assert {kind for kind, _ in VARIANTS.values()} == ELEMENTWISE.keys()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_loop_of_torch_is_to_be_had(variant: str) -> None:
-    """``foreach=False`` says it, and gives its bits."""
+def test_foreach_false_gives_bits_of_torch_loop(variant: str) -> None:
     kind, given = VARIANTS[variant]
     given = {**given, "foreach": False}
     start, gradients = values(0), [values(1), values(2)]
@@ -191,8 +194,8 @@ def test_the_loop_of_torch_is_to_be_had(variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_what_has_no_gradient_is_left_alone(variant: str) -> None:
-    """Not its value, though there is weight decay, nor its step: as in torch, in each order."""
+def test_parameter_without_gradient_is_not_updated(variant: str) -> None:
+    """Neither its value (in spite of weight decay) nor its step count changes, as in torch."""
     kind, given = VARIANTS[variant]
     shapes = {f"p{i}": (5 + i,) for i in range(5)}
     start = values(0, shapes)
@@ -212,8 +215,8 @@ def test_what_has_no_gradient_is_left_alone(variant: str) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("masters", [False, True])
-def test_a_state_that_is_exported_goes_on(variant: str, masters: bool) -> None:
-    """To the bit, with parameters whose steps differ."""
+def test_exported_optimizer_state_resumes_bitwise(variant: str, masters: bool) -> None:
+    """The parameters have different step counts."""
     kind, given = VARIANTS[variant]
     start = {n: v.to(BF16) if n != "seven" else v for n, v in values(0).items()}
     gradients = [
@@ -236,8 +239,8 @@ def test_a_state_that_is_exported_goes_on(variant: str, masters: bool) -> None:
     )
 
 
-def test_parts_are_read_and_written_wherever_they_are() -> None:
-    """Columns of a tensor, small and large, beside the same in tensors of their own."""
+def test_update_of_strided_columns_equals_update_of_contiguous_copies() -> None:
+    """Covers columns of a small and of a large tensor."""
     wholes = {"small": torch.randn(6, 8), "large": torch.randn(2 * SMALL, 4)}
     start = {name: value[:, 1:3].clone() for name, value in wholes.items()}
     before = copy.deepcopy(wholes)
@@ -255,8 +258,9 @@ def test_parts_are_read_and_written_wherever_they_are() -> None:
 
 
 @pytest.mark.parametrize("kind", ELEMENTWISE)
-def test_gradients_are_divided_and_not_changed(kind: type[O.Optimizer]) -> None:
-    """By the kernel or before it: the same bits. What is not `own` is read alone."""
+def test_clipping_divides_gradients_without_changing_borrowed_ones(kind: type[O.Optimizer]) -> None:
+    """The division in the kernel and the division before it give the same bits. Only gradients in
+    `own` may be written."""
     shapes = {"a": (16,), "large": (SMALL,), "odd": (SMALL + 1,)}
     start, options = values(0, shapes), options_of(kind, {})
     clip = torch.tensor(1.7)
@@ -278,15 +282,15 @@ def test_gradients_are_divided_and_not_changed(kind: type[O.Optimizer]) -> None:
     assert_same_bits(found[0], (expected, plain.export()))
 
 
-def test_a_state_of_another_shape_is_refused() -> None:
+def test_loaded_state_of_wrong_shape_is_refused() -> None:
     entry = dict(step=torch.tensor(1.0), exp_avg=torch.zeros(1), exp_avg_sq=torch.zeros(1))
     optimizer = Rank(O.AdamW, (("w",),), {"w": entry})
     with pytest.raises(ValueError, match=r"exp_avg of w has the shape \[1\], .* \[3\]"):
         run(optimizer, {"w": torch.ones(3)}, options_of(O.AdamW, {}), [{"w": torch.ones(3)}])
 
 
-def test_a_kernel_that_is_wrong_is_not_used() -> None:
-    """torch's of SGD, for 16 bits on the CPU; a user who states it is told."""
+def test_incorrect_torch_fused_kernel_is_not_used() -> None:
+    """torch's fused SGD is wrong for 16 bits on the CPU. A user who asks for it gets an error."""
     start = {"w": torch.randn(64).to(BF16)}
     gradients = [{"w": torch.randn(64).to(BF16)} for _ in range(4)]
     given = dict(lr=0.1, momentum=0.9)
@@ -300,8 +304,8 @@ def test_a_kernel_that_is_wrong_is_not_used() -> None:
     run(masters, copy.deepcopy(start), stated, gradients)
 
 
-def test_which_updates_have_a_kernel_of_torchs() -> None:
-    """That of Adagrad is for CPUs alone: on CUDA torch refuses to make the optimizer."""
+def test_has_kernel_knows_torch_fused_kernels_by_device_and_dtype() -> None:
+    """Fused Adagrad exists for CPUs only: on CUDA torch refuses to construct the optimizer."""
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert has_kernel("Adagrad", torch.float32, cpu) and not has_kernel(
         "Adagrad", torch.float32, cuda
@@ -329,7 +333,7 @@ print("torch._dynamo" in sys.modules, double(torch.ones(2)).tolist())
 
 
 @pytest.mark.slow
-def test_torchs_compiler_is_not_loaded_for_an_update_and_works_afterwards() -> None:
+def test_update_does_not_import_torch_compiler() -> None:
     ran = subprocess.run(
         [sys.executable, "-c", WITHOUT_THE_COMPILER], capture_output=True, text=True, timeout=600
     )

@@ -1,4 +1,4 @@
-"""The prediction is what the whole program takes on the virtual clock."""
+"""Tests that the predicted time equals the time of the whole program on the virtual clock."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def check(plan: Plan) -> None:
         (lambda m: dt.Searched(microbatches=m, most_held=3), 2, 2),
     ],
 )
-def test_schedules(
+def test_predicted_time_of_schedules_equals_virtual_clock(
     schedule: Callable[[int], dt.Schedule], v: int, p: int, microbatches: int
 ) -> None:
     clip = 1.0 if microbatches > 1 else None
@@ -103,11 +103,11 @@ def run_of(microbatches: int = 1, axes: dict[str, int] | None = None, **stated: 
         dict(axes=dict(pp=2, dp=2), module=GPT(tied=False)),
     ],
 )
-def test_programs(stated: dict[str, Any]) -> None:
+def test_predicted_time_of_programs_equals_virtual_clock(stated: dict[str, Any]) -> None:
     check(run_of(**stated).step.plan(*batch(size=8)))
 
 
-def test_a_forward_through_stages() -> None:
+def test_predicted_time_of_staged_forward_equals_virtual_clock() -> None:
     model = step_of(2, dt.Mesh(pp=2), dt.GPipe(1)).model
     plan = dt.compile(lambda model, x: model(x), model.mesh).plan(model, data()[0])
     assert plan.num_stages == 2

@@ -1,4 +1,4 @@
-"""What an update copies of the gradients is what its program says, counted as it runs."""
+"""Tests that an update copies as many gradient bytes as its program states."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.default("rmsprop_clip")
 @pytest.mark.parametrize("case", CASES)
-def test_copies_are_counted(case: str) -> None:
+def test_bytes_copied_by_update_equal_bytes_stated_in_program(case: str) -> None:
     name, stated = CASES[case]
     torch.manual_seed(0)
     module = GPT(vocab=128, width=128, layers=1, tied=False)
@@ -113,8 +113,8 @@ def test_copies_are_counted(case: str) -> None:
 
 @pytest.mark.default("2", "3")
 @pytest.mark.parametrize("level", [1, 2, 3])
-def test_a_bucket_is_read_where_it_is(level: int) -> None:
-    """Its parts stand as the parameters do: nothing is copied of it."""
+def test_update_reads_zero_gradient_bucket_without_copy(level: int) -> None:
+    """The parts of the bucket have the layout of the parameters, so nothing is copied."""
     given = dict(module=nn.Linear(32, 64), loss=mean_square, schedule=dt.GPipe(1))
     run = Run.of("dp2", zero={"dp": level}, **given)
     stated, copied, whole = counted(run, (torch.randn(8, 32),))

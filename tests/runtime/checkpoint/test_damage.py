@@ -1,5 +1,6 @@
-"""Killed at any byte, torn, changed, a full disk: the checkpoint before loads, nothing half-made
-looks whole, and what is damaged is named."""
+"""Tests damage to checkpoints: after a kill at any byte or a full disk the previous checkpoint
+loads, an incomplete checkpoint is never read as complete, and errors name the damaged file.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +78,9 @@ def count_down(ticks: int, at_end: Callable[[int], None]) -> None:
 
 
 @pytest.mark.slow
-def test_killed_at_a_hundred_random_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_save_killed_at_any_byte_leaves_complete_or_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     # A killed process loses nothing that it has written; the order of syncs is another test's.
     monkeypatch.setattr(os, "fsync", lambda _: None)
     before, after = state(1), state(2)
@@ -136,7 +139,7 @@ def test_killed_at_a_hundred_random_bytes(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.default("hf")
 @pytest.mark.parametrize("kind", ["dcp", "hf"])
-def test_a_part_that_a_killed_process_began_is_written_by_another(tmp_path: Path, kind: str):
+def test_part_left_incomplete_by_killed_process_is_rewritten(tmp_path: Path, kind: str):
     save(tmp_path / "1", state(1))
     save(tmp_path / "2", state(1))
     values = state(2) | {path: state(1)[path] for path in list(state(1))[:2]}  # some are linked
@@ -177,7 +180,7 @@ def test_a_part_that_a_killed_process_began_is_written_by_another(tmp_path: Path
         shutil.rmtree(tmp_path / "3")
 
 
-def test_everything_is_on_the_disk_before_it_is_published(
+def test_checkpoint_files_are_synced_before_publication(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     synced: set[int] = set()
@@ -204,7 +207,7 @@ def test_everything_is_on_the_disk_before_it_is_published(
     assert tmp_path.stat().st_ino in synced
 
 
-def test_a_changed_bit_is_noticed_or_harmless(tmp_path: Path):
+def test_flipped_bit_is_reported_or_harmless(tmp_path: Path):
     values = state()
     save(tmp_path / "1", values, extra={"rng": torch.get_rng_state()})
     drawn = random.Random(0)
@@ -228,7 +231,7 @@ def test_a_changed_bit_is_noticed_or_harmless(tmp_path: Path):
     assert noticed > 200 and harmless > 200
 
 
-def test_a_torn_file_is_named(tmp_path: Path):
+def test_truncated_file_is_named_in_error(tmp_path: Path):
     values = state()
     save(tmp_path / "1", values)
     for file in sorted((tmp_path / "1").glob("__[01]_*.distcp")):
@@ -257,7 +260,9 @@ def test_a_torn_file_is_named(tmp_path: Path):
 
 @pytest.mark.default("28")
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-def test_a_disk_that_is_full_or_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int):
+def test_failed_write_removes_incomplete_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+):
     save(tmp_path / "1", state(1))
     writes = [0]
     write_all = atomic_folder.write_all
@@ -289,7 +294,7 @@ def test_a_disk_that_is_full_or_fails(tmp_path: Path, monkeypatch: pytest.Monkey
     check_equal(Checkpoint.open(tmp_path / "2"), state(2))
 
 
-def test_paths_that_cannot_be_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_unusable_save_paths_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "file").write_text("")
     (tmp_path / "empty").mkdir()
     (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
@@ -330,7 +335,7 @@ def test_paths_that_cannot_be_a_checkpoint(tmp_path: Path, monkeypatch: pytest.M
         Writing.begin(tmp_path / "1")
 
 
-def test_leftovers_of_the_dead_are_removed_and_of_the_living_not(tmp_path: Path):
+def test_temporary_folders_of_dead_processes_only_are_removed(tmp_path: Path):
     living = Writing.begin(tmp_path / "1")
 
     def dies() -> None:
@@ -347,7 +352,7 @@ def test_leftovers_of_the_dead_are_removed_and_of_the_living_not(tmp_path: Path)
     assert sorted(os.listdir(tmp_path)) == ["1", "3"]
 
 
-def test_two_saves_to_one_path(tmp_path: Path):
+def test_second_concurrent_save_to_one_path_is_refused(tmp_path: Path):
     one, two = Writing.begin(tmp_path / "1"), Writing.begin(tmp_path / "1")
     part = write_part(one.folder, 0, [block(("model", "w"), torch.ones(3))], None)
     one.finish([part])

@@ -1,5 +1,7 @@
-"""Weights saved into a folder that is there: whatever is killed or fails at whichever operation on
-files, each reader gets all of the old, all of the new, or an error; others' weights are refused."""
+"""Tests saving weights into an existing folder: after a kill or failure at any file operation,
+each reader gets all old weights, all new weights or an error. Weights of other programs are never
+overwritten.
+"""
 
 from __future__ import annotations
 
@@ -267,7 +269,7 @@ def check_next_save(folder: Path, others: set[str]) -> None:
 @pytest.mark.slow
 @DEFAULT
 @RUNS
-def test_killed_at_every_operation(
+def test_save_killed_at_any_file_operation_leaves_old_or_new_weights(
     case: str, every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begin, shard_bytes, width = CASES[case]
@@ -297,7 +299,7 @@ def test_killed_at_every_operation(
 @pytest.mark.default("tokenizer, one: some")
 @DEFAULT
 @RUNS
-def test_a_disk_that_fails_at_every_operation(
+def test_save_failing_at_any_file_operation_leaves_old_or_new_weights(
     case: str, every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begin, shard_bytes, width = CASES[case]
@@ -328,10 +330,11 @@ def test_a_disk_that_fails_at_every_operation(
 
 
 @pytest.mark.slow
-def test_what_a_killed_save_took_away_comes_back_with_the_next(
+def test_next_save_restores_files_that_killed_save_moved_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where it puts another config in place; also if the next one comes to nothing itself."""
+    """The killed save replaces the config. The files come back even if the next save itself is
+    refused."""
     case = "one, several, another config"
     total, _, _ = operations(case, 1, tmp_path, monkeypatch)
     monkeypatch.setattr(os, "fsync", lambda _: None)
@@ -356,7 +359,7 @@ def test_what_a_killed_save_took_away_comes_back_with_the_next(
     assert away
 
 
-def test_what_cannot_be_put_back_is_said_and_kept(
+def test_files_that_cannot_be_restored_are_reported_and_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "out"
@@ -381,7 +384,7 @@ def test_what_cannot_be_put_back_is_said_and_kept(
     assert [read(reader, folder) for reader in READERS] == before
 
 
-def test_new_names_each_time_and_nothing_else_is_touched(tmp_path: Path) -> None:
+def test_each_save_uses_new_file_names_and_touches_no_other_file(tmp_path: Path) -> None:
     folder = tmp_path / "out"
     tokenizer(folder)
     put(folder, 1, WHOLE)
@@ -411,7 +414,7 @@ STRANGE = (
 
 
 @pytest.mark.parametrize("begin", [nothing, several])
-def test_others_weights_are_refused_and_named(
+def test_save_beside_weights_of_other_programs_is_refused(
     begin: Callable[[Path], None], tmp_path: Path
 ) -> None:
     for name in STRANGE:
@@ -426,7 +429,7 @@ def test_others_weights_are_refused_and_named(
         assert sorted(os.listdir(folder)) == before
 
 
-def test_other_folders_are_refused(tmp_path: Path) -> None:
+def test_save_into_unrelated_folder_or_file_is_refused(tmp_path: Path) -> None:
     save(tmp_path / "dcp", state())
     nothing(tmp_path / "app")
     (tmp_path / "app" / "manifest.json").write_text('{"name": "an app"}')
@@ -446,7 +449,7 @@ def test_other_folders_are_refused(tmp_path: Path) -> None:
         put(tmp_path / "file", 1, WHOLE)
 
 
-def test_one_save_at_a_time_writes_to_a_folder(tmp_path: Path) -> None:
+def test_concurrent_save_to_same_folder_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "out"
     one(folder)
     writing = Writing.begin_hf(folder, {"a": (torch.float32, (4,))})
@@ -467,7 +470,7 @@ def test_one_save_at_a_time_writes_to_a_folder(tmp_path: Path) -> None:
         os.waitpid(child, 0)
 
 
-def test_shards_without_an_index_are_all_there(tmp_path: Path) -> None:
+def test_sharded_weights_without_index_load_only_if_complete(tmp_path: Path) -> None:
     several(tmp_path / "out")
     for name in (INDEX, "manifest.json"):
         (tmp_path / "out" / name).unlink()

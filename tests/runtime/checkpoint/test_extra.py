@@ -1,4 +1,4 @@
-"""What users add comes back as it was, or is refused by its place."""
+"""Tests that extra values of a checkpoint are restored unchanged, or refused with their path."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ VALUES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_it_comes_back_as_it_was(name: str):
+def test_extra_value_round_trips(name: str):
     assert same(back(VALUES[name]), VALUES[name])
 
 
-def test_schedulers_and_optimizers_come_back():
+def test_scheduler_and_optimizer_state_round_trips():
     model = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     for scheduler in (
@@ -85,7 +85,7 @@ def test_schedulers_and_optimizers_come_back():
     assert same(back(state), state)
 
 
-def test_it_is_a_copy_and_one_tensor_stays_one():
+def test_extra_values_are_copied_and_shared_tensors_stay_shared():
     x = torch.zeros(3)
     values = {"a": x, "b": [x], "c": [1]}
     tree, tensors = encoded(values, "extra")
@@ -124,19 +124,19 @@ class Point(NamedTuple):
         (range(3), "extra is a builtins.range"),
     ],
 )
-def test_what_cannot_come_back_is_refused_by_its_place(value: Any, words: str):
+def test_unsupported_extra_value_is_refused_with_its_path(value: Any, words: str):
     with pytest.raises(PlanningError, match=f"(?s){words}"):
         encoded(value, "extra")
 
 
-def test_what_holds_itself():
+def test_extra_value_that_contains_itself_is_refused():
     loop: list[Any] = []
     loop.append(loop)
     with pytest.raises(PlanningError, match="or holds itself"):
         encoded(loop, "extra")
 
 
-def test_a_tree_of_another_is_data():
+def test_decoding_refuses_trees_that_encode_did_not_write():
     for tree in (
         {"$": "os.system", "of": "x"},
         {"$": "numpy", "of": "", "dtype": "O", "shape": []},

@@ -1,4 +1,6 @@
-"""Hugging Face's directories: several ranks write one, transformers reads it, and the other way."""
+"""Tests Hugging Face folders: transformers reads what several ranks wrote, and ranks read what
+transformers wrote.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,7 @@ def write(path: Path, values: dict[str, torch.Tensor], dim: int, **options: Any)
 @pytest.mark.default("20000-0")
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("shard_bytes", [5_000_000_000, 20_000])
-def test_transformers_reads_it(tmp_path: Path, dim: int, shard_bytes: int):
+def test_transformers_loads_saved_hf_folder(tmp_path: Path, dim: int, shard_bytes: int):
     from transformers import AutoModelForCausalLM
 
     model = llama()
@@ -96,7 +98,7 @@ def test_transformers_reads_it(tmp_path: Path, dim: int, shard_bytes: int):
     assert latest(tmp_path) == str(path)
 
 
-def test_safetensors_own_reader_reads_it(tmp_path: Path):
+def test_safetensors_library_reads_saved_files_of_every_dtype(tmp_path: Path):
     load_file = pytest.importorskip("safetensors.torch", reason=missing("safetensors")).load_file
     values = {
         f"{i}": torch.randn(5, 3, 2).mul(50).to(dtype)
@@ -119,7 +121,7 @@ def test_safetensors_own_reader_reads_it(tmp_path: Path):
         assert read[name].view(torch.uint8).equal(full.view(torch.uint8)) if full.dim() else True
 
 
-def test_what_transformers_saved_is_read_by_ranges(tmp_path: Path):
+def test_weights_saved_by_transformers_are_read_by_byte_range(tmp_path: Path):
     model = llama()
     model.save_pretrained(tmp_path / "hf", max_shard_size="20KB")  # pyright: ignore
     saved = Checkpoint.open(tmp_path / "hf")
@@ -133,7 +135,7 @@ def test_what_transformers_saved_is_read_by_ranges(tmp_path: Path):
         assert saved.bytes_read - before == full.nbytes // 2
 
 
-def test_columns_of_long_rows_are_read_alone(tmp_path: Path):
+def test_reading_columns_of_long_rows_skips_other_bytes(tmp_path: Path):
     full = torch.randn(4, 8_192)
     write(tmp_path / "hf", {"w": full}, 1)
     saved = Checkpoint.open(tmp_path / "hf")
@@ -141,7 +143,7 @@ def test_columns_of_long_rows_are_read_alone(tmp_path: Path):
     assert saved.bytes_read == full.nbytes // 2
 
 
-def test_runs():
+def test_runs_lists_contiguous_ranges_of_block():
     assert list(runs((2, 0), (3, 5), (9, 5))) == [(10, 15)]
     assert list(runs((2, 1), (2, 3), (9, 5))) == [(11, 3), (16, 3)]
     assert list(runs((1, 0, 1), (2, 2, 1), (3, 2, 4))) == [(9, 1), (13, 1), (17, 1), (21, 1)]
@@ -157,7 +159,7 @@ def test_runs():
         assert found == part.reshape(-1).tolist()
 
 
-def test_what_was_not_written_is_not_published(tmp_path: Path):
+def test_hf_save_with_missing_or_extra_tensor_is_not_published(tmp_path: Path):
     told = {name: (torch.float32, (4, 4)) for name in ("a", "b")}
     for own, words in (
         ([block(("a",), torch.ones(4, 4))], r"not written: \['b'\]"),
@@ -175,7 +177,7 @@ def test_what_was_not_written_is_not_published(tmp_path: Path):
     assert os.listdir(tmp_path) == []
 
 
-def test_damaged_files_are_named(tmp_path: Path):
+def test_damaged_safetensors_file_or_index_is_named_in_error(tmp_path: Path):
     write(tmp_path / "hf", {"w": torch.ones(4, 4), "v": torch.ones(4)}, 0)
     file = tmp_path / "hf" / "model.safetensors"
     content = file.read_bytes()
@@ -215,7 +217,7 @@ def test_damaged_files_are_named(tmp_path: Path):
             Checkpoint.open(tmp_path / "hf")
 
 
-def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_hf_save_on_full_disk_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -226,7 +228,7 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert os.listdir(tmp_path) == ["1"]
 
 
-def test_configs_of_other_models(tmp_path: Path):
+def test_hf_save_writes_config_if_model_provides_one(tmp_path: Path):
     class Config:
         def to_json_file(self, path: Any) -> None:
             Path(path).write_text('{"width": 4}')

@@ -1,4 +1,6 @@
-"""A checkpoint of several ranks: by torch's own tools, by ranges, linked, and how many are kept."""
+"""Tests checkpoints of several ranks: torch's tools read them, blocks are read by range,
+unchanged files are hard-linked, and old checkpoints are removed.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ from dtensor.runtime.checkpoint import (
 from tests.runtime.checkpoint.saving import GROUPS, block, check_equal, pieces, save, state
 
 
-def test_what_is_read_is_what_was_written(tmp_path: Path):
+def test_saved_checkpoint_reads_back_unchanged(tmp_path: Path):
     values = state()
     save(tmp_path / "100", values, extra={"epoch": 3})
     saved = Checkpoint.open(tmp_path / "100")
@@ -42,7 +44,7 @@ def test_what_is_read_is_what_was_written(tmp_path: Path):
     assert not [name for name in os.listdir(tmp_path / "100") if name.startswith("part")]
 
 
-def test_torchs_tools_read_it(tmp_path: Path):
+def test_torch_distributed_checkpoint_reads_saved_checkpoint(tmp_path: Path):
     values = state()
     save(tmp_path / "100", values, extra={"a": {"b": 3}, "a.b": 4, "rng": torch.get_rng_state()})
     ours: dict[str, Any] = {
@@ -78,7 +80,7 @@ def test_torchs_tools_read_it(tmp_path: Path):
             assert torch.equal(inner, full), path
 
 
-def test_items_are_whole_files_of_torch_save(tmp_path: Path):
+def test_stored_items_are_complete_torch_save_files(tmp_path: Path):
     values = state()
     save(tmp_path / "100", values)
     saved = Checkpoint.open(tmp_path / "100")
@@ -94,7 +96,7 @@ def test_items_are_whole_files_of_torch_save(tmp_path: Path):
             )
 
 
-def test_any_block_of_any_tensor(tmp_path: Path):
+def test_any_block_of_saved_tensor_can_be_read(tmp_path: Path):
     values = state()
     values["model", "deep"] = torch.randn(3, 40, 5, 90)  # rows of more than a block, and of less
     values["model", "complex"] = torch.randn(4, 5, dtype=torch.complex64).conj()
@@ -121,7 +123,7 @@ def test_any_block_of_any_tensor(tmp_path: Path):
 
 
 @pytest.mark.parametrize("rows", [64, 4096])
-def test_a_range_of_rows_reads_its_own_bytes(tmp_path: Path, rows: int):
+def test_reading_row_range_reads_only_its_bytes(tmp_path: Path, rows: int):
     full = torch.randn(rows, 64)
     writing = Writing.begin(tmp_path / "a")
     writing.finish([write_part(writing.folder, 0, [block(("model", "w"), full)], None)])
@@ -135,7 +137,7 @@ def test_a_range_of_rows_reads_its_own_bytes(tmp_path: Path, rows: int):
     assert saved.bytes_read <= max(512, full.nbytes // 32)
 
 
-def test_a_block_that_is_not_in_it(tmp_path: Path):
+def test_reading_block_outside_tensor_raises(tmp_path: Path):
     save(tmp_path / "a", state())
     saved = Checkpoint.open(tmp_path / "a")
     with pytest.raises(ValueError, match=r"no block of model.0.weight \(10, 6\)"):
@@ -144,7 +146,7 @@ def test_a_block_that_is_not_in_it(tmp_path: Path):
         saved.read("model.1.weight")
 
 
-def test_each_element_is_written_once_and_unchanged_files_are_linked(tmp_path: Path):
+def test_elements_are_written_once_and_unchanged_files_are_hard_linked(tmp_path: Path):
     values = state()
     data = sum(full.nbytes for full in values.values())
     parts = save(tmp_path / "1", values)
@@ -173,7 +175,9 @@ def test_each_element_is_written_once_and_unchanged_files_are_linked(tmp_path: P
     check_equal(Checkpoint.open(tmp_path / "1"), state())
 
 
-def test_where_links_fail_it_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_unchanged_files_are_rewritten_if_hard_links_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     save(tmp_path / "1", state())
 
     def no_links(*_: Any, **__: Any) -> None:
@@ -185,7 +189,7 @@ def test_where_links_fail_it_is_written_again(tmp_path: Path, monkeypatch: pytes
     check_equal(Checkpoint.open(tmp_path / "2"), state())
 
 
-def test_a_damaged_file_is_not_linked(tmp_path: Path):
+def test_damaged_file_of_previous_checkpoint_is_not_linked(tmp_path: Path):
     save(tmp_path / "1", state())
     for file in (tmp_path / "1").glob("__0_*.distcp"):
         data = bytearray(file.read_bytes())
@@ -195,7 +199,7 @@ def test_a_damaged_file_is_not_linked(tmp_path: Path):
     check_equal(Checkpoint.open(tmp_path / "2"), state())
 
 
-def test_the_same_state_gives_the_same_files(tmp_path: Path):
+def test_same_state_gives_identical_files(tmp_path: Path):
     for folder in ("a", "b"):
         save(tmp_path / folder / "1", state(), extra={"x": {3, 1, 2}})
     files = sorted(os.listdir(tmp_path / "a" / "1"))
@@ -205,7 +209,7 @@ def test_the_same_state_gives_the_same_files(tmp_path: Path):
         assert a == b, file
 
 
-def test_a_part_is_known_by_its_file(tmp_path: Path):
+def test_read_part_finds_written_part(tmp_path: Path):
     writing = Writing.begin(tmp_path / "1")
     assert read_part(writing.folder, 1) is None
     part = write_part(writing.folder, 1, [block(("model", "w"), torch.ones(3))], writing.previous)
@@ -213,7 +217,7 @@ def test_a_part_is_known_by_its_file(tmp_path: Path):
     writing.finish([part])
 
 
-def test_keep_removes_the_oldest_that_it_made(tmp_path: Path):
+def test_keep_option_removes_oldest_checkpoints_and_nothing_else(tmp_path: Path):
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "manifest.json").write_text("{}")
     save(tmp_path / "0", state())
@@ -229,7 +233,7 @@ def test_keep_removes_the_oldest_that_it_made(tmp_path: Path):
     assert sorted(os.listdir(tmp_path)) == ["7", "8", "9", "best", "notes"]
 
 
-def test_pieces_must_fill_their_tensors(tmp_path: Path):
+def test_save_refuses_pieces_that_overlap_or_leave_gaps(tmp_path: Path):
     full = torch.ones(4, 4)
     for ranges, fault in (
         ([(0, 2), (1, 4)], "overlap"),
@@ -246,8 +250,9 @@ def test_pieces_must_fill_their_tensors(tmp_path: Path):
         TensorPiece(path=("w",), shape=(4,), offsets=(2,), tensor=torch.ones(3))
 
 
-def test_one_place_under_two_names_and_values_added_later(tmp_path: Path):
-    """A tied weight: its bytes are written once, torch's tools see both names."""
+def test_tied_weight_is_stored_once_and_read_under_both_names(tmp_path: Path):
+    """The bytes of a tied weight are written once; torch's tools see both names. Values can be
+    added before the save finishes."""
     full = torch.randn(4, 4)
 
     def save_tied(name: str) -> PartRecord:
@@ -273,7 +278,7 @@ def test_one_place_under_two_names_and_values_added_later(tmp_path: Path):
     assert whole["counts"] == saved.small["counts",]
 
 
-def test_the_manifest_is_json_of_four_lines(tmp_path: Path):
+def test_manifest_is_json_of_four_lines(tmp_path: Path):
     save(tmp_path / "1", state(), extra={"epoch": 3})
     text = (tmp_path / "1" / "manifest.json").read_text()
     said = json.loads(text)
@@ -281,7 +286,7 @@ def test_the_manifest_is_json_of_four_lines(tmp_path: Path):
     assert said["head"]["step"] == 100 and said["body"]["extra"] == {"epoch": 3}
 
 
-def test_what_is_no_checkpoint(tmp_path: Path):
+def test_opening_path_that_is_no_checkpoint_raises(tmp_path: Path):
     save(tmp_path / "1", state())
     for path, words in (
         (tmp_path / "2", "does not exist"),

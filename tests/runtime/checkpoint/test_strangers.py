@@ -1,4 +1,6 @@
-"""Directories that others wrote with torch.distributed.checkpoint; and what is planted in them."""
+"""Tests reading folders that others wrote with torch.distributed.checkpoint, and that code
+planted in them does not run.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ def theirs(tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
     return path, tensors
 
 
-def test_a_stranger_is_read_by_ranges(theirs: tuple[Path, dict[str, torch.Tensor]]):
+def test_foreign_dcp_checkpoint_is_read_by_ranges(theirs: tuple[Path, dict[str, torch.Tensor]]):
     path, tensors = theirs
     saved = Checkpoint.open(path)
     assert (saved.layout, saved.step, saved.extra) == ("dcp", None, None)
@@ -63,7 +65,7 @@ def test_a_stranger_is_read_by_ranges(theirs: tuple[Path, dict[str, torch.Tensor
     assert saved.small["optimizer", "param_groups", "0", "lr"] == 1e-3
 
 
-def test_its_bytes_are_its_ranges_and_headers(tmp_path: Path):
+def test_foreign_dcp_range_reads_only_its_bytes_and_headers(tmp_path: Path):
     full = torch.randn(1_000, 1_000)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -83,7 +85,7 @@ class Planted:
         return os.system, (f"touch {self.there}",)
 
 
-def test_a_planted_pickle_runs_nothing(
+def test_malicious_pickle_in_dcp_metadata_is_not_run(
     theirs: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
 ):
     path, tensors = theirs
@@ -123,7 +125,7 @@ def test_a_planted_pickle_runs_nothing(
     assert there.exists()
 
 
-def test_a_whole_pickle_in_place_of_an_item_is_named(tmp_path: Path):
+def test_malicious_pickle_in_place_of_item_is_refused(tmp_path: Path):
     there = tmp_path / "it-ran"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -143,8 +145,7 @@ def test_a_whole_pickle_in_place_of_an_item_is_named(tmp_path: Path):
     assert not there.exists()
 
 
-def test_ours_with_a_planted_pickle_in_every_file(tmp_path: Path):
-    """Of ours, no pickle is read at all."""
+def test_malicious_pickle_in_own_checkpoint_is_never_read(tmp_path: Path):
     values = state()
     save(tmp_path / "1", values, extra={"rng": torch.get_rng_state()})
     there = tmp_path / "it-ran"
@@ -169,7 +170,7 @@ def _saved(value: Any) -> bytes:
     return written.getvalue()
 
 
-def test_metadata_that_are_not_whole(theirs: tuple[Path, dict[str, torch.Tensor]]):
+def test_truncated_dcp_metadata_is_refused(theirs: tuple[Path, dict[str, torch.Tensor]]):
     path, tensors = theirs
     content = (path / ".metadata").read_bytes()
     drawn = random.Random(0)
@@ -198,7 +199,9 @@ def test_metadata_that_are_not_whole(theirs: tuple[Path, dict[str, torch.Tensor]
         saved.read("model.weight")
 
 
-def test_files_outside_the_folder(theirs: tuple[Path, dict[str, torch.Tensor]]):
+def test_dcp_metadata_that_names_files_outside_folder_is_refused(
+    theirs: tuple[Path, dict[str, torch.Tensor]],
+):
     path, _ = theirs
     metadata = FileSystemReader(path).read_metadata()
     for info in metadata.storage_data.values():
@@ -208,7 +211,7 @@ def test_files_outside_the_folder(theirs: tuple[Path, dict[str, torch.Tensor]]):
         Checkpoint.open(path)
 
 
-def test_pickles_of_hugging_face_are_refused_by_name(tmp_path: Path):
+def test_pytorch_model_bin_is_refused_by_name(tmp_path: Path):
     torch.save({"w": torch.ones(2)}, tmp_path / "pytorch_model.bin")
     with pytest.raises(PlanningError, match="pytorch_model.bin, a pickle.*\nfix: if you trust"):
         Checkpoint.open(tmp_path)

@@ -1,4 +1,6 @@
-"""The probe of an optimizer's class: what passes, what it says of it, what it refuses and why."""
+"""Tests the probe that decides whether an optimizer class is elementwise: what passes, the
+report, and what is refused and why.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,10 @@ def over(kind: Any, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", [k for k, why in own.REFUSED.items() if why])
-def test_what_is_refused(kind: type[torch.optim.Optimizer]) -> None:
-    """By the op, its line, and what differs; torch's and Python's draws are as they were."""
+def test_non_elementwise_optimizer_is_refused_with_op_and_line(
+    kind: type[torch.optim.Optimizer],
+) -> None:
+    """The random states of torch and Python are unchanged."""
     optimizer = over(kind)
     before = torch.get_rng_state(), random.getstate()
     with pytest.raises(dt.PlanningError, match=own.REFUSED[kind]) as raised:
@@ -43,7 +47,7 @@ def test_what_is_refused(kind: type[torch.optim.Optimizer]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["Adafactor", "LBFGS", "Muon", "SparseAdam"])
-def test_torchs_own_that_are_not_elementwise(kind: str) -> None:
+def test_non_elementwise_torch_optimizer_is_refused(kind: str) -> None:
     cls = getattr(torch.optim, kind)
     optimizer = cls([nn.Parameter(torch.ones(3, 3))])
     with pytest.raises(dt.PlanningError, match=kind):
@@ -52,13 +56,13 @@ def test_torchs_own_that_are_not_elementwise(kind: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
 @pytest.mark.parametrize("kind", [own.Lion, own.Counted, own.Doubled])
-def test_what_passes(kind: Any, dtype: torch.dtype) -> None:
+def test_elementwise_optimizer_passes_probe(kind: Any, dtype: torch.dtype) -> None:
     if dtype.is_complex and kind is own.Lion:
         pytest.skip("a complex number has no sign")
     stated(over(kind, dtype, lr=0.05))
 
 
-def test_what_the_report_says() -> None:
+def test_probe_report_lists_state_options_and_lines() -> None:
     rule = stated(over(own.Counted))
     report = rule.report
     assert report.optimizer == "tests.optimizers.Counted"
@@ -77,7 +81,7 @@ def test_what_the_report_says() -> None:
     assert 'v = torch.maximum(state.setdefault("most"' in text and "lines not run    2" in text
 
 
-def test_it_is_probed_once_and_again_for_options_of_another_kind(
+def test_probe_runs_once_per_class_and_kind_of_options(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     probed: list[str] = []
@@ -103,7 +107,7 @@ def test_it_is_probed_once_and_again_for_options_of_another_kind(
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_a_decay_by_dims_shows_where_there_is_one(decay: float) -> None:
+def test_decay_that_depends_on_ndim_is_refused_only_if_decay_is_nonzero(decay: float) -> None:
     class Decays(own.Each):
         def update(self, p: Any, g: Any, state: Any, group: Any) -> None:
             p.mul_(1 - group["lr"] * group["decay"] * (p.ndim > 1)).sub_(g, alpha=group["lr"])
@@ -119,8 +123,9 @@ def test_a_decay_by_dims_shows_where_there_is_one(decay: float) -> None:
             rule_of(optimizer)
 
 
-def test_groups_are_told_apart() -> None:
-    """The learning rate of the first group, for all: wrong where a rank has only the second."""
+def test_update_that_reads_first_group_passes_probe() -> None:
+    """The update takes the learning rate of the first group for all parameters. Every rank has
+    all groups in their order, so this is correct."""
 
     class First(own.Each):
         def update(self, p: Any, g: Any, state: Any, group: Any) -> None:
@@ -134,14 +139,14 @@ def test_groups_are_told_apart() -> None:
 # -- which class it is -----------------------------------------------------------------------------
 
 
-def test_a_subclass_is_its_parent_if_it_differs_in_init_alone() -> None:
+def test_subclass_that_overrides_only_init_is_known_as_its_parent() -> None:
     assert known_class(over(own.Renamed)) is torch.optim.AdamW
     assert known_class(over(torch.optim.AdamW)) is torch.optim.AdamW
     assert known_class(over(own.Mixed)) is None
     assert known_class(over(own.Doubled)) is None
 
 
-def test_a_scheduler_is_no_difference_and_a_step_of_ones_own_is() -> None:
+def test_scheduler_keeps_optimizer_known_but_replaced_step_does_not() -> None:
     optimizer = over(own.Renamed)
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
     assert "step" in vars(optimizer) and known_class(optimizer) is torch.optim.AdamW
@@ -152,8 +157,10 @@ def test_a_scheduler_is_no_difference_and_a_step_of_ones_own_is() -> None:
         check_optimizer(optimizer)
 
 
-def test_what_is_certified_needs_no_statement(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By class and version; it is probed all the same."""
+def test_certified_optimizer_needs_no_elementwise_statement(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An optimizer is certified by class and package version; it is probed as well."""
     for version, taken in (("2.0", True), ("1.9", False)):
         name = f"{own.Lion.__module__}.{own.Lion.__qualname__}"
         monkeypatch.setitem(certified.CERTIFIED, name, ("some-package", ("2.0",)))
