@@ -1,5 +1,7 @@
-"""Actors, groups and `daft.compile` in one process, and the messages that actors send;
-`test_contract.py` has what each backend promises."""
+"""Tests actors, groups and `daft.compile` in one process, and the messages between actors.
+
+`test_contract.py` has what each backend promises.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from tests.daft.programs import ctrl_c_interrupts
 X = torch.arange(8.0).reshape(2, 4) / 10
 
 
-def test_a_message_is_a_copy_of_any_value():
+def test_encoded_message_decodes_to_copy_of_value():
     shared = torch.arange(6.0).reshape(2, 3).t()  # not contiguous
     value = {
         "batch": Batch(shared, [1, 2], "é"),
@@ -56,7 +58,7 @@ class PicklesItself(torch.Tensor):
 
 
 @pytest.mark.parametrize("kind", ["parametrized", "opaque", "graded"])
-def test_a_value_that_cannot_go_between_actors(kind: str) -> None:
+def test_value_that_does_not_pickle_is_refused_with_fix(kind: str) -> None:
     value: Any = torch.ones(2, 2)
     if kind == "parametrized":
         value = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(2, 2))
@@ -71,7 +73,7 @@ def test_a_value_that_cannot_go_between_actors(kind: str) -> None:
         encode(value)
 
 
-def test_what_a_launch_takes_is_checked():
+def test_launch_refuses_invalid_backend_deadline_and_function():
     with pytest.raises(ValueError, match=r"backend='rya': it is \"inprocess\" or \"ray\""):
         daft.launch(backend="rya")  # type: ignore[arg-type]
     for seconds in (0, -1.0, "60", None, float("nan")):
@@ -81,7 +83,7 @@ def test_what_a_launch_takes_is_checked():
         daft.compile(3)  # type: ignore[arg-type]
 
 
-def test_what_is_no_value_says_so():
+def test_future_used_as_value_or_outside_launch_raises_with_fix():
     with daft.launch():
         a = daft.spawn(Model)
         y = a.execute(X)
@@ -116,7 +118,7 @@ def test_what_is_no_value_says_so():
         daft.spawn(Model)
 
 
-def test_a_group_is_addressed_as_one():
+def test_worker_group_calls_all_members_and_scatters_arguments():
     with daft.launch() as session:
         group = daft.WorkerGroup(Model, 3, daft.Scatter([5, 6, 7]), name="g")
         one = daft.spawn(Model)
@@ -156,13 +158,13 @@ class Computes:
         signal.raise_signal(signal.SIGINT)
 
 
-def test_ctrl_c_while_a_task_computes():
-    """It ends what was called, and is no failure of the actor's."""
+def test_ctrl_c_during_task_raises_keyboard_interrupt():
+    """The interrupt ends the call of the controller, and is no failure of the actor."""
     with ctrl_c_interrupts(), pytest.raises(KeyboardInterrupt), daft.launch():
         daft.spawn(Computes).interrupted()
 
 
-def test_a_compiled_function_keeps_no_values():
+def test_compiled_function_holds_no_argument_or_result():
     with daft.launch():
         a = daft.spawn(Model)
         step = daft.compile(lambda x: [a.execute(x)])
@@ -177,7 +179,7 @@ def test_a_compiled_function_keeps_no_values():
             gc.enable()
 
 
-def test_large_copies_go_on_in_a_fork():
+def test_large_copies_work_in_forked_process():
     value = torch.ones(1 << 21)
     with daft.launch():
         daft.spawn(Feeder).call(torch.abs, value).get()
@@ -189,7 +191,7 @@ def test_large_copies_go_on_in_a_fork():
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_a_class_that_does_not_pickle_is_refused_before_anything_starts():
+def test_spawn_refuses_unpicklable_class_before_starting_process():
     lock = threading.Lock()
 
     class Locked:
@@ -205,7 +207,7 @@ def test_a_class_that_does_not_pickle_is_refused_before_anything_starts():
 # -- compiled functions ----------------------------------------------------------------------------
 
 
-def test_triples_are_reduced_whole():
+def test_softmax_all_reduce_folds_triples_and_refuses_other_shapes():
     x = torch.randn(5, 3)
     with daft.launch():
         trio = daft.WorkerGroup(Model, 3, daft.Scatter([5, 6, 7]), 3)
@@ -219,7 +221,7 @@ def test_triples_are_reduced_whole():
             refused(torch.ones(5, 6))[0].get()
 
 
-def test_the_program_says_what_runs():
+def test_compiled_program_text_lists_calls_transfers_and_memory():
     with daft.launch():
         a, b = daft.spawn(Model, name="a"), daft.spawn(Model, name="b")
 
@@ -265,7 +267,7 @@ memory of values, at most
   (unknown: these tasks do not declare their tensors by daft.returns)"""
 
 
-def test_recorded_once_for_each_structure():
+def test_compiled_function_is_recorded_once_per_argument_structure():
     with daft.launch():
         a = daft.spawn(Model)
         recorded: list[int] = []
@@ -288,7 +290,7 @@ def test_recorded_once_for_each_structure():
         assert same(step(X).get(), a.add([X]).get())  # recorded anew in another launch
 
 
-def test_an_interrupted_step_leaves_no_transfers_behind(monkeypatch: pytest.MonkeyPatch):
+def test_interrupted_step_leaves_no_pending_transfers(monkeypatch: pytest.MonkeyPatch):
     original, numbers = Model.execute, [signal.SIGINT]
 
     def execute(self: Model, x: torch.Tensor) -> torch.Tensor:
@@ -313,7 +315,7 @@ def test_an_interrupted_step_leaves_no_transfers_behind(monkeypatch: pytest.Monk
         assert same(step(2 * X).get(), 2 * X @ Model(1).weight.detach() + Model(2).weight[0])
 
 
-def test_a_buffer_of_unknown_length():
+def test_variable_length_buffer_has_no_size_before_it_runs():
     buffer = daft.Buffer((), torch.uint8, variable=True)
     assert (str(buffer), buffer.nbytes) == ("u8[*]", 0)
     assert buffer.accepts(torch.empty(7, dtype=torch.uint8))
@@ -325,7 +327,7 @@ def test_a_buffer_of_unknown_length():
         daft.Collective("broadcast", (0, 1), (), ("y",), (), (buffer,), None, "c")
 
 
-def test_members_of_a_group_that_fail():
+def test_failure_of_group_member_in_all_reduce_names_member():
     with daft.launch():
         group = daft.WorkerGroup(Model, 3)
         reduce = daft.compile(lambda x, y: daft.all_reduce(group.execute(daft.Scatter([x, y, x]))))
@@ -336,19 +338,19 @@ def test_members_of_a_group_that_fail():
         assert reduce(X, X)[0].get().shape == (2, 4)
 
 
-def test_a_future_of_several_values_is_not_unpacked():
+def test_unpacking_future_raises_with_fix():
     with daft.launch():
         future = daft.spawn(Model).add([X, X])
         with pytest.raises(TypeError, match=r"iterated over(.|\n)*Fix: a, b = f.get\(\)"):
             _a, _b = future
 
 
-def test_a_pickle_of_a_function_keeps_its_file():
+def test_pickled_function_keeps_its_source_file():
     code = decode(encode({"f": lambda: 1}).message)["f"].__code__
     assert code.co_filename == __file__ and code.co_firstlineno > 1
 
 
-def test_a_function_that_reads_values_is_refused():
+def test_compile_refuses_function_that_reads_values_or_spawns():
     with daft.launch():
         a = daft.spawn(Model)
         before = a.execute(X)

@@ -1,4 +1,4 @@
-"""The controller's log of what may have to be asked again, by sequences drawn at random."""
+"""Tests the controller's log of calls that may have to be repeated, with random sequences."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def sent(host: int, change: int | None, run: int | None, *, asked: bool = True) 
     return SentCall(host=host, change=change, run=run, number=0, asked=answer, nbytes=10)
 
 
-def test_who_has_to_end_which_run_yet() -> None:
-    """Runs 0 on hosts 0 and 1, 1 on 1 and 2, 2 on 3 alone: what host 2 is asked waits for 1, and
-    through host 1 for 0; host 3's run holds nobody up."""
+def test_call_log_drops_run_only_after_runs_it_depends_on_ended() -> None:
+    """Run 0 is on hosts 0 and 1, run 1 on hosts 1 and 2, run 2 on host 3. A call of host 2 waits
+    for run 1 and, through host 1, for run 0. The run of host 3 delays no other."""
     log = CallLog(came, came)
     for run, hosts in enumerate(((0, 1), (1, 2), (3,))):
         for host in hosts:
@@ -43,7 +43,7 @@ def test_who_has_to_end_which_run_yet() -> None:
     assert log.hosts_of(3) is None
 
 
-def test_the_log_of_what_nobody_makes_again_does_not_grow() -> None:
+def test_call_log_of_finished_calls_does_not_grow() -> None:
     log, drops = CallLog(lambda call: call.number < last, came), 0
     for run in range(1000):
         last = run - 3
@@ -55,7 +55,7 @@ def test_the_log_of_what_nobody_makes_again_does_not_grow() -> None:
     assert drops < 500
 
 
-def test_an_answer_that_died_is_asked_for_again() -> None:
+def test_call_log_repeats_call_whose_answer_was_lost() -> None:
     log, changes = CallLog(came, came), ChangeLog(2)
     for run in range(2):
         number, _, _ = changes.add((0, 1), commits=True)
@@ -71,7 +71,7 @@ def test_an_answer_that_died_is_asked_for_again() -> None:
     assert [(call.host, call.run) for call in again] == [(0, 1), (1, 1)]
 
 
-def test_a_read_is_where_it_was() -> None:
+def test_call_log_repeats_read_at_its_position_between_changes() -> None:
     log, changes = CallLog(came, came), ChangeLog(2)
     first, _, _ = changes.add((0, 1), together=False)
     log.add(sent(0, first, None, asked=False))
@@ -86,9 +86,9 @@ def test_a_read_is_where_it_was() -> None:
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_what_is_asked_again_is_what_comes_behind_the_cut(seed: int) -> None:
-    """Whoever is lost: each host does all its changes, once each from where it is, in order; hosts
-    of a run all do it again, or none; what was dropped is never behind the cut."""
+def test_call_log_repeats_exactly_calls_after_recovery_line(seed: int) -> None:
+    """Whichever hosts are lost: each host does all its changes once and in order; all hosts of a
+    run repeat it, or none; a dropped call is never after the recovery line."""
     draw = random.Random(seed)
     num = draw.randint(1, 3)
     log, changes = CallLog(came, came), ChangeLog(num, draw.choice((1, 1, 3)))

@@ -1,5 +1,8 @@
-"""What a cluster promises, on each backend: results, their order, errors, undone runs, deadlines,
-and its end. `backends.py` names what a backend cannot promise."""
+"""Tests the contract of a cluster on each backend: results, their order, errors, undone runs,
+deadlines and closing.
+
+`backends.py` names what a backend cannot promise.
+"""
 
 from __future__ import annotations
 
@@ -134,7 +137,7 @@ def at_rank(
 
 
 @pytest.mark.default
-def test_every_collective_gives_the_bits_of_a_left_fold(four: Cluster) -> None:
+def test_collectives_are_bitwise_equal_to_left_fold(four: Cluster) -> None:
     case = Collectives(4)
     handle = four.load(case.program())
     for mode in MODES:
@@ -148,7 +151,7 @@ def test_every_collective_gives_the_bits_of_a_left_fold(four: Cluster) -> None:
 
 
 @pytest.mark.default
-def test_state_lives_from_run_to_run(four: Cluster) -> None:
+def test_state_persists_between_runs(four: Cluster) -> None:
     handle = four.load(pipeline(4))
     fed = [{"x": torch.arange(4.0)}, {}, {}, {}]
     for mode in MODES[:2]:
@@ -173,8 +176,8 @@ def test_state_lives_from_run_to_run(four: Cluster) -> None:
 
 
 @pytest.mark.default
-def test_what_is_kept_comes_back_too(four: Cluster) -> None:
-    """As a copy of its own; and what nobody needs goes with the message of a put or a run."""
+def test_kept_results_are_returned_as_copies_and_dropped_values_vanish(four: Cluster) -> None:
+    """A put or a run names the values to drop in its message, so dropping needs no extra call."""
     handle = four.load(pipeline(4))
     fed = [{"x": torch.arange(4.0)}, {}, {}, {}]
     kept, drop = {"y": "last"}, {3: ["last"]}
@@ -193,7 +196,7 @@ def test_what_is_kept_comes_back_too(four: Cluster) -> None:
 
 
 @pytest.mark.default
-def test_any_object_is_a_value_and_execution_is_one_thread_without_autograd(two: Cluster) -> None:
+def test_calls_accept_any_object_and_run_without_autograd_on_one_thread(two: Cluster) -> None:
     source = "def forward(x, n):\n    return ((n, torch.get_num_threads(), (x * 2).requires_grad),)"
     look = function("look", source, torch=torch)
     made = at_rank(0, [Call("look", ("x", "n"), ("y",))], look, inputs="xn", outputs="y")
@@ -209,7 +212,7 @@ def test_any_object_is_a_value_and_execution_is_one_thread_without_autograd(two:
 
 
 @pytest.mark.parametrize("of", [torch.clone, torch.t])
-def test_what_comes_in_and_out_is_nobody_elses(
+def test_inputs_results_and_state_do_not_share_memory(
     two: Cluster, of: Callable[..., torch.Tensor]
 ) -> None:
     same = function("same", "def forward(x):\n    return (x,)")
@@ -229,7 +232,7 @@ def test_what_comes_in_and_out_is_nobody_elses(
         assert torch.equal(kept, wanted) and w.tolist() == [1, 1]
 
 
-def test_kernels_obey_the_controllers_settings(four: Cluster) -> None:
+def test_calls_use_matmul_precision_and_autocast_of_controller(four: Cluster) -> None:
     handle = four.load(precisions(4))
     before = torch.get_float32_matmul_precision()
     for mode in MODES[:2]:
@@ -256,7 +259,7 @@ def test_kernels_obey_the_controllers_settings(four: Cluster) -> None:
         assert torch.is_autocast_enabled("cpu")
 
 
-def test_ranks_that_share_an_actor(backend: Backend) -> None:
+def test_ranks_in_one_actor_give_same_results_with_fewer_calls(backend: Backend) -> None:
     with backend.cluster(4, ranks_per_actor=2, seed=3) as cluster:
         cluster.put([{"w": torch.ones(4), "n": torch.zeros(())}] * 4)
         handle = cluster.load(pipeline(4))
@@ -289,9 +292,10 @@ def _sum(group: Sequence[int], channel: str = "c") -> Collective:
 
 
 @pytest.mark.default
-def test_several_programs_run_ahead_on_the_same_channels(four: Cluster) -> None:
-    """Programs of other shapes and dtypes on one channel and group, and between them one on rank 1
-    alone, which reads state of another's; nothing is read before all runs are submitted."""
+def test_several_programs_run_ahead_on_same_channels(four: Cluster) -> None:
+    """Programs of different shapes and dtypes use one channel and group. Between them a program
+    on rank 1 alone reads state of another program. Nothing is read before all runs are submitted.
+    """
     programs = [move(*each, f"move{i}", 4, f"w{i}") for i, each in enumerate(SHAPES)]
     for one, other in itertools.combinations(programs, 2):
         found = interference(one, other)
@@ -316,7 +320,9 @@ def test_several_programs_run_ahead_on_the_same_channels(four: Cluster) -> None:
 
 
 @pytest.mark.default
-def test_threads_submit_in_one_order(four: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_threads_submit_runs_in_one_order(
+    four: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Actors that saw two programs in different orders would wait for each other."""
     channel = getattr(four, "channel", None)  # Ray's: it sends the calls of a run one by one
     kind, method = (type(four), "_call") if channel is None else (type(channel), "send")
@@ -348,7 +354,7 @@ def test_threads_submit_in_one_order(four: Cluster, monkeypatch: pytest.MonkeyPa
 
 
 @on("time out")
-def test_a_time_out_does_not_consume_a_future(four: Cluster, tmp_path: Path) -> None:
+def test_future_can_be_read_after_timeout(four: Cluster, tmp_path: Path) -> None:
     handle = four.load(among((0, 1, 2, 3), "waits"))
     future = run(four, handle, tmp_path / "go")
     with pytest.raises(TimeoutError, match="ask again"):
@@ -358,8 +364,8 @@ def test_a_time_out_does_not_consume_a_future(four: Cluster, tmp_path: Path) -> 
     assert future.get()[3]["s"].item() == future.get()[3]["s"].item() == 8
 
 
-def test_pairs_that_overlap_give_what_one_after_the_other_gives(four: Cluster) -> None:
-    """Values go on from pair to pair in the ranks' tables; nothing is read before the end."""
+def test_runs_on_overlapping_rank_pairs_equal_sequential_execution(four: Cluster) -> None:
+    """Values stay in the ranks' tables from pair to pair; nothing is read before the end."""
     pairs = [(0, 1), (1, 2), (2, 3), (0, 3), (0, 2), (1, 3)]
     handles = {pair: four.load(among(pair)) for pair in pairs}
     four.put([{"x": torch.tensor([float(r)])} for r in range(4)])
@@ -435,7 +441,7 @@ def run(cluster: Cluster, handle: Any, path: Path | str = "", **options: Any) ->
 # -- programs of some ranks ------------------------------------------------------------------------
 
 
-def test_ranks_outside_give_nothing_and_are_not_called(four: Cluster) -> None:
+def test_ranks_outside_program_return_nothing_and_are_not_called(four: Cluster) -> None:
     handle = four.load(among((1, 3)))
     for mode in MODES:
         before = four.calls
@@ -454,7 +460,7 @@ def test_ranks_outside_give_nothing_and_are_not_called(four: Cluster) -> None:
 
 
 @pytest.mark.default
-def test_a_part_of_a_cluster_is_one_with_its_own_state(four: Cluster) -> None:
+def test_sub_cluster_has_its_own_state(four: Cluster) -> None:
     gives = [Send("w", 1, "w", SUM), Wait(("w",))]
     takes = [Recv("w", 0, "w", SUM), Wait(("w",))]
     made = program(gives, takes, state=[("w",)] * 2)
@@ -469,8 +475,8 @@ def test_a_part_of_a_cluster_is_one_with_its_own_state(four: Cluster) -> None:
 
 
 @on("run ahead")
-def test_a_pair_goes_on_while_another_is_busy(four: Cluster, tmp_path: Path) -> None:
-    """It is loaded, fed, run, read, deleted and unloaded."""
+def test_pair_of_ranks_works_while_other_pair_is_busy(four: Cluster, tmp_path: Path) -> None:
+    """The pair loads, feeds, runs, reads, deletes and unloads a program."""
     busy = four.load(among((0, 1), "waits"))
     held = run(four, busy, tmp_path / "go")
     for mode in MODES[:2]:
@@ -491,7 +497,9 @@ def test_a_pair_goes_on_while_another_is_busy(four: Cluster, tmp_path: Path) -> 
 
 
 @on("run ahead")
-def test_compiled_functions_on_disjoint_ranks(backend: Backend, tmp_path: Path) -> None:
+def test_compiled_functions_on_disjoint_meshes_run_independently(
+    backend: Backend, tmp_path: Path
+) -> None:
     """While one rank is in a call, a function on the other is captured, loaded, run and read."""
     one, other = dt.Mesh(tp=1, name="one"), dt.Mesh(tp=1, name="other")
     x = torch.randn(4, 4)
@@ -515,7 +523,7 @@ def test_compiled_functions_on_disjoint_ranks(backend: Backend, tmp_path: Path) 
 
 @pytest.mark.default
 @on("send")
-def test_plain_data_is_sent_when_it_has_changed(
+def test_plain_input_data_is_sent_only_if_changed(
     two: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from dtensor.daft.ray.channel.run_channel import RunChannel
@@ -578,8 +586,8 @@ def _check(x: Any) -> None:
         1 / x[0]
 
 
-def test_plain_data_of_a_run_that_was_undone(two: Cluster) -> None:
-    """It counts as sent: what the next run is fed is what the controller means."""
+def test_plain_input_data_of_undone_run_counts_as_sent(two: Cluster) -> None:
+    """The next run still receives the data that the controller passes."""
     handle = two.load(given_back(2))
     assert two.run(handle, [{"x": [1]}] * 2).get() == [{"y": [1]}] * 2
     for _ in range(2):
@@ -590,7 +598,7 @@ def test_plain_data_of_a_run_that_was_undone(two: Cluster) -> None:
 
 
 @on("send")
-def test_actors_of_one_host_share_memory(two: Cluster) -> None:
+def test_actors_on_one_host_map_shared_memory(two: Cluster) -> None:
     run(two, two.load(among((0, 1), size=2))).get()
     for pid in pids_of(two):
         maps = Path(f"/proc/{pid}/maps").read_text()
@@ -603,8 +611,8 @@ RAISES = function("act", "def forward(kind):\n    act(kind)\n    return (1,)", a
 
 
 @pytest.mark.default
-def test_a_call_that_raises_anything(two: Cluster) -> None:
-    """It is named with its cause, and acts neither on its host nor on the controller."""
+def test_exception_of_any_class_in_call_is_reported_with_cause(two: Cluster) -> None:
+    """The exception ends neither the host nor the controller."""
     call = Call("act", ("kind",), ("y",), label=Label("F0"), source="net.py:2: act(kind)")
     made = at_rank(1, [call], RAISES, inputs=["kind"], outputs="y")
     handle = two.load(made)
@@ -624,7 +632,7 @@ def test_a_call_that_raises_anything(two: Cluster) -> None:
     raisers.check(caught.value, "SystemExit")
 
 
-def test_lines_and_values_that_are_not_as_declared(two: Cluster) -> None:
+def test_error_names_user_line_and_undeclared_shape(two: Cluster) -> None:
     fails = Function(
         name="fails",
         source="def forward(x):\n    y = x + 1\n    return (y.reshape(77),)",
@@ -648,8 +656,8 @@ def test_lines_and_values_that_are_not_as_declared(two: Cluster) -> None:
     assert refused.value.failure.peers == (1,)
 
 
-def test_a_value_that_raises_as_a_host_takes_it(two: Cluster) -> None:
-    """A put is no instruction: all goes on, also where nobody reads the runs behind it."""
+def test_value_that_raises_while_host_receives_it_fails_only_that_put(two: Cluster) -> None:
+    """A put is not an instruction: the cluster goes on, even if the later runs are never read."""
 
     class Raises(torch.Tensor):
         def detach(self) -> NoReturn:  # type: ignore[override]
@@ -670,7 +678,7 @@ def test_a_value_that_raises_as_a_host_takes_it(two: Cluster) -> None:
 
 
 @pytest.mark.default
-def test_faults_of_the_caller(two: Cluster) -> None:
+def test_invalid_arguments_of_cluster_calls_are_refused(two: Cluster) -> None:
     handle = two.load(pipeline(2))
     with pytest.raises(ValueError, match="Rank 0 of program 'test' takes the inputs"):
         two.run(handle, [{}, {}])
@@ -706,7 +714,7 @@ def feed(x: object) -> list[dict[str, object]]:
 
 
 @pytest.mark.default
-def test_no_rank_writes_in_a_run_that_fails(two: Cluster) -> None:
+def test_failed_run_writes_on_no_rank(two: Cluster) -> None:
     handle = two.load(update())
     for mode in MODES:
         two.put([{"w": torch.zeros(())}] * 2)
@@ -723,8 +731,8 @@ def test_no_rank_writes_in_a_run_that_fails(two: Cluster) -> None:
 
 
 @pytest.mark.default
-def test_what_a_failed_run_was_to_keep(two: Cluster) -> None:
-    """It is poisoned, and so is what is made of it; what was there before stays."""
+def test_value_kept_by_failed_run_is_poisoned_and_old_value_stays(two: Cluster) -> None:
+    """Values computed from the poisoned value are poisoned too."""
     two.put([{"w": torch.zeros(()), "old": torch.ones(())}] * 2)
     handle, first = two.load(update()), two.runs
     for name in ("new", "old"):
@@ -744,8 +752,9 @@ def test_what_a_failed_run_was_to_keep(two: Cluster) -> None:
     assert two.failure is None
 
 
-def test_a_run_that_was_undone_for_no_known_reason(two: Cluster) -> None:
-    """Hosts that have only heard of it are not all that there are; one may have forgotten."""
+def test_undone_run_without_known_reason_is_reported_as_such(two: Cluster) -> None:
+    """Some hosts have only heard that the run was undone, and the host with the reason may have
+    forgotten it."""
     assert isinstance(two, HostedCluster)
     made = at_rank(1, [Call("act", ("kind",), ())], RAISES, inputs=["kind"])
     with pytest.raises(TaskError, match="MemoryError"):
@@ -758,8 +767,8 @@ def test_a_run_that_was_undone_for_no_known_reason(two: Cluster) -> None:
         raise two.root([UndoneRun(())])
 
 
-def test_the_numbers_of_runs_that_were_not_undone(four: Cluster) -> None:
-    """The number of a run that failed is the next one's, also on ranks that took no part in it."""
+def test_number_of_failed_run_is_reused_by_next_run(four: Cluster) -> None:
+    """Also on ranks that took no part in the failed run."""
     four.put([{"w": torch.zeros(())}] * 4)
     groups = [(0, 1), (1, 2), (2,), (0, 1, 2), (0, 2)]
     handles = {group: four.load(numbered(group, 4)) for group in groups}
@@ -805,7 +814,9 @@ def numbered(ranks: Sequence[int], size: int) -> Program:
 
 
 @pytest.mark.parametrize("how", ["after the commit point", "no commit point", "others keep it"])
-def test_a_failure_that_cannot_be_undone_loses_the_state(backend: Backend, how: str) -> None:
+def test_failure_without_rollback_loses_state_and_closes_cluster(
+    backend: Backend, how: str
+) -> None:
     with backend.cluster(2) as cluster:
         keep: dict[str, str] = {}
         fed = feed(0)
@@ -867,10 +878,10 @@ LOSSES: dict[str, tuple[int, str]] = {
 @pytest.mark.default
 @on("lose a host")
 @pytest.mark.parametrize("how", LOSSES)
-def test_a_lost_host_is_named_and_all_ends(
+def test_lost_host_is_named_and_every_later_call_raises_same_error(
     backend: Backend, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever is asked for afterwards raises the same, and nothing is left running."""
+    """No process is left running."""
     from dtensor.daft.ray.diagnosis import failure_detector
 
     monkeypatch.setattr(failure_detector, "SETTLE_S", 0.5)
@@ -941,9 +952,8 @@ def warned_of(future: Future, rank: int) -> str:
 
 
 @on("lose a host")
-def test_a_rank_that_computes_is_left_to_it(backend: Backend, tmp_path: Path) -> None:
-    """Until `call_deadline_s`; and another pair that stands still meanwhile, for nobody, is not
-    taken for one that hangs."""
+def test_computing_rank_is_not_ended_before_call_deadline(backend: Backend, tmp_path: Path) -> None:
+    """Another pair of ranks that stands still meanwhile is not reported as hanging."""
     go, free = tmp_path / "go", tmp_path / "free"
     with backend.cluster(4) as made, clock_of(made, 1):
         cluster: Any = made
@@ -977,10 +987,10 @@ def test_a_rank_that_computes_is_left_to_it(backend: Backend, tmp_path: Path) ->
 
 @on("lose a host")
 @pytest.mark.parametrize("how", ["blocked", "stopped"])
-def test_a_pair_that_goes_on_hides_no_hang_of_another(
+def test_progress_of_one_rank_does_not_hide_hang_of_another(
     backend: Backend, tmp_path: Path, how: str
 ) -> None:
-    """Rank 1 is blocked in a call, or stopped, and rank 3 makes steps all the while."""
+    """Rank 1 is blocked in a call, or stopped, while rank 3 makes steps."""
     with backend.cluster(4) as made:
         cluster: Any = made
         fine, steps = cluster.load(among((3,))), 0
@@ -1006,10 +1016,10 @@ def test_a_pair_that_goes_on_hides_no_hang_of_another(
 
 
 @on("time out")
-def test_a_run_that_ends_as_the_deadline_passes(
+def test_run_that_ends_at_deadline_returns_its_result(
     backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The controller looks at the clock after the last call has come back."""
+    """The controller looks at the clock only after the last call has returned."""
     from dtensor.daft.ray.channel.run_channel import NotYet, Reply, RunChannel
 
     with backend.cluster(1) as made:
@@ -1031,10 +1041,10 @@ def test_a_run_that_ends_as_the_deadline_passes(
 
 
 @on("lose a host")
-def test_a_host_that_fails_since_another_is_lost_is_not_what_is_raised(
+def test_lost_host_is_raised_rather_than_host_that_failed_because_of_it(
     backend: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the loss is seen first, and what the host was told says so before it is raised."""
+    """Also if the loss is seen first, and if the host reports the loss before it is raised."""
     from dtensor.daft.ray.channel.run_channel import NotYet, RunChannel
     from dtensor.daft.ray.diagnosis.failure_detector import FailureDetector
 
@@ -1073,10 +1083,10 @@ def test_a_host_that_fails_since_another_is_lost_is_not_what_is_raised(
 
 @pytest.mark.default
 @on("be interrupted")
-def test_an_interrupt_while_the_controller_waits(
+def test_interrupt_while_controller_waits_leaves_cluster_usable(
     two: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It reads nothing then, so all goes on."""
+    """The controller reads nothing at that moment, so no message is lost."""
     from dtensor.daft.ray.channel.run_channel import RunChannel
 
     handle = two.load(among((0, 1), "waits", size=2))
@@ -1108,10 +1118,10 @@ def test_an_interrupt_while_the_controller_waits(
 
 
 @on("be interrupted")
-def test_an_interrupt_between_the_calls_of_a_run(
+def test_interrupt_between_calls_of_run_closes_cluster(
     backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some actors have the run and others have not: what they wait for will not come."""
+    """Some actors have received the run and others have not, so they would wait for ever."""
     with backend.cluster(2) as made:
         cluster: Any = made
         cluster.put([{"w": torch.ones(4), "n": torch.zeros(())}] * 2)
@@ -1135,7 +1145,7 @@ def test_an_interrupt_between_the_calls_of_a_run(
 
 
 @pytest.mark.default
-def test_a_cluster_that_is_closed(backend: Backend) -> None:
+def test_closed_cluster_refuses_calls(backend: Backend) -> None:
     with pytest.raises(ValueError, match="at least 1 rank"):
         backend.cluster(0)
     with backend.cluster(1) as cluster:
@@ -1162,7 +1172,7 @@ def session(backend: Backend) -> Iterator[daft.Session]:
 
 
 @pytest.mark.default
-def test_tasks_give_the_same_interpreted_and_compiled_on_each_backend(backend: Backend) -> None:
+def test_tasks_give_same_results_interpreted_and_compiled_on_each_backend(backend: Backend) -> None:
     expected = run_everything(Backend("inprocess"), False)
     assert expected[1]["sent"] is not None and expected[3]["total"][2] == "4 times"
     for compiled in (False, True)[backend.immediate :]:
@@ -1216,13 +1226,13 @@ def _values(made: dict[str, Any]) -> dict[str, Any]:
 
 
 @on("send")
-def test_random_programs_of_tasks_are_alike(backend: Backend) -> None:
+def test_random_task_programs_give_same_results_on_each_backend(backend: Backend) -> None:
     count, wrong = compared(range(1000, 1024))
     assert not wrong and len(count) == 2
 
 
 @pytest.mark.default
-def test_actors_share_no_memory(session: daft.Session) -> None:
+def test_values_of_actors_share_no_memory(session: daft.Session) -> None:
     x = X.clone()
     a, b = daft.spawn(Model, 1), daft.spawn(Model, 2)
     a.keep(x)
@@ -1236,7 +1246,7 @@ def test_actors_share_no_memory(session: daft.Session) -> None:
     assert same(before.get()["weight"], WEIGHTS[1])
 
 
-def test_methods_that_wait_and_functions_that_are_arguments(session: daft.Session) -> None:
+def test_async_methods_and_function_arguments_work_in_tasks(session: daft.Session) -> None:
     a, b, factor = daft.spawn(Feeder), daft.spawn(Feeder), 3
     x, turn = b.slowly(a.slowly(X)[0]).get()
     assert same(x, X) and turn == 1
@@ -1259,7 +1269,7 @@ def test_methods_that_wait_and_functions_that_are_arguments(session: daft.Sessio
     assert a.call(lambda x: lambda y: x + y, 4).get()(5) == 9
 
 
-def test_methods_that_yield(session: daft.Session) -> None:
+def test_generator_methods_return_streams_of_futures(session: daft.Session) -> None:
     a, model = daft.spawn(Feeder), daft.spawn(Model, 1)
     seen: list[Any] = []
     for number, batch in enumerate(a.batches(X, 2)):
@@ -1284,7 +1294,7 @@ def test_methods_that_yield(session: daft.Session) -> None:
         next(iter(daft.spawn(Unborn).items()))
 
 
-def test_streams_that_nobody_has_are_closed(session: daft.Session) -> None:
+def test_unreferenced_streams_are_closed_on_actor(session: daft.Session) -> None:
     a = daft.spawn(Keeper)
     for _ in a.count(5):
         break
@@ -1299,7 +1309,7 @@ def test_streams_that_nobody_has_are_closed(session: daft.Session) -> None:
     assert [next(stream).get() for stream in group.count(2)] == [0, 0]
 
 
-def test_arrays(session: daft.Session) -> None:
+def test_numpy_arrays_round_trip_and_shared_arrays_stay_shared(session: daft.Session) -> None:
     a, b = daft.spawn(Feeder), daft.spawn(Feeder)
     values = [
         numpy.arange(1000.0),
@@ -1328,8 +1338,8 @@ def test_arrays(session: daft.Session) -> None:
 
 
 @pytest.mark.default
-def test_what_a_tensor_has_besides_its_elements(session: daft.Session) -> None:
-    """As arguments of `spawn` and of a call, as a result, and from actor to actor."""
+def test_tensor_metadata_round_trips_between_actors(session: daft.Session) -> None:
+    """Covers arguments of `spawn` and of a call, results, and values sent from actor to actor."""
     a, values = daft.spawn(Keeper), kinds()
     assert parts(daft.spawn(Kept, values).get().get()) == parts(values)
     for name, value in values.items():
@@ -1344,7 +1354,9 @@ def test_what_a_tensor_has_besides_its_elements(session: daft.Session) -> None:
         a.same(hooked)
 
 
-def test_some_are_waited_for(session: daft.Session, backend: Backend, tmp_path: Path) -> None:
+def test_wait_returns_first_finished_futures_or_times_out(
+    session: daft.Session, backend: Backend, tmp_path: Path
+) -> None:
     a, b = daft.spawn(Model, 1), daft.spawn(Model, 2)
     a.meet_in(str(tmp_path)).get()
     done, rest = daft.wait([b.execute(X), a.execute(X)], num=2)
@@ -1373,8 +1385,9 @@ def test_some_are_waited_for(session: daft.Session, backend: Backend, tmp_path: 
 
 
 @on("run ahead")
-def test_tasks_run_ahead(session: daft.Session, tmp_path: Path) -> None:
-    """b in step i waits until a has come to step i + 1: they would wait for ever in turns."""
+def test_tasks_run_ahead_of_slow_actor(session: daft.Session, tmp_path: Path) -> None:
+    """Actor b in step i waits until a has reached step i + 1, so in-turn execution would
+    deadlock."""
     a, b = daft.spawn(Model, 1), daft.spawn(Model, 2)
     for actor in (a, b):
         actor.meet_in(str(tmp_path))
@@ -1403,7 +1416,7 @@ def test_tasks_run_ahead(session: daft.Session, tmp_path: Path) -> None:
 
 @pytest.mark.default
 @on("send")
-def test_tensors_do_not_pass_the_controller(session: daft.Session) -> None:
+def test_tensors_between_actors_bypass_controller(session: daft.Session) -> None:
     a, b = daft.spawn(Model, 1), daft.spawn(Model, 2)
     x = torch.ones(256, 64)  # 64 KiB there, 4 MiB from a to b, a few bytes back
 
@@ -1419,7 +1432,7 @@ def test_tensors_do_not_pass_the_controller(session: daft.Session) -> None:
         assert same(b.execute(small).get(), X @ WEIGHTS[1] @ WEIGHTS[2])
 
 
-def test_actors_of_any_class_share_a_process_if_asked(session: daft.Session) -> None:
+def test_actors_of_any_class_can_share_one_process(session: daft.Session) -> None:
     a, b = daft.spawn(Model, 1), daft.spawn(Model, 2)
 
     class Local:  # a class that no actor can import
@@ -1443,7 +1456,7 @@ def test_actors_of_any_class_share_a_process_if_asked(session: daft.Session) -> 
 
 @pytest.mark.default
 @on("know resources")
-def test_resources_that_ray_has_not(session: daft.Session) -> None:
+def test_spawn_refuses_resources_that_ray_lacks(session: daft.Session) -> None:
     message = r"asks for \{'GPU': 1000\}, and Ray has .*\n  at .*test_contract.py:\d+ in test_"
     with pytest.raises(ValueError, match=message):
         daft.spawn(Model, resources={"GPU": 1000})
@@ -1453,7 +1466,7 @@ def test_resources_that_ray_has_not(session: daft.Session) -> None:
 
 
 @pytest.mark.default
-def test_a_failure_is_a_value_with_both_tracebacks(session: daft.Session) -> None:
+def test_failed_task_raises_with_caller_and_actor_tracebacks(session: daft.Session) -> None:
     a, b = daft.spawn(Model, name="first"), daft.spawn(Model)
     fn = lambda x: (b.execute(b.add([a.fail(x)])), b.execute(x))  # noqa: E731
     step = daft.compile(fn)
@@ -1476,7 +1489,7 @@ def test_a_failure_is_a_value_with_both_tracebacks(session: daft.Session) -> Non
         a.declared(torch.ones(3, 4)).get()
 
 
-def test_a_task_that_raises_anything(session: daft.Session) -> None:
+def test_exception_of_any_class_in_task_is_reported_with_cause(session: daft.Session) -> None:
     actor, other = daft.spawn(raisers.Actor), daft.spawn(raisers.Actor)
     x = torch.ones(2)
     for kind in raisers.NAMES:
@@ -1492,8 +1505,8 @@ def test_a_task_that_raises_anything(session: daft.Session) -> None:
             assert good.get().tolist() == [2.0, 2.0]
 
 
-def test_other_places_of_an_actor_that_raise(session: daft.Session) -> None:
-    """Its `__init__`, its attributes, its results, on both sides."""
+def test_exception_in_actor_init_attribute_or_result_is_reported(session: daft.Session) -> None:
+    """Covers pickling on the actor and unpickling on the controller."""
     exiting = daft.spawn(raisers.Actor, "SystemExit")
     actor = daft.spawn(raisers.Actor)
     futures = {
@@ -1514,7 +1527,7 @@ def test_other_places_of_an_actor_that_raise(session: daft.Session) -> None:
 
 
 @pytest.mark.default
-def test_a_failure_that_nobody_reads_is_raised_at_the_end(backend: Backend) -> None:
+def test_unread_task_failure_is_raised_at_end_of_launch(backend: Backend) -> None:
     with pytest.raises(daft.TaskError, match="no good: int") as caught, backend.session():
         a = daft.spawn(Model)
         for _ in range(2):
@@ -1526,7 +1539,7 @@ def test_a_failure_that_nobody_reads_is_raised_at_the_end(backend: Backend) -> N
 
 
 @pytest.mark.default
-def test_an_actor_is_ended(session: daft.Session) -> None:
+def test_daft_end_ends_actor_and_leaves_others_running(session: daft.Session) -> None:
     a, b, c = (daft.spawn(Model, seed, name=name) for seed, name in enumerate("abc"))
     x = a.execute(X)
     y = b.execute(x)
@@ -1544,7 +1557,7 @@ def test_an_actor_is_ended(session: daft.Session) -> None:
 
 
 @on("run ahead")
-def test_an_actor_that_ends_before_it_has_started(session: daft.Session) -> None:
+def test_futures_of_actor_ended_before_its_start_raise_actor_lost(session: daft.Session) -> None:
     a = daft.spawn(NeverBegun)
     early = a.same(1)
     daft.end(a)
@@ -1555,7 +1568,7 @@ def test_an_actor_that_ends_before_it_has_started(session: daft.Session) -> None
 
 @pytest.mark.default
 @on("lose a host")
-def test_a_dead_actor_is_named_and_the_others_go_on(session: daft.Session) -> None:
+def test_dead_actor_is_named_and_other_actors_continue(session: daft.Session) -> None:
     a, b, c = (daft.spawn(Model, i, name=n) for i, n in enumerate("abc"))
     step = daft.compile(lambda x: (b.execute(a.execute(x)), c.execute(x)))
     kill = daft.compile(lambda x: b.execute(a.die(x)))
@@ -1580,9 +1593,7 @@ def test_a_dead_actor_is_named_and_the_others_go_on(session: daft.Session) -> No
 
 
 @on("lose a host")
-def test_a_stopped_actor_and_one_that_takes_too_long_are_named(
-    backend: Backend, tmp_path: Path
-) -> None:
+def test_stopped_actor_and_actor_past_deadline_are_named(backend: Backend, tmp_path: Path) -> None:
     unread = pytest.raises(daft.TaskError, match="actor 'b', fail: ValueError: no good: int")
     with unread, backend.session() as made:
         session: Any = made
@@ -1602,8 +1613,10 @@ def test_a_stopped_actor_and_one_that_takes_too_long_are_named(
 
 
 @on("run ahead")
-def test_a_half_submitted_step(session: daft.Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process that has it would wait for the other's part, and all behind it with it."""
+def test_interrupted_submission_of_step_fails_actor_that_has_its_part(
+    session: daft.Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process that received its part would wait for the other part and block later work."""
     a, b = daft.spawn(Model, 1, name="a"), daft.spawn(Model, 2, name="b")
     step = daft.compile(lambda x: a.add([x, b.execute(a.execute(x))]))
     step(X).get()
@@ -1691,7 +1704,7 @@ class NeverBegun(Keeper):
 
 
 @on("send")
-def test_memory_of_values_between_processes(session: daft.Session) -> None:
+def test_shared_memory_of_values_is_freed_after_use_and_after_death(session: daft.Session) -> None:
     a, b, c = (daft.spawn(Keeper, name=name) for name in "abc")
     step = daft.compile(lambda x: b.same(a.later(x)))
     assert [step(i).get() for i in range(2)] == [0, 1]

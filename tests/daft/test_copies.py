@@ -1,4 +1,6 @@
-"""Copies of a host's snapshots on another machine: what of them is whole, who may bring them."""
+"""Tests copies of a host's snapshots on another machine: which state of a copy is complete, and
+who may send one.
+"""
 
 import errno
 import fcntl
@@ -88,7 +90,7 @@ def check(folder: Path, state: int) -> None:
     assert {name for _, name in table} - {"w", "n"} == {f"p{i}" for i in range(3, state + 1, 3)}
 
 
-def test_both_states_are_there(
+def test_peer_copy_has_last_and_previous_committed_state(
     folders: tuple[Path, Path], owner: Owner, keeper: ReplicaServer
 ) -> None:
     other = folders[1]
@@ -112,7 +114,7 @@ def test_both_states_are_there(
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_stream_that_breaks_off_anywhere(
+def test_broken_copy_stream_leaves_complete_state(
     folders: tuple[Path, Path],
     owner: Owner,
     keeper: ReplicaServer,
@@ -144,7 +146,7 @@ def test_a_stream_that_breaks_off_anywhere(
     check(other, kept)
 
 
-def test_who_does_not_know_the_secret(
+def test_copy_without_secret_is_refused(
     folders: tuple[Path, Path], owner: Owner, keeper: ReplicaServer
 ) -> None:
     with pytest.raises(ConnectionError):
@@ -152,7 +154,7 @@ def test_who_does_not_know_the_secret(
     assert not list(folders[1].iterdir())
 
 
-def test_no_memory_there(
+def test_full_memory_on_peer_is_reported(
     owner: Owner, keeper: ReplicaServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner.store.copy_to(keeper.endpoint, SECRET, RANKS)
@@ -166,7 +168,7 @@ def test_no_memory_there(
         owner.store.check()
 
 
-def test_a_copy_begun_anew_is_one_when_it_is_whole(
+def test_restarted_copy_replaces_old_copy_only_when_complete(
     folders: tuple[Path, Path], owner: Owner, keeper: ReplicaServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = folders[1]
@@ -193,7 +195,7 @@ sys.stdin.read()
 """
 
 
-def test_one_that_is_stopped_writes_no_more(folders: tuple[Path, Path]) -> None:
+def test_stopped_holder_of_snapshot_is_killed_by_next_holder(folders: tuple[Path, Path]) -> None:
     command = [sys.executable, "-c", HOLDS, str(folders[0])]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -204,7 +206,7 @@ def test_one_that_is_stopped_writes_no_more(folders: tuple[Path, Path]) -> None:
         assert holder.wait() == -signal.SIGKILL
 
 
-def test_a_folder_that_others_may_enter_is_not_used(folders: tuple[Path, Path]) -> None:
+def test_snapshot_folder_open_to_other_users_is_refused(folders: tuple[Path, Path]) -> None:
     path = elsewhere(folders[0], "3f" * 14)
     try:
         lock = shared(path)
@@ -223,7 +225,7 @@ def test_a_folder_that_others_may_enter_is_not_used(folders: tuple[Path, Path]) 
         path.rmdir()
 
 
-def test_the_next_machine_keeps() -> None:
+def test_copies_are_assigned_to_rank_on_next_machine() -> None:
     assert ring(["a"]) == [None]
     assert ring(["a", "a"]) == [None, None]
     assert ring(["a", "a", "b"]) == [2, 2, 0]
@@ -233,9 +235,9 @@ def test_the_next_machine_keeps() -> None:
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_a_machine_is_lost() -> None:
-    """Its two ranks are replaced on the other one, and losses and state are those of a launch in
-    which nothing happened."""
+def test_ranks_of_lost_machine_are_replaced_with_same_losses_and_state() -> None:
+    """Its two ranks are replaced on the other machine; losses and state equal those of an
+    undisturbed launch."""
     if not can_make():
         pytest.skip("namespaces, for machines of their own, cannot be made here")
     command = [sys.executable, "-m", "tests.daft.two_machines"]

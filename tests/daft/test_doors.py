@@ -1,4 +1,6 @@
-"""Who may come in: what listens where, and what strangers at each door are told."""
+"""Tests access control of a launch: which sockets listen on which addresses, and that strangers
+are refused at each.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ EXCEPTIONS: dict[str, str] = {}
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_on_one_machine_nothing_listens_beyond_loopback() -> None:
+def test_launch_on_one_machine_listens_only_on_loopback() -> None:
     ran = subprocess.run(
         [sys.executable, "-m", "tests.daft.doors"], capture_output=True, text=True, timeout=900
     )
@@ -99,7 +101,7 @@ cluster.shutdown()
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_a_cluster_lets_in_who_has_its_token() -> None:
+def test_ray_cluster_accepts_only_clients_with_token() -> None:
     plain = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
     known = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     with subprocess.Popen(
@@ -135,7 +137,7 @@ def test_a_cluster_lets_in_who_has_its_token() -> None:
         assert found == {name: len(doors) for name, doors in ON_CLUSTERS.items()} | {"host": 4}
 
 
-def test_rays_sockets_lie_where_no_other_user_may_enter(
+def test_ray_socket_folder_is_private_to_user(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
@@ -151,7 +153,7 @@ def test_rays_sockets_lie_where_no_other_user_may_enter(
     assert directory_of_sockets() not in (own, other)
 
 
-def test_a_token_of_the_users_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_token_stated_by_user_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.delenv(name, raising=False)
     drawn = [start_ray._own_token() for _ in range(2)]
@@ -167,7 +169,7 @@ def test_a_token_of_the_users_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- the store -------------------------------------------------------------------------------------
 
 
-def test_the_store_listens_where_it_is_told() -> None:
+def test_signed_store_listens_only_on_stated_address() -> None:
     store = SignedStore.open("127.0.0.1", SECRET)
     with socket.create_connection(("127.0.0.1", store.port)):
         pass
@@ -177,7 +179,7 @@ def test_the_store_listens_where_it_is_told() -> None:
             socket.create_connection((beyond, store.port), timeout=PATIENCE_S)
 
 
-def test_what_a_stranger_writes_is_an_error_that_says_so() -> None:
+def test_value_written_to_store_by_stranger_is_refused() -> None:
     store = SignedStore.open("127.0.0.1", SECRET)
     there = SignedStore.join("127.0.0.1", store.port, SECRET, PATIENCE)
     store.set("a", "card")
@@ -225,10 +227,10 @@ def _join(port: int) -> Rendezvous:
     ("key", "named"),
     [("ranks/here1", "ranks/here1"), (lost_key(1), lost_key(1)), ("ranks/seen1", "ranks/seen1")],
 )
-def test_nobody_joins_by_what_a_stranger_has_written(
+def test_host_does_not_join_by_address_written_by_stranger(
     key: str, named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another's card, or that another was lost."""
+    """The stranger writes another host's address, or that another host was lost."""
     monkeypatch.setattr("dtensor.daft.ray.transports.connect.node_at", lambda _: "here")
     store = SignedStore.open("127.0.0.1", SECRET)
     stranger = TCPStore("127.0.0.1", store.port, None, False, wait_for_workers=False)
@@ -254,7 +256,7 @@ def _give_gloo_a_peer(store: SignedStore) -> None:
 # -- gloo ------------------------------------------------------------------------------------------
 
 
-def test_who_does_not_know_the_secret_gets_no_place_on_the_wire() -> None:
+def test_peer_without_secret_cannot_join_gloo_group() -> None:
     store = SignedStore.open("127.0.0.1", SECRET)
 
     def joins(index: int) -> object:
@@ -268,8 +270,8 @@ def test_who_does_not_know_the_secret_gets_no_place_on_the_wire() -> None:
         assert f"as actor {1 - index} is not of this launch" in str(error)
 
 
-def test_a_stranger_who_is_first_at_gloos_port_reads_and_sends_nothing() -> None:
-    """It takes the place of actor 1, by its number, and repeats whatever it is told."""
+def test_stranger_that_connects_first_to_gloo_is_refused() -> None:
+    """The stranger takes the place of actor 1 by its number, and echoes every message."""
     store = HashStore()
 
     def act(index: int) -> object:
@@ -287,8 +289,8 @@ def test_a_stranger_who_is_first_at_gloos_port_reads_and_sends_nothing() -> None
     assert "as actor 1 is not of this launch" in str(error)
 
 
-def test_actors_outlive_noise_at_their_ports() -> None:
-    """A stranger may connect to the store and to gloo, says anything, and hangs up."""
+def test_actors_survive_garbage_sent_to_their_ports() -> None:
+    """A stranger may connect to the store and to gloo, send anything, and disconnect."""
     store = SignedStore.open("127.0.0.1", SECRET)
 
     def joins(index: int) -> object:

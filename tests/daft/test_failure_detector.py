@@ -1,4 +1,6 @@
-"""Whom the controller ends when nobody moves: a clock and records of progress that are made up."""
+"""Tests which host the failure detector ends if no host makes progress, with a simulated clock
+and records of progress.
+"""
 
 from __future__ import annotations
 
@@ -158,8 +160,8 @@ def silent(seconds: float) -> Progress:
     return replace(at(CALL), beat_s=seconds)
 
 
-def test_one_without_a_heartbeat_has_stopped(made: Any) -> None:
-    """Though no signal did that: a debugger, or a machine that is gone."""
+def test_host_without_heartbeat_is_ended_as_stopped(made: Any) -> None:
+    """No signal stopped it: it may be in a debugger, or its machine may be gone."""
     cluster = made(at(WAIT), at(WAIT), silent(failure_detector.SILENT_S))
     cluster.watch.deadline_s = 1.0
     assert cluster.pass_by(4.0) == {}  # it may be late
@@ -169,7 +171,7 @@ def test_one_without_a_heartbeat_has_stopped(made: Any) -> None:
 
 
 @pytest.mark.parametrize("of_two", [dict(burns=0.1), dict(starves=True)])
-def test_one_that_computes_may_be_late_with_its_heartbeat(made: Any, of_two: Any) -> None:
+def test_computing_host_with_late_heartbeat_is_not_ended(made: Any, of_two: Any) -> None:
     cluster = made(at(WAIT), at(WAIT), silent(1.0), **of_two)
     with pytest.warns(RuntimeWarning, match="it has computed for more than 60 s"):
         assert cluster.pass_by(90.0) == {}
@@ -193,7 +195,7 @@ SLEEPING = [
 
 
 @pytest.mark.parametrize("places", SLEEPING)
-def test_who_is_waited_for_is_ended_and_not_who_waits(made: Any, places: Any) -> None:
+def test_host_that_others_wait_for_is_ended(made: Any, places: Any) -> None:
     cluster = made(*places)
     assert cluster.pass_by(DEADLINE_S - 0.5) == {}
     ((host, why),) = cluster.pass_by(2.0).items()
@@ -201,8 +203,9 @@ def test_who_is_waited_for_is_ended_and_not_who_waits(made: Any, places: Any) ->
 
 
 @pytest.mark.parametrize("places", SLEEPING)
-def test_nobody_is_ended_while_the_one_that_is_waited_for_computes(made: Any, places: Any) -> None:
-    """A tenth of a core, as on a machine that is busy: it imports, say, or loads a program."""
+def test_no_host_is_ended_while_blocking_host_computes(made: Any, places: Any) -> None:
+    """The host uses a tenth of a core, as on a busy machine: it may be importing or loading a
+    program."""
     if places[2].position == START:
         pytest.skip("a start does not compute for long")
     cluster = made(*places, burns=0.1)
@@ -213,46 +216,46 @@ def test_nobody_is_ended_while_the_one_that_is_waited_for_computes(made: Any, pl
     assert list(cluster.pass_by(3 * DEADLINE_S)) == [2]
 
 
-def test_nobody_is_ended_who_gets_no_core(made: Any) -> None:
+def test_host_starved_of_cpu_is_not_ended(made: Any) -> None:
     cluster = made(meets(2), meets(2), meets(), starves=True)
     assert cluster.pass_by(20 * DEADLINE_S) == {}
 
 
-def test_what_a_waiting_host_uses_hides_no_hang(made: Any) -> None:
+def test_cpu_time_of_waiting_host_does_not_hide_hang(made: Any) -> None:
     cluster = made(meets(2), meets(2), meets())
     cluster.processes[0].burns = 0.3  # it looks whether the others have come
     assert list(cluster.pass_by(2 * DEADLINE_S)) == [2]
 
 
-def test_one_that_is_stopped_comes_before_one_in_a_call(made: Any) -> None:
+def test_stopped_host_is_ended_before_host_in_call(made: Any) -> None:
     cluster = made(at(CALL), at(WAIT), at(WAIT), stopped=True)
     ((host, why),) = cluster.pass_by(2 * DEADLINE_S).items()
     assert host == 2 and "has stopped: no progress" in why
 
 
-def test_a_host_that_is_not_seen_is_waited_for(made: Any) -> None:
-    """It is on another machine; here all wait, and none of them is ended."""
+def test_unobserved_host_on_other_machine_is_ended_if_all_others_wait(made: Any) -> None:
+    """If an observed host is in a call, that host is ended instead."""
     cluster = made(at(WAIT), at(WAIT), None, elsewhere=True)
     assert list(cluster.pass_by(2 * DEADLINE_S)) == [2]
     cluster = made(at(WAIT), at(CALL), None, elsewhere=True)  # one that is seen is waited for, too
     assert list(cluster.pass_by(2 * DEADLINE_S)) == [1]
 
 
-def test_who_sends_a_message_that_does_not_come(made: Any) -> None:
-    """It has gone on, and has ended the run; which of two it was, the waits have noticed."""
+def test_host_that_ended_run_without_sending_message_is_ended(made: Any) -> None:
+    """Two hosts have ended the run; the waits name which of them is missing."""
     cluster = made(at(WAIT, peer=2), at(WAIT, peer=2), at(-1))
     assert list(cluster.pass_by(2 * DEADLINE_S)) == [2]
 
 
-def test_a_wait_for_one_that_was_replaced(made: Any) -> None:
-    """Who takes its place has nothing to do with the run, and has answered."""
+def test_host_that_waits_for_replaced_process_is_ended(made: Any) -> None:
+    """The replacement takes no part in the run, and has answered."""
     cluster = made(at(WAIT), at(WAIT), meets())
     cluster.asked.pop()
     ((host, why),) = cluster.pass_by(2 * DEADLINE_S).items()
     assert host == 0 and "it waits for a process that is gone, and was not told" in why
 
 
-def test_a_host_that_moves_on_gives_all_of_them_time(made: Any) -> None:
+def test_progress_of_one_host_restarts_deadline_of_all(made: Any) -> None:
     cluster = made(at(WAIT), at(WAIT), at(CALL))
     for run in range(RUN - 5, RUN):
         cluster.processes[2].at = at(CALL, run=run)
@@ -264,8 +267,8 @@ def on_gpu(position: int | None, run: int = RUN) -> Progress:
     return at(CALL, device=None if position is None else (0, run, position))
 
 
-def test_a_gpu_that_waits_does_not_compute_though_its_host_spins(made: Any) -> None:
-    """Ranks 0 and 1 wait for 2, whose process is there and does nothing."""
+def test_spinning_host_whose_gpu_waits_does_not_count_as_computing(made: Any) -> None:
+    """Ranks 0 and 1 wait for rank 2, whose process does nothing."""
     from dtensor.daft.ray.cluster import RayCluster
 
     assert not RayCluster.at_work(cast(RayCluster, None), 0, on_gpu(WAIT))
@@ -276,15 +279,15 @@ def test_a_gpu_that_waits_does_not_compute_though_its_host_spins(made: Any) -> N
     assert host == 2 and "no progress for more than 10 s, though it is alive" in why
 
 
-def test_a_gpu_that_computes_is_waited_for(made: Any) -> None:
+def test_computing_gpu_is_not_ended(made: Any) -> None:
     cluster = made(on_gpu(WAIT), on_gpu(WAIT), on_gpu(None), burns=1.0)
     cluster.processes[0].burns = cluster.processes[1].burns = 1.0
     with pytest.warns(RuntimeWarning, match="it has computed for more than 60 s"):
         assert cluster.pass_by(20 * DEADLINE_S) == {}
 
 
-def test_a_gpu_that_goes_on_makes_progress(made: Any) -> None:
-    """Its host stays in one call, and all others have ended."""
+def test_progress_of_gpu_counts_as_progress_of_its_host(made: Any) -> None:
+    """The host stays in one call, and all other hosts have ended the run."""
     cluster = made(at(-1, run=RUN), at(-1, run=RUN), on_gpu(WAIT), burns=1.0)
     for run in range(6):
         cluster.processes[2].at = on_gpu(WAIT, run)

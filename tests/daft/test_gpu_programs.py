@@ -1,5 +1,6 @@
-"""On simulated GPUs: a sample of the programs that gpu_programs.py runs over the mock of NCCL, and
-what a host says of its GPU that waits for a peer."""
+"""Tests a sample of the programs of gpu_programs.py over the mock of NCCL, and what a host
+reports while its GPU waits for a peer.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ except CompilerMissing as error:
     pytest.skip(str(error), allow_module_level=True)
 
 
-def test_the_verifier_agrees_with_nccl() -> None:
+def test_verifier_agrees_with_mock_nccl() -> None:
     programs = list(exhaustive(2, 2, "c"))[::20]
     assert [d for made in programs if (d := disagreement(made, (0, 1))) is not None] == []
 
@@ -43,13 +44,15 @@ def test_the_verifier_agrees_with_nccl() -> None:
 @pytest.mark.parametrize(
     ("schedule", "v", "p"), [(dt.GPipe, 1, 2), (dt.LoopedBFS, 2, 2), (dt.OneFOneB, 1, 3)]
 )
-def test_the_messages_of_a_step_end(schedule: Callable[[int], dt.Schedule], v: int, p: int) -> None:
+def test_messages_of_training_step_complete_under_mock_nccl(
+    schedule: Callable[[int], dt.Schedule], v: int, p: int
+) -> None:
     program = training_step(schedule, v, p)
     assert [seed for seed in range(4) if hangs(of_messages(program, seed), seed)] == []
 
 
-def test_a_first_message_within_a_step_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without what `NcclWire.open` sends."""
+def test_step_hangs_if_nccl_connects_at_first_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the connecting messages that `NcclWire.open` sends."""
     program = training_step(dt.GPipe, 1, 2)
     monkeypatch.setattr(NcclWire, "_connect", lambda *_: None)
     assert [seed for seed in range(4) if hangs(of_messages(program, seed), seed)] != []
@@ -96,7 +99,7 @@ FOUND: list[Any] = []
 WORKERS: list[Any] = [None, None]
 
 
-def test_a_host_in_a_call_is_told_from_its_gpu_that_waits() -> None:
+def test_status_separates_call_of_host_from_wait_of_its_gpu() -> None:
     made = summed()
     parts = parts_of(made, ((0,), (1,)))
     ready = threading.Barrier(2)
@@ -151,7 +154,9 @@ class Stream:
         return Event()
 
 
-def test_what_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_device_waits_record_current_wait_of_gpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     stream = Stream()
     monkeypatch.setattr(torch.cuda, "Event", stream.event)
     waits, counter = DeviceWaits(), ProgramCounter.make(tmp_path / "host0")
@@ -173,7 +178,7 @@ def test_what_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert at.moving != at.of_device.moving
 
 
-def test_looking_ends_where_the_gpu_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_wait_watch_ends_if_gpu_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     class Lost:
         def record(self) -> None: ...
 

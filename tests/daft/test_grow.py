@@ -1,5 +1,6 @@
-"""Ranks that join a cluster: what was there stays, and programs that were loaded before have no
-part of them."""
+"""Tests that ranks can join a cluster: existing state stays, and programs loaded before do not
+include the new ranks.
+"""
 
 from __future__ import annotations
 
@@ -63,12 +64,12 @@ def grown(backend: Backend, mode: Mode, ranks_per_actor: int | None = None) -> N
 
 @pytest.mark.parametrize("mode", ["compiled", "interpreted"])
 @pytest.mark.parametrize("ranks_per_actor", [1, 2])
-def test_in_process(mode: Mode, ranks_per_actor: int) -> None:
+def test_cluster_grows_in_process(mode: Mode, ranks_per_actor: int) -> None:
     grown("inprocess", mode, ranks_per_actor)
 
 
 @pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.parametrize("ranks_per_actor", [1, 2])
-def test_on_ray(ray_session: None, ranks_per_actor: int) -> None:
+def test_cluster_grows_on_ray(ray_session: None, ranks_per_actor: int) -> None:
     grown("ray", "compiled", ranks_per_actor)

@@ -1,4 +1,6 @@
-"""What a host has of a program: its own, and facts of the whole; how much that is on the wire."""
+"""Tests the part of a program that one host receives: its own instructions, facts about the
+whole, and its size.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ def own_of(*lists: list[Instruction], state: list[tuple[str, ...]]) -> list[Host
     return list(host_programs(made, hosts, merge_sites(made, hosts)))
 
 
-def test_a_host_has_its_own_lists_and_the_functions_that_these_call() -> None:
+def test_host_program_has_only_its_lists_and_their_functions() -> None:
     call: list[Instruction] = [Call("noop", ("w",), ("v",))]
     first, second, third = own_of(
         call, [Call("write", ("w",), (), ("w",))], [], state=[("w",), ("w",), ("w",)]
@@ -41,8 +43,8 @@ def test_a_host_has_its_own_lists_and_the_functions_that_these_call() -> None:
     assert third.ranks[2].state == ("w",) and not third.functions and not third.sites
 
 
-def test_what_others_do_decides_what_can_be_undone() -> None:
-    """Rank 0 calls alike in all of them; whether a failure of it can be undone is the others'."""
+def test_instructions_of_other_ranks_decide_whether_run_can_be_undone() -> None:
+    """Rank 0 makes the same calls in all cases."""
     call: list[Instruction] = [Call("noop", ("w",), ("v",))]
     write: list[Instruction] = [Call("write", ("w",), (), ("w",))]
     alone, _ = own_of(call, [], state=[("w",), ("w",)])
@@ -60,8 +62,10 @@ def test_what_others_do_decides_what_can_be_undone() -> None:
 
 
 @pytest.mark.parametrize(("writes", "undone"), [(False, True), (True, False)])
-def test_an_engine_of_one_rank_asks_for_all_ranks(writes: bool, undone: bool) -> None:
-    """Rank 0 raises. Where rank 1 may have written by then, nothing says that it has not."""
+def test_failed_run_is_undone_unless_other_rank_may_have_written(
+    writes: bool, undone: bool
+) -> None:
+    """Rank 0 raises. If rank 1 may have written by then, the run cannot be undone."""
     fails = function("noop", "def forward(x):\n    return (x.nothing,)")
     other = Call("write", ("w",), (), ("w",)) if writes else Call("noop", ("w",), ("v",))
     made = program(
@@ -104,14 +108,14 @@ ASSERTED = torch.AcceleratorError("CUDA error: device-side assert triggered")
         (ASSERTED, "cpu", None, True),
     ],
 )
-def test_no_run_is_undone_where_the_gpu_is_lost(
+def test_lost_gpu_is_reported_and_run_is_not_undone(
     monkeypatch: pytest.MonkeyPatch,
     raised: Exception,
     device: str,
     answer: Exception | None,
     is_lost: bool,
 ) -> None:
-    """Libraries have errors of their own for what CUDA says: it is asked for its own."""
+    """Libraries raise their own errors for a CUDA failure, so CUDA itself is queried."""
     asked: list[torch.device] = []
 
     def current_stream(device: torch.device) -> Stream:
@@ -140,8 +144,8 @@ def test_no_run_is_undone_where_the_gpu_is_lost(
     assert asked == ([there] if there.type == "cuda" else [])
 
 
-def test_bytes_for_all_hosts_grow_with_the_ranks() -> None:
-    """Each rank has as much to do however many there are: twice the ranks, twice the bytes."""
+def test_bytes_of_host_programs_grow_linearly_with_ranks() -> None:
+    """Each rank has the same work, so twice as many ranks need twice as many bytes."""
 
     def sent(size: int) -> int:
         step: list[Instruction] = []
@@ -155,7 +159,7 @@ def test_bytes_for_all_hosts_grow_with_the_ranks() -> None:
     assert sent(64) <= 2.1 * sent(32)
 
 
-def test_a_run_is_plain_on_the_wire() -> None:
+def test_host_run_is_sent_as_plain_values() -> None:
     run = HostRun(
         7,
         3,

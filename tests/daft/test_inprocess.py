@@ -1,4 +1,4 @@
-"""The engine, on the in-process cluster."""
+"""Tests the engine on the in-process cluster."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ from tests.daft.programs import Collectives, function, program, same_bits
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(3))
-def test_every_collective_in_any_order_of_ranks(size: int, seed: int, device: str) -> None:
+def test_collectives_in_random_rank_order_give_expected_bits(
+    size: int, seed: int, device: str
+) -> None:
     case = Collectives(size, large=100)
     with launch_cluster(size, seed=seed, device=device) as cluster:
         results = cluster.run(cluster.load(case.program()), case.fed).get()
@@ -34,8 +36,8 @@ def test_every_collective_in_any_order_of_ranks(size: int, seed: int, device: st
             assert same_bits(results[rank][name], value), (rank, name)
 
 
-def test_cuda_without_a_number_is_the_current_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that inputs there are read where they are."""
+def test_cuda_device_without_index_means_current_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs on the current GPU are then read in place."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
 
     class There:
@@ -50,10 +52,10 @@ def test_cuda_without_a_number_is_the_current_gpu(monkeypatch: pytest.MonkeyPatc
     assert is_on(torch.ones(1), torch.device("cpu"))
 
 
-def test_ranks_stay_on_the_gpu_that_was_current_when_they_started(
+def test_ranks_keep_gpu_that_was_current_at_launch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Triton launches on the current GPU, and each thread has its own, at first GPU 0."""
+    """Triton launches on the current GPU, and each new thread starts on GPU 0."""
     current = [1]
 
     @contextmanager
@@ -83,7 +85,7 @@ def test_ranks_stay_on_the_gpu_that_was_current_when_they_started(
 
 
 @pytest.mark.gpu
-def test_a_tensor_on_the_gpu_is_lent() -> None:
+def test_tensor_on_gpu_is_lent_without_copy() -> None:
     made = program(
         [Call("own", ("x",), ("y",))],
         functions=[function("own", "def forward(x):\n    return (x.data_ptr(),)")],
@@ -95,7 +97,7 @@ def test_a_tensor_on_the_gpu_is_lent() -> None:
         assert cluster.run(cluster.load(made), [{"x": x}]).get() == [{"y": x.data_ptr()}]
 
 
-def test_a_sum_is_a_left_fold_in_rank_order() -> None:
+def test_sum_is_left_fold_in_rank_order_with_float32_accumulation() -> None:
     parts = [torch.tensor([x]) for x in (1e8, 1.0, 1.0, -1e8)]
     assert fold(parts, "sum").item() == 0.0  # a tree would give 1 or 2
     assert fold(parts[::-1], "sum").item() == 1e8 - 1e8 + 0.0
@@ -110,7 +112,7 @@ def _triples(x: torch.Tensor) -> torch.Tensor:
     return torch.stack((top, total * (top > -torch.inf), x.isfinite().sum(1)), 1)
 
 
-def test_softmax_triples_fold_to_those_of_the_whole() -> None:
+def test_folded_softmax_triples_equal_triples_of_full_row() -> None:
     x = torch.randn(40, 12, dtype=torch.float64) * 30
     x[3], x[4, :6], x[5, 6:] = -torch.inf, -torch.inf, -torch.inf
     parts = [_triples(part) for part in (x[:, :6], x[:, :0], x[:, 6:7], x[:, 7:])]
@@ -124,14 +126,14 @@ def test_softmax_triples_fold_to_those_of_the_whole() -> None:
 
 
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
-def test_softmax_triples_keep_nan(bad: float) -> None:
+def test_folded_softmax_triples_keep_nan(bad: float) -> None:
     one, other = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[bad, torch.nan, 0.0]])
     for parts in ([one, other], [other, one], [other, other]):
         assert fold(parts, "softmax")[0, 1].isnan()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_pieces_of_a_softmax_fold_have_the_bits_of_the_whole(dtype: torch.dtype) -> None:
+def test_softmax_fold_in_pieces_is_bitwise_equal_to_whole_fold(dtype: torch.dtype) -> None:
     parts = [torch.randn(67, 3, dtype=dtype) * 20 for _ in range(3)]
     whole, unit = fold(parts, "softmax").reshape(-1), REDUCTIONS["softmax"].unit
     for cut in range(0, 67 * 3 + 1, unit):
@@ -142,7 +144,7 @@ def test_pieces_of_a_softmax_fold_have_the_bits_of_the_whole(dtype: torch.dtype)
         assert same_bits(torch.cat([low, high]), whole)
 
 
-def test_free_drops_the_value() -> None:
+def test_free_instruction_drops_last_reference_to_value() -> None:
     made: list[weakref.ref[torch.Tensor]] = []
 
     def make() -> tuple[torch.Tensor]:

@@ -1,5 +1,8 @@
-"""The folders of launches, as other processes of their user's find them, and what is told of a run
-that takes too long. No Ray: this process plays the hosts."""
+"""Tests the folders by which other processes of the user find a launch, and the warning about a
+slow run.
+
+No Ray: this process plays the hosts.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +106,7 @@ def running_for(counters: list[ProgramCounter], seconds: float, usual: float = 0
 # -- the folder ------------------------------------------------------------------------------------
 
 
-def test_a_launch_is_found_and_gone(scratch: Path, clock: SimpleNamespace) -> None:
+def test_launch_folder_is_listed_while_launch_runs(scratch: Path, clock: SimpleNamespace) -> None:
     assert launches() == []
     with launched() as (folder, _):
         assert folder.path.parent == own_directory() == scratch / f"dtensor-{os.geteuid()}"
@@ -119,7 +122,7 @@ def test_a_launch_is_found_and_gone(scratch: Path, clock: SimpleNamespace) -> No
     folder.close()
 
 
-def test_what_a_dead_process_has_left_is_removed(scratch: Path) -> None:
+def test_launch_folder_of_dead_process_is_removed(scratch: Path) -> None:
     pipe, its = context.Pipe()
     child = context.Process(target=_launches, args=(str(scratch), its), daemon=True)
     child.start()
@@ -141,7 +144,7 @@ def _launches(scratch: str, pipe: Connection) -> None:
     pipe.recv()
 
 
-def test_a_folder_without_a_lock_is_nobodys(scratch: Path) -> None:
+def test_unlocked_launch_folder_is_not_listed(scratch: Path) -> None:
     own_directory().mkdir(mode=0o700)
     for name in ("1-left", "ray"):  # the second is no launch
         (own_directory() / name).mkdir()
@@ -149,7 +152,7 @@ def test_a_folder_without_a_lock_is_nobodys(scratch: Path) -> None:
     assert os.listdir(own_directory()) == ["ray"]
 
 
-def test_a_folder_that_is_swept_before_it_is_locked_is_made_anew(
+def test_folder_removed_before_it_was_locked_is_created_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make, made = tempfile.mkdtemp, list[str]()
@@ -167,7 +170,7 @@ def test_a_folder_that_is_swept_before_it_is_locked_is_made_anew(
     assert os.listdir(tmp_path) == []
 
 
-def test_a_directory_that_others_may_enter_is_refused(scratch: Path) -> None:
+def test_launch_directory_open_to_other_users_is_refused(scratch: Path) -> None:
     own_directory().mkdir(mode=0o700)
     own_directory().chmod(0o750)
     with pytest.raises(PermissionError, match=r"is open to others \(mode 0750\).*\n.*chmod 700"):
@@ -181,7 +184,9 @@ def test_a_directory_that_others_may_enter_is_refused(scratch: Path) -> None:
     assert sorted(os.listdir(scratch)) == [own_directory().name, "some-thing"]
 
 
-def test_what_is_not_ones_own_directory_is_refused(scratch: Path, tmp_path: Path) -> None:
+def test_launch_directory_that_is_symlink_or_of_other_user_is_refused(
+    scratch: Path, tmp_path: Path
+) -> None:
     own_directory().symlink_to(tmp_path)
     with pytest.raises(PermissionError, match="is no directory"):
         launches()
@@ -193,7 +198,7 @@ def test_what_is_not_ones_own_directory_is_refused(scratch: Path, tmp_path: Path
             launches()
 
 
-def test_a_program_whose_lines_find_no_room_runs_all_the_same(
+def test_program_runs_if_its_lines_cannot_be_written(
     scratch: Path, monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace
 ) -> None:
     def full(path: Path, text: str) -> int:
@@ -214,7 +219,7 @@ def test_a_program_whose_lines_find_no_room_runs_all_the_same(
 # -- the command -----------------------------------------------------------------------------------
 
 
-def test_the_command(
+def test_status_command_prints_status_and_refuses_bad_arguments(
     scratch: Path, capsys: pytest.CaptureFixture[str], clock: SimpleNamespace
 ) -> None:
     assert main(["status"]) == 2
@@ -242,7 +247,7 @@ def test_the_command(
 # -- counters --------------------------------------------------------------------------------------
 
 
-def test_a_counter_says_since_when_and_how_long_usually(
+def test_program_counter_reports_position_duration_and_usual_duration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now, beats = 1_000_000_000, threading.Semaphore(0)
@@ -294,7 +299,7 @@ def told(late: StragglerWarnings, waited_s: float, times: int = 2) -> list[str]:
     return [str(each.message) for each in caught]
 
 
-def test_a_run_that_takes_too_long_is_told_of(
+def test_straggler_warning_names_run_much_slower_than_usual(
     scratch: Path, monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace
 ) -> None:
     with launched() as (folder, counters):
@@ -326,7 +331,7 @@ def test_a_run_that_takes_too_long_is_told_of(
 # -- in one process --------------------------------------------------------------------------------
 
 
-def test_ranks_in_this_process() -> None:
+def test_status_reports_ranks_in_this_process() -> None:
     with pytest.raises(dt.PlanningError, match="no launch is running in this process"):
         dt.status()
     with pytest.raises(dt.PlanningError, match="seconds=0 is not a number above 0"):

@@ -1,4 +1,6 @@
-"""Ray that a launch has started itself, in a process of its own, and that stays for the next."""
+"""Tests a Ray that a launch starts itself in a separate process and that stays for the next
+launch.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ def found(case: str, status: int = 0) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_hosts_of_a_ray_that_stayed_are_as_new() -> None:
+def test_hosts_of_reused_ray_start_in_clean_state() -> None:
     assert found("as_new") == {
         "same Ray": True,
         "another process": True,
@@ -38,7 +40,7 @@ def test_hosts_of_a_ray_that_stayed_are_as_new() -> None:
     }
 
 
-def test_what_does_not_fit_is_replaced() -> None:
+def test_unsuitable_local_ray_is_replaced() -> None:
     assert found("replaced") == {
         "another environment": True,
         "stopped": True,
@@ -48,11 +50,11 @@ def test_what_does_not_fit_is_replaced() -> None:
     }
 
 
-def test_a_fork_leaves_it_alone() -> None:
+def test_forked_process_does_not_use_or_end_local_ray() -> None:
     assert found("forked") == {"in the fork": "None", "goes on": True}
 
 
-def test_ray_that_cannot_be_started() -> None:
+def test_failed_start_of_local_ray_is_reported() -> None:
     words = "RuntimeError: Ray could not be started on this machine: FileNotFoundError"
     said = found("fails")
     assert said.pop("after it")
@@ -60,14 +62,14 @@ def test_ray_that_cannot_be_started() -> None:
     assert all(text.startswith(words) for text in said.values())
 
 
-def test_ctrl_c_while_it_starts() -> None:
+def test_ctrl_c_during_start_of_local_ray_leaves_no_process() -> None:
     assert found("interrupted") == {"caught": "KeyboardInterrupt", "left": []}
 
 
 @pytest.mark.parametrize(
     ("case", "status"), [("at_exit", 0), ("killed", -9), ("killed_while_it_starts", -9)]
 )
-def test_it_ends_with_the_process(case: str, status: int) -> None:
+def test_local_ray_ends_with_its_process(case: str, status: int) -> None:
     said = found(case, status)
     assert len(said["processes"]) >= 3 and not said.get("in Ray", False)
     end = time.monotonic() + 60.0
