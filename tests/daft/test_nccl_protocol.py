@@ -1,6 +1,6 @@
-"""How communicators of NCCL open, close and fail, and how ranks share GPUs.
+"""Tests how NCCL communicators open, close and fail, and how ranks share GPUs.
 
-What goes over them is tested on simulated GPUs: tests/testing/gpus/test_matrix.py.
+Messages over them are tested on simulated GPUs: tests/testing/gpus/test_matrix.py.
 """
 
 from __future__ import annotations
@@ -64,8 +64,9 @@ def wire_of(rank: int, make: Callable[[str], Silent]) -> NcclWire:
     return NcclWire((rank,), CPU, made)
 
 
-def test_all_actors_open_communicators_in_one_order() -> None:
-    """Overlapping groups, and a second program whose first key sorts before those of the first."""
+def test_all_actors_open_communicators_in_same_order() -> None:
+    """Covers overlapping groups, and a second program whose first key sorts before those of the
+    first."""
     members = [(0, 1), (0, 2), (1, 2), (0, 1), (0, 1, 2)]
     keys = [(each, f"c{n}", "collective") for n, each in enumerate(members)]
     for rank in range(3):
@@ -84,8 +85,9 @@ def test_all_actors_open_communicators_in_one_order() -> None:
         ]
 
 
-def test_close_aborts_all_at_once() -> None:
-    """One after the other, 24 took 14 s on an H100, and one may wait for another's kernel."""
+def test_close_aborts_all_communicators_concurrently() -> None:
+    """Aborting 24 one by one took 14 s on an H100, and one abort may wait for another
+    communicator's kernel."""
     others = threading.Barrier(3)
 
     class Waits(Silent):
@@ -98,7 +100,7 @@ def test_close_aborts_all_at_once() -> None:
     assert not others.broken
 
 
-def test_a_closed_wire_has_aborted_and_says_so() -> None:
+def test_closed_wire_has_aborted_and_refuses_messages() -> None:
     group, key = Silent(), ((0, 1), "c", "transfer")
     wire = wire_of(0, lambda name: group)
     wire.open({key: 0})
@@ -137,7 +139,7 @@ def over_groups(kind: type[Silent], meeting: Meeting) -> Transport:
 @pytest.mark.parametrize(
     "kind, also", [(Lost, ""), (RaisesInAbort, "failed to close: RuntimeError: NCCL error: cannot")]
 )
-def test_an_error_comes_though_an_abort_does_not_end(
+def test_nccl_error_is_raised_although_abort_hangs(
     kind: type[Silent], also: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("ray", reason=missing("ray"))
@@ -158,14 +160,14 @@ def test_an_error_comes_though_an_abort_does_not_end(
         assert "unhandled cuda error" in text and line in text and also in text, text
 
 
-def test_what_is_used_of_torch_is_there() -> None:
-    """The class of NCCL's groups is in CUDA builds only; its methods are those of `Backend`."""
+def test_torch_backend_has_private_methods_used_for_nccl() -> None:
+    """The class of NCCL's groups exists in CUDA builds only; its methods are those of `Backend`."""
     methods = {"_start_coalescing", "_end_coalescing", "send", "recv", "abort"}
     assert methods | {"eager_connect_single_device"} <= set(dir(Backend))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
-def test_an_actor_without_a_gpu_says_so() -> None:
+def test_join_nccl_without_gpu_raises() -> None:
     with pytest.raises(RuntimeError, match=r"ranks \(3,\) has no CUDA device"):
         join_nccl(HashStore(), (3,), num_actors=1, patience_s=1.0)
 
@@ -174,8 +176,8 @@ def test_an_actor_without_a_gpu_says_so() -> None:
 @pytest.mark.ray
 @pytest.mark.skipif(torch.cuda.device_count() == 1, reason="needs a GPU for each of two ranks")
 @pytest.mark.parametrize("size", [2, 3])
-def test_nccl_gives_the_bits_of_one_gpu(size: int) -> None:
-    """The only test of the real thing; with three GPUs also of both halves of an all_reduce."""
+def test_nccl_collectives_are_bitwise_equal_to_one_gpu(size: int) -> None:
+    """The only test with real NCCL. With three GPUs it also covers both halves of an all_reduce."""
     if 2 <= torch.cuda.device_count() < size:
         pytest.skip(f"needs {size} GPUs")
     case = Collectives(size)
@@ -187,7 +189,7 @@ def test_nccl_gives_the_bits_of_one_gpu(size: int) -> None:
         assert all(same_bits(found[rank][n], v) for n, v in expected[rank].items())
 
 
-def test_ranks_that_have_too_few_gpus_are_told_how_to_share_them(
+def test_too_few_gpus_error_proposes_ranks_per_actor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from dtensor.daft.ray.bootstrap import machines
@@ -212,15 +214,15 @@ def test_ranks_that_have_too_few_gpus_are_told_how_to_share_them(
         machines.ranks_per_gpu(9, None)
 
 
-def test_lost_ranks_are_not_replaced_on_gpus() -> None:
-    """Nothing has started: nor is it left out where GPUs are simulated."""
+def test_launch_on_cuda_refuses_spares_and_snapshots() -> None:
+    """The refusal comes before anything starts, so it also holds for simulated GPUs."""
     for stated in ({"spares": 1}, {"snapshot_every": 2}):
         with pytest.raises(ValueError, match="replaced on CPUs alone"):
             launch_cluster(2, backend="ray", device="cuda", **stated)
 
 
 @pytest.mark.ray
-def test_too_few_gpus_are_an_error_at_launch() -> None:
+def test_ray_cluster_without_gpus_is_refused_at_launch() -> None:
     ray = pytest.importorskip("ray", reason=missing("ray"))
     from dtensor.daft.ray.bootstrap.machines import ranks_per_gpu
     from dtensor.daft.ray.bootstrap.start_ray import end_ray
@@ -277,7 +279,7 @@ def numbers(shared: Communicators, loaded: Program) -> list[str]:
     return sorted(by.values())
 
 
-def test_messages_in_one_order_share() -> None:
+def test_channels_in_same_order_share_communicator() -> None:
     loaded = lists_of(
         sends(1, "aba") + recvs(1, "c") + reduces((0, 1), "de"),
         recvs(0, "aba") + sends(0, "c") + reduces((0, 1), "de"),
@@ -285,14 +287,14 @@ def test_messages_in_one_order_share() -> None:
     assert numbers(Communicators(), loaded) == ["ab", "c", "de"]
 
 
-def test_messages_in_other_orders_do_not() -> None:
+def test_channels_in_different_orders_get_separate_communicators() -> None:
     loaded = lists_of(sends(1, "ab"), recvs(0, "ba"))
     assert numbers(Communicators(), loaded) == ["a", "b"]
     three = [reduces((0, 1, 2), "ab"), reduces((0, 1, 2), "ab"), reduces((0, 1, 2), "ba")]
     assert numbers(Communicators(), lists_of(*three)) == ["a", "b"]
 
 
-def test_a_later_program_moves_what_it_orders_otherwise() -> None:
+def test_later_program_with_other_order_moves_channel_to_new_communicator() -> None:
     shared = Communicators()
     assert numbers(shared, lists_of(sends(1, "ab"), recvs(0, "ab"))) == ["ab"]
     assert numbers(shared, lists_of(sends(1, "bc"), recvs(0, "bc"))) == ["abc"]
@@ -302,7 +304,7 @@ def test_a_later_program_moves_what_it_orders_otherwise() -> None:
     assert numbers(shared, lists_of(sends(1, "abc"), recvs(0, "abc"))) == ["ac", "b"]
 
 
-def test_too_many_are_refused_and_change_nothing() -> None:
+def test_too_many_communicators_are_refused_without_changing_assignment() -> None:
     shared = Communicators()
     forth = "".join(chr(ord("A") + n) for n in range(MAX_COMMUNICATORS + 1))
     back = forth[::-1]
@@ -313,8 +315,8 @@ def test_too_many_are_refused_and_change_nothing() -> None:
     assert len(numbers(shared, fewer)) == len(forth) - 1
 
 
-def test_side_streams_count() -> None:
-    """An all_reduce in two halves has a stream of its own beside its communicator's."""
+def test_side_streams_count_towards_communicator_limit() -> None:
+    """An all_reduce in two halves uses an extra stream beside the one of its communicator."""
     large = Buffer((1 << 16,), torch.float32)
     group, channels = (0, 1, 2), "".join(chr(ord("A") + n) for n in range(16))
     lists = [

@@ -1,4 +1,4 @@
-"""From an op to its kernel, to bytes, to an op again; without actors."""
+"""Tests sending custom ops to actors: op to kernel, to bytes, and back to an op, without actors."""
 
 from __future__ import annotations
 
@@ -66,21 +66,21 @@ def origin(name: str, device: torch.device = CPU) -> OpOrigin:
     return found
 
 
-def test_a_program_of_torchs_ops_needs_nothing() -> None:
+def test_program_of_torch_ops_sends_no_kernels() -> None:
     source = "def forward(x):\n    return (add(x, x),)"
     add = function("f", source, add=torch.ops.aten.add.Tensor, relu=torch.relu)
     assert not Needed.of(program([], functions=[add]), CPU, KnownOps())
 
 
-def test_the_kernel_of_an_op_is_found_and_not_run() -> None:
+def test_kernel_of_custom_op_is_found_without_running_it() -> None:
     found = origin("many")
     assert calls == []
     assert found.module == __name__ and found.kernel is not None and found.reason == ""
     assert found.schema.startswith("test_operators::many(Tensor x, Tensor[] xs, int n")
 
 
-def test_a_gpus_kernel_is_found_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The controller need not have one; nor would it leave the memory of its own alone."""
+def test_cuda_kernel_is_found_without_initializing_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The controller may have no GPU, and must not allocate memory on one."""
 
     def no_gpu() -> None:
         raise AssertionError("the controller asked for its GPU")
@@ -107,7 +107,7 @@ def test_a_gpus_kernel_is_found_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -
         assert pickle.loads(found.kernel)([torch.ones(())], 3).item() == value
 
 
-def test_a_callback_of_the_collector_is_no_kernel() -> None:
+def test_gc_callback_is_not_mistaken_for_kernel() -> None:
     def callback(phase: str, info: dict[str, int]) -> None: ...
 
     threshold = gc.get_threshold()
@@ -122,8 +122,8 @@ def test_a_callback_of_the_collector_is_no_kernel() -> None:
     assert gc.isenabled()
 
 
-def test_a_kernel_travels_with_what_it_closes_over() -> None:
-    """Under another name: this process has the op. A changed kernel replaces the first."""
+def test_kernel_is_sent_with_its_closure_and_replaces_older_kernel() -> None:
+    """The op is provided under another name, because this process already has it."""
     named = {
         name: replace(
             origin(name),
@@ -140,12 +140,12 @@ def test_a_kernel_travels_with_what_it_closes_over() -> None:
         assert torch.equal(found, torch.full((2,), float(factor)))
 
 
-def test_a_kernel_that_is_none_of_pythons_functions() -> None:
+def test_kernel_that_is_no_python_function_is_reported() -> None:
     found = origin("sine")
     assert found.kernel is None and found.reason == "its kernel cannot be found"
 
 
-def test_what_is_lacking_comes_back_with_why() -> None:
+def test_missing_op_is_reported_with_reason() -> None:
     lost = OpOrigin(
         name="test_operators::nowhere",
         schema="test_operators::nowhere(Tensor x) -> Tensor",
@@ -161,7 +161,7 @@ def test_what_is_lacking_comes_back_with_why() -> None:
     )
 
 
-def test_ops_that_a_kernel_names_come_along() -> None:
+def test_ops_called_by_kernel_are_sent_with_it() -> None:
     define("outer", lambda x: torch.ops.test_operators.double(x) + x)
     names = [o.name for o in needed("outer").origins]
     assert names == ["test_operators::double", "test_operators::outer"]
@@ -174,7 +174,7 @@ def custom(factor: float) -> CustomOpDef:
     )
 
 
-def test_a_custom_op_that_is_defined_anew() -> None:
+def test_redefined_custom_op_replaces_its_kernel_on_actor() -> None:
     """A process that has the first has the second's kernel after it."""
     first = custom(2.0)
     known = KnownOps()
@@ -192,8 +192,10 @@ def test_a_custom_op_that_is_defined_anew() -> None:
     del first, second
 
 
-def test_what_torch_imports_on_the_way_to_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Finders of modules, as editable installs have them, are no kernels."""
+def test_import_hooks_called_during_kernel_lookup_are_not_mistaken_for_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Editable installs add module finders, which run during the lookup."""
     asked: list[str] = []
 
     class Finder:
@@ -212,7 +214,7 @@ def test_what_torch_imports_on_the_way_to_a_kernel(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.slow
-def test_dtensors_own_ops_are_known_where_nothing_has_been_used() -> None:
+def test_dtensor_ops_unpickle_in_fresh_process() -> None:
     import dtensor.sharding.ops.registered  # noqa: F401 - here
 
     ops = (torch.ops.dt.rope.default, torch.ops.dt.random_uniform, torch.ops.aten.add.Tensor)

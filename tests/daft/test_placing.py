@@ -1,4 +1,4 @@
-"""Which actor comes up on which machine, and when a machine counts as cut off."""
+"""Tests which actor is placed on which machine, and when a machine counts as unreachable."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def placed(mesh: dt.Mesh, rooms: list[int], **options: Any) -> list[int]:
     return place(hosts, together({mesh: None}), named, **options)
 
 
-def test_rows_stay_together() -> None:
+def test_placement_keeps_rows_of_mesh_on_one_machine() -> None:
     assert placed(dt.Mesh(pp=2, tp=2), [2, 2]) == [0, 0, 1, 1]
     assert placed(dt.Mesh(pp=2, tp=2, dp=1), [8, 8]) == [0, 0, 1, 1]
     assert placed(dt.Mesh(pp=3, tp=2), [4, 4]) == [0, 0, 1, 1, 1, 1]
@@ -39,7 +39,7 @@ def test_rows_stay_together() -> None:
     assert both == [range(0, 2), range(2, 4), (4, 5)]
 
 
-def test_unequal_rooms_are_an_error() -> None:
+def test_machines_of_unequal_size_are_refused_with_fix() -> None:
     with pytest.raises(ValueError) as error:
         placed(dt.Mesh(pp=2, tp=2), [3, 1])
     assert str(error.value) == (
@@ -54,7 +54,9 @@ def test_unequal_rooms_are_an_error() -> None:
         placed(dt.Mesh(pp=3, tp=2), [3, 3], kind="GPU", fewest=True)
 
 
-def test_ray_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_without_ray_installed_raises_with_install_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == "ray"]:
         monkeypatch.delitem(sys.modules, name)
 
@@ -114,7 +116,7 @@ sys.stdin.readline()
 """
 
 
-def test_who_does_not_read_is_not_silent_and_who_is_cut_off_is() -> None:
+def test_slow_reader_counts_as_alive_and_disconnected_machine_as_lost() -> None:
     if not can_make():
         pytest.skip("namespaces, for machines of their own, cannot be made here")
     with Machines("one", "two") as (one, two), one.start(f"python -c '{ONE}'") as first:

@@ -1,4 +1,4 @@
-"""The IR: text forms, functions as data."""
+"""Tests the text form of programs and instructions, and functions as data."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ instructions = st.one_of(
 @pytest.mark.slow
 @settings(deadline=None, max_examples=300)
 @given(st.lists(instructions, max_size=4))
-def test_text_parses_back(items: list[Instruction]) -> None:
+def test_instruction_text_parses_back(items: list[Instruction]) -> None:
     text = "\n".join(map(format_instruction, items))
     assert parse_instructions(text) == tuple(items)
 
@@ -98,11 +98,11 @@ def test_text_parses_back(items: list[Instruction]) -> None:
 @given(
     st.one_of(st.text(), st.from_regex(r"\A(F0 stage 1|\w*)(: \w+ .*( over| from stage)? \w+)?\Z"))
 )
-def test_any_text_is_that_of_its_label(text: str) -> None:
+def test_label_text_parses_back(text: str) -> None:
     assert str(Label.parse(text)) == text
 
 
-def test_program_text() -> None:
+def test_program_text_lists_ranks_and_functions() -> None:
     assert_expected_inline(
         pipeline(2).text(),
         """\
@@ -120,7 +120,7 @@ rank 1 (stage 1)    outputs y    state w, n
     )
 
 
-def test_columns() -> None:
+def test_program_prints_ranks_as_columns() -> None:
     assert_expected_inline(
         str(pipeline(2)),
         """\
@@ -133,7 +133,7 @@ program test    2 ranks
     )
 
 
-def test_columns_wrap_and_cut() -> None:
+def test_program_columns_fit_100_characters() -> None:
     text = str(Collectives(5).program())
     assert max(map(len, text.splitlines())) <= 100
     assert [f"rank {rank} (stage {rank})" in text for rank in range(5)] == [True] * 5
@@ -150,12 +150,12 @@ def test_columns_wrap_and_cut() -> None:
         "x = recv from 0 on c : q7[1]",
     ],
 )
-def test_bad_text_is_refused(line: str) -> None:
+def test_malformed_instruction_text_is_refused(line: str) -> None:
     with pytest.raises(ValueError, match="instruction|Expected|Nothing may follow|dtype"):
         parse_instructions(line)
 
 
-def test_buffer() -> None:
+def test_buffer_has_text_and_bytes_and_refuses_negative_sizes() -> None:
     assert str(Buffer((2, 3), torch.bfloat16)) == "bf16[2,3]"
     assert Buffer((2, 3), torch.bfloat16).nbytes == 12
     assert Buffer((), torch.int64).nbytes == 8
@@ -163,7 +163,7 @@ def test_buffer() -> None:
         Buffer((-1,), torch.float32)
 
 
-def test_collective_needs_its_op_and_buffers() -> None:
+def test_collective_refuses_wrong_op_or_buffers() -> None:
     buffer = Buffer((1,), torch.float32)
     with pytest.raises(ValueError, match="all_reduce needs an op"):
         Collective("all_reduce", (0,), ("a",), ("b",), (buffer,), (buffer,), None, "c")
@@ -175,7 +175,7 @@ def test_collective_needs_its_op_and_buffers() -> None:
         Collective("broadcast", (0,), ("a",), ("b",), (), (buffer,), None, "c")
 
 
-def test_a_softmax_is_named_in_the_text() -> None:
+def test_softmax_all_reduce_text_parses_back() -> None:
     buffers = (Buffer((6, 3), torch.float32),)
     made = Collective("all_reduce", (0, 1), ("a",), ("b",), buffers, buffers, "softmax", "c")
     text = format_instruction(made)
@@ -183,7 +183,7 @@ def test_a_softmax_is_named_in_the_text() -> None:
     assert parse_instructions(text) == (made,)
 
 
-def test_function_with_operators_pickles() -> None:
+def test_function_with_torch_operators_pickles() -> None:
     square = function(
         "square",
         "def forward(x):\n    return (packet(mul(x, x), x),)",
@@ -196,16 +196,16 @@ def test_function_with_operators_pickles() -> None:
     assert again.build()(torch.tensor(3.0)) == (torch.tensor(12.0),)
 
 
-def test_whole_program_pickles() -> None:
+def test_program_pickles() -> None:
     assert pickle.loads(pickle.dumps(pipeline(3))) == pipeline(3)
 
 
-def test_function_of_a_callable() -> None:
+def test_function_of_callable_pickles_and_runs() -> None:
     wrapped = Function.of(torch.unbind)
     assert pickle.loads(pickle.dumps(wrapped)).build()(torch.tensor([1, 2])) == (1, 2)
 
 
-def test_user_line_is_that_of_the_innermost_generated_frame() -> None:
+def test_user_line_of_error_is_that_of_innermost_generated_frame() -> None:
     fails = Function(
         name="fails",
         source="def forward(x):\n    y = x + 1\n    return (y / 0,)",
@@ -217,13 +217,13 @@ def test_user_line_is_that_of_the_innermost_generated_frame() -> None:
     assert fails.user_line(ValueError()) is None
 
 
-def test_source_without_forward() -> None:
+def test_function_source_without_forward_is_refused() -> None:
     with pytest.raises(ValueError, match="does not define `forward`"):
         function("nothing", "x = 1").build()
 
 
-def test_a_long_instruction_is_cut_in_an_error() -> None:
-    """An optimizer's call has hundreds of names; a whole error should be read at a glance."""
+def test_long_instruction_is_shortened_in_error() -> None:
+    """An optimizer's call has hundreds of names; the error must stay readable."""
     weights = tuple(f"blocks.{i}.mlp.up.weight" for i in range(60))
     adam = Call("adam", weights, tuple(f"new {name}" for name in weights), writes=weights)
     short = Call("adam", weights[:1], ("y",))

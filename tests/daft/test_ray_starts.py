@@ -1,5 +1,6 @@
-"""How a Ray that starts is waited for, that none is left that has not started, or has ended,
-and what is said while ranks start."""
+"""Tests starting Ray: waiting for it, retrying, leaving no process of a failed start, and the
+progress line while ranks start.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ class Services:
             process.wait()
 
 
-def test_a_raylet_that_lives_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_raylet_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     services = Services(monkeypatch, known_at=100)
     with private_ray.starting(180.0):
         assert services.init() == "a at here"
@@ -71,7 +72,7 @@ def test_a_raylet_that_lives_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> N
     services.end()
 
 
-def test_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_fails_and_kills_processes_after_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     services = Services(monkeypatch, known_at=1000)
     with pytest.raises(RuntimeError, match="no such node"), private_ray.starting(180.0):
         services.init()
@@ -84,7 +85,7 @@ def play(monkeypatch: pytest.MonkeyPatch, init: Callable[..., object]) -> None:
     monkeypatch.setattr(start_ray, "directory_of_sockets", Path)
 
 
-def test_where_a_raylet_has_ended_another_one_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_is_retried_if_raylet_exits(monkeypatch: pytest.MonkeyPatch) -> None:
     services = Services(monkeypatch, known_at=100, dies_at=5)
     play(monkeypatch, lambda **settings: services.init(**settings))
     start_ray._start()
@@ -92,7 +93,7 @@ def test_where_a_raylet_has_ended_another_one_is_started(monkeypatch: pytest.Mon
     services.end()
 
 
-def test_but_not_more_than_some(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_fails_after_limited_number_of_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     services = Services(monkeypatch, known_at=-1)
 
     def dies(**settings: object) -> object:
@@ -105,8 +106,8 @@ def test_but_not_more_than_some(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [process.returncode for process in services.started] == [-9] * 2 * start_ray.STARTS
 
 
-def test_a_process_that_ray_does_not_wait_for_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray waits a second for one that it has killed."""
+def test_end_ray_waits_for_processes_it_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ray.shutdown itself waits only one second for a process that it has killed."""
     process = subprocess.Popen(["sleep", "1e6"])
     monkeypatch.setattr(private_ray, "own_processes", lambda: [process])
     monkeypatch.setattr(start_ray, "_ray", SimpleNamespace(shutdown=process.kill))
@@ -115,7 +116,9 @@ def test_a_process_that_ray_does_not_wait_for_has_ended(monkeypatch: pytest.Monk
     assert process.returncode == -9
 
 
-def test_an_address_where_nothing_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_with_unreachable_address_raises_connection_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     import ray
 
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
@@ -131,7 +134,7 @@ def test_an_address_where_nothing_listens(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_those_of_a_real_one_are_known(ray_session: None) -> None:
+def test_own_processes_lists_processes_of_real_ray(ray_session: None) -> None:
     processes = private_ray.own_processes()
     assert len(processes) == 2 and all(process.poll() is None for process in processes)
 
@@ -158,7 +161,9 @@ class Stream(io.StringIO):
         return number
 
 
-def test_it_counts_and_then_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_line_on_terminal_counts_ready_ranks_and_is_erased(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     stream = Stream(terminal=True, awaited="starting 4 ranks: 3 ready")
     monkeypatch.setattr("sys.stderr", stream)
     monkeypatch.setattr(starting_line, "AFTER_S", 0.0)
@@ -174,7 +179,7 @@ def test_it_counts_and_then_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stream.getvalue().endswith("\r\x1b[K")
 
 
-def test_a_log_gets_whole_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_in_log_file_is_written_as_full_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Stream(terminal=False, awaited="3 ready\n")
     monkeypatch.setattr("sys.stderr", stream)
     monkeypatch.setattr(starting_line, "LOG_AFTER_S", 0.001)
@@ -189,7 +194,7 @@ def test_a_log_gets_whole_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_it_does_not_come_where_that_is_soon(
+def test_progress_line_is_not_shown_for_quick_start(
     terminal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = Stream(terminal)

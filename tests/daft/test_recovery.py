@@ -1,4 +1,4 @@
-"""Ranks on Ray that are lost and replaced: the user sees a delay, and the same numbers."""
+"""Tests replacement of lost ranks on Ray: the user sees a delay, and the same numbers."""
 
 from __future__ import annotations
 
@@ -79,7 +79,9 @@ def zeros(size: int = 2) -> list[dict[str, object]]:
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("spares", [0, 1])
-def test_a_rank_is_replaced(ray_session: None, spares: int, how: signal.Signals) -> None:
+def test_lost_rank_is_replaced_and_results_are_unchanged(
+    ray_session: None, spares: int, how: signal.Signals
+) -> None:
     with launched(spares=spares) as cluster:
         cluster.put(zeros())
         handle = cluster.load(counting())
@@ -95,7 +97,7 @@ def test_a_rank_is_replaced(ray_session: None, spares: int, how: signal.Signals)
         cluster.unload(handle)
 
 
-def test_kernels_on_a_replaced_rank_obey_what_the_controllers_do(ray_session: None) -> None:
+def test_replacement_rank_uses_matmul_precision_of_controller(ray_session: None) -> None:
     before = torch.get_float32_matmul_precision()
     with launched() as cluster:
         handle = cluster.load(precisions(2))
@@ -113,7 +115,7 @@ def test_kernels_on_a_replaced_rank_obey_what_the_controllers_do(ray_session: No
         assert [found.ranks for found in cluster.recoveries] == [(1,)]
 
 
-def test_all_ranks_at_once_and_again(ray_session: None) -> None:
+def test_all_ranks_lost_repeatedly_are_replaced(ray_session: None) -> None:
     with launched() as cluster:
         cluster.put(zeros())
         handle = cluster.load(counting())
@@ -127,7 +129,7 @@ def test_all_ranks_at_once_and_again(ray_session: None) -> None:
         assert sum(len(found.ranks) for found in cluster.recoveries) == 4
 
 
-def test_another_is_lost_while_one_is_replaced(
+def test_rank_lost_during_replacement_of_another_is_replaced(
     ray_session: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with launched(spares=0) as cluster:
@@ -149,7 +151,7 @@ def test_another_is_lost_while_one_is_replaced(
         assert sorted(r for found in cluster.recoveries for r in found.ranks) == [0, 1]
 
 
-def test_no_more_than_stated(ray_session: None) -> None:
+def test_loss_beyond_max_restarts_raises(ray_session: None) -> None:
     with launched(max_restarts=1) as cluster:
         cluster.put(zeros())
         handle = cluster.load(counting())
@@ -163,8 +165,9 @@ def test_no_more_than_stated(ray_session: None) -> None:
         assert not any(map(running, pids))
 
 
-def test_what_ended_well_and_fails_when_it_is_done_again(ray_session: None, tmp_path: Path) -> None:
-    """What was read of it is true no more: an error, and no other number."""
+def test_successful_run_that_fails_when_repeated_raises(ray_session: None, tmp_path: Path) -> None:
+    """The results that were read are no longer valid, so the cluster raises instead of returning
+    other numbers."""
     (tmp_path / "n").write_text("5")
     reads = function("read", "def forward():\n    return (read(),)", read=Reading(tmp_path / "n"))
     with launched(snapshot_every=50) as cluster:
@@ -187,8 +190,7 @@ class Reading:
         return torch.full((4,), float(self.path.read_text()))
 
 
-def test_a_run_that_ends_each_process(ray_session: None) -> None:
-    """It would do so for ever."""
+def test_run_that_kills_each_process_is_not_repeated_forever(ray_session: None) -> None:
     dies = function("die", "def forward(x):\n    exit(1)\n    return (x,)", exit=os._exit)
     own = [Call("die", ("x",), ("y",), source="net.py:8: die(x)")]
     made = program(own, own, functions=[dies], inputs=[("x",)] * 2, outputs=[("y",)] * 2)
@@ -200,7 +202,7 @@ def test_a_run_that_ends_each_process(ray_session: None) -> None:
 
 
 @pytest.mark.parametrize(("size", "every"), [(1, 1), (2, 3)])
-def test_one_rank_alone_and_seldom_copies(ray_session: None, size: int, every: int) -> None:
+def test_ranks_with_infrequent_snapshots_recover(ray_session: None, size: int, every: int) -> None:
     with launched(size, snapshot_every=every) as cluster:
         cluster.put(zeros(size))
         handle = cluster.load(counting(size) if size > 1 else alone())
@@ -218,8 +220,8 @@ def alone() -> Program:
     return program(own, functions=[add], inputs=[("x",)], outputs=[("y",)], state=[("n",)])
 
 
-def test_a_controller_that_only_sends(ray_session: None) -> None:
-    """It hears of the loss as it sends, and puts are done again."""
+def test_loss_noticed_while_sending_puts_is_recovered(ray_session: None) -> None:
+    """The puts are repeated."""
     with launched() as cluster:
         cluster.put(zeros())
         handle = cluster.load(counting())
@@ -232,8 +234,8 @@ def test_a_controller_that_only_sends(ray_session: None) -> None:
         assert cluster.get([("m",), ()]).get()[0] == (torch.ones(1),)
 
 
-def test_runs_that_were_undone_are_counted(ray_session: None) -> None:
-    """A run in which a call raises is undone, before the loss and after it."""
+def test_undone_runs_are_counted_across_loss(ray_session: None) -> None:
+    """A call raises in one run before the loss and in one after it; both runs are undone."""
     with launched() as cluster:
         cluster.put(zeros())
         handle = cluster.load(counting())
@@ -253,9 +255,8 @@ def test_runs_that_were_undone_are_counted(ray_session: None) -> None:
         assert cluster.run(handle, fed(1.0)).get()[0]["y"][0] == 4.0
 
 
-def test_a_call_that_raises_when_ranks_have_written(ray_session: None) -> None:
-    """On one rank; its run is undone on both, between others that are under way, and after a loss
-    it is not done again."""
+def test_call_that_raises_after_writes_undoes_its_run_on_all_ranks(ray_session: None) -> None:
+    """Other runs are under way. After a loss the undone run is not repeated."""
     adds = function("add", "def forward(s, n):\n    n.add_(s)\n    return (n.clone(),)")
     check = function("check", "def forward(x):\n    1 / x[0].item()\n    return (x,)")
     add = Collective("all_reduce", (0, 1), ("x",), ("s",), SUM, SUM, "sum", "c")
@@ -287,8 +288,9 @@ def test_a_call_that_raises_when_ranks_have_written(ray_session: None) -> None:
             futures[1].get()
 
 
-def test_a_put_that_is_waited_for(ray_session: None) -> None:
-    """It is sent from where it is; what may be sent again is copied when the caller goes on."""
+def test_loss_during_waited_put_is_recovered(ray_session: None) -> None:
+    """The values are sent in place; those that may have to be resent are copied before the put
+    returns."""
     with launched(snapshot_every=3) as cluster:
         handle = cluster.load(counting())
         cluster.put(zeros())
@@ -311,7 +313,7 @@ def test_a_put_that_is_waited_for(ray_session: None) -> None:
         assert len(cluster.recoveries) == 2
 
 
-def test_a_pipeline_runs_ahead(ray_session: None) -> None:
+def test_pipeline_that_runs_ahead_recovers_lost_rank(ray_session: None) -> None:
     with launched(3) as cluster:
         cluster.put([{"w": torch.full((4,), 10.0**r), "n": torch.zeros(())} for r in range(3)])
         handle = cluster.load(pipeline(3))
@@ -325,8 +327,9 @@ def test_a_pipeline_runs_ahead(ray_session: None) -> None:
         assert cluster.get([("n",)] * 3).get() == [(torch.tensor(6.0),)] * 3
 
 
-def test_leaving_while_one_is_replaced(ray_session: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C in the middle of it: nothing hangs, and no memory is left."""
+def test_interrupt_during_replacement_frees_snapshots_and_does_not_hang(
+    ray_session: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with launched(spares=0) as cluster:
         kept = cluster._home.snapshots
         assert kept.parent == Path("/dev/shm") and os.listdir(kept)
@@ -348,7 +351,9 @@ def test_leaving_while_one_is_replaced(ray_session: None, monkeypatch: pytest.Mo
     assert not kept.exists()
 
 
-def test_folders_of_nobody_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_snapshot_folder_of_dead_process_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(user_folder, "MEMORY", tmp_path)  # where other tests remove none
     with OwnFolder.in_memory() as own:
         there, said = os.pipe()
@@ -366,8 +371,8 @@ def test_folders_of_nobody_are_removed(tmp_path: Path, monkeypatch: pytest.Monke
     assert not own.path.exists()
 
 
-def test_how_little_of_its_launch_recovery_needs() -> None:
-    """What it is told to need is what it uses: each more ties it to the cluster."""
+def test_recovery_depends_on_few_attributes_of_cluster() -> None:
+    """Each further attribute would tie recovery more closely to the cluster."""
     named = {*Recovering.__annotations__, *vars(Recovering)}
     needed = {name for name in named if not name.startswith("_")}
     assert len(needed) <= 8, sorted(needed)

@@ -1,5 +1,6 @@
-"""What a host raises is named by an error of daft's, whose cause it is, on both backends; nothing
-of it acts on the controller. What is meant for the controller does."""
+"""Tests that an exception on a host is the cause of an error of daft on both backends and never
+acts on the controller, while an interrupt meant for the controller does.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +35,7 @@ from tests.daft.raisers import KINDS, NAMES, check
 
 
 @pytest.mark.parametrize("kind", NAMES)
-def test_an_exception_in_another_process(kind: str) -> None:
-    """As pickle has it there and back; and a second time."""
+def test_remote_exception_survives_pickling_twice(kind: str) -> None:
     failure = Failure(
         rank=1, reason=f"{type(KINDS[kind]()).__name__}", raised=RemoteException(raised(kind))
     )
@@ -60,7 +60,7 @@ def replace_cause(failure: Failure) -> TaskError:
         return error
 
 
-def test_a_class_that_is_gone_arrives_as_text() -> None:
+def test_remote_exception_of_missing_class_arrives_as_text() -> None:
     data = pickle.dumps(RemoteException(raised("HostsOwn")))
     name = f"only_of_{os.getpid()}"
     own = sys.modules.pop(name)
@@ -139,13 +139,13 @@ SIGNALS: dict[str, Callable[[], object]] = {
 
 
 @pytest.mark.parametrize("name", SIGNALS)
-def test_an_interrupt_is_the_controllers(name: str) -> None:
+def test_interrupt_is_attributed_to_controller(name: str) -> None:
     with ctrl_c_interrupts():
         assert interrupted_by(SIGNALS[name])
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)], ids=repr)
-def test_what_a_handler_raises_is_the_controllers(error: BaseException) -> None:
+def test_exception_of_signal_handler_is_attributed_to_controller(error: BaseException) -> None:
     before = signal.signal(signal.SIGTERM, handler_that(raising(error)))
     try:
         assert interrupted_by(lambda: send(signal.SIGTERM))
@@ -153,7 +153,7 @@ def test_what_a_handler_raises_is_the_controllers(error: BaseException) -> None:
         signal.signal(signal.SIGTERM, before)
 
 
-def test_what_code_raises_is_its_own() -> None:
+def test_exception_of_host_code_is_not_attributed_to_controller() -> None:
     for kind in NAMES:
         assert not interrupted_by(lambda: raisers.act(kind))  # noqa: B023
     assert not interrupted_by(after(raising(KeyboardInterrupt()), SystemExit(1)))
@@ -170,8 +170,7 @@ def calls(act: Callable[[], object]) -> Program:
     return program([Call("act", (), ("y",))], functions=[made], outputs=[("y",)])
 
 
-def test_ctrl_c_while_a_rank_computes() -> None:
-    """It waits for the end of the instruction, and is no failure of the rank's."""
+def test_ctrl_c_waits_for_end_of_instruction_and_fails_no_rank() -> None:
     ended: list[int] = []
 
     def act() -> None:
@@ -185,7 +184,7 @@ def test_ctrl_c_while_a_rank_computes() -> None:
         assert ended and cluster.failure is None
 
 
-def test_a_second_ctrl_c_ends_an_instruction(
+def test_second_ctrl_c_interrupts_instruction(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(signals, "SAY_AFTER_S", 0.0)

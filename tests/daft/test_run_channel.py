@@ -1,4 +1,4 @@
-"""The run channel without Ray: a host in a thread serves it, over a unix socket or TCP."""
+"""Tests the run channel without Ray: a host in a thread serves it over a unix socket or TCP."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def joined(channel: RunChannel) -> None:
 
 
 @pytest.mark.parametrize("address", [None, "127.0.0.1"])
-def test_calls_keep_their_order(tmp_path: Path, address: str | None) -> None:
+def test_run_channel_keeps_order_of_calls(tmp_path: Path, address: str | None) -> None:
     with channel_of(tmp_path, 2, address) as (channel, _):
         for value in range(100):
             channel.send(value % 2, ONE_WAY, (Echo.keep,), (value,))
@@ -147,7 +147,7 @@ SOME = [
 ]
 
 
-def test_tensors(tmp_path: Path) -> None:
+def test_run_channel_copies_tensors_exactly(tmp_path: Path) -> None:
     with channel_of(tmp_path) as (channel, _):
         (found,) = channel.get([ask(channel, Echo.give, {"all": SOME})], PATIENCE_S)
         for given, came in zip(SOME, found["all"], strict=True):
@@ -160,8 +160,8 @@ def test_tensors(tmp_path: Path) -> None:
         assert isinstance(found, torch.nn.Parameter) and found.requires_grad
 
 
-def test_large_messages_both_ways_at_once(tmp_path: Path) -> None:
-    """Each host is sent much while it has much to send, and nobody reads yet."""
+def test_run_channel_sends_large_messages_both_ways_without_deadlock(tmp_path: Path) -> None:
+    """Each host receives much while it has much to send, and the controller reads nothing yet."""
     with channel_of(tmp_path, 2) as (channel, echoes):
         blocked = [ask(channel, Echo.wait, host=host) for host in (0, 1)]
         value = torch.arange(LARGE // 8)
@@ -179,8 +179,8 @@ def test_large_messages_both_ways_at_once(tmp_path: Path) -> None:
             time.sleep(0.01)
 
 
-def test_who_calls_on_reads_what_has_come(tmp_path: Path) -> None:
-    """So that a host is not held up in its write by results that nobody waits for yet."""
+def test_run_channel_reads_answers_while_sending(tmp_path: Path) -> None:
+    """Otherwise unread results would block the host in its write."""
     with channel_of(tmp_path) as (channel, _):
         joined(channel)
         for _ in range(100):  # many times what sockets hold
@@ -193,8 +193,7 @@ def test_who_calls_on_reads_what_has_come(tmp_path: Path) -> None:
         assert channel._writer is None  # which would have read, too
 
 
-def test_what_is_lent_is_not_copied(tmp_path: Path) -> None:
-    """Unless it is to be changed while some of it is unwritten."""
+def test_run_channel_does_not_copy_lent_tensor_unless_changed_before_sent(tmp_path: Path) -> None:
     with channel_of(tmp_path) as (channel, (echo,)):
         channel.send(0, ONE_WAY, (Echo.wait,), ())
         lent, own = torch.zeros(LARGE // 4), torch.zeros(LARGE // 4)
@@ -210,7 +209,7 @@ def test_what_is_lent_is_not_copied(tmp_path: Path) -> None:
         assert not any(line.lent or line.unwritten for line in channel._connections)
 
 
-def test_a_value_for_several_hosts(tmp_path: Path) -> None:
+def test_packed_value_is_sent_to_several_hosts(tmp_path: Path) -> None:
     with channel_of(tmp_path, 2) as (channel, echoes):
         once = Packed.of({"w": torch.arange(50_000)})
         assert len(once.data) < 8 * 50_000 // 3
@@ -221,7 +220,7 @@ def test_a_value_for_several_hosts(tmp_path: Path) -> None:
             assert torch.equal(echo.kept[0].value()["w"], torch.arange(50_000))
 
 
-def test_what_a_call_raises(tmp_path: Path) -> None:
+def test_run_channel_raises_exception_of_call(tmp_path: Path) -> None:
     with channel_of(tmp_path) as (channel, _):
         with pytest.raises(LookupError, match="no such") as caught:
             channel.get([ask(channel, Echo.fail, "no such")], PATIENCE_S)
@@ -238,8 +237,7 @@ def test_what_a_call_raises(tmp_path: Path) -> None:
         assert channel.get([ask(channel, Echo.give, 1)], PATIENCE_S) == [1]
 
 
-def test_a_host_that_goes(tmp_path: Path) -> None:
-    """What it gave before is there; what it did not give is lost, and so is what comes later."""
+def test_answers_before_host_exit_arrive_and_later_calls_are_lost(tmp_path: Path) -> None:
     channel = RunChannel(tmp_path, 1, None)
     with join_in_thread(channel) as sock:
         before, after = ask(channel, Echo.give, 1), ask(channel, Echo.give, 2)
@@ -259,8 +257,8 @@ def test_a_host_that_goes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ECONNRESET])
-def test_a_machine_out_of_reach_ends_the_stream(number: int) -> None:
-    """As one that closes its connection: not an error of the reader's."""
+def test_unreachable_machine_ends_message_stream(number: int) -> None:
+    """The reader sees EOFError, as if the connection was closed."""
 
     class Away(socket.socket):
         def recv_into(self, *_: object) -> int:  # type: ignore[override]
@@ -288,7 +286,7 @@ def read_while_alive(channel: RunChannel, thread: threading.Thread) -> None:
     thread.join()
 
 
-def test_a_stranger_is_shown_out(tmp_path: Path) -> None:
+def test_run_channel_refuses_host_with_wrong_key(tmp_path: Path) -> None:
     channel = RunChannel(tmp_path, 1, "127.0.0.1")
     try:
         stranger = replace(channel.credentials(0), key=b"x" * 32)
@@ -327,8 +325,8 @@ def _answer_falsely(server: socket.socket) -> None:
         sock.sendall(os.urandom(32))
 
 
-def test_an_interrupt_while_a_message_is_read(tmp_path: Path) -> None:
-    """Nothing that comes later is taken for what was lost."""
+def test_interrupt_while_reading_message_marks_call_lost(tmp_path: Path) -> None:
+    """No later message is taken for the lost one."""
     with channel_of(tmp_path) as (channel, _):
         joined(channel)
         line = channel._connections[0]
@@ -406,10 +404,10 @@ def read_by_another(channel: RunChannel) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("others", [nullcontext, read_by_another])
-def test_an_interrupt_anywhere_in_a_wait(
+def test_interrupt_at_any_point_of_wait_loses_no_answer(
     tmp_path: Path, presses: None, others: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No lock stays, nobody else waits for a thread that has given up, and no answer is lost."""
+    """No lock stays held, and no other thread waits for the interrupted one."""
     monkeypatch.setattr(run_channel, "SIGNAL_POLL_S", 0.01)
     with channel_of(tmp_path) as (channel, _), ThreadPoolExecutor(1) as another:
         joined(channel)

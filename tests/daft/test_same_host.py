@@ -1,4 +1,6 @@
-"""Shared memory between processes of one host: the same bits as gloo, and nothing left behind."""
+"""Tests shared memory between processes of one host: the same bits as gloo, and nothing left
+behind.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +87,9 @@ def _collectives(here: Here, size: int, large: int) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "large"), [(3, 40_000), (4, 400_000)])
-def test_every_collective_gives_the_bits_of_gloo_and_inprocess(size: int, large: int) -> None:
+def test_shared_memory_collectives_are_bitwise_equal_to_gloo_and_inprocess(
+    size: int, large: int
+) -> None:
     assert each(size, _collectives, size, large) == ["right"] * size
 
 
@@ -123,7 +127,7 @@ def _random_programs(here: Here, seed: int, number: int) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "number"), [(2, 60), (3, 60), (4, 40)])
-def test_random_programs_that_the_verifier_accepts(size: int, number: int) -> None:
+def test_random_accepted_programs_run_over_shared_memory(size: int, number: int) -> None:
     assert each(size, _random_programs, 5, number) == [number] * size
 
 
@@ -145,11 +149,11 @@ def _variable(here: Here) -> list[int]:
     return lengths
 
 
-def test_values_of_unknown_length_go_as_messages_beside() -> None:
+def test_values_of_unknown_length_are_sent_as_messages() -> None:
     assert each(2, _variable) == [[0, 5, 100_000]] * 2
 
 
-def test_routes_are_between_hosts() -> None:
+def test_routes_contain_only_transfers_between_hosts() -> None:
     assert check_routes(pipeline(4), (0, 0, 1, 1)) == [((1, 2), "fwd", "transfer")]
 
 
@@ -176,7 +180,7 @@ def _places(here: Here, nodes: Sequence[str]) -> tuple[str, list[int]]:
     return type(transport).__name__, [int(found[name][0]) for name in wanted[here.index]]
 
 
-def test_each_key_goes_by_memory_only_where_all_its_members_share_it() -> None:
+def test_key_uses_shared_memory_only_if_all_members_share_host() -> None:
     sums = [[111, 11], [111, 11, 110], [111, 110]]
     shared, other = SameHostTransport.__name__, ExchangeTransport.__name__
     assert each(3, _places, ("a", "a", "b")) == list(zip([shared, shared, other], sums))
@@ -189,11 +193,11 @@ def _one_cannot_open(here: Here) -> str:
     return _places(here, "aaa")[0]
 
 
-def test_one_that_cannot_open_anothers_memory_leaves_all_of_its_place_to_messages() -> None:
+def test_host_falls_back_to_messages_if_one_process_cannot_open_memory() -> None:
     assert each(3, _one_cannot_open) == [ExchangeTransport.__name__] * 3
 
 
-def test_a_segment_is_opened_only_if_it_is_the_one_that_was_meant() -> None:
+def test_segment_open_refuses_other_or_closed_segment() -> None:
     own = Segment.create(own_place("here"))
     there = Segment.open(own.card)
     assert there is not None and not there.ended
@@ -217,7 +221,7 @@ def _another_program(here: Here) -> str:
     return "refused"
 
 
-def test_actors_with_other_programs_give_no_numbers() -> None:
+def test_actors_with_different_programs_refuse_to_connect() -> None:
     assert each(2, _another_program) == ["refused"] * 2
 
 
@@ -243,7 +247,7 @@ def _waits(here: Here, pipe: Connection) -> None:
 
 
 @pytest.mark.parametrize("how", ["kill", "close"])
-def test_a_partner_that_is_gone_is_noticed(how: str) -> None:
+def test_wait_for_dead_or_closed_partner_raises(how: str) -> None:
     with actors(2, _waits) as (first, second):
         first.recv()
         other = second.recv()
@@ -281,14 +285,14 @@ def _folds(here: Here, pipe: Connection) -> None:
     pipe.recv()
 
 
-def test_a_partner_that_dies_with_a_piece_it_has_claimed() -> None:
+def test_wait_for_partner_that_died_with_claimed_piece_raises() -> None:
     with actors(3, _folds) as (first, _, third):
         for pipe in (first, third):
             found = pipe.recv()
             assert "process of rank 1 has ended" in found or "actor are closed" in found
 
 
-def test_a_partner_that_has_stopped_is_waited_for() -> None:
+def test_wait_for_stopped_partner_continues_when_it_resumes() -> None:
     with actors(2, _waits) as (first, second):
         first.recv()
         other = second.recv()
@@ -353,7 +357,7 @@ def _opens_and_closes(here: Here, count: int) -> tuple[int, str]:
 
 
 @pytest.mark.slow
-def test_nothing_is_left_of_connections_that_were_closed_or_failed() -> None:
+def test_closed_and_failed_connections_leave_no_resources() -> None:
     assert each(2, _opens_and_closes, 12) == [(0, "right")] * 2
 
 
@@ -388,7 +392,7 @@ def _loads_and_unloads(here: Here) -> tuple[int, int]:
 
 
 @pytest.mark.slow
-def test_an_unloaded_programs_memory_is_freed_when_all_have_unloaded_it() -> None:
+def test_memory_of_program_is_freed_when_all_processes_unloaded_it() -> None:
     head = 2 * 4096  # its semaphores, and where programs' windows begin
     loaded = head + 2 * (1 << 20) + 4096 + 20 * 4096
     assert each(2, _loads_and_unloads) == [(loaded, head)] * 2

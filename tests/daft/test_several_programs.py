@@ -1,4 +1,6 @@
-"""Several programs on the same actors: what they share, that runs may overlap, what order does."""
+"""Tests several programs on the same actors: what they share, whether their runs may overlap, and
+what their order changes.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +105,7 @@ def scale(name: str = "scale", size: int = 2, state: str = "w") -> Program:
 # -- the verdict -----------------------------------------------------------------------------------
 
 
-def test_what_they_share_and_what_follows() -> None:
+def test_interference_names_shared_channels_and_conflicts() -> None:
     found = interference(move((2,), F32, "move"), scale())
     assert not found.independent and not found.commutes
     assert_expected_inline(
@@ -128,7 +130,7 @@ interference of move and scale
     assert (conflict.kind, conflict.actor, conflict.value) == ("write-write", "rank 1", "w")
 
 
-def test_what_runs_are_bound_to_is_state_too() -> None:
+def test_interference_counts_kept_and_stored_values_as_state() -> None:
     square = program([Call("mul", ("x", "x"), ("y",))], functions=[MUL], inputs=[("x",)],
                      outputs=[("y",)])  # fmt: skip
     bare = replace(square, name="bare")
@@ -149,7 +151,7 @@ def test_what_runs_are_bound_to_is_state_too() -> None:
             assert cluster.get([("h",)]).get() == [(torch.tensor(expected),)]
 
 
-def test_compiled_functions() -> None:
+def test_interference_of_compiled_functions_names_shared_actors() -> None:
     with daft.launch():
         a, b, c = (daft.spawn(Model, i, name=n) for i, n in enumerate("abc"))
         f = daft.compile(lambda x: b.execute(a.execute(x))).program(X)
@@ -166,7 +168,7 @@ def test_compiled_functions() -> None:
             interference(f, scale())  # type: ignore[arg-type]
 
 
-def test_what_no_cluster_loads_together() -> None:
+def test_programs_with_conflicting_state_sizes_are_refused() -> None:
     small = move((2,), F32, "small")
     sized = [replace(own, nbytes=(("w", 8),) if own.state else ()) for own in small.ranks]
     small = replace(small, ranks=tuple(sized))
@@ -189,7 +191,7 @@ def test_what_no_cluster_loads_together() -> None:
 # -- against brute force: `python -m tests.daft.explore --pairs` tries all of them ----------------
 
 
-def test_pairs_of_programs_with_state() -> None:
+def test_sampled_program_pairs_with_state_match_brute_force() -> None:
     count = Counter[object]()
     for first, second in pairs(with_state(), every=193):
         assert wrong(first, second) is None, (first, second)
@@ -199,22 +201,23 @@ def test_pairs_of_programs_with_state() -> None:
     assert count == {False: 167, True: 33, HANGS: 193, "other values": 7}
 
 
-def test_pairs_of_programs_with_two_transfers() -> None:
+def test_sampled_program_pairs_with_two_transfers_match_brute_force() -> None:
     for first, second in pairs(without_state(), every=397):
         assert wrong(first, second) is None, (first, second)
 
 
 @settings(deadline=None, max_examples=25)
 @given(st.integers(0, 2**32))
-def test_random_pairs(seed: int) -> None:
+def test_random_program_pairs_match_brute_force(seed: int) -> None:
     assert wrong(*drawn_pair(random.Random(seed))) is None
 
 
 # -- that they run ---------------------------------------------------------------------------------
 
 
-def test_values_of_a_run_are_its_own() -> None:
-    """One program's state and values kept by a run have names that are another's temporaries."""
+def test_temporaries_of_run_do_not_clash_with_state_of_other_program() -> None:
+    """State of one program and values kept by a run have the same names as temporaries of another
+    program."""
     two = function("two", "def forward():\n    return (full((1,), 2.0),)", full=torch.full)
     other = program([Call("two", (), ("w",)), Free(("w",)), Call("two", (), ("h",))],
                     functions=[two], outputs=[("h",)])  # fmt: skip
@@ -233,8 +236,8 @@ def test_values_of_a_run_are_its_own() -> None:
 SHAPES = (((2,), F32), ((3, 1), torch.int64), ((40_000,), F32), ((0,), F32))
 
 
-def test_a_process_may_join_a_program_late_unless_it_is_lost() -> None:
-    """It is in a method of another program, perhaps for hours."""
+def test_process_may_join_program_late_unless_it_is_lost() -> None:
+    """The process may be busy in a method of another program for hours."""
     store = SignedStore.open("127.0.0.1", b"secret")
 
     def join(prefix: str) -> None:
@@ -269,7 +272,7 @@ def test_a_process_may_join_a_program_late_unless_it_is_lost() -> None:
 # -- programs of some ranks: `python -m tests.daft.explore --sequences` tries all of them --------
 
 
-def test_members() -> None:
+def test_program_members_are_ranks_with_instructions_or_state() -> None:
     call = [Call("mul", ("x", "x"), ("y",)), Free(("y",))]
     for state, members in (((), (0, 2)), (("w",), (0, 1, 2))):
         inputs, states = [("x",), (), ("x",)], [(), state, ()]
@@ -277,7 +280,7 @@ def test_members() -> None:
         assert made.members == members
 
 
-def test_who_has_to_be_asked_what_was_undone() -> None:
+def test_counted_runs_names_hosts_that_know_which_runs_were_undone() -> None:
     counting = CountedRuns()
     assert counting.hosts_to_ask("k", (0,)) == ()
     counting.add("k", 3, (0, 1), know_outcome=True)
@@ -299,7 +302,7 @@ def test_who_has_to_be_asked_what_was_undone() -> None:
     assert counting.hosts_to_ask("k", (0, 1, 2, 3)) == ()
 
 
-def test_every_sequence_of_runs_of_a_sample() -> None:
+def test_sampled_run_sequences_match_brute_force() -> None:
     count, draw = Counter[object](), random.Random(0)
     for runs in (*sequences.exhaustive(2, 3, every=3), *sequences.exhaustive(3, 3, every=97)):
         assert sequences.wrong(runs) is None, runs
@@ -310,7 +313,7 @@ def test_every_sequence_of_runs_of_a_sample() -> None:
     assert count.total() == 2 * count["lost", HANGS]
 
 
-def test_random_sequences_of_runs() -> None:
+def test_random_run_sequences_match_brute_force() -> None:
     drawn = sequences.Drawn(random.Random(0), programs=40)
     for _ in range(40):
         runs = drawn.sequence()

@@ -1,4 +1,6 @@
-"""Where payloads lie in shared memory, and that nobody writes over what another reads."""
+"""Tests where payloads lie in shared memory, and that no start overwrites a slot that is still
+read.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,8 @@ def reduce(
     return Collective("all_reduce", group, ins, outs, buffers, results, op, "c")  # type: ignore[arg-type]
 
 
-def test_slots_are_as_many_as_starts_may_be_under_way() -> None:
-    """Rank 0 has two starts under way at once, rank 1 waits for each: 2 + 1."""
+def test_slot_count_is_number_of_concurrent_starts_plus_one() -> None:
+    """Rank 0 has two starts under way at once, and rank 1 waits for each: 2 + 1."""
     first: list[Instruction] = [Send(f"x{n}", 1, "c", B) for n in range(4)]
     first[2:2] = [Wait(("x0",))]
     first[4:4] = [Wait(("x1",))]
@@ -50,7 +52,7 @@ def test_slots_are_as_many_as_starts_may_be_under_way() -> None:
     assert lane.slots == 5  # x0 is under way from first to last
 
 
-def test_keys_are_left_out_that_are_not_shared_or_too_large_or_of_unknown_length() -> None:
+def test_unshared_too_large_and_variable_length_keys_get_no_slots() -> None:
     large = Buffer((MAX_SLOT_BYTES + 1,), torch.uint8)
     message = Buffer((), torch.uint8, variable=True)
     first: list[Instruction] = []
@@ -67,7 +69,7 @@ def test_keys_are_left_out_that_are_not_shared_or_too_large_or_of_unknown_length
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
-def test_a_window_holds_all_and_nothing_twice(size: int) -> None:
+def test_memory_window_covers_all_lanes_without_overlap(size: int) -> None:
     arena = laid_out(Collectives(size, large=300_000).program())
     used: list[list[tuple[int, int]]] = [[(0, LINE)] for _ in range(size)]
     for lane in arena.lanes.values():
@@ -88,7 +90,7 @@ def test_a_window_holds_all_and_nothing_twice(size: int) -> None:
 
 
 @pytest.mark.parametrize("op", ["sum", "softmax"])
-def test_pieces_are_all_of_a_bucket_once_and_cut_where_the_op_may_be(op: str) -> None:
+def test_pieces_of_bucket_cover_it_once_and_respect_unit_of_op(op: str) -> None:
     shapes = [(1001, 3), (0, 3), (70_001, 3), (1, 3), (3,)]
     buffers = [Buffer(shape, torch.float64) for shape in shapes]
     pieces = pieces_of(reduce(*buffers, op=op))
@@ -110,7 +112,7 @@ def test_pieces_are_all_of_a_bucket_once_and_cut_where_the_op_may_be(op: str) ->
 
 
 @pytest.mark.slow
-def test_no_accepted_program_writes_over_what_is_read_or_hangs() -> None:
+def test_accepted_programs_neither_overwrite_read_slots_nor_hang() -> None:
     for ranks, count, channels, runs, every in (
         (2, 1, "cd", 4, 1),
         (2, 2, "cd", 3, 7),
@@ -125,7 +127,7 @@ def test_no_accepted_program_writes_over_what_is_read_or_hangs() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
-def test_nor_do_random_ones_one_after_the_other(seed: int) -> None:
+def test_random_program_sequences_neither_overwrite_read_slots_nor_hang(seed: int) -> None:
     for programs, runs in islice(drawn_programs(random.Random(seed)), 60):
         found = [wrong(programs, runs, rules) for rules in (REAL, LENT)]
         assert found == [None, None], (runs, *(made.text() for made in programs))
@@ -141,7 +143,7 @@ def test_nor_do_random_ones_one_after_the_other(seed: int) -> None:
         (Rules(lent=True, kept_longer=True), "writes over"),
     ],
 )
-def test_the_explorer_finds_rules_that_are_wrong(rules: Rules, fact: str) -> None:
+def test_explorer_reports_wrong_slot_rules(rules: Rules, fact: str) -> None:
     found = [
         problem
         for made in accepted(exhaustive(2, 2, "c"))

@@ -1,4 +1,4 @@
-"""What hosts' tables were: changes that are undone, and files that outlive a process."""
+"""Tests snapshots of hosts' tables: changes are undone, and snapshot files outlive processes."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ ITEMS = (
 )
 
 
-def test_a_failure_after_the_commit_point_is_undone() -> None:
-    """On all ranks, whether they had written by then or not; and the cluster goes on."""
+def test_failure_after_commit_point_is_undone_on_all_ranks() -> None:
+    """Whether or not a rank had written by then; the cluster stays usable."""
     made = program(
         *(ITEMS,) * 2,
         functions=[CHECKED, MOVED],
@@ -92,11 +92,11 @@ def shm() -> Iterator[Path]:
         [("copies", 1, False), ("file", 1, False), ("file", 1, True), ("file", 3, True)]
     ),
 )
-def test_what_is_behind_the_cut_is_done_again(
+def test_changes_after_recovery_line_are_repeated_to_same_state(
     seed: int, how: tuple[Literal["copies", "file"], int, bool]
 ) -> None:
-    """Each host can go back to where the cut says, is then what it was, and ends as if nothing had
-    happened; and it keeps no more than it has to."""
+    """Each host can return to the state at the recovery line and ends as if nothing had happened.
+    It keeps no more than it needs."""
     store, every, kills = how
     size = (2 if store == "copies" else 1) + seed % 3
     ops = drawn(random.Random(seed), size, 12)
@@ -110,7 +110,7 @@ def test_what_is_behind_the_cut_is_done_again(
         assert world.left_over() == []
 
 
-def test_a_host_may_free_what_nobody_can_ask_for() -> None:
+def test_change_log_frees_states_before_recovery_line() -> None:
     changes = ChangeLog(3)
     assert changes.add((0, 1, 2), together=False) == (1, [0, 0, 0], True)
     assert changes.add((0, 1, 2), commits=True) == (2, [1, 1, 1], True)
@@ -164,8 +164,9 @@ def _steps(folder: str, lines: int) -> None:
 
 
 @pytest.mark.parametrize("kill", range(12))
-def test_what_a_process_leaves_that_is_killed(kill: int) -> None:
-    """Wherever it was: a state is whole, and no older than what had ended."""
+def test_killed_process_leaves_complete_recent_snapshot(kill: int) -> None:
+    """Wherever the process was killed, the state is complete and not older than the last finished
+    change."""
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         process = context.Process(target=_steps, args=(folder, 1 + 97 * kill))
@@ -189,8 +190,8 @@ def test_what_a_process_leaves_that_is_killed(kill: int) -> None:
         snapshots.end(snapshots.ended + 1, committed=snapshots.ended)
 
 
-def test_bytes_of_a_file() -> None:
-    """What a step writes twice, what is only put once, and pages that say what is where."""
+def test_snapshot_file_size_is_bounded() -> None:
+    """Covers values written twice by each step, values only put once, and the index pages."""
     table: dict[tuple[int, str], object] = {}
     page, sizes = 4096, (5000, 16, 70_000)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
@@ -218,7 +219,7 @@ def test_bytes_of_a_file() -> None:
         assert store.nbytes <= heads + step + -(-wide.nbytes // page) * page
 
 
-def test_another_users_file_is_refused(shm: Path) -> None:
+def test_existing_or_uninitialized_snapshot_file_is_refused(shm: Path) -> None:
     store = SnapshotFile.create(shm, (0, 1))
     store.close()
     with pytest.raises(FileExistsError):
@@ -238,9 +239,9 @@ def test_another_users_file_is_refused(shm: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["copies", "file"])
-def test_a_value_in_place_stays_in_place(kind: str, shm: Path) -> None:
-    """Views of it see the old value, as those of an optimizer's runs do; one that is of another
-    shape now is another tensor; what is no tensor is a copy."""
+def test_rollback_restores_tensors_in_place(kind: str, shm: Path) -> None:
+    """Views of a value see the old value. A value whose shape changed becomes a new tensor; a
+    value that is no tensor becomes a copy."""
     flat = torch.arange(6.0)
     table: dict[tuple[int, str], object] = {
         (0, "a"): flat[:2],
@@ -266,7 +267,7 @@ def test_a_value_in_place_stays_in_place(kind: str, shm: Path) -> None:
         snapshots.roll_back(-1)
 
 
-def test_a_run_of_one_host_is_undone_behind_runs_that_were_not_taken(shm: Path) -> None:
+def test_single_host_run_is_undone_after_runs_without_snapshot(shm: Path) -> None:
     made = program(
         [Call("moved", ("w", "x"), (), ("w",))],
         functions=[MOVED],
@@ -291,7 +292,7 @@ def test_a_run_of_one_host_is_undone_behind_runs_that_were_not_taken(shm: Path) 
     assert worker.get({0: ["w"]})[0][0].tolist() == [1.0, 1.0]  # type: ignore[index]
 
 
-def test_there_is_no_snapshot_every_0() -> None:
+def test_invalid_snapshot_every_is_refused() -> None:
     for wrong in (0, -1, True, 1.0, "1"):
         fault = "is not a whole number of at least 1.\nfix: snapshot_every=1"
         with pytest.raises(ValueError, match=fault):

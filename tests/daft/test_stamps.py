@@ -1,4 +1,6 @@
-"""Code with stamps gives what it gives without, fails at the same lines, and notes each line."""
+"""Tests that code with time stamps gives the same results, fails at the same lines, and records
+the time of each line.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ def clock() -> float:
     return clock.now  # type: ignore[attr-defined]
 
 
-def test_a_stamp_after_each_line():
+def test_stamped_code_records_time_after_each_line():
     clock.now = 0.0  # type: ignore[attr-defined]
     function, noted = Function.straight("f", BODY, {}), list[float]()
     assert (
@@ -41,7 +43,7 @@ def forward(x, y):
     assert noted == [1.0, 2.0, 3.0]
 
 
-def test_errors_name_the_same_line():
+def test_stamped_code_names_same_line_in_error():
     function = Function.straight("f", BODY, {})
     for built in (function.build(), with_line_stamps(function, lambda: 0.0, list[float]().extend)):
         try:
@@ -52,7 +54,7 @@ def test_errors_name_the_same_line():
             raise AssertionError("it divides by zero")
 
 
-def test_what_is_not_known_line_by_line_runs_as_it_is():
+def test_code_without_line_table_runs_without_stamps():
     wrapped = Function.of(divmod)
     branch = Function(name="f", source="def forward(x):\n    if x: x = 2\n    return (x,)\n")
     nothing = Function.straight("f", Body(("x",), (), ("x",)), {})
@@ -90,10 +92,10 @@ class Streams:
             assert self.here.get(timeout=5) == "begun"
 
 
-def test_a_stamp_on_a_gpu_waits_for_no_message_of_another_stream(
+def test_stamp_on_gpu_does_not_wait_for_messages_of_other_streams(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Both hosts send first, then receive."""
+    """Both hosts send first and then receive."""
     queues = Queue[str](), Queue[str]()
     local = threading.local()
     gpu = torch.device("cuda:1")

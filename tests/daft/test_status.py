@@ -1,4 +1,6 @@
-"""Who hangs, by where everybody stands: lists are run in thought with one rank held fast."""
+"""Tests that status names the hanging rank: the verifier's lists run with one rank held at an
+instruction.
+"""
 
 from __future__ import annotations
 
@@ -101,8 +103,8 @@ def status_of(
 
 @pytest.mark.default("hosts0")
 @pytest.mark.parametrize("hosts", [((0,), (1,), (2,), (3,)), ((0, 1), (2, 3))])
-def test_whoever_is_held_fast_is_named(training: Program, hosts: Any) -> None:
-    """In the lists of a training step, at every call of every host."""
+def test_status_names_host_held_at_any_call(training: Program, hosts: Any) -> None:
+    """Tried at every call of every host, in the lists of a training step."""
     lists = verify(training, hosts).lists
     lines, ends = ProgramLines.of(training, lists), [len(own) for own in lists]
     cases = 0
@@ -127,7 +129,7 @@ def test_whoever_is_held_fast_is_named(training: Program, hosts: Any) -> None:
     assert cases > 80
 
 
-def test_whoever_holds_a_message_back_is_named(training: Program) -> None:
+def test_status_names_host_that_holds_back_message(training: Program) -> None:
     hosts = ((0,), (1,), (2,), (3,))
     lists = verify(training, hosts).lists
     lines, ends = ProgramLines.of(training, lists), [len(own) for own in lists]
@@ -147,7 +149,7 @@ def test_whoever_holds_a_message_back_is_named(training: Program) -> None:
     assert cases > 60
 
 
-def test_lines_are_data(training: Program) -> None:
+def test_program_lines_round_trip_through_json(training: Program) -> None:
     lists = verify(training).lists
     lines = ProgramLines.of(training, lists)
     again = ProgramLines.read(json.loads(json.dumps(lines.data())))
@@ -176,7 +178,7 @@ def at(*positions: int, **of_two: Any) -> Status:
     return status_of(LINES, HOSTS, found)
 
 
-def test_what_a_rank_does_is_said() -> None:
+def test_status_describes_what_each_rank_does() -> None:
     status = at(2, 2, 0, state="T")
     assert [each.text for each in status.ranks] == ["waits for rank 2"] * 2 + ["is stopped"]
     assert status.reason == "Rank 2 is stopped; ranks 0 and 1 wait for it."
@@ -202,8 +204,8 @@ def test_what_a_rank_does_is_said() -> None:
     assert at(2, 0, 0, state="T").waited_for == 2  # rank 1 sleeps in its call, too
 
 
-def test_a_rank_that_was_not_called() -> None:
-    """Of run 7 the others hear; it has ended run 6."""
+def test_status_names_rank_that_controller_has_not_called() -> None:
+    """The other ranks are in run 7; this rank has ended run 6."""
     status = at(2, 2, 3, run=RUN - 1, asked=RUN - 1)
     assert status.waited_for == 2
     assert status.reason == (
@@ -220,8 +222,8 @@ def test_a_rank_that_was_not_called() -> None:
     )
 
 
-def test_a_message_of_one_of_several() -> None:
-    """All have started the sum; which of them is not heard of, the waits notice."""
+def test_status_names_member_whose_message_is_missing() -> None:
+    """All ranks have started the all_reduce; the waits name the member that is missing."""
     found = [seen(h, 2, 3, peer=1 if h != 1 else None) for h in range(3)]
     found[1] = seen(1, 3, 3)
     status = status_of(LINES, HOSTS, found)
@@ -235,7 +237,7 @@ def test_a_message_of_one_of_several() -> None:
     assert {each.does for each in taking.ranks} == {"computes"}  # it copies what has come
 
 
-def test_who_moves_does_not_hang() -> None:
+def test_moving_rank_is_not_reported_as_hanging() -> None:
     found = [seen(0, 2, 3, running_s=99.0), seen(1, 2, 3), seen(2, 0, 3)]
     before = [replace(s, moment=9.7) for s in found]
     before[2] = replace(before[2], progress=replace(before[2].progress, run=RUN - 1))
@@ -243,7 +245,7 @@ def test_who_moves_does_not_hang() -> None:
     assert (status.waited_for, status.ranks[2].does, status.hangs) == (2, "moves on", False)
 
 
-def test_late_is_what_takes_several_times_as_long() -> None:
+def test_run_is_hanging_after_several_times_its_usual_duration() -> None:
     assert not at(2, 2, 0, running_s=FIRST_S - 1).hangs
     assert at(2, 2, 0, running_s=FIRST_S + 1).hangs
     assert not at(2, 2, 0, running_s=FIRST_S + 1, cpu_s=0.3).hangs  # it may compile
@@ -253,8 +255,8 @@ def test_late_is_what_takes_several_times_as_long() -> None:
     assert limit_s(usual) == 15.0
 
 
-def test_runs_on_ranks_of_their_own() -> None:
-    """Rank 2 computes in a run of its own; rank 0 waits for rank 1, which was not called."""
+def test_status_handles_concurrent_runs_on_different_ranks() -> None:
+    """Rank 2 computes in its own run; rank 0 waits for rank 1, which was not called."""
 
     def status(**of_two: Any) -> Status:
         alone = Progress(0, 0, 9, 0.1, 1, 1, running_s=1.0, standing_s=8.0, asked=9)
@@ -268,7 +270,7 @@ def test_runs_on_ranks_of_their_own() -> None:
     assert late.reason == "Rank 2 computes in a call; no other rank waits for it."
 
 
-def test_a_controller_that_is_stopped() -> None:
+def test_status_reports_stopped_controller() -> None:
     found = [seen(h, 3, 3) for h in range(3)]
     launched = ObservedLaunch(
         title="Launch",
@@ -282,7 +284,7 @@ def test_a_controller_that_is_stopped() -> None:
     assert status.reason.endswith("since run 7 has ended; the controller is stopped.")
 
 
-def test_nothing_is_under_way() -> None:
+def test_status_without_run_in_flight_says_so() -> None:
     status = at(3, 3, 3)
     assert (status.waited_for, status.chain, status.hangs) == (None, (), False)
     assert status.reason == (
@@ -294,7 +296,7 @@ def test_nothing_is_under_way() -> None:
     assert status_of(LINES, HOSTS, new).reason == "Ranks 0, 1 and 2 are starting."
 
 
-def test_what_is_on_another_machine_is_not_judged() -> None:
+def test_status_does_not_judge_rank_on_other_machine() -> None:
     far = Observation(2, Progress(-1, -1, -1, None, asked=RUN), ThreadSeen("", 0.0), 10.0)
     status = status_of(LINES, HOSTS, [seen(0, 2, 3), seen(1, 2, 3), far])
     assert status.waited_for is None
@@ -306,7 +308,7 @@ def test_what_is_on_another_machine_is_not_judged() -> None:
     assert near.waited_for == 1
 
 
-def test_it_prints() -> None:
+def test_status_prints_table_html_and_json() -> None:
     status = at(2, 2, 0, state="T", running_s=12.4, usual_s=0.0046)
     assert str(status) == (
         "Launch; run 7 of 'test' for 12.4 s (usually 4.6 ms)\n"
@@ -321,8 +323,8 @@ def test_it_prints() -> None:
     assert json.loads(json.dumps(status.data()))["waited_for"] == 2
 
 
-def test_several_ranks_of_a_process() -> None:
-    """Ranks 0 and 1 share one; rank 2 waits for what rank 1 has not sent."""
+def test_status_names_waiting_rank_among_ranks_of_one_process() -> None:
+    """Ranks 0 and 1 share a process; rank 2 waits for a message that rank 1 has not sent."""
     sends = program(
         [Call("f", ("x",), ("y",)), Call("f", ("y",), ("z",))],
         [Call("f", ("x",), ("y",)), Send("y", 2, "c", ONE), Wait(("y",))],

@@ -1,4 +1,6 @@
-"""Two machines for real: namespaces with a switch between them; docs/scale_out.md runs on them."""
+"""Tests a launch over two machines (network namespaces with a switch between them), and that
+docs/scale_out.md runs on them.
+"""
 
 from __future__ import annotations
 
@@ -66,8 +68,8 @@ def interfaces() -> str:
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_a_pipeline_over_two_machines(can: None) -> None:
-    """Bytes between them are those of the plan, losses those of one process; one is cut off."""
+def test_pipeline_over_two_machines_sends_planned_bytes_and_names_lost_machine(can: None) -> None:
+    """The losses equal those of one process. One machine is disconnected at the end."""
     with ray_of_two() as (one, two):
         with one.start(f"python -m tests.daft.two_hosts {ADDRESS}", **TOKEN) as process:
             assert process.stdin is not None and process.stdout is not None
@@ -98,7 +100,7 @@ def test_a_pipeline_over_two_machines(can: None) -> None:
 
 @pytest.mark.ray
 @pytest.mark.sweep
-def test_the_page_runs(can: None) -> None:
+def test_scale_out_page_commands_run_on_two_machines(can: None) -> None:
     with ray_of_two() as machines:
         by_address = {machine.address: machine for machine in machines}
         ((address, demo),) = commands("train_gpt.py")
@@ -119,20 +121,20 @@ def losses(printed: str) -> list[str]:
     return re.findall(r"^step +\d+ +loss ([\d.]+)", printed, re.MULTILINE)
 
 
-def test_every_block_of_the_page_is_somebodys() -> None:
+def test_scale_out_page_blocks_name_their_machine() -> None:
     where = {block.text.split("\n")[0] for block in SHELL if not block.not_run}
     assert where == {"# on 10.77.0.1", "# on 10.77.0.2"}
     assert sum(block.not_run is not None for block in SHELL) == 2
 
 
-def test_its_python_prints_what_it_shows(capsys: pytest.CaptureFixture[str]) -> None:
+def test_scale_out_page_python_prints_shown_output(capsys: pytest.CaptureFixture[str]) -> None:
     blocks = [block.text for block in blocks_of(PAGE) if block.kind in ("python", "text")]
     code, shown = blocks
     exec(compile(code, "scale_out.py", "exec"), {})
     assert capsys.readouterr().out == shown
 
 
-def test_the_batch_script_is_one() -> None:
+def test_scale_out_page_batch_script_is_valid() -> None:
     (script,) = (block.text for block in SHELL if "#SBATCH" in block.text)
     read = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True)
     assert (read.returncode, read.stderr) == (0, "")

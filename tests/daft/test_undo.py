@@ -1,4 +1,4 @@
-"""Runs that fail, and the commit point: what the verifier refuses, and what engines make of it."""
+"""Tests failed runs and the commit point: what the verifier refuses, and what engines do."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ SUM = ("start", 0), ("wait", 0)
 SOUND = Small((BOTH,), ((("call", 0), VOTE, *SUM, COMMIT, WRITE),) * 2)
 
 
-def test_the_text_of_votes() -> None:
+def test_vote_and_commit_text_parses_back() -> None:
     items = (
         Vote("a b", label=Label("x")),
         Commit("v.tp", source="net.py:1"),
@@ -88,13 +88,15 @@ def moved(rank: int, *steps: tuple[str, int]) -> Small:
         ((VOTE, VOTE, *SUM, COMMIT), r"defined twice"),
     ],
 )
-def test_what_the_verifier_refuses(steps: tuple[tuple[str, int], ...], said: str) -> None:
+def test_verifier_refuses_unsound_votes_and_commits(
+    steps: tuple[tuple[str, int], ...], said: str
+) -> None:
     verify(built(SOUND))
     with pytest.raises(ProgramError, match=said):
         verify(built(moved(1, *steps)))
 
 
-def test_a_vote_is_sent_as_it_is() -> None:
+def test_verifier_refuses_vote_sent_in_another_dtype() -> None:
     from dtensor.daft import Buffer
 
     wide = Buffer((), torch.float64)
@@ -114,7 +116,7 @@ def test_a_vote_is_sent_as_it_is() -> None:
 
 @pytest.mark.default("a sum")
 @pytest.mark.parametrize("family", ["a sum", "a sum, no vote of a rank"])
-def test_every_order_of_a_small_program(family: str) -> None:
+def test_verifier_agrees_with_brute_force_on_all_orders_of_small_program(family: str) -> None:
     found = list(exhaustive(*FAMILIES[family]))
     assert len(found) == {"a sum": 900, "a sum, no vote of a rank": 360}[family]
     assert sum(map(accepted, found)) == (family == "a sum")
@@ -124,11 +126,11 @@ def test_every_order_of_a_small_program(family: str) -> None:
 @pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(st.integers(0, 2**32))
-def test_random_programs_that_fail(seed: int) -> None:
+def test_verifier_agrees_with_brute_force_on_random_failing_programs(seed: int) -> None:
     assert disagreement(random_program(random.Random(seed))) is None
 
 
-def test_the_explorer_finds_what_is_torn() -> None:
+def test_explorer_reports_torn_writes() -> None:
     assert torn(SOUND) is None
     assert torn(moved(0, WRITE, VOTE, *SUM, COMMIT)) is not None
     assert torn(moved(0, VOTE, AGAIN, *SUM, COMMIT, WRITE)) == {(0, 1)}
@@ -162,7 +164,7 @@ def failing(alive: weakref.WeakSet[torch.Tensor], *, in_a_users: bool) -> Progra
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_errors_that_are_kept_keep_no_values_of_their_runs(mode: Mode) -> None:
+def test_stored_error_keeps_no_values_of_its_run_alive(mode: Mode) -> None:
     x, alive = torch.ones(3), weakref.WeakSet[torch.Tensor]()
     with launch_cluster(2) as cluster:
         cluster.put([{"w": torch.zeros(())}] * 2)
@@ -183,8 +185,8 @@ def test_errors_that_are_kept_keep_no_values_of_their_runs(mode: Mode) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_what_a_failed_run_computed_is_let_go(mode: Mode) -> None:
-    """The exception keeps frames of a user's function, with its values; the host keeps neither."""
+def test_host_releases_values_of_failed_run(mode: Mode) -> None:
+    """The exception holds frames of a user's function with its values; the host holds neither."""
     x, alive = torch.ones(3), weakref.WeakSet[torch.Tensor]()
     with launch_cluster(2) as cluster:
         cluster.put([{"w": torch.zeros(())}] * 2)

@@ -1,4 +1,4 @@
-"""The verifier: what it refuses, with its words, and that it agrees with brute force."""
+"""Tests the verifier: what it refuses, the messages, and agreement with brute force."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def refusal(*lists: Sequence[Instruction], **words: object) -> str:
     return str(caught.value)
 
 
-def test_accepts_good_programs() -> None:
+def test_verifier_accepts_correct_programs_and_reports_peak_memory() -> None:
     report = verify(pipeline(3))
     assert report.peak_bytes == (0, 16, 16)
     verify(Collectives(3).program(), ((0, 1, 2),))
     verify(Collectives(3).program(), ((0, 1), (2,)))
 
 
-def test_crossed_sends() -> None:
+def test_verifier_refuses_crossed_sends_and_names_cycle() -> None:
     first = [
         Send("x", 1, "c", B, source="net.py:3: send(x)"),
         Wait(("x",)),
@@ -76,7 +76,7 @@ Program 'test' can hang: 2 waits form a circle.
     )
 
 
-def test_circle_through_a_collective_names_the_users_line() -> None:
+def test_verifier_names_user_line_in_cycle_through_collective() -> None:
     first = [reduce("x", "s"), Wait(("s",)), Send("x", 1, "c", B, source="net.py:7"), Wait(("x",))]
     second = [Recv("y", 0, "c", B), Wait(("y",)), reduce("y", "s"), Wait(("s",)), Free(("s",))]
     assert_expected_inline(
@@ -120,7 +120,9 @@ Program 'test' can hang: 2 waits form a circle.
         ([reduce("x", "s"), Wait(("s",)), Free(("s",))], "without a partner"),
     ],
 )
-def test_refuses(items: Sequence[Instruction], words: str) -> None:
+def test_verifier_refuses_invalid_program_with_fix(
+    items: Sequence[Instruction], words: str
+) -> None:
     text = refusal(items, [], [], inputs=[("x",), (), ()], state=[("w",), (), ()])
     assert words in text and "Fix: " in text
 
@@ -160,7 +162,7 @@ VIEW, WRITE = Call("one", ("k",), ("v",)), Call("take", ("k",), (), ("k",))
         ),
     ],
 )
-def test_writes_that_can_be_seen(
+def test_verifier_refuses_writes_visible_through_shared_memory(
     items: Sequence[Instruction], own: dict[str, object], words: str
 ) -> None:
     with pytest.raises(ProgramError) as caught:
@@ -168,7 +170,7 @@ def test_writes_that_can_be_seen(
     assert words in str(caught.value)
 
 
-def test_writes_that_nobody_sees() -> None:
+def test_verifier_accepts_writes_that_no_reader_can_see() -> None:
     shares = (("v", "k"),)
     verify(sharing([VIEW, Call("take", ("v",), ()), WRITE, Free(("v",))], shares=shares))
     verify(sharing([VIEW, Free(("v",)), WRITE, VIEW, Free(("v",))], shares=shares))
@@ -180,7 +182,7 @@ def test_writes_that_nobody_sees() -> None:
     verify(sharing([VIEW, WRITE, Call("take", ("v",), ()), Free(("v",))]))  # its author's business
 
 
-def test_what_is_lent_is_given_back() -> None:
+def test_verifier_requires_borrowed_values_to_be_returned() -> None:
     def refused(items: Sequence[Instruction], words: str) -> None:
         outputs = [(), ("a",)] if not any(isinstance(i, Free) for i in items) else [(), ()]
         send = [Send("x", 1, "c", B), Wait(("x",))]
@@ -196,15 +198,15 @@ def test_what_is_lent_is_given_back() -> None:
     verify(program(send, twice, inputs=[("x",), ()]))
 
 
-def test_outputs_must_be_there() -> None:
+def test_verifier_refuses_missing_outputs() -> None:
     assert "outputs ['y'] are not there" in refusal([], outputs=[("y",)])
 
 
-def test_a_freed_name_may_be_defined_again() -> None:
+def test_verifier_accepts_redefinition_of_freed_name() -> None:
     verify(program([Call("one", (), ("a",)), Free(("a",))] * 2, functions=[ONE]))
 
 
-def test_one_output_stands_for_a_whole_collective() -> None:
+def test_wait_for_one_output_covers_whole_collective() -> None:
     bucket = Collective("all_reduce", (0,), ("x", "x"), ("s", "t"), (B, B), (B, B), "sum", "g")
     outputs = [("s", "t")]
     verify(program([bucket, Wait(("s",)), Wait(("t",))], inputs=[("x",)], outputs=outputs))
@@ -225,20 +227,20 @@ def _pair(first: Instruction, second: Instruction) -> str:
         Collective("all_reduce", (0, 1), ("x", "x"), ("s", "t"), (B, B), (B, B), "sum", "g"),
     ],
 )
-def test_members_must_agree(other: Collective) -> None:
+def test_verifier_refuses_collective_whose_members_disagree(other: Collective) -> None:
     lists = ([reduce("x", "s"), Wait(("s",))], [other, Wait(("s",))])
     outputs = [("s",), other.outputs]
     text = refusal(*lists, inputs=[("x",)] * 2, outputs=outputs)
     assert "operations that meet" in text and "rank 0, instr 0" in text
 
 
-def test_send_and_receive_must_agree() -> None:
+def test_verifier_refuses_send_and_receive_of_different_buffers() -> None:
     wide = Buffer((3,), torch.float32)
     lists = ([Send("x", 1, "c", B), Wait(("x",))], [Recv("y", 0, "c", wide), Wait(("y",))])
     assert "other buffers" in refusal(*lists, inputs=[("x",), ()], outputs=[(), ("y",)])
 
 
-def test_pieces_must_match_one_by_one() -> None:
+def test_verifier_refuses_gather_of_mismatched_pieces() -> None:
     short = Buffer((1,), torch.float32)
     lists = [
         [Collective("all_gather", (0, 1), ("x",), ("s", "t"), (b,), outs, None, "g"), Wait(("s",))]
@@ -262,7 +264,7 @@ HALF = Buffer((2,), torch.bfloat16)
         ("sum", HALF, Buffer((2,), torch.float16), False),
     ],
 )
-def test_only_a_sum_may_come_out_in_what_it_is_accumulated_in_or_rounded(
+def test_only_sum_may_have_accumulation_dtype_or_rounded_result(
     op: str, given: Buffer, made: Buffer, fits: bool
 ) -> None:
     reduced = Collective("all_reduce", (0, 1), ("x",), ("s",), (given,), (made,), op, "g")  # type: ignore[arg-type]
@@ -277,7 +279,7 @@ def test_only_a_sum_may_come_out_in_what_it_is_accumulated_in_or_rounded(
             assert "do not fit together" in refusal(*lists, **words)
 
 
-def test_merged_list_of_one_host_never_blocks() -> None:
+def test_merged_instruction_list_of_one_host_never_blocks() -> None:
     lists = merge(pipeline(3), ((0, 1, 2),))
     assert len(lists) == 1
     done: set[int] = set()
@@ -289,7 +291,7 @@ def test_merged_list_of_one_host_never_blocks() -> None:
     assert merge(pipeline(3), ((0, 1, 2),), 5) != lists
 
 
-def test_hosts_must_cover_the_ranks() -> None:
+def test_verifier_refuses_hosts_that_do_not_cover_ranks() -> None:
     with pytest.raises(ProgramError, match="Every rank has one host"):
         verify(pipeline(3), ((0, 1),))
 
@@ -297,7 +299,7 @@ def test_hosts_must_cover_the_ranks() -> None:
 # -- against brute force: `python -m tests.daft.explore` tries more ------------------------------
 
 
-def test_every_program_of_two_transfers_on_two_ranks() -> None:
+def test_verifier_agrees_with_brute_force_on_all_two_transfer_programs() -> None:
     found = list(exhaustive(2, 2, "cd"))
     assert len(found) == 756
     assert sum(can_hang(*each, buffered=False) for each in found) == 30
@@ -308,7 +310,7 @@ def test_every_program_of_two_transfers_on_two_ranks() -> None:
 @pytest.mark.slow
 @settings(deadline=None, max_examples=300)
 @given(st.integers(0, 2**32))
-def test_random_programs(seed: int) -> None:
+def test_verifier_agrees_with_brute_force_on_random_programs(seed: int) -> None:
     transfers, orders = drawn(random.Random(seed))
     assert disagreement(transfers, orders) is None
     made = built(transfers, orders)
