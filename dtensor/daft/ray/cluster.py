@@ -67,8 +67,7 @@ _CHANGES = (Worker.put, Worker.delete, Worker.run)
 
 
 class RayCluster(HostedCluster):
-    """A cluster of ranks in Ray actors. `together`: groups of ranks that should be on one
-    machine."""
+    """A cluster of ranks in Ray actors. `together`: ranks that should be on one machine."""
 
     def __init__(
         self, size: int, options: LaunchOptions, together: Sequence[Sequence[int]] = ()
@@ -597,8 +596,7 @@ class RayCluster(HostedCluster):
         self._home.announce(lost_key(host))
 
     def waits(self, there: Mapping[int, Progress]) -> dict[int, Waits]:
-        """Return, by process, the processes that it waits for. `there`: the progress of
-        processes."""
+        """Return, by process, the processes that it waits for, given the progress of all."""
         places = enumerate(self.membership.processes)
         by_host = {h: there[p.index].of_device for h, p in places if p.index in there}
         waits_of: dict[int, Waits] = {}

@@ -150,8 +150,7 @@ class _Method:
 
 
 class InFlight:
-    """The calls in flight of a controller. The deques are filled by finalizers and read by
-    `update`."""
+    """The calls in flight of a controller. Finalizers fill the deques; `update` reads them."""
 
     def __init__(self, store: ObjectStore, channel: RunChannel) -> None:
         self.store = store
@@ -192,8 +191,7 @@ class InFlight:
             return self.dropped.pop(process, ())
 
     def wait_for_room(self, titles: Sequence[str], look: Callable[[], None]) -> None:
-        """Wait until calls of these titles may be submitted. `look()` checks whether all processes
-        are alive."""
+        """Wait until calls of these titles may be submitted. `look()` checks the processes."""
         self.update()
         if self._has_room(titles):
             return

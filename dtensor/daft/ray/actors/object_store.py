@@ -444,8 +444,7 @@ class ObjectStore:
             return
 
     def _frame(self, outgoing: _Outgoing, message: tuple[Any, ...]) -> list[Data]:
-        """Return the bytes of a message. A large value is not copied; one in shared memory is
-        lent."""
+        """Return the bytes of a message. Large values are not copied."""
         if message[0] == _VALUE:
             _, key, value = message
             packed = self._lent(value, outgoing.to)

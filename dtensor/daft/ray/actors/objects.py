@@ -159,8 +159,7 @@ class Objects:
 
     @contextmanager
     def _failing(self) -> Generator[list[Tensor]]:
-        """Yield a list; an exception in the block replaces its contents by the failure's
-        message."""
+        """Yield a list; an exception in the block makes it the failure's message."""
         results: list[Tensor] = []
         try:
             yield results

@@ -87,8 +87,7 @@ class _ProcessPart:
 
 
 class RaySession(Session):
-    """A session whose actors are in Ray processes. See `Session` for methods without a
-    docstring."""
+    """A session whose actors are in Ray processes. `Session` describes its methods."""
 
     def __init__(self, options: LaunchOptions) -> None:
         super().__init__()
@@ -342,8 +341,7 @@ class RaySession(Session):
         return self._packed(value, run, name, process)
 
     def _check_lost(self, frozen: LoweredTasks) -> None:
-        """Raise `ActorLost` if a process of a compiled function is lost, before others are
-        called."""
+        """Raise `ActorLost` if a process of a compiled function is lost."""
         broken = any(map(self._channel.is_broken, frozen.processes))
         if not (broken or self.watch.lost):
             return
@@ -429,8 +427,7 @@ class RaySession(Session):
 
 
 def _check_resources(name: str, resources: Mapping[str, float], home: LaunchProcesses) -> None:
-    """Raise ValueError for resources that Ray does not have, since Ray would wait for them
-    forever."""
+    """Raise ValueError for resources that Ray does not have, as Ray would wait forever."""
     total = home.resources() if any(resources.values()) else {}
     lacking = {k: total.get(k, 0) for k, n in resources.items() if n > total.get(k, 0)}
     if lacking:

@@ -226,8 +226,7 @@ def _become(
 
 
 def main(argv: list[str]) -> None:
-    """Run the server, given a descriptor; or start a worker, given the arguments of Ray's
-    command."""
+    """Run the server, given a descriptor; or start a worker, given Ray's arguments."""
     if len(argv) == 1:
         import runpy
 

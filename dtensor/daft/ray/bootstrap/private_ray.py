@@ -57,8 +57,7 @@ class RayletEnded(Exception):
 @contextmanager
 def starting(seconds: float) -> Generator[None]:
     """Within the block, a Ray that starts waits for its raylet for this many seconds instead of 30,
-    and raises `RayletEnded` as soon as that has ended. If Ray does not start, its processes are
-    killed."""
+    and raises `RayletEnded` as soon as that has ended. A Ray that does not start is killed."""
     start, get = _services.start_ray_process, _services.get_node
     started: list[subprocess.Popen[bytes]] = []
     raylets: list[subprocess.Popen[bytes]] = []

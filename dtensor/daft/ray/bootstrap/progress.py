@@ -61,8 +61,7 @@ MAX_PROGRAMS = 256  # how many programs' runs are measured
 
 
 class ProgramCounter:
-    """The program counter of a host, in the host or in the controller. `view[0]` is the
-    position."""
+    """The program counter of a host. `view[0]` is the position."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -117,8 +116,7 @@ class ProgramCounter:
         view[_PEER], view[_PEER + 1], view[_PEER + 2] = rank, view[0], view[2]
 
     def device_waits(self, place: tuple[int, int, int] | None) -> None:
-        """Record where the host's GPU waits for a message (program, run, position), None if
-        nowhere."""
+        """Record where the host's GPU waits for a message (program, run, position)."""
         program, run, position = place or (-1, -1, -1)
         view = self.view
         view[_DEVICE + 2] = -1  # so that no reader mixes the old and new place

@@ -150,8 +150,7 @@ def _check_joined(address: str) -> None:
 
 
 def _host_and_port(address: str) -> tuple[str, int] | None:
-    """Return the host, as a numeric address if possible, and the port; None for words like
-    "auto"."""
+    """Return the host, as a numeric address if possible, and the port; None for "auto"."""
     parts = urlsplit(address if "//" in address else f"//{address}")
     if parts.hostname is None or parts.port is None:
         return None

@@ -26,8 +26,7 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def own_directory(parent: str | None = None) -> Path:
-    """Return the directory for this user's launches, in `parent` or the folder of temporary
-    files."""
+    """Return the directory for this user's launches, in `parent` or the temporary folder."""
     return Path(parent or tempfile.gettempdir()) / f"dtensor-{os.geteuid()}"
 
 
@@ -105,8 +104,7 @@ class OwnFolder:
 
 
 def elsewhere(folder: Path, machine: str) -> Path:
-    """Return the path of a launch's folder in memory on a machine, given Ray's name of the
-    machine."""
+    """Return the path of a launch's folder in memory on a machine, by Ray's name."""
     return folder.with_name(f"{folder.name}-{machine[:12]}")
 
 

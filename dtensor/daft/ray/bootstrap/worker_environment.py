@@ -12,8 +12,7 @@ _RAYS_FOLDER = os.path.join("ray", "thirdparty_files")
 
 
 def worker_environment() -> dict[str, str]:
-    """Return variables with which actors find the controller's modules and use one kernel
-    thread."""
+    """Return variables for actors: the controller's module path, and one kernel thread."""
     path = (os.path.abspath(entry or ".") for entry in sys.path if not entry.endswith(_RAYS_FOLDER))
     return {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
 

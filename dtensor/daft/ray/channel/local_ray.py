@@ -247,8 +247,7 @@ def _by_imports() -> dict[str, str]:
 
 
 def is_possible() -> bool:
-    """Return whether Ray can be in a separate process: on Linux, if this process has not joined
-    one."""
+    """Return whether Ray can be in a separate process: on Linux, unless this process has one."""
     ray: Any = sys.modules.get("ray")
     return hasattr(os, "pidfd_open") and not (ray is not None and ray.is_initialized())
 

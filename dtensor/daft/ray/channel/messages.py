@@ -190,8 +190,7 @@ class Payload:
 
 
 def encoded(number: int, kind: Kind, functions: tuple[Function, ...], value: object) -> list[Data]:
-    """Return the pieces of a message, in order. `value`: the arguments or result, or their
-    `Payload`."""
+    """Return the pieces of a message, in order. `value`: the contents, or their `Payload`."""
     named = _named(functions)
     payload = value if isinstance(value, Payload) else Payload.of(value)
     body, buffers = payload.body, payload.buffers

@@ -55,8 +55,7 @@ class Actor(Protocol):
         ...
 
     def serve(self, packed_arguments: bytes) -> None:
-        """Let the host execute calls that come over a connection. `packed_arguments`: packed
-        credentials."""
+        """Let the host execute calls that come over a connection. Takes packed credentials."""
         ...
 
     def ended(self, patience_s: float = 0.0) -> str | None:

@@ -44,8 +44,7 @@ class RayActor:
         return str(self.actor._actor_id.hex())
 
     def serve(self, packed_arguments: bytes) -> None:
-        """Let the host execute calls that come over a connection. `packed_arguments`: packed
-        credentials."""
+        """Let the host execute calls that come over a connection. Takes packed credentials."""
         self.serving = self.actor.serve.remote(packed_arguments)
 
     def ended(self, patience_s: float = 0.0) -> str | None:

@@ -400,8 +400,7 @@ class RunChannel:
     # -- writing, with the lock held ------------------------------------------------------
 
     def copy_lent(self) -> None:
-        """Copy the unwritten buffers that callers have lent, so that the callers may change
-        them."""
+        """Copy the unwritten buffers that callers have lent and may now change."""
         with self._lock:
             for connection in self._connections:
                 if connection.lent:
@@ -419,8 +418,7 @@ class RunChannel:
             self._poll.modify(connection.sock, select.EPOLLIN)
 
     def _write_later(self, connection: _Connection) -> None:
-        """Let the reader write when the socket accepts bytes; start a thread that reads until
-        then."""
+        """Write when the socket accepts bytes again, in a thread that is started for it."""
         if connection.sock is not None:
             self._poll.modify(connection.sock, select.EPOLLIN | select.EPOLLOUT)
         if self._writer is None and not self._closed:

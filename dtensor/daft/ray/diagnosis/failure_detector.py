@@ -103,8 +103,7 @@ class Controller(Protocol):
         ...
 
     def at_work(self, host: int, at: Progress) -> bool:
-        """Return whether a host is in an instruction that does not wait for another host, such as a
-        `Call`."""
+        """Return whether a host's instruction, such as a `Call`, waits for no other host."""
         ...
 
     def waits(self, there: Mapping[int, Progress]) -> Mapping[int, Waits]:
@@ -209,8 +208,7 @@ class FailureDetector:
             self._look_for_stalled(self._due, calls, now, deadline_s)
 
     def _look_at(self, host: HostProcess, at: Progress, now: float) -> None:
-        """Mark a host as lost if it is dead; end it if it has stopped, or is in one call too
-        long."""
+        """Mark a host as lost if it is dead; end it if it stopped or is in a call too long."""
         if host.gone or self._is_cut_off(host) or host.ended() is not None:
             self._lose_dead(host)
             return

@@ -133,8 +133,7 @@ def unpacked(lists: Packed, functions: Packed) -> HostProgram:
 
 
 def _snapshot_file(folder: Path, ranks: tuple[int, ...]) -> SnapshotFile:
-    """Open the snapshots that a dead process of these ranks has left, or their copy; else create a
-    file."""
+    """Open the snapshots of a dead process of these ranks, or their copy; else create a file."""
     try:
         return SnapshotFile.open(folder, ranks)
     except FileNotFoundError:
@@ -244,8 +243,7 @@ class Ranks:
         return worker.ended()
 
     def roll_back(self, to: int) -> int:
-        """Roll back to the state after change `to`, or after an earlier change; return its
-        number."""
+        """Roll back to the state after change `to`, or an earlier one; return its number."""
         return self._connected[1].roll_back(to)
 
     def ended(self) -> int:
@@ -257,8 +255,7 @@ class Ranks:
         self._programs[handle] = unpacked(lists, functions)
 
     def warm(self) -> None:
-        """Import the modules that torch's optimizers import at their first step, which takes
-        seconds."""
+        """Import what torch's optimizers import at their first step; it takes seconds."""
         import_module("torch._dynamo")
 
     def remember(self, sent: SentData) -> None:

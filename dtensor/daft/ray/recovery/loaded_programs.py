@@ -119,8 +119,7 @@ class LoadedOnHosts:
         return None if shipped is None else shipped.lines
 
     def replayable(self, ranks: Sequence[int]) -> Iterator[tuple[int, str]]:
-        """Yield the values of these ranks, (rank, name), that replayable writes of programs
-        change."""
+        """Yield the values, (rank, name), that replayable writes of these ranks change."""
         for shipped in self.programs.values():
             rank_programs = shipped.handle.program.ranks
             for rank in ranks:

@@ -99,8 +99,7 @@ class Membership:
         return self.processes[host]
 
     def place(self, process: int) -> int | None:
-        """Return the host of a process, given its number; None for a spare or a replaced
-        process."""
+        """Return the host of a process, by its number; None for a spare or replaced one."""
         return self._place.get(process)
 
     @property
@@ -199,8 +198,7 @@ class Membership:
         return len(replies) == self._num_spares and self.channel.all_over(replies)
 
     def start_spares(self) -> list[HostProcess]:
-        """Start the missing spares, on the machines with the fewest spares; return the new
-        spares."""
+        """Start missing spares, on the machines with the fewest spares; return them."""
         new: list[HostProcess] = []
         while len(self.spares) < self._num_spares:
             spares = [spare.machine for spare in self.spares]

@@ -57,8 +57,7 @@ MAX_LOSSES_IN_RUN = 3
 
 @dataclass(slots=True)
 class _Lost:
-    """The losses so far in one recovery: their failures, the ranks lost, the replacements'
-    kinds."""
+    """The losses so far in a recovery: failures, lost ranks, kinds of replacements."""
 
     failures: list[Failure] = field(default_factory=list[Failure])
     ranks: list[int] = field(default_factory=list[int])
@@ -88,8 +87,7 @@ class Recovering(Protocol):
 
 
 class Recovery:
-    """Repeats calls of a launch after losses. `epoch` counts how often hosts have connected
-    again."""
+    """Repeats calls of a launch after losses. `epoch` counts how often hosts reconnected."""
 
     def __init__(self, launch: Recovering, changes: ChangeLog, max_restarts: int) -> None:
         self.epoch: int = 0

@@ -29,8 +29,7 @@ communicator, and a side stream for each that has an all_reduce in two halves (`
 
 
 class Communicators:
-    """The communicators of a launch, in the controller. `of`: key to the number of its
-    communicator."""
+    """The communicators of a launch. `of`: key to the number of its communicator."""
 
     def __init__(self) -> None:
         self.of: dict[Key, int] = {}

@@ -66,8 +66,7 @@ class Wire(ABC):
 
     @abstractmethod
     def later(self, key: Key, finish: Finish) -> Pending:
-        """Call `finish`, which waits and posts, without blocking this rank; in order for each
-        key."""
+        """Call `finish`, which waits and posts, without blocking this rank; in order by key."""
 
     @abstractmethod
     def close(self) -> None:
@@ -258,8 +257,7 @@ def in_two_halves(collective: Collective) -> bool:
 
 
 def expected(collective: Collective, me: int, member: int) -> Sequence[Buffer]:
-    """Return the buffers that a member `me` receives from `member`; both are positions in the
-    group."""
+    """Return the buffers that position `me` of a group receives from position `member`."""
     return collective.does.got(collective.in_buffers, collective.out_buffers, me, member)
 
 

@@ -49,8 +49,7 @@ class _Timespec(ctypes.Structure):
 
 
 class CLibrary(NamedTuple):
-    """Functions of the C library. Semaphores are given by their addresses; a result of 0 is
-    success."""
+    """Functions of the C library. They take semaphores by address; 0 is success."""
 
     initialise: Callable[[int, int, int], int]
     post: Callable[[int], int]
@@ -114,8 +113,7 @@ def take(semaphore: int, check: Callable[[], None]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A mapped part of a segment, u8[nbytes]. It stays mapped while anything refers to the
-    tensor."""
+    """A mapped part of a segment, u8[nbytes]. References to the tensor keep it mapped."""
 
     bytes: torch.Tensor
 

@@ -115,8 +115,7 @@ class SharedMemoryPeers:
         self.segments[self.index].write(where, begin.to_bytes(_ENTRY_BYTES, "little"))
 
     def announced(self, actor: int, number: int) -> int:
-        """Return where an actor's window of a program begins, 0 if it has not loaded the
-        program."""
+        """Return where an actor's window of a program begins, 0 if it has none."""
         where = _DIRECTORY + _ENTRY_BYTES * number
         return int.from_bytes(self.segments[actor].read(where, _ENTRY_BYTES), "little")
 

@@ -100,8 +100,7 @@ class Slabs:
         return _tensor(memory)
 
     def lend(self, message: Tensor, to: int) -> tuple[int, int] | None:
-        """Lend a message to another process. Return its begin and length, None if it is in no
-        slab."""
+        """Lend a message to another process. Return its begin and length, or None."""
         slab = self._used.get(message.data_ptr())
         if slab is None or to >= MAX_PROCESSES:
             return None

@@ -71,8 +71,7 @@ class Arena:
 
 
 class CrossHostKeys:
-    """The keys of a program whose members are on different hosts. `host_of`: the host of each
-    rank."""
+    """The keys of a program with members on several hosts. `host_of`: rank to host."""
 
     def __init__(self, program: Program, host_of: Sequence[int]) -> None:
         uses = _uses(program, host_of)
@@ -107,8 +106,7 @@ class CrossHostKeys:
 
 
 def lay_out(program: HostProgram, host_of: Sequence[int], shares: Callable[[Key], bool]) -> Arena:
-    """Return the layout of the keys for which `shares(key)` is true. `host_of`: the actor of each
-    rank."""
+    """Return the layout of the keys for which `shares(key)` is true. `host_of`: actors by rank."""
     used = [LINE] * (max(host_of) + 1)
     meetings = program.meetings
     lanes = {own.key: _lane(own, host_of, used) for own in meetings.keys if shares(own.key)}
@@ -142,8 +140,7 @@ def placed(buffers: Sequence[Buffer]) -> tuple[tuple[int, ...], int]:
 
 
 def pieces_of(start: Start) -> tuple[Piece, ...]:
-    """Return the pieces of an all_reduce that single members fold, () if each member folds
-    everything."""
+    """Return the pieces of an all_reduce that single members fold, () if there are none."""
     if not isinstance(start, Collective) or start.kind != "all_reduce" or start.op is None:
         return ()
     total = sum(buffer.nbytes for buffer in start.in_buffers)
@@ -308,8 +305,7 @@ def _met(
 
 
 def _concerned(key: Key, rank: int, hosted: Collection[int]) -> tuple[int, ...]:
-    """Return the partners of a rank on a key that are counted: this host has the rank or the
-    partner."""
+    """Return a rank's partners on a key for which this host counts starts."""
     return tuple(other for other in key[0] if other != rank and (rank in hosted or other in hosted))
 
 
