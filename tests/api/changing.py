@@ -1,4 +1,4 @@
-"""Layers, parameters and buffers that change between steps: a small causal model, how it trains in
+"""Layers, parameters and buffers that change between steps: a small causal model, its training in
 plain torch and under a placement, and the ways in which users change it.
 
     way, place = WAYS["a layer replaced"], PLACES["tp2"]
@@ -9,9 +9,8 @@ plain torch and under a placement, and the ways in which users change it.
             placed.take(number)
         assert not differences(placed, plain)
 
-A way is written once, as a generator over what trains, whichever it is, which yields where a step
-is to be taken; random numbers are drawn from a seed that both have. Numbers are float64, so that
-what differs is wrong. No test lives here.
+A way is a generator over a `Plain` or a `Placed`; it yields where a step is to be taken. Both draw
+the same random numbers. Values are float64, so any difference is an error.
 """
 
 from __future__ import annotations
@@ -69,10 +68,10 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """tokens [b t] -> logits [b t v]; with a cache, as docs/generation.md has it. ``mixes``: its
-    tokens attend to those before; without, its programs are half as long.
+    """tokens [b t] -> logits [b t v]; with a cache, as in docs/generation.md.
 
-    ``head`` may stand in ``tail``, ``gain`` may be called ``factor`` and ``shift`` ``offset``.
+    ``mixes``: tokens attend to earlier tokens; without it, the programs are half as long. ``head``
+    may be a child of ``tail``, ``gain`` may be named ``factor`` and ``shift`` ``offset``.
     """
 
     def __init__(self, tied: bool = False, mixes: bool = False) -> None:
@@ -120,7 +119,7 @@ def batch(number: int) -> tuple[Tensor, Tensor]:
 
 
 def adamw(net: nn.Module) -> Optimizer:
-    """Two groups: the blocks', and that of all else."""
+    """Return an AdamW with two groups: the parameters of the blocks, and the others."""
     blocks = [p for n, p in net.named_parameters() if n.startswith("blocks")]
     inside = set(map(id, blocks))
     rest = [p for p in net.parameters() if id(p) not in inside]
@@ -136,8 +135,8 @@ CLIP = 0.5  # below every norm here
 
 @dataclass
 class Plain:
-    """In plain torch: the reference. ``record``: what steps and evaluations gave, in their order;
-    by step (loss, norm)."""
+    """Training in plain torch: the reference. ``record``: the results of steps (loss, norm) and
+    evaluations, in order."""
 
     net: Any
     optimizer: Optimizer = field(init=False)
@@ -150,7 +149,7 @@ class Plain:
         self.optimizer = optimizer
 
     def take(self, number: int) -> None:
-        """One step on `batch(number)`."""
+        """Take one step on `batch(number)`."""
         self.optimizer.zero_grad(set_to_none=True)
         loss = loss_fn(self.net, *batch(number))
         held = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -167,7 +166,7 @@ class Plain:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a `Net` is trained."""
+    """A mesh, placements and options for a `Net`."""
 
     mesh: dt.Mesh
     placements: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -203,7 +202,7 @@ PLACES = {
 
 @dataclass
 class Placed:
-    """The same under a placement. ``record`` has futures: nothing is read before `read`."""
+    """Training under a placement. ``record`` contains futures until `read` is called."""
 
     net: Any
     place: Place
@@ -232,7 +231,7 @@ class Placed:
         self.record.append(self.logits(self.model, batch(99)[0]))
 
     def read(self) -> None:
-        """Wait for what was recorded: it is values from now on."""
+        """Wait for the recorded futures and replace them by their values."""
         self.record = list(map(_read, self.record))
 
 
@@ -240,7 +239,7 @@ Trained = Plain | Placed
 
 
 def differences(placed: Placed, plain: Plain) -> list[str]:
-    """What is not as in torch, a line each; reads all that there is."""
+    """Return one line for each difference from plain torch; reads all results and state."""
     placed.read()
     found = unlike(placed.record, plain.record, "record")
     found += unlike(dict(placed.net.state_dict()), dict(plain.net.state_dict()), "in the model")
@@ -250,14 +249,15 @@ def differences(placed: Placed, plain: Plain) -> list[str]:
 
 
 def _read(one: Any) -> Any:
-    """What was recorded; such as was read before is a value already."""
+    """Return the value of a recorded future, or the value itself."""
     if isinstance(one, dt.DTensor):
         return one.full_tensor()
     return (float(one), one.grad_norm) if isinstance(one, dt.Loss) else one
 
 
 def optimizer_state(optimizer: Optimizer) -> Any:
-    """Its state_dict; or that torch has none, as where state is left of what no group holds."""
+    """Return the optimizer's state_dict, or a note that torch cannot make one because a state
+    belongs to no group."""
     try:
         return copy.deepcopy(optimizer.state_dict())
     except KeyError:
@@ -265,7 +265,7 @@ def optimizer_state(optimizer: Optimizer) -> Any:
 
 
 def unlike(found: Any, expected: Any, where: str) -> list[str]:
-    """Differences of two trees, by path, whatever the order of their keys."""
+    """Return the differences of two trees by path, ignoring the order of keys."""
     (a, _), (b, _) = map(pytree.tree_flatten_with_path, (found, expected))
     a, b = (sorted(leaves, key=lambda leaf: pytree.keystr(leaf[0])) for leaves in (a, b))
     of_a, of_b = ([pytree.keystr(path) for path, _ in leaves] for leaves in (a, b))
@@ -300,8 +300,8 @@ Change = Callable[[Any], Iterator[None]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """``tied``: whether the model begins with its head tied to the embedding. ``refused``: by place
-    what the error says where a way has none."""
+    """One way to change a model. ``tied``: the model starts with its head tied to the embedding.
+    ``refused``: the expected error by place, for places where the change is refused."""
 
     change: Change
     tied: bool = False
@@ -312,8 +312,8 @@ class Way:
         return Net(self.tied, mixes)
 
     def steps(self, *all_of: Trained) -> Iterator[int]:
-        """The number of each step that all are to take: before the first change, after each, and
-        one more. A change draws the same numbers for each."""
+        """Yield the number of each step to take: before the first change, after each change, and
+        one more. Each change draws the same random numbers for all models."""
         yield 0
         number, changes = 1, [self.change(each) for each in all_of]
         going = True
@@ -332,7 +332,7 @@ def _all(*parts: nn.Module | nn.Parameter) -> list[nn.Parameter]:
 
 
 def replaced(of: Trained) -> Iterator[None]:
-    """The optimizer goes on holding the old one; the new one is not trained."""
+    """Replace a layer; the optimizer still holds the old one, so the new one is not trained."""
     of.net.blocks[1].down = linear(HIDDEN, WIDTH)
     yield
 
@@ -351,7 +351,7 @@ def replaced_by_another_shape(of: Trained) -> Iterator[None]:
 
 
 def replaced_and_old_dropped(of: Trained) -> Iterator[None]:
-    """Out of the optimizer with its state, too."""
+    """Replace a layer, and remove the old one and its state from the optimizer."""
     old, new = of.net.blocks[1].down, linear(HIDDEN, WIDTH)
     of.net.blocks[1].down = new
     group = of.optimizer.param_groups[0]
@@ -363,7 +363,7 @@ def replaced_and_old_dropped(of: Trained) -> Iterator[None]:
 
 
 class Adapter(nn.Module):
-    """LoRA by hand: the base, and a product of low rank beside it."""
+    """LoRA written by hand: the base layer plus a low-rank product."""
 
     def __init__(self, base: nn.Linear, rank: int = 2) -> None:
         super().__init__()
@@ -383,7 +383,7 @@ def wrapped(of: Trained) -> Iterator[None]:
 
 
 def adapters_by_hand(of: Trained) -> Iterator[None]:
-    """LoRA in all blocks, everything else frozen; later they are merged into the base."""
+    """Add LoRA to all blocks and freeze the rest; later merge the adapters into the base."""
     of.net.requires_grad_(False)
     for block in of.net.blocks:
         block.up, block.down = Adapter(block.up), Adapter(block.down)
@@ -412,7 +412,7 @@ def adapters_of_peft(of: Trained) -> Iterator[None]:
 
 
 def model_of_peft(of: Trained) -> Iterator[None]:
-    """With a new optimizer, as its examples have it; the base is the module that is trained."""
+    """Wrap with peft and a new optimizer, as in peft's examples; the base module is trained."""
     import peft
 
     config = peft.LoraConfig(r=2, target_modules=["up", "head"])
@@ -435,7 +435,7 @@ def moved_into_a_container(of: Trained) -> Iterator[None]:
 
 
 def swapped(of: Trained) -> Iterator[None]:
-    """Two layers of one stage."""
+    """Swap two layers of one stage."""
     one, other = of.net.blocks[0], of.net.blocks[1]
     one.up, other.up = other.up, one.up
     yield
@@ -454,7 +454,7 @@ def reordered(of: Trained) -> Iterator[None]:
 
 
 def deleted_and_back(of: Trained) -> Iterator[None]:
-    """What is away keeps its value and its state."""
+    """Delete a layer and add it again; meanwhile it keeps its value and its state."""
     block = of.net.blocks[1]
     del of.net.blocks[1]
     yield
@@ -470,7 +470,7 @@ def appended(of: Trained) -> Iterator[None]:
 
 
 def appended_twice(of: Trained) -> Iterator[None]:
-    """A model that grows, step after step."""
+    """Append a layer twice, with steps between."""
     for _ in range(2):
         of.net.blocks.append(new := Block())
         of.optimizer.param_groups[0]["params"].extend(_all(new))
@@ -485,7 +485,7 @@ def another_name(of: Trained) -> Iterator[None]:
 
 
 def registered_again(of: Trained) -> Iterator[None]:
-    """Under the same name, but behind the bias."""
+    """Register a parameter again under the same name, after the bias."""
     up = of.net.blocks[1].up
     weight = up.weight
     del up.weight
@@ -503,7 +503,7 @@ def set_to_none_and_back(of: Trained) -> Iterator[None]:
 
 
 def new_parameter(of: Trained) -> Iterator[None]:
-    """That no optimizer holds, where another was."""
+    """Replace a parameter by a new one that no optimizer holds."""
     of.net.gain = parameter(torch.linspace(0.5, 1.5, WIDTH, dtype=torch.float64))
     yield
 
@@ -523,7 +523,7 @@ def buffer_registered_again(of: Trained) -> Iterator[None]:
 
 
 def changing_buffer_replaced(of: Trained) -> Iterator[None]:
-    """One that forward changes."""
+    """Replace a buffer that forward changes."""
     of.net.seen = torch.tensor(40)
     yield
 
@@ -548,7 +548,7 @@ def untied(of: Trained) -> Iterator[None]:
 
 
 def tied_and_untied(of: Trained) -> Iterator[None]:
-    """The own weight comes back."""
+    """Tie a weight, then restore its own weight."""
     own = of.net.head.weight
     of.net.head.weight = of.net.embed.weight
     yield
@@ -589,7 +589,8 @@ def parametrized(of: Trained) -> Iterator[None]:
 
 
 def weight_normed(of: Trained) -> Iterator[None]:
-    """Two new parameters stand for the old one; at the end they are one, that nobody trains."""
+    """Replace a weight by the two parameters of weight norm; at the end they become one parameter
+    that is not trained."""
     down = of.net.blocks[1].down
     parametrizations.weight_norm(down)
     new = _all(down.parametrizations)
@@ -601,14 +602,15 @@ def weight_normed(of: Trained) -> Iterator[None]:
 
 
 def assigned(of: Trained) -> Iterator[None]:
-    """New objects, none of which the optimizer holds: nothing is trained."""
+    """Assign new parameters that the optimizer does not hold, so nothing is trained."""
     values = {n: v.clone() for n, v in of.net.state_dict().items()}
     of.net.load_state_dict(values, assign=True)
     yield
 
 
 def assigned_and_held(of: Trained) -> Iterator[None]:
-    """The optimizer's groups get the new objects, with the state of the old ones."""
+    """Assign new parameters and put them into the optimizer's groups, with the state of the old
+    ones."""
     old = dict(of.net.named_parameters())
     of.net.load_state_dict({n: v.clone() for n, v in of.net.state_dict().items()}, assign=True)
     new = {id(old[n]): p for n, p in of.net.named_parameters()}
@@ -620,13 +622,13 @@ def assigned_and_held(of: Trained) -> Iterator[None]:
 
 
 def _hand_on(optimizer: Optimizer, old: Tensor, new: Tensor) -> None:
-    """Its state, if it has any yet."""
+    """Move the optimizer state of ``old`` to ``new``, if there is any."""
     if old in optimizer.state:
         optimizer.state[new] = optimizer.state.pop(old)
 
 
 def exchanged(of: Trained) -> Iterator[None]:
-    """A new object in the place of an old one, with its state."""
+    """Replace a parameter by a new one and move its state."""
     up, group = of.net.blocks[1].up, of.optimizer.param_groups[0]
     old, new = up.weight, parameter(up.weight * 0.5)
     up.weight = new
@@ -636,7 +638,7 @@ def exchanged(of: Trained) -> Iterator[None]:
 
 
 def embedding_resized(of: Trained) -> Iterator[None]:
-    """As `resize_token_embeddings`; state of Adam's gets rows, too."""
+    """Add rows to the embedding as `resize_token_embeddings` does, and to the state of Adam."""
     old, new = of.net.embed.weight, nn.Embedding(VOCAB + 4, WIDTH, dtype=torch.float64)
     with torch.no_grad():
         new.weight[:VOCAB] = old
@@ -651,7 +653,7 @@ def embedding_resized(of: Trained) -> Iterator[None]:
 
 
 def other_group(of: Trained) -> Iterator[None]:
-    """A parameter goes from one group to another, and one back."""
+    """Move a parameter to another group, and another one back."""
     one, other = of.optimizer.param_groups
     one["params"].append(other["params"].pop(0))
     other["params"].append(one["params"].pop(0))
@@ -665,7 +667,7 @@ def group_removed(of: Trained) -> Iterator[None]:
 
 
 def group_away_and_back(of: Trained) -> Iterator[None]:
-    """Its state is left."""
+    """Remove a group and add it again; its state stays."""
     group = of.optimizer.param_groups.pop()
     yield
     yield
@@ -680,7 +682,7 @@ def new_optimizer(of: Trained) -> Iterator[None]:
 
 
 def averages_swapped_in(of: Trained) -> Iterator[None]:
-    """For an evaluation, as objects of their own; training goes on with its own."""
+    """Evaluate with averaged weights as new objects; training continues with the original ones."""
     own = dict(of.net.named_parameters())
     of.evaluate()
     for name, value in own.items():
@@ -698,7 +700,7 @@ def _put(net: nn.Module, name: str, value: nn.Parameter) -> None:
 
 
 class Follower(nn.Module):
-    """Its weight follows another's, by momentum, in forward: MoCo's key encoder."""
+    """A layer whose weight follows another weight by momentum in forward, as MoCo's key encoder."""
 
     def __init__(self, of: nn.Linear) -> None:
         super().__init__()
@@ -717,7 +719,7 @@ def followed(of: Trained) -> Iterator[None]:
 
 
 def another_forward(of: Trained) -> Iterator[None]:
-    """A layer is left out by the code: what is held, and not used, is as it is."""
+    """Skip a layer in forward; the unused layer keeps its parameters."""
     of.net.blocks[1].forward = types.MethodType(lambda _, x: 1.5 * x, of.net.blocks[1])
     yield
     yield
@@ -777,7 +779,8 @@ WAYS: Mapping[str, Way] = {
 
 
 def old_weight_norm(net: Any) -> Callable[[], None]:
-    """What undoes it. Its forward hook sets a tensor as an attribute."""
+    """Apply the old weight norm and return a function that removes it. Its forward hook sets a
+    tensor as an attribute."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         nn.utils.weight_norm(net.blocks[1].up)

@@ -1,4 +1,4 @@
-"""Running one function on plain tensors and on DTensors, and comparing all that it leaves."""
+"""Run one function on plain tensors and on DTensors, and compare all results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Placements = dict[str, dt.Placement]
 
 
 def placements(mesh: dt.Mesh, ndim: int, *, pending: bool = True) -> list[Placements]:
-    """Every product of Replicate, Shard(d) and Partial over the axes."""
+    """Return every combination of Replicate, Shard(d) and Partial over the axes."""
     options: list[dt.Placement] = [dt.Replicate(), *(dt.Shard(d) for d in range(ndim))]
     options += [dt.Partial()] if pending else []
     return [
@@ -28,14 +28,16 @@ def placements(mesh: dt.Mesh, ndim: int, *, pending: bool = True) -> list[Placem
 def sampled(
     mesh: dt.Mesh, shapes: Sequence[tuple[int, ...]], most: int
 ) -> Iterator[tuple[Placements, ...]]:
-    """Products of placements of several tensors, at most ``most``, the same ones each time."""
+    """Return at most ``most`` combinations of placements of several tensors; the same ones in each
+    run."""
     choices = list(itertools.product(*(placements(mesh, len(s)) for s in shapes)))
     random.Random(str(shapes)).shuffle(choices)
     yield from choices[:most]
 
 
 def same(got: Any, wanted: Any, *, atol: float = 1e-9) -> None:
-    """Structures of tensors, and numbers, are equal; DTensors by their global values."""
+    """Assert that nested structures of tensors and numbers are equal; DTensors by their full
+    values."""
     if isinstance(wanted, torch.Tensor):
         assert isinstance(got, dt.DTensor), f"{type(got)} for {wanted}"
         assert (got.shape, got.dtype) == (wanted.shape, wanted.dtype)
@@ -51,7 +53,7 @@ def same(got: Any, wanted: Any, *, atol: float = 1e-9) -> None:
 
 
 def gradients(fn: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-    """``fn``'s value and its gradients for a cotangent that is the same each time."""
+    """Return the value of ``fn`` and its gradients for a fixed cotangent."""
     out = fn(*inputs)
     cotangent = torch.linspace(-1, 2, out.numel(), dtype=out.dtype).reshape(out.shape)
     if isinstance(out, dt.DTensor):

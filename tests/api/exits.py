@@ -1,9 +1,10 @@
-"""Ways in and out of a launch, each in a process of its own that comes to Python's own end.
+"""Ways to end a process inside or after a launch; each case runs in its own process until Python's
+exit.
 
-    python -m tests.api.exits FOLDER CASE ...      a line of JSON for each case: how it ended
+    python -m tests.api.exits FOLDER CASE ...      # prints one line of JSON for each case
 
-dtensor is imported once; each case is a fork from there, which runs to the end of this file as a
-program does. Writes fail for real: the system refuses files of more bytes than a limit.
+dtensor is imported once; each case is a fork that runs to the end of this file, as a program does.
+Writes fail for real: the system refuses files above a size limit.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from typing import Any
 
 
 def said(word: str) -> None:
-    """To stdout, at once."""
+    """Print a word to stdout and flush."""
     os.write(1, f"<{word}>".encode())
 
 
 def before_the_import() -> None:
-    """An exit handler; it comes after dtensor's."""
+    """An exit handler that is registered before dtensor's and so runs after it."""
     said("handler before the import")
     if isinstance(sys.stderr, Tee):  # what logs does so
         sys.stderr = sys.__stderr__
@@ -55,7 +56,7 @@ TO = "ckpt"
 
 
 def made(steps: bool) -> Any:
-    """A model, which ranks have if a function was called."""
+    """Return a model; with ``steps``, run a function first, so that its values are on ranks."""
     model = dt.parallelize(nn.Linear(64, 64), MESH, {"weight": dict(tp=dt.Row())})
     if steps:
         loss = dt.compile(lambda model, x: model(x).square().sum(), MESH)
@@ -64,12 +65,12 @@ def made(steps: bool) -> Any:
 
 
 def fail() -> None:
-    """From here on writes of more than some bytes fail."""
+    """From now on, let writes above a small size fail."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
 def fail_to_publish() -> None:
-    """From here on what ranks write is fine, and what the controller does is not."""
+    """From now on, let the controller's writes fail; writes of ranks succeed."""
 
     def metadata_bytes(*_: Any) -> bytes:
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
@@ -78,7 +79,7 @@ def fail_to_publish() -> None:
 
 
 def write_at_the_end() -> None:
-    """From here on writes wait until the main thread has nothing to do any more."""
+    """From now on, delay writes until the main thread has nothing more to do."""
     ends, write = threading.Event(), saving.write_part
     threading._register_atexit(ends.set)  # type: ignore[attr-defined]
 
@@ -158,7 +159,7 @@ def caught() -> None:
 
 
 def swallowed(made_again: bool) -> None:
-    """Nobody sees the notes on the error; but there may be a later checkpoint."""
+    """Swallow the error, so that no one sees its notes; a later checkpoint may exist."""
     with suppress(ZeroDivisionError):
         in_block(wrong)
     if made_again:
@@ -168,7 +169,7 @@ def swallowed(made_again: bool) -> None:
 
 
 def user_file() -> None:
-    """What it has in its buffer is written as Python ends."""
+    """Leave text in the buffer of a file, which Python writes at exit."""
     file = open("words", "w")  # noqa: SIM115
     file.write("words")
     kept.append(file)
@@ -180,7 +181,7 @@ class Deleted:
 
 
 def objects_of_others() -> None:
-    """What Python does at its end is done, once: it deletes objects, and so writes files."""
+    """An exit at which Python flushes a file and deletes an object; this work must be done once."""
     user_file()
     kept.append(Deleted())
     kept.append(Saved("nowhere", wrong))
@@ -236,7 +237,7 @@ CASES: dict[str, Callable[[], None]] = {
 
 
 def run(folder: str, case: str) -> dict[str, Any] | None:
-    """How it ended; None in the process of the case."""
+    """Run a case in a fork and return how it ended; return None in the fork itself."""
     os.makedirs(folder)
     out, err = (os.open(f"{folder}/{name}", os.O_RDWR | os.O_CREAT) for name in ("out", "err"))
     sys.stdout.flush()

@@ -1,12 +1,11 @@
-"""Small models that generate, and where: what the tests of `dt.generator` share.
+"""Small generative models and their placements, shared by the tests of `dt.generator`.
 
     model = build("llama")                      # 2 layers, 64 wide, 96 words, no dropout, eval
     placed("llama", "tp2pp2")                   # the same, parallelized
-    by_transformers(model, prompts, 8)          # what transformers' own generate gives, greedily
+    by_transformers(model, prompts, 8)          # greedy tokens of transformers' own generate
     Writer()                                    # a GPT by the protocol of docs/generation.md
 
-Weights are wider spread than models begin with, so that texts are not one word over and over. No
-test lives here.
+Weights are drawn from a wider range than usual, so that texts do not repeat one word.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ _PLACEMENTS: dict[str, dict[str, dict[str, dt.Placement]]] = {
 
 
 def build(family: str) -> nn.Module:
-    """In eval mode, always from the same numbers."""
+    """Return the model in eval mode, always with the same weights."""
     import transformers as hf
 
     hf.logging.set_verbosity_error()
@@ -103,7 +102,8 @@ def by_transformers(model: Any, prompts: Sequence[Sequence[int]], num: int) -> l
 
 
 class Writer(nn.Module):
-    """tokens [b t] -> logits [b t v]; with a cache, of tokens at ``pos`` after those in it."""
+    """tokens [b t] -> logits [b t v]; with a cache, the tokens follow the cached ones at
+    ``pos``."""
 
     def __init__(self, vocab: int = 32, width: int = 32, heads: int = 4, layers: int = 2) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ def writer() -> Writer:
 
 
 def greedy(model: Writer, prompt: Sequence[int], num: int) -> list[int]:
-    """Without a cache, the whole text anew for each token."""
+    """Generate without a cache: recompute the whole text for each token."""
     text = list(prompt)
     with torch.no_grad():
         for _ in range(num):

@@ -1,11 +1,11 @@
-"""Random modules of ops that take dims apart, with random pins on their parameters.
+"""Random modules of ops that divide or merge dims, with random placements of their parameters.
 
     case = Case.of(7)
     print(case)        # mesh(dp=2, tp=3); 0.weight: tp=Shard(0, unit=2); linear 8 12, chunk 3, ...
-    case.check()       # three training steps are those of one device
+    case.check()       # three training steps match one device
 
-The ops are slices, splits, pads, norms over groups, views, rolls and flips between linear layers,
-so that most pins meet an op with which they do not line up.
+The ops are slices, splits, pads, group norms, views, rolls and flips between linear layers, so most
+placements do not line up with some op.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ MESHES = (dict(tp=2), dict(tp=3), dict(tp=4), dict(dp=2, tp=2), dict(dp=2, tp=3)
 
 
 class Random(nn.Module):
-    """A chain of ops on a matrix; ``names``: what they are. ``shape``: of the present result."""
+    """A random chain of ops on a matrix. ``names`` describes them; ``shape`` is that of the current
+    result."""
 
     def __init__(self, draw: random.Random) -> None:
         super().__init__()
@@ -55,7 +56,7 @@ class Random(nn.Module):
         return x
 
     def weight(self, *shape: int) -> int:
-        """The number of a new parameter."""
+        """Add a parameter and return its number."""
         self.weights.append(nn.Parameter(torch.randn(shape) / math.sqrt(shape[-1])))
         return len(self.weights) - 1
 
@@ -82,7 +83,7 @@ def _linear(m: Random, rows: int, features: int) -> Step:
 
 
 def _linear_of_a_slice(m: Random, rows: int, features: int) -> Step:
-    """A parameter of which the rows from 2 on are used."""
+    """A linear layer that uses the rows of its parameter from row 2 on."""
     w = m.weight(m.draw.randrange(8, 17), features)
     return lambda m, x: F.linear(x, m.weights[w][2:])
 
@@ -135,7 +136,7 @@ def _heads(m: Random, rows: int, features: int) -> Step | None:
 
 
 def _fold(m: Random, rows: int, features: int) -> Step | None:
-    """Rows of another length."""
+    """A reshape to rows of another length."""
     parts = _divisor(m.draw, features)
     return None if parts is None else lambda m, x: x.reshape(rows * parts, features // parts)
 
@@ -146,7 +147,7 @@ def _unfold(m: Random, rows: int, features: int) -> Step | None:
 
 
 def _batched(m: Random, rows: int, features: int) -> Step | None:
-    """Blocks of rows, each times a matrix of its own."""
+    """A batched product: each block of rows is multiplied by its own matrix."""
     blocks = _divisor(m.draw, rows)
     if blocks is None:
         return None
@@ -174,7 +175,7 @@ def _transpose(m: Random, rows: int, features: int) -> Step:
 
 
 def _viewed_parameter(m: Random, rows: int, features: int) -> Step | None:
-    """A parameter that is viewed as another shape before it is added."""
+    """An added parameter that is viewed as another shape first."""
     parts = _divisor(m.draw, features)
     if parts is None:
         return None
@@ -204,7 +205,7 @@ KINDS: dict[str, Callable[[Random, int, int], Step | None]] = {
 
 
 def random_shard(draw: random.Random, shape: tuple[int, ...]) -> dt.Shard:
-    """A placement that fits the shape: any dim, blocks equal or not, any unit."""
+    """Return a random placement that fits the shape: any dim, equal or unequal blocks, any unit."""
     dim = draw.randrange(len(shape))
     size = shape[dim]
     divisors = [n for n in range(1, size + 1) if size % n == 0]
@@ -242,7 +243,8 @@ class Case:
         return f"{self.mesh}; {pins}; inputs {self.inputs}; {', '.join(self.module.names)}"
 
     def check(self) -> Plan:
-        """Compare three steps with plain torch, and what is stored with what is stated."""
+        """Compare three steps with plain torch, and the stored shards with the stated
+        placements."""
         expected = deepcopy(self.module)
         data = [(self.module.x + 0.1 * i,) for i in range(NUM_STEPS)]
         losses = train_torch(expected, sgd(expected), data, loss=_loss)

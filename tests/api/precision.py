@@ -1,9 +1,7 @@
-"""What the tests of precision share: a small GPT in 16 bits, and errors against float64.
+"""Helpers of the precision tests: a small 16-bit GPT, and errors relative to float64.
 
-    run = build(dt.Mesh(dp=2), zero=1, master_weights=True)       # bf16 parameters
-    run = build(dt.Mesh(dp=2), loss=under_autocast, dtype=None)   # float32 ones
-
-No test lives here.
+run = build(dt.Mesh(dp=2), zero=1, master_weights=True)       # bf16 parameters
+run = build(dt.Mesh(dp=2), loss=under_autocast, dtype=None)   # float32 parameters
 """
 
 from __future__ import annotations
@@ -24,7 +22,8 @@ STAGES = {"pp": [["embed*", "positions*"], ["blocks*", "norm*", "head*"]]}
 
 
 def gpt(dtype: torch.dtype | None = BF16) -> nn.Module:
-    """A GPT of one layer; whatever its dtype, its parameters have the values of 16 bits."""
+    """Return a GPT of one layer. For any dtype, its parameters have values that 16 bits can
+    represent."""
     torch.manual_seed(0)
     return GPT(layers=1).to(BF16).to(dtype or torch.float32)
 
@@ -41,7 +40,8 @@ def under_autocast(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
 
 
 def normed(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-    """Of logits that are normed in their dtype: 16 bits on the CPU's list, float32 on CUDA's."""
+    """Return the loss of normalized logits; autocast normalizes in 16 bits on the CPU and in
+    float32 on CUDA."""
     logits = model(tokens)
     rows = F.layer_norm(logits, logits.shape[-1:]).flatten(0, 1)
     return F.cross_entropy(rows, targets.view(-1)) + logits.softmax(-1).square().sum(-1).mean()
@@ -60,7 +60,7 @@ def build(
     schedule: dt.Schedule | None = None,
     **options: Any,
 ) -> Run:
-    """``options``: other ones of `Run.of`."""
+    """Return a `Run`; ``options`` are passed to `Run.of`."""
     inputs = dict(dp=dt.Row()) if "dp" in mesh.shape else None
     return Run.of(
         Placed(axes=mesh.shape, pins=pins or {}, stages=stages, inputs=inputs),
@@ -74,12 +74,12 @@ def build(
 
 
 def exact_gradients(one: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-    """In float64, of the same parameters."""
+    """Return the gradients in float64 for the same parameters."""
     return gradients_of(gpt(torch.float64), one, loss_of)
 
 
 def distance(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
-    """Of all gradients as one vector, relative to its length."""
+    """Return the relative distance of all gradients as one vector."""
     assert set(found) == set(exact)
     apart = sum((found[n].double() - exact[n]).square().sum().item() for n in exact)
     return (apart / sum(g.square().sum().item() for g in exact.values())) ** 0.5

@@ -1,5 +1,5 @@
-"""Ops that raise what `tests.daft.raisers` lists, and how to make anything on hosts raise; these
-import it."""
+"""Ops that raise the exceptions of `tests.daft.raisers`, and functions that make anything on hosts
+raise; hosts import this module."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ NONE = torch.full((4, 4), -1.0)
 
 
 class Net(nn.Module):
-    """Raises in its forward, or its backward, what the two numbers stand for."""
+    """A model that raises in its forward or its backward, chosen by two numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ _replaced: list[tuple[Any, str, Any]] = []
 
 
 def replace_there(name: str) -> tuple[()]:
-    """What is at "module:attribute" raises a SystemExit from now on."""
+    """Replace the function at "module:attribute" by one that raises SystemExit."""
     module, _, path = name.partition(":")
     owner: Any = importlib.import_module(module)
     *outer, last = path.split(".")
@@ -96,7 +96,7 @@ def _exit(*args: object, **kwargs: object) -> None:
 
 @contextmanager
 def replaced(cluster: Cluster, name: str) -> Iterator[None]:
-    """On all hosts of a launch."""
+    """Replace a function on all hosts of a launch within the block."""
     source = "def forward():\n    return replace(what)"
     fn = function("replace", source, replace=replace_there, what=name)
     _on_all(cluster, fn)

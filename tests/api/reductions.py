@@ -1,12 +1,11 @@
-"""Reductions, norms and losses over a split dim, and how far each is from its value in float64.
+"""Reductions, norms and losses over a split dim, and their errors relative to float64.
 
     found = errors("mean over rows", torch.bfloat16, ["2x2"])    # values, then gradients
     assert not [e for e in found if not e.is_as_torch]
 
-An error is relative to the length of all that the function returns, or of its gradient, in units of
-rounding of the dtype (2^-9 for bfloat16). It may be 1.2 times that of torch on one device; where
-torch's is less than a rounding costs, that of a rounding. Products of matrices are not here
-(docs/precision.md). No test lives here.
+An error is relative to the norm of the result, or of the gradient, in roundings of the dtype (2^-9
+for bfloat16). It may be at most 1.2 times the error of torch on one device, or one rounding if
+torch's error is smaller than that. docs/precision.md treats matrix products.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def _norm(order: float) -> Callable[[Tensor], Tensor]:
 
 
 def _loss(of: Callable[..., Tensor], **options: Any) -> Callable[[Tensor], Tensor]:
-    """Against half of other elements of x."""
+    """Return a function of x: the loss of x against half of its flipped rows."""
     return lambda x: of(x, x.flip(1) * 0.5, **options)
 
 
@@ -117,7 +116,8 @@ CASES: dict[str, Callable[[Tensor], Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Error:
-    """In roundings of the dtype. ``single``: of one number, which one may move by all of it."""
+    """An error in roundings of the dtype. ``single``: the result is one number, which may be off by
+    a full rounding."""
 
     placed: str
     phase: str
@@ -135,7 +135,8 @@ class Error:
 
 
 def errors(name: str, dtype: torch.dtype, placed: Sequence[str], seed: int = 0) -> list[Error]:
-    """Of values and gradients, under each placement; nothing where torch has no such op."""
+    """Return the errors of values and gradients under each placement; empty if torch has no such
+    op."""
     function = CASES[name]
     generator = torch.Generator().manual_seed(seed)
     shape, drawn = (ROWS, COLUMNS), torch.complex128 if dtype.is_complex else F64
@@ -171,7 +172,7 @@ def errors(name: str, dtype: torch.dtype, placed: Sequence[str], seed: int = 0) 
 
 
 def _distance(found: Sequence[Tensor | None], exact: Sequence[Tensor]) -> float:
-    """Relative to the length of all; infinite where infinities or NaN are elsewhere."""
+    """Return the relative distance; infinite if infinities or NaNs are at other places."""
     apart = length = 0.0
     for one, right in zip(found, exact, strict=True):
         assert one is not None

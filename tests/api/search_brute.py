@@ -1,11 +1,10 @@
-"""`search` beside brute force: every point of the space is planned, and none may be better.
+"""Check `search` against brute force: every point of the space is planned, and none may be better.
 
     $ python -m tests.api.search_brute [--models gpt,llama] [--networks slow] [--objective memory]
 
-The space is enumerated here by itself, from docs/searching.md; each point is planned through
-`dt.compare`, whatever it costs; nothing of the search's own code is used but its entry. A row shows
-the best of both, which of the five best figures agree, and how many points the search planned.
-Exit status 1 where the search was dearer anywhere.
+The space is enumerated here independently, as described in docs/searching.md, and each point is
+planned by `dt.compare`. A row shows the best result of both, how many of the five best figures
+agree, and how many points the search planned. Exit status 1 if brute force found anything better.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from tests.models import GPT
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A model on the meta device, its loss and batch; ``layers``: its repeated modules, in order;
-    ``tp``: sizes over which heads and widths divide; ``memory``: a limit that some points break."""
+    """A model on the meta device, its loss and batch. ``layers``: its repeated modules in order;
+    ``tp``: axis sizes that divide heads and widths; ``memory``: a limit that some points exceed."""
 
     model: nn.Module
     loss_fn: Callable[..., Tensor]
@@ -43,7 +42,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """What both found: figures in ascending order, at most five of each."""
+    """The results of search and brute force: up to five best figures of each, ascending."""
 
     found: tuple[float, ...]
     brute: tuple[float, ...]
@@ -58,7 +57,7 @@ class Judged:
 
     @property
     def alike(self) -> int:
-        """How many of the five best figures are the same."""
+        """Return how many of the five best figures agree."""
         return sum(abs(a - b) <= 1e-9 * b for a, b in zip(self.found, self.brute))
 
 
@@ -93,7 +92,7 @@ def main() -> int:
 
 
 def judge(case: Case, network: dict[str, Any], limit: float | None, objective: str) -> Judged:
-    """CPU seconds, of the search and of brute force."""
+    """Run the search and brute force, and time both in CPU seconds."""
     begin = time.process_time()
     found = dt.search(
         case.model,
@@ -236,7 +235,7 @@ def _mlp() -> Case:
 
 
 def residual(*, width: int, layers: int, x: Tensor) -> tuple[nn.Module, dict[str, Any]]:
-    """An MLP with as many residual layers, and its derived placements."""
+    """Return an MLP with residual layers, and its derived placements."""
     with torch.device("meta"):
         model = nn.Sequential(*(_Residual(width) for _ in range(layers)))
     return model, _derived(model, x)

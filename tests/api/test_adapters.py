@@ -57,7 +57,7 @@ def two_adapters() -> nn.Module:
 
 
 class Beside(nn.Module):
-    """An adapter by hand: plain parameters beside a frozen layer."""
+    """An adapter written by hand, whose output is added to that of a frozen layer."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Beside(nn.Module):
 
 
 class Added(Beside):
-    """The same, added to the weight."""
+    """An adapter written by hand that is added to the frozen weight."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.linear.weight + 2.0 * (self.up @ self.down)
@@ -93,7 +93,8 @@ def placements(model: nn.Module) -> dt.placements.Placements:
 
 
 def of_base(model: nn.Module) -> dict[str, Any]:
-    """What is stated of the weights that there are without adapters, under their names there."""
+    """Return the placements of the base weights, under the names that they have without
+    adapters."""
     plain = {f"{name}.weight" for name in ("model.embed_tokens", "lm_head")}
     plain |= {f"model.layers.*.self_attn.{n}.weight" for n in ALL[:4]}
     plain |= {f"model.layers.*.mlp.{n}.weight" for n in ALL[4:]}
@@ -165,7 +166,7 @@ def test_derived_adapter_placements_follow_split_of_adapted_weight() -> None:
 
 
 class Narrow(nn.Module):
-    """A hidden layer narrower than its ends, beside nothing: no adapter."""
+    """A hidden layer that is narrower than its input and output, but no adapter."""
 
     def __init__(self) -> None:
         super().__init__()

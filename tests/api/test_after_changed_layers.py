@@ -37,7 +37,7 @@ PROMPTS = [[5, 3, 9], [7, 1]]
 
 
 class Case:
-    """``wrong``: what was not as in torch, a line each."""
+    """One way of changing at one placement. ``wrong``: one line for each difference from torch."""
 
     def __init__(self, name: str, place: str, follow: str, folder: Path) -> None:
         self.place, self.follow, self.folder = place, follow, folder
@@ -53,7 +53,7 @@ class Case:
         return Plain(plain), Placed(placed, PLACES[self.place])
 
     def run(self) -> Iterator[Act]:
-        """All of it, in a launch that is left before the last look."""
+        """Run the program in a launch, and compare once more after the launch."""
         self.change()
         self.take()
         for act in FOLLOWS[self.follow](self):
@@ -71,11 +71,11 @@ class Case:
         self.compare("after the launch")
 
     def change(self) -> None:
-        """What the way does next; before the first step nothing."""
+        """Apply the next change of the way; before the first step, do nothing."""
         self._due = next(self._steps)
 
     def take(self) -> None:
-        """The step that is due."""
+        """Take the next step."""
         assert self._due is not None
         number, self._due = self._due, None
         self.plain.take(number)
@@ -89,7 +89,8 @@ class Case:
         self.wrong += [f"{when}, {line}" for line in differences(self.placed, self.plain)]
 
     def state(self) -> dict[str, Any] | None:
-        """Of plain torch; None where torch has none, as a group has gone without its state."""
+        """Return the state of plain torch, or None if torch cannot make one because a group was
+        removed."""
         try:
             optimizer = self.plain.optimizer.state_dict()
         except KeyError:
@@ -100,7 +101,7 @@ class Case:
         self.wrong += unlike(found, expected, what)
 
     def changed_anew(self) -> tuple[Plain, Placed]:
-        """Others, of other numbers, that had the same change, and no step."""
+        """Return new models with other values that had the same change and no step."""
         pair = self._pair(1)
         steps = self.way.steps(*pair)
         next(steps)
@@ -112,7 +113,7 @@ Follow = Callable[[Case], Iterator[Act]]
 
 
 def steps(case: Case) -> Iterator[Act]:
-    """Nothing is read before the end."""
+    """Take steps and read nothing before the end."""
     yield CHANGE
 
 
@@ -125,7 +126,7 @@ def compiled(case: Case) -> Iterator[Act]:
 
 
 def generated(case: Case) -> Iterator[Act]:
-    """By one generator, made before the change."""
+    """Generate with one generator that was made before the change."""
     texts = dt.generator(case.placed.model, slots=2, length=16, buckets=(8,))
 
     def compare(when: str) -> None:
@@ -159,7 +160,7 @@ def optimizer_state(case: Case) -> Iterator[Act]:
 
 
 def saved(case: Case) -> Iterator[Act]:
-    """And loaded into others of other numbers, which go on."""
+    """Save, load into models with other values, and continue those."""
     yield CHANGE
     if (state := case.state()) is None:
         return
@@ -183,7 +184,7 @@ def came_home(case: Case) -> Iterator[Act]:
 
 
 def undone(case: Case) -> Iterator[Act]:
-    """A batch with labels that are none."""
+    """Run a batch with invalid labels, which is undone."""
     yield CHANGE
     tokens, targets = batch(5)
     try:
@@ -194,7 +195,7 @@ def undone(case: Case) -> Iterator[Act]:
 
 
 def lost(case: Case) -> Iterator[Act]:
-    """Right after the change, and after a step that nobody has read."""
+    """Lose a rank right after the change, and again after an unread step."""
     yield CHANGE
     yield LOSE
     case.take()
@@ -218,12 +219,13 @@ FOLLOWS: Mapping[str, Follow] = {
 
 
 def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Without the types of mappings."""
+    """Convert mappings to plain dicts."""
     return {"model": dict(state["model"]), "optimizer": dict(state["optimizer"])}
 
 
 def cases() -> Iterator[Any]:
-    """All but what is refused; a rank can be lost on Ray alone. By default one of each follow."""
+    """Return all cases that are not refused. Ranks can be lost only on Ray. The default set has one
+    case of each program."""
     for turn, follow in enumerate(FOLLOWS):
         for number, name in enumerate(WAYS):
             for at, place in enumerate(PLACES):

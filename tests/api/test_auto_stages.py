@@ -60,12 +60,12 @@ def gpt_plan(pp: int, stages: Stages) -> tuple[dt.Plan, dict[str, Any]]:
 
 
 def said(plan: dt.Plan) -> str:
-    """The plan's text in one line."""
+    """Return the plan's text as one line."""
     return " ".join(str(plan).split())
 
 
 def chosen(model: dt.ParallelModule) -> dict[str, list[list[str]]]:
-    """The model's stages, once they are settled."""
+    """Return the model's stages after they have been chosen."""
     (stages,) = model.stages.values()
     assert isinstance(stages, list)
     return model.stages
@@ -171,7 +171,7 @@ def test_compare_accepts_auto_stages_and_finds_them_faster() -> None:
 
 
 class Tables(nn.Module):
-    """Two large tables that take no time, and six layers that do."""
+    """Two large tables that take no time, and six layers that take time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -202,7 +202,7 @@ def test_auto_stages_respect_memory_limit_over_time() -> None:
 
 
 class Functional(nn.Module):
-    """The head is the embedding's weight, which has one name."""
+    """A model whose head uses the embedding's weight without its own name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,7 +221,7 @@ class Functional(nn.Module):
 
 
 class Repeated(nn.Module):
-    """One layer, four times."""
+    """A model that calls one layer four times."""
 
     def __init__(self) -> None:
         super().__init__()

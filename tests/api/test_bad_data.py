@@ -128,7 +128,8 @@ def train(
     launch: Mapping[str, Any] = {},
     **options: bool,
 ) -> Trained:
-    """The losses of the batches that did not fail; ``ahead``: read at the end."""
+    """Return the losses of the batches that did not fail. ``ahead``: read losses only at the
+    end."""
     torch.manual_seed(0)
     dt.manual_seed(3)
     module = Net(**options)
@@ -172,7 +173,7 @@ def train(
 
 
 def same(a: object, b: object) -> bool:
-    """Bit for bit, through containers."""
+    """Whether nested containers are bitwise equal."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return a.dtype == b.dtype and torch.equal(a, b)
     if isinstance(a, tuple) and isinstance(b, tuple):
@@ -203,7 +204,7 @@ def check(placed: str, fault: str, **options: Any) -> Trained:
 
 @pytest.fixture
 def unread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No step is known to have ended before it is read, so that another is always under way."""
+    """Make each step look unfinished until it is read, so that another step is always pending."""
     monkeypatch.setattr(Loss, "done", lambda self: False)
 
 

@@ -29,7 +29,8 @@ HALVES = {"a.weight": dict(tp=dt.Row()), "mid.weight": dict(tp=dt.Shard(1))}
 
 
 class Net(nn.Module):
-    """Two batch norms, of other momenta; with ``twice`` the first is called twice."""
+    """A model with two batch norms of different momenta; with ``twice`` the first is called
+    twice."""
 
     def __init__(self, *, conv: bool = False, twice: bool = False, **norm: Any) -> None:
         super().__init__()
@@ -62,7 +63,7 @@ def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def microbatches(rows: int, ranks: int, num: int) -> list[Tensor]:
-    """The rows of each: of every rank's rows a chunk."""
+    """Return the rows of each microbatch: a chunk of every rank's rows."""
     pieces = [held.chunk(num) for held in torch.arange(rows).chunk(ranks)]
     return [torch.cat([piece[i] for piece in pieces]) for i in range(len(pieces[0]))]
 
@@ -74,7 +75,7 @@ def looped(
     parts: Sequence[Tensor],
     clip: float = 1.0,
 ) -> float:
-    """A step of torch's loop over the microbatches ``parts``."""
+    """Take one step of torch's loop over the microbatches ``parts``."""
     x, y = batch
     optimizer.zero_grad()
     total = 0.0

@@ -28,7 +28,7 @@ def build(case: str) -> Run:
 
 
 def outcome(run: Run) -> dict[str, Any]:
-    """Losses, norms, gradients of the batch after, and the whole state."""
+    """Return losses, norms, the gradients of one more batch, and the full state."""
     losses = [run.step(*one) for one in DATA]
     return {
         "losses": [loss.tensor() for loss in losses],

@@ -26,7 +26,8 @@ class Encoder(nn.Module):
 
 
 class MoCo(nn.Module):
-    """He et al. 2020, arXiv 1911.05722: the key's encoder follows the query's, untrained."""
+    """MoCo (He et al. 2020, arXiv 1911.05722): the key encoder follows the query encoder and is not
+    trained."""
 
     def __init__(self, follow: Callable[[nn.Parameter, nn.Parameter], object]) -> None:
         super().__init__()
@@ -58,7 +59,7 @@ WRITES: dict[str, Callable[[nn.Parameter, nn.Parameter], object]] = {
 
 
 class Constrained(nn.Module):
-    """The norm of what the optimizer trains is bounded, as in EEGNet (Lawhern et al. 2018)."""
+    """A model that bounds the norm of a trained weight, as EEGNet (Lawhern et al. 2018)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +111,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def reference(net: nn.Module, steps: int, clip: float | None = None) -> list[float]:
-    """Of plain torch, which changes ``net``."""
+    """Train ``net`` in plain torch and return the losses."""
     return train_torch(net, adamw(net), [batch()] * steps, loss=loss_fn, clip=clip)
 
 

@@ -35,7 +35,8 @@ EACH_STEP, AT_THE_END = "each step", "at the end"
 
 
 def cases() -> Iterator[Any]:
-    """Each way at two placements, with each way of reading; the others are a sweep."""
+    """Return each way at two placements, with both times of reading; the others are marked as
+    sweep."""
     for number, (name, way) in enumerate(WAYS.items()):
         for turn, place in enumerate(PLACES):
             reads = AT_THE_END if (number + turn) % len(PLACES) == 1 else EACH_STEP
@@ -49,7 +50,7 @@ def both(way: Way, place: Place) -> tuple[Plain, Placed]:
 
 
 def still(of: Any) -> Any:
-    """A way of no change: a step before and one after what a test does itself."""
+    """A way without a change: a step before and a step after what the test does itself."""
     del of
     yield
 
@@ -171,7 +172,7 @@ def test_new_parameter_outside_all_stages_is_refused_by_name() -> None:
 
 
 def specs(placed: Placed) -> dict[str, str]:
-    """As what is held between steps, by its name now."""
+    """Return the spec of each stored parameter by its current name."""
     return {i.label: str(i.held) for i in placed.step.plan(*batch(0)).inputs}
 
 

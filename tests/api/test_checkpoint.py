@@ -26,7 +26,7 @@ from tests.training import assert_same_bits
 
 
 class Net(tied.Net):
-    """With dropout, and a buffer that forward changes."""
+    """A model with dropout and a buffer that forward changes."""
 
     def __init__(self, tied: bool = True) -> None:
         super().__init__(tied, dropout=0.2)
@@ -71,7 +71,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, dict[str, Any], float]]:
-    """By placement, a checkpoint after two steps, the state then, and the next loss."""
+    """By placement: a checkpoint after two steps, the state at that time, and the next loss."""
     found: dict[str, tuple[str, dict[str, Any], float]] = {}
     for place in PLACES:
         dt.manual_seed(11)
@@ -399,7 +399,7 @@ def test_hugging_face_and_dtensor_read_each_others_checkpoints(tied: bool, tmp_p
 
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """The second rank's writes fail as of a full disk, once this is set."""
+    """When set, writes of the second rank fail as on a full disk."""
     ready, write = threading.Event(), saving.write_part
 
     def write_part(folder: str, rank: int, *rest: Any) -> Any:
@@ -492,7 +492,7 @@ def test_damaged_file_fails_load_and_changes_no_state(place: str, tmp_path: Path
 
 
 def wrong(run: Run, path: Path) -> dict[str, tuple[Callable[[], Any], str]]:
-    """What users do wrong, and what they are told."""
+    """Return mistakes of users with their expected errors."""
     model, optimizer, there = run.model, run.optimizer, str(path / "1")
     untied = dt.parallelize(Net(tied=False), dt.Mesh())
     wide = dt.parallelize(nn.Linear(3, 4), dt.Mesh())

@@ -29,7 +29,7 @@ TP: dict[str, Any] = {
 
 
 class Wide(nn.Module):
-    """A parameter of many bytes, of which a step reads a row."""
+    """A model with one large parameter, of which a step reads one row."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()
@@ -110,7 +110,8 @@ def test_controller_memory_does_not_grow_with_saved_state(tmp_path: Path) -> Non
 
 
 def measured(folder: str, mbytes: int = 200) -> float:
-    """MB by which the controller's peak grows while a state of so many is saved and loaded."""
+    """Return the growth in MB of the controller's peak memory while a state of ``mbytes`` is saved
+    and loaded."""
     rows = mbytes * 1_000_000 // (3 * 4 * 1024)  # the parameter and AdamW's two
     mesh = dt.Mesh(tp=2)
     with torch.device("meta"):

@@ -35,7 +35,7 @@ def loss(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
 
 
 def gradients(x: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss and its gradients by x and w, on this machine; eagerly, of DTensors too."""
+    """Return the loss and its gradients by x and w; the inputs may be tensors or DTensors."""
     x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
     out = loss(x, w, y)
     out.backward()
@@ -201,7 +201,8 @@ def test_softmax_partial_shape_is_checked_on_one_rank_too() -> None:
 
 @torch.library.custom_op("test_cross_entropy::row_stats", mutates_args=())
 def row_stats(x: Tensor) -> Tensor:
-    """Of rows x[n v]: the maximum, the sum of exp(x - maximum), the sum; float32 of half dtypes."""
+    """For rows x[n v], return the maximum, sum(exp(x - maximum)) and the sum; in float32 for half
+    dtypes."""
     x = x.to(accumulation_dtype(x.dtype))
     if x.shape[1] == 0:
         return x.new_tensor([-torch.inf, 0, 0]).repeat(len(x), 1)

@@ -201,7 +201,7 @@ def test_ops_of_script_and_of_unimportable_module_train_on_ray_as_in_torch(tmp_p
 
 
 class Held:
-    """A kernel that is a method: its object stays in this process."""
+    """A kernel that is a method; its object cannot leave this process."""
 
     def run(self, x: Tensor) -> Tensor:
         return x * 2

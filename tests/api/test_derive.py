@@ -199,7 +199,7 @@ def test_for_model_rejects_bad_arguments() -> None:
 
 
 class Inception(nn.Module):
-    """Branches of unequal widths that are joined: each gradient is cut out of it by itself."""
+    """Branches of unequal widths that are concatenated, so each gradient is a slice."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -37,7 +37,7 @@ HOW: dict[str, Any] = dict(max_new_tokens=7, seed=3, temperature=[0, 0.7, 0, 1.3
 
 
 def uneven(axes: dict[str, int], module: torch.nn.Module | None = None) -> ParallelModule:
-    """Three heads over two ranks."""
+    """Place three heads over two ranks."""
     torch.manual_seed(0)
     pins = {
         "*.{q,k,v}.weight": dict(tp=dt.Row(unit=16)),
@@ -49,7 +49,7 @@ def uneven(axes: dict[str, int], module: torch.nn.Module | None = None) -> Paral
 
 
 def two(family: str, here: str, there: str, num_heads: int = 2) -> list[ParallelModule]:
-    """A policy placed as the first says, and its replica as the second."""
+    """Return a policy placed as ``here`` and its replica placed as ``there``."""
     module: Any = None
     if num_heads == 1:
         import transformers as hf
@@ -71,7 +71,7 @@ def two(family: str, here: str, there: str, num_heads: int = 2) -> list[Parallel
 
 
 def wire(gen: Generator) -> Counter[int]:
-    """Bytes that the programs which were loaded send, by the prompt's length."""
+    """Return the bytes sent by the loaded transfer programs, by prompt length."""
     assert gen._disaggregated is not None
     sent: Counter[int] = Counter()
     programs: Any = gen._disaggregated._programs

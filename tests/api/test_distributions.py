@@ -203,7 +203,7 @@ def test_values_that_torch_rejects_fail_the_step_and_change_nothing(name: str, p
 def ctc(
     log_probs: Tensor, targets: Tensor, lengths: Tensor, target_lengths: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Losses [b], and their gradients by log_probs [t b c]."""
+    """Return the CTC losses [b] and their gradients by log_probs [t b c]."""
     given = (log_probs, targets, lengths.tolist(), target_lengths.tolist())
     losses, alpha = torch.ops.aten._ctc_loss(*given)
     by = torch.ops.aten._ctc_loss_backward(torch.ones_like(losses), *given, losses, alpha, 0)

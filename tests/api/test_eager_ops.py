@@ -303,7 +303,7 @@ def test_eager_programs_are_bitwise_equal_to_compile_if_both_run_same_ops(
 
 
 def _work(plans: Sequence[dt.Plan]) -> Counter[str]:
-    """The ops and collectives of plans, without what only rearranges."""
+    """Return the ops and collectives of the plans, without ops that only rearrange."""
     found: Counter[str] = Counter()
     for plan in plans:
         found.update(c.key for c in plan.collectives)

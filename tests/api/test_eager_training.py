@@ -46,7 +46,8 @@ class Transformer(nn.Module):
 
 
 def spread(model: nn.Module, mesh: dt.Mesh, stated: Stated) -> nn.Module:
-    """A copy whose parameters are DTensors; the first glob that matches a name places it."""
+    """Return a copy of the model with DTensor parameters; the first glob that matches a name places
+    it."""
     model = copy.deepcopy(model)
     for name, parameter in list(model.named_parameters()):
         placed = next((p for glob, p in stated.items() if fnmatch.fnmatch(name, glob)), {})
@@ -62,7 +63,8 @@ def train(
     given: Callable[[torch.Tensor], torch.Tensor],
     clip: float | None = None,
 ) -> list[Any]:
-    """The loop; it knows nothing of DTensors but that inputs go through ``given``."""
+    """Run a plain training loop; inputs go through ``given``, and nothing else is specific to
+    DTensors."""
     opt = optimizer(model.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(opt, 1, 0.9)
     numbers = torch.Generator().manual_seed(3)
@@ -243,7 +245,7 @@ def _written(x: torch.Tensor) -> torch.Tensor:
 
 
 def _an_op_returns_before_it_has_run(session: Any, go: Path) -> None:
-    """The actors wait for a file while 40 ops are issued; ops that waited would wait for ever."""
+    """Issue 40 ops while the actors wait for a file; an op that waited would block forever."""
     x = torch.randn(4, 4)
     big, y = (dt.distribute(x, dt.Mesh(tp=2)) for _ in range(2))
     source = "def forward():\n    wait_for_file(go)\n    return ()"

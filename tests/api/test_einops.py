@@ -35,7 +35,7 @@ FUSED = "b t (three h d) -> three b h t d"
 
 
 class Fused(nn.Module):
-    """x [b t 24]: six heads of four, one projection of queries, keys and values."""
+    """x [b t 24]: six heads of size 4; one projection for queries, keys and values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Fused(nn.Module):
 
 
 class Grouped(nn.Module):
-    """x [b t 24]: six heads of queries share three of keys and values; attention written out."""
+    """x [b t 24]: six query heads share three KV heads; attention written out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Grouped(nn.Module):
 
 
 class Patches(nn.Module):
-    """Pictures [b c H W] in patches, as layers of einops; mixed, and averaged."""
+    """Images [b c H W] divided into patches by einops layers, mixed and averaged."""
 
     def __init__(self) -> None:
         super().__init__()

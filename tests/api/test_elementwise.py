@@ -65,7 +65,7 @@ def step_of(
 
 
 class Both:
-    """The same net and optimizer twice: with a step under a placement, and in plain torch."""
+    """One net and optimizer twice: with a step under a placement, and in plain torch."""
 
     def __init__(self, make: Make, placed: str = "tp2", **options: Any) -> None:
         self.expected, self.module = Net(), Net()
@@ -81,14 +81,15 @@ class Both:
         assert found == pytest.approx(self.wanted(*given), rel=1e-5)
 
     def resume(self, placed: str) -> None:
-        """The net and the optimizer anew, under another placement."""
+        """Make the net and the optimizer again, under another placement."""
         self.module = Net()
         self.opt = type(self.opt)(self.module.parameters())  # type: ignore[call-arg]
         self.step = step_of(self.module, self.opt, placed)
         self.mesh = self.step.model.mesh
 
     def check_same(self) -> None:
-        """States, options and attributes; Python's numbers stay so, and equal to the bit."""
+        """Assert equal state, options and attributes; Python numbers must stay Python numbers and
+        be bitwise equal."""
         a, b = self.plain.state_dict(), self.opt.state_dict()
         assert a["param_groups"] == b["param_groups"]
         assert a["state"].keys() == b["state"].keys()

@@ -73,7 +73,7 @@ def train(
 
 
 class Heads(nn.Module):
-    """x [b t 16] in ``heads`` of 16 rows each."""
+    """x [b t 16] projected to ``heads`` heads of size 16."""
 
     def __init__(self, heads: int) -> None:
         super().__init__()

@@ -43,7 +43,7 @@ def handles(run: Any) -> set[int]:
 
 
 def on_hosts(run: Any) -> list[int]:
-    """How many programs each host has loaded."""
+    """Return how many programs each host has loaded."""
     cluster = run.launch.cluster
     if cluster.immediate:
         return [len(cluster._worker.engines)]
@@ -63,7 +63,7 @@ PLACES = ["inprocess", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.s
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> int:
-    """Plans that are kept: what holds of so many holds of sixteen."""
+    """Set the number of kept plans to a small value, and return it."""
     from dtensor.api.step import loaded_program
 
     for module in (plan_cache, loaded_program):
@@ -172,7 +172,7 @@ def of_transfers(_: Any, length: int) -> object:
 
 
 def of_saves(run: Any, length: int) -> object:
-    """Saves of values whose homes differ, each under a key of its own."""
+    """Save values whose homes differ, each under its own key."""
     store, owner = run.launch.store, Owner[str]()
     home = run.stored(f"value {length}", make_spec((length, 3), torch.float32, MESH))
     store.put(owner, {"x": (rows(length), home)})
@@ -229,7 +229,7 @@ def test_program_of_sync_stays_loaded_while_it_is_in_flight(
 
 
 class LoadedOnce:
-    """A program of a cache, which says whether it runs and whether it was unloaded."""
+    """A cached program that records whether it is running and whether it was unloaded."""
 
     def __init__(self) -> None:
         self.is_running = False

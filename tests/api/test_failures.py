@@ -40,7 +40,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 
 def out_of_range(which: str) -> tuple[Tensor, Tensor]:
-    """A batch with a token, or a target, that the table does not have."""
+    """Return a batch with a token or target outside the table."""
     tokens, targets = batch()
     wrong = (tokens if which == "tokens" else targets).clone()
     wrong[0, 0] = 77
@@ -193,7 +193,7 @@ def exits(match: str) -> Iterator[None]:
 
 
 class Two(nn.Module):
-    """A layer for each of two stages."""
+    """A model with one layer for each of two stages."""
 
     def __init__(self) -> None:
         super().__init__()

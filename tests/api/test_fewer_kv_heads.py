@@ -38,7 +38,7 @@ DEFAULT = ("Llama-8-2-4", "Falcon-8-1-4")
 
 
 def build(family: str, heads: int, kv_heads: int) -> nn.Module:
-    """One layer with heads that are 8 wide, always from the same numbers."""
+    """Return a model of one layer with heads of size 8, always with the same weights."""
     sizes: dict[str, Any] = dict(
         hidden_size=8 * heads, num_hidden_layers=1, num_attention_heads=heads, vocab_size=96,
         max_position_embeddings=32, initializer_range=0.15,

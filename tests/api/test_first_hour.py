@@ -58,7 +58,8 @@ def train(loss: Callable[..., Any] = loss_fn, placements: Any = None, **stated: 
 
 
 def raises(call: Callable[[], Any], *words: str, kind: type[Exception] = TypeError) -> str:
-    """The text of what it raises: a screen at most, with a fix."""
+    """Return the text of the error that ``call`` raises, which must fit on a screen and have
+    a fix."""
     with pytest.raises(kind) as caught:
         call()
     text = str(caught.value)
@@ -362,7 +363,7 @@ class Attention(nn.Module):
 
 
 class WrittenOut(Attention):
-    """Attention by torch.matmul, and a product beside it."""
+    """Attention written with torch.matmul, and another product."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (part.view(1, 4, 2, 4).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))

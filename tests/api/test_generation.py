@@ -38,7 +38,7 @@ PROMPTS = [[5, 17, 3, 60, 44], [9, 8, 7], list(range(20, 40)), [1]]
 
 
 def drive(gen: Generator, asked: Sequence[dict[str, Any]], rng: random.Random) -> list[TextRequest]:
-    """Submits them a few at a time, between steps."""
+    """Submit the requests a few at a time between steps."""
     waiting, requests = list(asked), list[TextRequest]()
     while waiting or not gen.idle:
         for _ in range(rng.randint(0, 3)):

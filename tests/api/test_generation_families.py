@@ -30,7 +30,7 @@ LENGTH, NUM = 32, 12
 
 
 def shrunk(family: str) -> Any:
-    """The model, or a skip."""
+    """Return a small model of the family, or skip the test."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     why: Exception | None = None

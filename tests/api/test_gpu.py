@@ -121,7 +121,7 @@ def test_gpu_collectives_are_correct_and_results_return_on_cpu(
 
 
 class Made(TorchDispatchMode):
-    """The ops that made a tensor on the CPU."""
+    """Record the ops that create a tensor on the CPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ SHAPES = [  # b h g t s d
 
 
 def _inputs(shape: tuple[int, ...], layout: str, device: str) -> list[Tensor]:
-    """q, k, v, grad; "fused": as q, k and v lie in the result of one linear layer."""
+    """Return q, k, v and grad. "fused": q, k and v are slices of one linear layer's result."""
     b, h, g, t, s, d = shape
     made: list[Tensor] = []
     for heads, length in ((h, t), (g, s), (g, s), (h, t)):
@@ -217,7 +217,7 @@ def _inputs(shape: tuple[int, ...], layout: str, device: str) -> list[Tensor]:
 def _expected(
     q: Tensor, k: Tensor, v: Tensor, grad: Tensor, is_causal: bool, scale: float
 ) -> tuple[Tensor, ...]:
-    """By the definition, in float64 on the CPU."""
+    """Compute attention by its definition, in float64 on the CPU."""
     q, k, v = (x.detach().cpu().double().requires_grad_() for x in (q, k, v))
     ks, vs = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = q @ ks.mT * scale

@@ -32,7 +32,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:Converting a tensor with require
 
 
 class Net(nn.Module):
-    """Uneven rows, a number, a parameter with other strides, a tied one, buffers that change."""
+    """A model with uneven rows, a scalar, a parameter with other strides, a tied one, and buffers
+    that change."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +57,8 @@ def loss_fn(net: Any, x: Tensor, y: Tensor) -> Tensor:
 
 
 def grad_of(parameter: nn.Parameter) -> Tensor | None:
-    """None, as plain torch has it after `zero_grad`; there is a warning where the ranks used it."""
+    """Return the parameter's `.grad`: None, as after `zero_grad` in torch; reading it gives a
+    warning if the ranks used the parameter."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="the parameter's .grad is None")
         return parameter.grad
@@ -69,7 +71,7 @@ Optimizer = torch.optim.Optimizer
 
 @dataclass
 class Twins:
-    """A parallelized module and the same in plain torch, which move on together."""
+    """A parallelized module and the same module in plain torch, trained together."""
 
     mesh: dt.Mesh
     net: Net
@@ -105,12 +107,12 @@ class Twins:
             assert abs(float(loss) - float(expected)) < 1e-5
 
     def do(self, way: Way, name: str) -> None:
-        """The same to both, with the same result."""
+        """Apply the same access to both and compare the results."""
         expected = way(self.plain, self.plain_optimizer)
         same(way(self.net, self.optimizer), expected, name)
 
     def check(self, when: str) -> None:
-        """Parameters, buffers and the optimizer's state."""
+        """Compare parameters, buffers and optimizer state."""
         same(tensors_of(self.net), tensors_of(self.plain), when)
         same(self.optimizer.state_dict(), self.plain_optimizer.state_dict(), when)
 
@@ -230,7 +232,7 @@ READS: dict[str, Way] = {
 
 
 def in_place(change: Callable[[Any], object]) -> Way:
-    """Without gradients, and with no result."""
+    """Apply the change without gradients and return nothing."""
 
     def way(net: Any, _: Optimizer) -> None:
         with torch.no_grad():
@@ -240,7 +242,7 @@ def in_place(change: Callable[[Any], object]) -> Way:
 
 
 def step_of_torch(net: nn.Module, _: Optimizer) -> None:
-    """With an optimizer of its own, fused, which `_version` does not see."""
+    """Step a fused optimizer, whose writes `_version` does not show."""
     torch.manual_seed(4)
     fused = torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True)
     net(X).square().mean().backward()
@@ -249,7 +251,7 @@ def step_of_torch(net: nn.Module, _: Optimizer) -> None:
 
 
 def swap_and_back(net: nn.Module, _: Optimizer) -> Any:
-    """Weights of an average for an evaluation, then the own ones again."""
+    """Evaluate with averaged weights, then restore the original weights."""
     own = copy.deepcopy(net.state_dict())
     net.load_state_dict({name: value * 0.5 for name, value in own.items()})
     found = net(X).detach()

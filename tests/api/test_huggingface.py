@@ -55,7 +55,7 @@ def make_step(name: str, mesh: str, fn: Callable[..., Tensor] = loss_fn) -> dt.T
 
 
 def outcome(name: str, mesh: str, **launch: Any) -> tuple[float, dict[str, Tensor]]:
-    """The loss of one step and the gradients that it was made from."""
+    """Return the loss of one step and its gradients."""
     step = make_step(name, mesh)
     with dt.launch(step.model.mesh, **launch):
         found = step.gradients(*batch())
@@ -65,8 +65,8 @@ def outcome(name: str, mesh: str, **launch: Any) -> tuple[float, dict[str, Tenso
 
 
 def is_zero(name: str) -> bool:
-    """What is added to all keys moves each row of scores alike, and softmax does not see it: the
-    exact gradient is zero, what is computed is rounding alone and has no scale of its own."""
+    """Whether the exact gradient is zero: a bias of the keys shifts each row of scores equally,
+    which softmax ignores. Its computed gradient is only rounding error, without a scale."""
     return name.endswith("attention.self.key.bias")
 
 
@@ -126,7 +126,7 @@ def test_hugging_face_on_ray_is_bitwise_equal_to_in_process(
 
 
 def padded_loss(model: nn.Module, ids: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
-    """The queries of padding see nothing: their loss does not count."""
+    """Return the loss without the positions of padding, whose queries attend to nothing."""
     seen = labels.masked_fill(mask == 0, -100)
     return model(input_ids=ids, attention_mask=mask, labels=seen).loss
 

@@ -29,7 +29,7 @@ MESHES: dict[str, tuple[dt.Mesh, dict[str, Any]]] = {
 
 
 def small_normal(model: nn.Module) -> None:
-    """As many models have it: Linear and Embedding; the norms keep what they had."""
+    """Initialize as many models do: Linear and Embedding only; norms keep their values."""
 
     def init(part: nn.Module) -> None:
         if isinstance(part, nn.Linear | nn.Embedding):
@@ -139,7 +139,8 @@ def test_initial_values_follow_torch_distributions() -> None:
 
 
 class Odd(nn.Module):
-    """A padding row, a parameter made from a product, a rope cache, an orthogonal matrix."""
+    """A model with a padding row, a parameter made from a product, a RoPE cache and an orthogonal
+    matrix."""
 
     def __init__(self, square: int = 6) -> None:
         super().__init__()
@@ -194,7 +195,7 @@ def test_parameter_without_initialization_is_refused_by_name() -> None:
 
 
 class Given(nn.Module):
-    """Values from data, through `out=`, and of several tensors at once."""
+    """A model with values from data, through `out=`, and of several tensors at once."""
 
     def __init__(self) -> None:
         super().__init__()

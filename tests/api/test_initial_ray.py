@@ -24,7 +24,7 @@ PINS: dict[str, Any] = {
 
 
 class Wide(nn.Module):
-    """50 million parameters, 200 MB."""
+    """A model of 50 million parameters, 200 MB."""
 
     def __init__(self, width: int = 2500, layers: int = 4) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def _train() -> tuple[list[float], dict[str, Tensor]]:
 
 
 def _in_status(field: str) -> int:
-    """Bytes."""
+    """Return a field of /proc/self/status in bytes."""
     line = next(
         text for text in Path("/proc/self/status").read_text().splitlines() if field in text
     )

@@ -34,7 +34,7 @@ WAIT_S = 600.0  # far beyond what anything here takes
 
 
 class Late(Exception):
-    """What a handler of SIGALRM raises, as of a job's time limit."""
+    """The exception that a SIGALRM handler raises, as at a job's time limit."""
 
 
 def ends(number: int, frame: FrameType | None) -> None:
@@ -66,8 +66,8 @@ def handlers() -> Iterator[None]:
 
 @dataclass
 class AtLine:
-    """Within, the signal comes at the n-th line of Python that runs; without one, they are counted
-    alone."""
+    """Within the block, raise the signal at the n-th executed line of Python; without a number,
+    only count lines."""
 
     at: int | None = None
     number: int = signal.SIGINT
@@ -93,7 +93,8 @@ class AtLine:
 
 
 class Net(nn.Module):
-    """With all that a step may change: weights, an optimizer's state, buffers, random numbers."""
+    """A model with everything that a step may change: weights, optimizer state, buffers, random
+    numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +147,7 @@ DOES: dict[str, Does] = {
 
 @pytest.fixture(scope="module")
 def after() -> list[list[torch.Tensor]]:
-    """The state after so many steps."""
+    """Return the expected state after each number of steps."""
     training, found = Training(), list[list[torch.Tensor]]()
     with dt.launch(TP):
         for number in range(3):

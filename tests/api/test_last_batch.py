@@ -28,7 +28,7 @@ PLACED = {
 
 
 def data(rows: int) -> tuple[Tensor, Tensor]:
-    """Tokens and targets; of some rows no target counts."""
+    """Return tokens and targets; some rows have only ignored targets."""
     generator = torch.Generator().manual_seed(rows)
     tokens = torch.randint(0, 32, (rows, 6), generator=generator)
     targets = torch.randint(0, 32, (rows, 6), generator=generator)

@@ -24,7 +24,7 @@ X = torch.arange(32.0).reshape(8, 4) / 32
 
 
 class Trained:
-    """A linear map, and its training on two ranks."""
+    """A linear layer and its training on two ranks."""
 
     def __init__(self) -> None:
         torch.manual_seed(1)

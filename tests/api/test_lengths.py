@@ -27,7 +27,7 @@ LENGTHS = (6, 9, 12, 23, 9)
 
 @dataclass(slots=True)
 class Counted:
-    """How often a program was captured, and its graph written from one for all lengths."""
+    """Counts captures, and graphs made from an export for all lengths."""
 
     captures: int = 0
     written: int = 0
@@ -36,7 +36,7 @@ class Counted:
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counted]:
-    """The capture itself, not that of tests/captures.py, and what was tried before it."""
+    """Use the real capture instead of tests/captures.py, and count."""
     found = Counted()
     plain: Any = lengths.Lengths._graph
 
@@ -73,7 +73,7 @@ class Known(enum.IntEnum):
 
 
 class Part(nn.Module):
-    """A layer, and what programs below do with the length of what it makes."""
+    """A layer, and a program that uses the length of its result."""
 
     mask: Tensor
 
@@ -126,7 +126,7 @@ def causal(part: Part, x: Tensor, n: Any) -> Tensor:
 
 
 def whole_numbers(part: Part, x: Tensor, n: Any) -> Tensor:
-    """Much that a program may do with a length."""
+    """Compute many things that a program may do with a length."""
     batch = x[None]
     made = [
         *(x[: n // 2] * n, x[n - 3 :] + x[-1], x.reshape(2 * n, 2) * x.numel()),

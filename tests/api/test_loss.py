@@ -18,7 +18,7 @@ import dtensor as dt
 
 @pytest.fixture(scope="module")
 def losses() -> list[dt.Loss]:
-    """Those of two steps, which differ."""
+    """Return the different losses of two steps."""
     torch.manual_seed(0)
     mesh = dt.Mesh(tp=2)
     model = dt.parallelize(nn.Linear(4, 4), mesh, {"weight": dict(tp=dt.Row())})

@@ -22,7 +22,7 @@ MASTER = "master_param"
 
 
 def mixed() -> nn.Module:
-    """Norms in float32, as many keep them: they have no copies."""
+    """Return a GPT with float32 norms, as many models have; norms need no master copies."""
     module = gpt()
     for name, child in module.named_modules():
         if "norm" in name:
@@ -35,7 +35,8 @@ def by_hand(
     data: list[tuple[Tensor, Tensor]],
     make: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
 ) -> tuple[list[float], dict[str, Tensor], dict[str, dict[str, Any]]]:
-    """The recipe in plain torch: losses, parameters, and the copies with their state."""
+    """Run the recipe in plain torch; return losses, parameters, and the master copies with their
+    state."""
     copies = {n: nn.Parameter(p.detach().float()) for n, p in module.named_parameters()}
     optimizer = make(list(copies.values()))
     for group in optimizer.param_groups:

@@ -40,7 +40,7 @@ TP4 = dt.Mesh(tp=4)
 
 
 class Heads(nn.Module):
-    """x [b t 16] in 22 heads of 16 and back; 352 rows over 4 ranks are 5 heads and a half."""
+    """x [b t 16] to 22 heads of size 16 and back; 352 rows over 4 ranks are 5.5 heads each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -351,7 +351,7 @@ def test_aligned_placement_is_used_without_gather() -> None:
 
 
 class Grouped(nn.Module):
-    """12 features in 3 groups; over 2 ranks a split of the features cuts the second group."""
+    """12 features in 3 groups; over 2 ranks, a split of the features cuts the second group."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -385,7 +385,8 @@ ends    a.weight as Shard(0) on tp, which does not line up: aten.native_group_no
 
 
 class Gated(nn.Module):
-    """The halves of 12 features are multiplied; over 2 ranks a split in one block parts them."""
+    """The two halves of 12 features are multiplied; over 2 ranks, a split in one block separates
+    them."""
 
     def __init__(self) -> None:
         super().__init__()

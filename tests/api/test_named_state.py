@@ -35,7 +35,7 @@ def squares(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 class Trained:
-    """A model on two ranks, its optimizer, a step, and the same in plain torch."""
+    """A model on two ranks with optimizer and step, and the same in plain torch."""
 
     def __init__(self, kind: type[O.Optimizer], given: Mapping[str, Any], **more: Any) -> None:
         dtype = torch.bfloat16 if more.get("master_weights") else torch.float32

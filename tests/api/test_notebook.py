@@ -56,15 +56,15 @@ BAD_LABEL = "float(step(x, y + 70))"
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What came of a cell: ``text`` is what it printed and its value; ``error`` an exception's name
-    and words, or ""."""
+    """The result of a cell. ``text``: its printed output and value; ``error``: name and message of
+    its exception, or ""."""
 
     text: str
     error: str
 
 
 class Notebook:
-    """Cells that run one after the other in a real kernel, a process of its own."""
+    """Runs cells one after the other in a real kernel, which is its own process."""
 
     def __init__(self, folder: Path) -> None:
         file = str(folder / "kernel.json")
@@ -87,8 +87,8 @@ class Notebook:
         return self.kernel.provisioner.pid
 
     def __call__(self, code: str, interrupt_at: str | None = None) -> Ran:
-        """Run a cell. ``interrupt_at``: the kernel is interrupted when that is printed.
-        TimeoutError after `DEADLINE_S`, with what the cell printed."""
+        """Run a cell. ``interrupt_at``: interrupt the kernel when this text is printed. Raises
+        TimeoutError with the cell's output after `DEADLINE_S`."""
         text: list[str] = []
         error: list[str] = []
 

@@ -73,7 +73,7 @@ Change = dict[int, Callable[[Net], object]]
 
 
 def compare(placed: str, change: Change, loss: Any = loss_fn, steps: int = 3) -> None:
-    """Losses, parameters, buffers and the optimizer's state beside plain torch's."""
+    """Compare losses, parameters, buffers and optimizer state with plain torch."""
     net, plain = Net(), Net()
     if 0 in change:
         torch.manual_seed(1)

@@ -30,7 +30,8 @@ TP = Mesh(tp=2)
 
 
 class Normed(nn.Module):
-    """Parameters, buffers beside them, a scalar buffer, and a buffer far from any parameter."""
+    """A module with parameters, buffers beside them, a scalar buffer, and a buffer in a module
+    without parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +122,7 @@ FOUND: dict[str, tuple[type[nn.Module], dict[str, dict[str, Placement]], dict[st
 
 
 class Bracketed(nn.ModuleDict):
-    """The name of a part is a glob that matches the other part."""
+    """A module in which the name of one child is a glob that matches the other child."""
 
     def __init__(self) -> None:
         super().__init__({"a[0]": nn.Linear(4, 4), "a0": nn.Linear(4, 4)})

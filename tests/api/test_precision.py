@@ -156,7 +156,7 @@ def test_compiled_and_eager_calls_follow_surrounding_autocast() -> None:
 
 
 class Ones(nn.Module):
-    """The gradient of w is the sum of the rows of x (times one, so that it is a sum over time)."""
+    """A model in which the gradient of w is the sum of the rows of x."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -268,7 +268,7 @@ def test_precision_is_same_on_every_device(device: str, loss: Any) -> None:
 
 
 def sent(run: Any, *one: Tensor) -> Counter[tuple[str, str]]:
-    """Bytes over dp by (kind, dtype), without scalars."""
+    """Return the bytes sent over dp by (kind, dtype), without scalars."""
     found: Counter[tuple[str, str]] = Counter()
     for c in run.step.plan(*one).collectives:
         if c.bytes_sent > 16:

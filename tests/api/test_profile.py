@@ -63,7 +63,8 @@ LINE, WAIT, START, REST, GAP = 10e-6, 50e-6, 20e-6, 1e-6, 1.4e-6
 
 
 def made_up(program: Program, rank: int) -> dict[str, object]:
-    """Of one rank: every line takes 10 us, a wait 50, a start 20, all else 1, and 1.4 between."""
+    """Return synthetic times of one rank: 10 us for each line, 50 for a wait, 20 for a start, 1 for
+    others, and 1.4 between lines."""
     functions, now = dict(program.functions), 100.0 * rank  # clocks of hosts need not agree
     times: list[float] = []
     lines: list[float] = []
@@ -137,7 +138,8 @@ def test_synthetic_measurement_is_divided_into_expected_parts() -> None:
 
 
 def written_down() -> Profile:
-    """Two ranks, the second of which shares its process, more ops than are shown."""
+    """Return a synthetic profile of two ranks, the second sharing its process, with more ops than
+    the table shows."""
 
     def spent(us: float, predicted: float | None = None, times: int = 0) -> Spent:
         known = None if predicted is None else predicted * 1e-6

@@ -43,7 +43,7 @@ Made = tuple[nn.Module, Loss, Change]
 
 
 class Net(nn.Module):
-    """Subclasses say what happens to the first layer's result."""
+    """A model whose subclasses define what happens to the first layer's result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ def cross_entropy(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def net(between: Between | None = None, **held: Any) -> Any:
-    """A `Net` with ``held`` as attributes."""
+    """Return a `Net` with ``held`` as attributes."""
     own = {} if between is None else {"between": between}
     model = type("Net", (Net,), {**own, "__module__": __name__})()
     for name, value in held.items():
@@ -90,13 +90,13 @@ def nothing(i: int) -> None:
 
 
 def times(factor: Callable[[], Any], change: Change) -> Made:
-    """A loss that is multiplied by what is read, which is set by `change(0)` first."""
+    """Return a loss multiplied by the value that is read; `change(0)` sets the value first."""
     change(0)
     return net(), lambda m, x, y: cross_entropy(m, x, y) * factor(), change
 
 
 def layer(factor: Callable[[], Any], change: Change) -> Made:
-    """A model whose activations are multiplied by what is read."""
+    """Return a model whose activations are multiplied by the value that is read."""
     change(0)
     return net(lambda self, h: h * factor()), cross_entropy, change
 
@@ -201,7 +201,7 @@ def set_environment(i: int) -> None:
 
 
 def numbers() -> dict[str, tuple[Callable[[], Any], Change]]:
-    """What is read, and how it changes."""
+    """Return ways to read a number, and how the number changes."""
     config, slotted, space, pair = Config(), Slotted(), types.SimpleNamespace(), Pair(1.0, [1.0])
     table: dict[str, Any] = {"beta": 1.0, "inner": {"gamma": [1.0, 2.0]}}
     user, doubling, forwarding = UserDict[str, float](), Doubling(), Forwarding()
@@ -351,7 +351,7 @@ WAYS |= {"value, in a dict": in_a_dict, "value, of a thread": of_a_thread}
 
 
 def caught(change: Callable[[dict[str, Tensor], int], object], *, size: int = 16) -> Made:
-    """A model whose activations are multiplied by a tensor that lies in a closure."""
+    """Return a model whose activations are multiplied by a tensor in a closure."""
     held = {"it": torch.ones(size)}
     made = layer(lambda: held["it"][:16], nothing)
     return (*made[:2], lambda i: change(held, i))
@@ -550,7 +550,7 @@ def default_dtype() -> Made:
 
 
 def rotate(parts: Any) -> Change:
-    """The same objects under the same names, in another order."""
+    """Put the same objects under the same names in another order."""
 
     def change(i: int) -> None:
         first = next(iter(parts))
@@ -789,7 +789,7 @@ def hooked(register: Callable[[Any], object], *, late: bool = False) -> Made:
 
 
 def changed_in_c() -> dict[str, tuple[Callable[[], float], str]]:
-    """By what: a function that changes it, and what the refusal says."""
+    """Return functions of C that change an object, with the text of the refusal."""
     counts, octets, text = np.zeros(1), bytearray(1), io.StringIO("12345")
     numbers, left = array.array("d", [0.0]), deque(EIGHT)
     pop, part = left.popleft, functools.partial(list.pop, list(EIGHT))
@@ -888,7 +888,7 @@ def plain_step(model: nn.Module, loss: Loss) -> Loss:
 
 
 def losses(make: Callable[[], Made], step_of: Callable[..., Any]) -> tuple[list[float], Any]:
-    """The losses of all steps, and the step."""
+    """Return the losses of all steps, and the step."""
     torch.manual_seed(0)
     made, loss, change = make()
     step, found = step_of(made, loss), list[float]()
@@ -1015,7 +1015,7 @@ def test_capture_each_call_draws_random_numbers_as_torch() -> None:
 
 
 class ByClass(dict[str, float]):
-    """Takes an object for its key, in methods of its own, and no default."""
+    """A dict that stores a value under the class name of its key; its `get` takes no default."""
 
     def __setitem__(self, key: object, value: float) -> None:
         super().__setitem__(type(key).__name__, value)

@@ -67,7 +67,7 @@ class Key:
 
 
 class Stored:
-    """A descriptor that keeps its values in a store of its own."""
+    """A descriptor that keeps its values in its own store."""
 
     def __init__(self) -> None:
         self.store: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()
@@ -97,7 +97,7 @@ sys.modules[SETTINGS.__name__] = SETTINGS
 
 
 def objects() -> dict[str, tuple[Callable[[], Any], Change]]:
-    """What is read, which is 1 + i in step i, and how it changes; of Python's objects."""
+    """Return reads of Python's objects that give 1 + i in step i, and how each changes."""
     value, values = multiprocessing.Value("d", 1.0), multiprocessing.Array("d", 2)
     functions: list[Any] = [np.random.seed]
     number, struct, member, logger = ctypes.c_double(1.0), Struct(1.0), Mode.ON, LOGGER
@@ -223,7 +223,7 @@ def objects() -> dict[str, tuple[Callable[[], Any], Change]]:
 
 
 def settings() -> dict[str, tuple[Callable[[], Any], Change]]:
-    """Of Python, NumPy, torch and the process."""
+    """Return reads of settings of Python, NumPy, torch and the process, and how each changes."""
     cudnn, own_torch = torch.backends.cudnn, torch
     precisions, folders = ["highest", "high", "medium"], ["/", "/usr", "/usr/lib"]
     handling: list[Any] = ["ignore", "warn", "raise"]
@@ -281,7 +281,7 @@ FILE = pathlib.Path(__file__)
 
 
 def unseen() -> dict[str, tuple[Callable[[], Any], str]]:
-    """What is read, and what the warning says."""
+    """Return reads that are not guarded, and the text of the warning."""
     file, clock = io.TextIOWrapper(io.BytesIO(b"one\ntwo\n")), time.time
     chosen, library = functools.partial(time.time), ctypes.CDLL(None)
     return {
@@ -334,7 +334,7 @@ def clock_after_an_op(m: Any, x: Tensor, y: Tensor) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def as_it_was(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What the ways change of the process."""
+    """Restore all process settings that the tests change."""
     monkeypatch.chdir(pathlib.Path.cwd())
     monkeypatch.setattr(sys, "argv", list(sys.argv))
     flags, limit, folder = kernel_flags(), sys.getrecursionlimit(), pathlib.Path.cwd()

@@ -87,7 +87,7 @@ def test_same_seed_repeats_losses_and_dropout_changes_them(reference: list[float
 
 
 class Masks(nn.Module):
-    """The gradient of ``w`` is the mask of the dropout, element by element."""
+    """A model in which the gradient of ``w`` is the dropout mask, element by element."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()

@@ -24,7 +24,7 @@ def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 def trained(
     module: nn.Module, placed: Placed, batches: list[tuple[Tensor, Tensor]]
 ) -> Counter[str]:
-    """Train beside plain torch, and return the plan's collectives by phase."""
+    """Train and compare with plain torch; return the plan's collectives by phase."""
     run = assert_trains_as_torch(
         placed,
         batches,
@@ -96,7 +96,7 @@ def test_lstm_over_split_batch_trains_as_torch() -> None:
 
 
 class Packed(nn.Module):
-    """An LSTM over the words of each text, which are followed by zeros."""
+    """An LSTM over texts that are padded with zeros."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ def test_transformer_with_constant_causal_mask_trains_as_torch() -> None:
 
 
 class Derived(nn.Module):
-    """A derivative along a direction, through a norm, a loss and tensors that are made inside."""
+    """A forward-mode derivative through a norm, a loss and tensors that are created inside."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -82,7 +82,7 @@ def loss_fn(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 def recognised(name: str) -> str:
-    """The table without lines of transformers, which change with its version."""
+    """Return the table without line numbers of transformers, which change with its version."""
     graph = capture(loss_fn, (MODELS[name]().train(), torch.zeros(2, TIME).long()), grads="loss")
     return re.sub(r"  +\S+\.py:\d+", "", recognised_text(graph.recognised)) + "\n"
 
@@ -106,7 +106,7 @@ def test_plan_lists_recognised_ops() -> None:
 
 
 def decode(q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
-    """One token for each slot: slot i sees its cache up to pos[i]."""
+    """Decode one token for each slot; slot i attends to its cache up to pos[i]."""
     seen = torch.arange(k.shape[2])[None] <= pos[:, None]
     return nn.functional.scaled_dot_product_attention(q, k, v, seen[:, None, None], enable_gqa=True)
 

@@ -34,7 +34,7 @@ DROPOUT_PINS: dict[str, Any] = {
 
 
 class NormedCheckpoint(nn.Module):
-    """Batch norm inside a checkpoint: torch itself would count its batch twice."""
+    """Batch norm inside a checkpoint; torch itself would count its batch twice."""
 
     def __init__(self, checkpointed: bool) -> None:
         super().__init__()
@@ -60,7 +60,8 @@ def trained(
     again: bool = True,
     **options: Any,
 ) -> tuple[list[float], dict[str, Any]]:
-    """Losses and state of three steps. ``again``: whether the plan must recompute something."""
+    """Return losses and state of three steps. ``again``: whether the plan must recompute
+    something."""
     dt.manual_seed(5)
     model = dt.parallelize(module, mesh, pins or {}, **options)
     step = dt.train_step(
@@ -153,7 +154,7 @@ def test_hugging_face_gradient_checkpointing_saves_memory_and_matches_torch(
 
 
 def refused(recompute: Any, module: nn.Module | None = None) -> str:
-    """Of both places alike."""
+    """Return the error, which must be the same from `parallelize` and `train_step`."""
     module = GPT() if module is None else module
     optimizer = torch.optim.AdamW(module.parameters())
     with pytest.raises(PlanningError) as caught:

@@ -48,7 +48,7 @@ def test_float16_mean_does_not_overflow(placed: str) -> None:
 
 
 class Scaled(nn.Module):
-    """Gradients of the bias and of the scale are sums over rows."""
+    """A model in which the gradients of bias and scale are sums over rows."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()

@@ -31,7 +31,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 
 def stored(x: dt.DTensor) -> list[Tensor]:
-    """The shards as the ranks have them."""
+    """Return the shards that the ranks have."""
     found = x.session.launch.store.fetch([x.value().stored])[x.name]
     return [found[rank] for rank in range(x.mesh.size)]
 
@@ -145,13 +145,13 @@ def test_results_on_mesh_made_by_transfer_are_dropped_without_messages() -> None
 
 
 def embed(table: Tensor, token: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """A decode step in little: a token and a state give the next ones; `table[token]` may fail."""
+    """A small decode step: token and state give the next ones; `table[token]` may fail."""
     state = torch.tanh(state + torch.nn.functional.embedding(token, table))
     return (state.abs().sum(-1) * 7).long() % table.shape[0], state
 
 
 def decode(backend: Any, ahead: int, num: int = 12) -> tuple[list[int], list[float]]:
-    """Tokens, read so many calls late, and the last state."""
+    """Return tokens that are read ``ahead`` calls late, and the last state."""
     f = dt.compile(embed, TP2, out=[{}, dict(tp=dt.Column())])
     found: list[int] = []
     with dt.launch(TP2, backend=backend) as session:
@@ -220,7 +220,8 @@ def test_failed_call_fails_only_calls_that_use_its_results(ray_session: None, ah
 
 
 class Decoder(nn.Module):
-    """The first stage embeds the token that the last one chose; the state stays on the last."""
+    """The first stage embeds the token that the last stage chose; the state stays on the last
+    stage."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -233,7 +234,7 @@ class Decoder(nn.Module):
 
 
 def decoder(mesh: dt.Mesh) -> tuple[nn.Module, Any]:
-    """In plain torch, and in two stages."""
+    """Return the decoder in plain torch and in two stages."""
     plain = Decoder()
     pins = {"up.weight": dict(tp=dt.Row()), "head.weight": dict(tp=dt.Row())}
     stages = {"pp": [["embed*", "up*"], ["down*", "head*"]]}

@@ -45,7 +45,7 @@ def test_column_parallel_splits_bias_and_row_parallel_replicates_it() -> None:
 
 
 class Kinds(nn.Module):
-    """An embedding, a convolution, a transposed weight and one that an adapter is added to."""
+    """An embedding, a convolution, a transposed weight, and a weight with an adapter."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -59,7 +59,7 @@ class Judge:
 
 
 class Late(daft.Future):
-    """A score that is there when it has been asked for so often."""
+    """A score that becomes available after a number of queries."""
 
     def __init__(self, value: float, asks: int) -> None:
         self.value, self.asks = value, asks

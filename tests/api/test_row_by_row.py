@@ -21,7 +21,7 @@ ROWS = 7
 
 
 class After(nn.Module):
-    """``fn`` of what the first module gives, then the others."""
+    """Apply the first module, ``fn``, then the other modules."""
 
     def __init__(self, first: nn.Module, fn: Callable[..., Tensor], *rest: nn.Module) -> None:
         super().__init__()
@@ -32,7 +32,8 @@ class After(nn.Module):
 
 
 def channels_last(*rest: nn.Module) -> nn.Module:
-    """Swin and ConvNeXt: a linear layer over the channels, which then stand first."""
+    """As Swin and ConvNeXt: a linear layer over the last dim, channels, which then moves to the
+    front."""
     return After(nn.Linear(5, 4), lambda x: x.movedim(-1, 1), *rest)
 
 
@@ -45,7 +46,7 @@ def matrices(fn: Callable[[Tensor], Tensor]) -> nn.Module:
 
 
 class Weighted(nn.Module):
-    """A bag whose weights are computed."""
+    """An embedding bag with computed weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +58,7 @@ class Weighted(nn.Module):
 
 
 def bags() -> Tensor:
-    """One of padding alone, one that has the same id twice."""
+    """Return bags, one of padding only and one with the same id twice."""
     ids = torch.randint(10, (ROWS, 3))
     ids[2], ids[0, 1], ids[4] = 1, 1, torch.tensor([3, 5, 3])
     return ids
@@ -171,7 +172,7 @@ def _stft(x: Tensor) -> Tensor:
 def trained(
     model: nn.Module, batch: Sequence[Tensor], mesh: dt.Mesh, **stated: Any
 ) -> tuple[list[str], dict[str, Tensor]]:
-    """The kinds of the plan's collectives; the loss and what the parameters are after a step."""
+    """Return the kinds of the plan's collectives, and the loss and parameters after a step."""
     placed = dt.parallelize(model, mesh)
     step = dt.train_step(placed, loss_fn, torch.optim.SGD(placed.parameters(), lr=0.1), **stated)
     kinds = [c.kind for c in step.plan(*batch).collectives]

@@ -60,7 +60,7 @@ def mix(x: Tensor, weight: Tensor) -> Tensor:
 
 @pytest.fixture
 def registry() -> Any:
-    """What a test registers is gone after it."""
+    """Remove the rules that a test registers."""
     from dtensor.sharding.rules import registry
 
     before = dict(builders())

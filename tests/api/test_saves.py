@@ -143,7 +143,7 @@ def model() -> dt.ParallelModule:
 
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Writers wait for this, and then fail if it is told so."""
+    """Make writers wait for this event, and fail afterwards if ``fails`` is set."""
     ready = threading.Event()
     ready.fails = False  # type: ignore[attr-defined]
 

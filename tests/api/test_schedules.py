@@ -22,7 +22,8 @@ WIDTH, ROWS = 6, 840  # the rows divide by 1 to 8
 
 
 class Chain(nn.Module):
-    """A layer for each stage, with a norm whose gradients come with its input's."""
+    """One layer for each stage, with a norm whose weight gradient is computed together with its
+    input gradient."""
 
     def __init__(self, layers: int) -> None:
         super().__init__()
@@ -68,7 +69,7 @@ def gradients(layers: int, mesh: dt.Mesh, schedule: dt.Schedule) -> dict[str, Te
 
 @functools.cache
 def in_order(layers: int, microbatches: int) -> dict[str, Tensor]:
-    """All stages on one rank, one microbatch after the other."""
+    """Run all stages on one rank, one microbatch after the other."""
     return gradients(layers, dt.Mesh(pp=1), dt.GPipe(microbatches))
 
 

@@ -32,7 +32,7 @@ def stepping(width: int, layers: int, **placements: Any) -> Any:
 
 @pytest.fixture
 def puts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
-    """The bytes of each put, and whether it was waited for."""
+    """Record the bytes of each put, and whether it was waited for."""
     monkeypatch.setattr("dtensor.api.store.store.PIECE_BYTES", 2000)
     found: list[tuple[int, bool]] = []
     put = HostedCluster.put

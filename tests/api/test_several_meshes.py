@@ -39,7 +39,7 @@ def logits(model: nn.Module, x: Tensor) -> Tensor:
 
 
 class Side:
-    """A model that trains on one mesh, and is evaluated there."""
+    """A model that trains and is evaluated on one mesh."""
 
     def __init__(self, mesh: dt.Mesh, seed: int) -> None:
         self.mesh, self.module = mesh, MLP(seed)

@@ -37,7 +37,7 @@ def assert_fits(text: str) -> None:
 
 
 class Checker(HTMLParser):
-    """Every tag is closed by its own; none runs code or reaches out of its cell."""
+    """Checks that every tag is closed, that none runs code and that none leaves its cell."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -187,7 +187,8 @@ def test_saved_trace_puts_overlapping_messages_on_separate_threads(tmp_path: Pat
 
 
 def made(num_ranks: int, num_spans: int) -> dt.Trace:
-    """Spans of very different lengths; messages of two channels overlap."""
+    """Return a trace with spans of very different lengths and overlapping messages on two
+    channels."""
     rng = random.Random(0)
     spans: list[Span] = []
     for rank in range(num_ranks):
@@ -220,7 +221,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def painted(drawing: str) -> dict[tuple[str, str], list[tuple[float, float]]]:
-    """By rank and words of the legend, from where to where in seconds; by the ticks of the axis."""
+    """Return the painted intervals in seconds by rank and legend text, read off the axis ticks."""
     root = ElementTree.fromstring(drawing)
     texts = [(e, "".join(e.itertext())) for e in root.iter(f"{SVG}text")]
     ticks: list[tuple[float, float]] = []
@@ -257,7 +258,7 @@ COMPUTING = ("forward", "backward", "backward of inputs", "backward of weights",
 
 
 def check_picture(trace: dt.Trace) -> str:
-    """What is painted is what `spent` says, and stands where it took place."""
+    """Check that painted times equal `spent` and are at the right places."""
     drawing = trace._repr_svg_()
     pixel = trace.seconds / 840
     found = painted(drawing)

@@ -30,7 +30,7 @@ D, VOCAB = 8, 11
 
 
 def check_step(run: Run, loss: Callable[..., Any], given: Sequence[Tensor]) -> None:
-    """The loss and the gradients of a step are plain torch's."""
+    """Compare the loss and the gradients of a step with plain torch."""
     plain = copy.deepcopy(run.module)
     with dt.launch(run.mesh):
         found = run.step.gradients(*given)
@@ -45,7 +45,7 @@ def check_step(run: Run, loss: Callable[..., Any], given: Sequence[Tensor]) -> N
 
 
 class Skips(nn.Module):
-    """Like a U-Net: what goes down is joined on the way up."""
+    """A small U-Net: values of the way down are joined on the way up."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,8 @@ class Branches(nn.Module):
 
 
 class EncoderDecoder(nn.Module):
-    """The encoder's result is used by every decoder layer; one embedding for both and the head."""
+    """Every decoder layer uses the encoder's result; encoder, decoder and head share one
+    embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -248,7 +249,7 @@ def difference(m: Any) -> Tensor:
 
 
 def after_term(term: Callable[[Any], Tensor]) -> Callable[..., Any]:
-    """A loss that forms ``term`` before the forward, and returns it as a metric too."""
+    """Return a loss that computes ``term`` before the forward and also returns it as a metric."""
 
     def loss(m: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         value = 0.01 * term(m)
@@ -315,7 +316,7 @@ LENGTH = 6
 
 
 class Masked(nn.Module):
-    """A mask for every layer, positions and a feature for the last stage."""
+    """A mask for every layer, and positions and a feature for the last stage."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -337,7 +338,7 @@ def weighted(
     feature: Tensor,
     targets: Tensor,
 ) -> Tensor:
-    """The targets, and the mask once more, count at the end."""
+    """A loss that uses the targets, and the mask once more."""
     logits = model(tokens, mask, positions, feature)
     each = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
     return (each * mask.flatten()).sum() / mask.numel()
@@ -370,7 +371,8 @@ def test_stage_receives_only_arguments_that_it_uses() -> None:
 
 
 class Remembers(nn.Module):
-    """A buffer that both stages read, written from what the last computes, and a count of calls."""
+    """A model with a buffer that both stages read and the last stage writes, and a counter of
+    calls."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -28,7 +28,7 @@ DATA = batches(3) * 2
 
 
 def scrambled(**options: Any) -> nn.Module:
-    """A model whose values must all be replaced."""
+    """Return a model whose values must all be replaced by loading."""
     model = make_model(**options)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -177,7 +177,7 @@ def test_in_place_write_adds_no_memory_or_cost_to_plan() -> None:
 
 
 class Failing(nn.Module):
-    """A cache that is read where it was written, and two that are not."""
+    """A model with one cache that is read after it was written, and two that are not."""
 
     def __init__(self) -> None:
         super().__init__()

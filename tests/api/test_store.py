@@ -34,7 +34,7 @@ def sources() -> Iterator[tuple[str, str]]:
 
 
 def assignments(name: str, text: str) -> list[str]:
-    """Where a file that is not the store's touches the store's table."""
+    """Return where code outside the store assigns to the store's entries."""
     table = {"_stored", "_settled", "_absent"}
     if name.startswith(STORE) or not any(entry in text for entry in table):
         return []
@@ -68,7 +68,7 @@ def test_assignment_of_entry_elsewhere_is_detected(line: str) -> None:
 
 
 class Failing:
-    """What came cannot be put together, while ``on``; made before programs are."""
+    """While ``on``, assembling received values fails; must be made before programs."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.on = False

@@ -42,7 +42,7 @@ FOUR_STAGES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """A placement as `parallelize`, `train_step` and `switch` take it."""
+    """A placement as arguments of `parallelize`, `train_step` and `switch`."""
 
     axes: Mapping[str, int]
     pins: Mapping[str, Mapping[str, dt.Placement]] = field(default_factory=dict)
@@ -82,7 +82,7 @@ PLACES: dict[str, Place] = {
 
 
 class Trained:
-    """A GPT that is trained, under one placement after another."""
+    """A GPT that is trained under one placement after another."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class Trained:
 
 
 def loaded_under(at: Place, state: Mapping[str, Any], like: Trained, **options: Any) -> Trained:
-    """A model of its own with that state, under that placement."""
+    """Return a new model with that state under that placement."""
     dtype = next(like.module.parameters()).dtype
     module = type(like.module)() if isinstance(like.module, DropoutGPT) else None
     found = Trained(at, module=module, dtype=dtype, **options)
@@ -124,7 +124,7 @@ def loaded_under(at: Place, state: Mapping[str, Any], like: Trained, **options: 
 
 
 def tables(run: LaunchSession) -> dict[int, list[str]]:
-    """The names that each rank of an in-process launch has."""
+    """Return the names in the table of each rank of an in-process launch."""
     cluster = run.launch.cluster
     assert isinstance(cluster, InProcessCluster)
     found: dict[int, list[str]] = {rank: [] for rank in range(cluster.size)}
@@ -139,7 +139,8 @@ def homes(model: dt.ParallelModule, run: LaunchSession) -> ModelHome:
 
 
 def elements(model_home: ModelHome, run: LaunchSession) -> dict[tuple[str, int], set[int]]:
-    """Label and rank of the launch to the elements that the rank has, by cutting numbers."""
+    """Return the elements that each rank has, by label and launch rank, found by slicing numbered
+    elements."""
     found: dict[tuple[str, int], set[int]] = {}
     for label, stored in named(model_home).items():
         whole = torch.arange(math.prod(stored.spec.shape)).reshape(stored.spec.shape)
@@ -150,7 +151,7 @@ def elements(model_home: ModelHome, run: LaunchSession) -> dict[tuple[str, int],
 
 
 def named(model_home: ModelHome) -> dict[str, StoredTensor]:
-    """All values on ranks, the optimizer's too."""
+    """Return all values on ranks, including the optimizer's."""
     found = dict(model_home.stored)
     for home in model_home.optimizers.values():
         found |= {f"{key} of {label}": own for (label, key), own in home.values().items()}
@@ -159,7 +160,7 @@ def named(model_home: ModelHome) -> dict[str, StoredTensor]:
 
 @contextmanager
 def sends(monkeypatch: pytest.MonkeyPatch, kind: type[Cluster]) -> Iterator[dict[str, int]]:
-    """The bytes of the Sends of each program that is loaded meanwhile, by its name."""
+    """Record the bytes of the Sends of each program that is loaded, by name."""
     found: dict[str, int] = {}
     load = kind.load
 

@@ -23,7 +23,7 @@ from tests.api.tied import WIDTH, batch, loss_fn
 
 
 class Net(tied.Net):
-    """With buffers (one a number) and a frozen parameter."""
+    """A model with buffers (one scalar) and a frozen parameter."""
 
     def __init__(self, tied: bool = True) -> None:
         super().__init__(tied)
@@ -78,7 +78,8 @@ PAIRS: dict[str, tuple[dt.Mesh, dict[str, Any], dt.Mesh, dict[str, Any]]] = {
 
 
 def lacking(plan: TransferPlan) -> int:
-    """Bytes of the targets' shards that these ranks do not have as the source's."""
+    """Return the bytes of target shards that the target ranks do not already have as source
+    shards."""
     total = 0
     for index, rank in plan.there.numbers.items():
         wanted, held = plan.there.where(index), 0
@@ -91,7 +92,7 @@ def lacking(plan: TransferPlan) -> int:
 
 
 def fresh_logits(state: Mapping[str, Any], module: nn.Module, mesh: dt.Mesh, **stated: Any) -> Any:
-    """Of a model with these weights under these placements, in a launch of its own."""
+    """Return the logits of a new model with these weights and placements, in its own launch."""
     module = copy.deepcopy(module)
     module.load_state_dict(state)
     model = dt.parallelize(module, mesh, **stated)

@@ -25,8 +25,8 @@ TIMES = 5  # captures in a row: where the other thread acts is the same in each 
 
 
 class Beside:
-    """Another thread, which does something while a program is captured: ``meet`` within the program
-    lets it go and waits until it has done it."""
+    """A second thread that runs during a capture: ``meet``, called in the program, lets it run and
+    waits until it is done."""
 
     def __init__(self, does: Callable[[], Any]) -> None:
         self.found: list[Any] = []
@@ -71,7 +71,7 @@ class Net(nn.Module):
 
 
 def captured(net: nn.Module, within: Callable[[], Any], *, size: int = 4) -> Any:
-    """Plans a step of it, calling ``within`` in the loss."""
+    """Plan a step of the net, calling ``within`` in the loss."""
 
     def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         within()
@@ -83,7 +83,7 @@ def captured(net: nn.Module, within: Callable[[], Any], *, size: int = 4) -> Any
 
 
 def torch_now() -> dict[str, Any]:
-    """What a capture changes in torch and Python."""
+    """Return everything in torch and Python that a capture changes."""
     from torch._export import non_strict_utils
     from torch.export import _trace
     from torch.fx import _symbolic_trace
@@ -355,7 +355,7 @@ def test_failed_capture_restores_torch(error: type[BaseException]) -> None:
 
 
 def together(*calls: Callable[[], Any]) -> list[Any]:
-    """What they return, each called in a thread of its own."""
+    """Call each function in its own thread and return the results."""
     found: list[Any] = [None] * len(calls)
     ready = threading.Barrier(len(calls))
 

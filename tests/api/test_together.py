@@ -33,7 +33,7 @@ def distil(student: nn.Module, teacher: nn.Module, x: Tensor) -> Tensor:
 
 
 def pull(student: nn.Module, teacher: nn.Module, x: Tensor) -> Tensor:
-    """The teacher gets gradients, and no optimizer."""
+    """A loss that gives the teacher gradients; the teacher has no optimizer."""
     return F.mse_loss(student(x), teacher(x))
 
 

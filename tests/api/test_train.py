@@ -52,7 +52,7 @@ def mlp() -> nn.Sequential:
 
 
 class Both:
-    """The same model twice: with a step over dp=2, and in plain torch."""
+    """One model twice: with a step over dp=2, and in plain torch."""
 
     def __init__(
         self, module: nn.Module, make: Callable[[nn.Module], Any] = sgd, zero: int = 0
@@ -117,7 +117,7 @@ class Affine(nn.Module):
 
 
 def spread(model: nn.Module, x: Tensor) -> Tensor:
-    """Of complex parameters the gradients are purely imaginary."""
+    """A loss for which gradients of complex parameters are purely imaginary."""
     y = model(x)
     return (y.imag if y.is_complex() else y).square().mean()
 
@@ -244,7 +244,7 @@ def test_other_torch_optimizers_train_as_torch(kind: str) -> None:
 
 
 class Scaled(GPT):
-    """A GPT whose head shares the embedding, with a fourth stage behind it."""
+    """A GPT whose head shares the embedding, with a fourth stage after it."""
 
     def __init__(self) -> None:
         super().__init__(layers=1)
@@ -314,7 +314,7 @@ def test_batch_norm_over_split_batch_matches_one_device() -> None:
 
 
 class Counting(nn.Module):
-    """Buffers that forward changes: a counter, and a running mean in training."""
+    """A model with buffers that forward changes: a counter, and a running mean in training."""
 
     seen: Tensor
     mean: Tensor
@@ -333,7 +333,7 @@ class Counting(nn.Module):
 
 
 class Rotated(nn.Module):
-    """A table of cosines as models keep it: a buffer, an attribute, or made when first needed."""
+    """A table of cosines as a buffer, as an attribute, or made at first use."""
 
     def __init__(self, kept: str) -> None:
         super().__init__()
@@ -412,7 +412,7 @@ class Record:
 
 
 class Pair(UserDict[str, Tensor]):
-    """A mapping that is not made of a dict."""
+    """A mapping that cannot be constructed from a dict."""
 
     def __init__(self, x: Tensor, y: Tensor) -> None:
         super().__init__(x=x, y=y)

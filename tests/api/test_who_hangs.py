@@ -28,7 +28,7 @@ PATIENCE_S = 600.0
 
 
 def settled(trials: Trials, how: How, rank: int, after: int) -> Trial:
-    """What status says in the end, while the rank hangs."""
+    """Return the final status while the rank hangs."""
     end = time.monotonic() + PATIENCE_S
     with trials.hanging(how, rank, after):
         while True:
@@ -38,7 +38,7 @@ def settled(trials: Trials, how: How, rank: int, after: int) -> Trial:
 
 
 def until(says: Callable[[], Sequence[Any]], words: str) -> Any:
-    """The first of what is said that has these words, when there is one."""
+    """Wait for the first message that contains these words, and return it."""
     end = time.monotonic() + PATIENCE_S
     while True:
         everything = says()

@@ -50,7 +50,7 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 
 
 class Uneven(nn.Module):
-    """Shards of a few elements, and one of 8,407."""
+    """A model with shards of a few elements, and one of 8,407."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ def test_zero_levels_with_same_sum_order_are_bitwise_equal() -> None:
 
 
 class Odd(nn.Module):
-    """7 rows, 3 columns, a scalar, and a dim that is smaller than the axis."""
+    """A model with 7 rows, 3 columns, a scalar, and a dim that is smaller than the axis."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ def test_zero3_under_autocast_gathers_16_bit_values() -> None:
 
 
 class Penalised(nn.Module):
-    """Its weight is a result's whole input: the gradient of the penalty is the weight itself."""
+    """A model with a penalty whose gradient is the weight itself."""
 
     def __init__(self) -> None:
         super().__init__()

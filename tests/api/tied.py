@@ -1,5 +1,5 @@
-"""A small model with all that a copy of its state may get wrong: tied weights, rows that nothing
-divides, and what the subclasses of `Net` in the tests add. No test lives here.
+"""A small model with everything that a copied state may get wrong: tied weights and uneven rows;
+subclasses of `Net` in the tests add more.
 
     loss_fn(Net(), *batch(0))                   # float32[], of tokens and targets int64[4, 6]
 """

@@ -1,11 +1,11 @@
 """The table of training cases: each row is one way to train, with one value for each column.
 
-    python -m tests.api.training_cases        # prints how many rows and pairs there are
+    python -m tests.api.training_cases        # prints the numbers of rows and pairs
     python -m tests.api.training_cases --write
 
-`COLUMNS` has the features and their values. The rows in `tests/golden/training_cases.txt` are a
-pairwise covering array: each two values that `conflict` allows together stand in some row. To add a
-feature, add a value or a column here, say in `build` what it means, and write the rows again.
+`COLUMNS` lists the features and their values. The rows in `tests/golden/training_cases.txt` are a
+pairwise covering array: every two values that `conflict` allows together occur in some row. To add
+a feature, add a value or a column here, define it in `build`, and write the rows again.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def covered(rows: Sequence[Row]) -> set[Pair]:
 
 
 def wanted() -> set[Pair]:
-    """Each two values that do not exclude each other."""
+    """Return every two values that do not exclude each other."""
     found: set[Pair] = set()
     for one, other in combinations(COLUMNS, 2):
         for a in COLUMNS[one]:
@@ -119,10 +119,8 @@ def wanted() -> set[Pair]:
 
 
 def generated() -> Iterator[Row]:
-    """Rows that cover each wanted pair: a greedy choice of values, of equal ones the rarest.
-
-    Ray is the last resort: it is chosen where only it covers another pair.
-    """
+    """Return rows that cover each wanted pair: a greedy choice, preferring rare values. Ray is
+    chosen only if no other backend covers a pair."""
     missing, uses = sorted(wanted()), Counter[tuple[str, str]]()
     uses["backend", "ray"] = 10**6
     while missing:
@@ -148,7 +146,7 @@ def generated() -> Iterator[Row]:
 
 
 def rows() -> dict[str, Row]:
-    """The committed rows by name."""
+    """Return the committed rows by name."""
     lines = [line.split() for line in ROWS.read_text().splitlines()[1:]]
     return {"-".join(line): dict(zip(COLUMNS, line, strict=True)) for line in lines}
 
@@ -157,7 +155,7 @@ def rows() -> dict[str, Row]:
 
 
 class Odd(nn.Module):
-    """Sizes that do not divide, a scalar and a frozen parameter, four layers."""
+    """A model with uneven sizes, a scalar, a frozen parameter, and four layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -279,7 +277,7 @@ def case_of(row: Row) -> Case:
 
 
 def stages_of(model: str, count: int) -> dict[str, list[list[str]]]:
-    """Two stages, or four."""
+    """Return two or four stages."""
     if model in ("odd", "conv"):
         last = ["scale", "frozen"] if model == "odd" else []
         cuts = [[f"layers.{i}.*"] for i in range(4)]
@@ -292,7 +290,8 @@ def stages_of(model: str, count: int) -> dict[str, list[list[str]]]:
 
 
 def data_of(row: Row, seed: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """8 rows, in a short last batch 5, which neither ranks nor microbatches divide."""
+    """Return batches of 8 rows; a short last batch has 5, which neither ranks nor microbatches
+    divide."""
     rows = 5 if row["data"] == "short" and seed == 2 else 8
     if row["model"] in ("gpt", "untied", "llama"):
         return batch(seed, size=rows, ignored=row["data"] == "ignored")
@@ -303,10 +302,8 @@ def data_of(row: Row, seed: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
 
 
 def groups(module: nn.Module) -> torch.optim.Optimizer:
-    """Weight decay on matrices alone, another learning rate for vectors.
-
-    The larger ``eps`` keeps updates by gradients that are only rounding errors small.
-    """
+    """Return groups with weight decay only for matrices and another learning rate for vectors. The
+    larger ``eps`` limits updates from gradients that are only rounding errors."""
     parameters = [p for p in module.parameters() if p.requires_grad]
     matrices = dict(params=[p for p in parameters if p.dim() > 1], weight_decay=0.1)
     vectors = dict(params=[p for p in parameters if p.dim() <= 1], lr=3e-2, betas=(0.8, 0.9))
