@@ -84,17 +84,18 @@ class Saved:
     and returns None; ``done()`` returns whether the save has ended; ``path`` is its folder."""
 
     def __init__(self, path: str, finish: Callable[[], None], source: Source | None = None) -> None:
+        """Start the thread that runs ``finish``. ``source``: the user's line of the save."""
         self.path = path
         self._source = source
         self._error: BaseException | None = None
-        self._read = False
-        self._noted = False
+        self._read = False  # whether the failure was raised, or reported as below
+        self._noted = False  # whether it was reported only by a warning or a note
         self._thread = threading.Thread(target=self._run, args=(finish,), name=f"save {path}")
-        _open.add(self)
+        _unread_saves.add(self)
         try:
             self._thread.start()
         except BaseException:
-            _open.discard(self)
+            _unread_saves.discard(self)
             raise
 
     def get(self, timeout: float | None = None) -> str:
@@ -104,7 +105,7 @@ class Saved:
         if self._thread.is_alive():
             raise TimeoutError(f"{self.path} is not written after {timeout:g} s; ask again.")
         self._read, self._noted = True, False
-        _open.discard(self)
+        _unread_saves.discard(self)
         if self._error is not None:
             raise self._error.with_traceback(None)
         return self.path
@@ -175,17 +176,21 @@ class Saved:
                 error.add_note(f"{self.path} was not written; its earlier contents are unchanged.")
             self._error = error
         else:
-            outdated = {other for other in [*_open] if other._noted}  # this save replaces them
-            _open.difference_update(outdated, [self])
+            outdated = {
+                other for other in [*_unread_saves] if other._noted
+            }  # this save replaces them
+            _unread_saves.difference_update(outdated, [self])
 
     def __repr__(self) -> str:
         state = "running" if not self.done() else "failed" if self._error else "done"
         return f"Saved({self.path!r}, {state})"
 
 
-_open: set[Saved] = set()
+_unread_saves: set[Saved] = set()
 """Saves that are running, or that have failed and may be unread."""
-os.register_at_fork(after_in_child=_open.clear)  # a forked child does not have their threads
+os.register_at_fork(
+    after_in_child=_unread_saves.clear
+)  # a forked child does not have their threads
 
 
 def note_unread(error: BaseException, saves: Iterable[Saved]) -> None:
@@ -200,12 +205,14 @@ def note_unread(error: BaseException, saves: Iterable[Saved]) -> None:
 @atexit.register
 def _print_unread() -> None:
     """Print the failures of saves that were not read, and make the exit status nonzero."""
-    texts = [text for saved in sorted(_open, key=lambda s: s.path) if (text := saved.unread())]
+    texts = [
+        text for saved in sorted(_unread_saves, key=lambda s: s.path) if (text := saved.unread())
+    ]
     if texts:
         if sys.stderr is not None:  # pyright: ignore[reportUnnecessaryComparison]
             with suppress(OSError, ValueError):  # a broken pipe, or closed
                 sys.stderr.write("".join(texts))
-        _open.clear()  # also drops the tracebacks, whose objects Python would delete too late
+        _unread_saves.clear()  # also drops tracebacks, whose objects Python would delete too late
         not_zero()
 
 
@@ -222,17 +229,18 @@ class SaveOptions:
 
 @dataclass(slots=True)
 class _Located:
-    """The locations of a checkpoint's values: tensors on ranks or on the controller (``here``), and
-    ``small`` values. ``aliases``: each further name of a tied tensor, with its first name."""
+    """The locations of a checkpoint's values: tensors on ranks or on the controller
+    (``on_controller``), and ``small`` values. ``aliases``: each further name of a tied tensor, with
+    its first name."""
 
     on_ranks: dict[Names, StoredTensor] = field(default_factory=dict[Names, StoredTensor])
-    here: dict[Names, Tensor] = field(default_factory=dict[Names, Tensor])
+    on_controller: dict[Names, Tensor] = field(default_factory=dict[Names, Tensor])
     aliases: dict[Names, Names] = field(default_factory=dict[Names, Names])
     small: dict[Names, Any] = field(default_factory=dict[Names, Any])
 
 
 def submit_save(
-    stated: SaveOptions, model: ParallelModule, optimizer: torch.optim.Optimizer | None
+    options: SaveOptions, model: ParallelModule, optimizer: torch.optim.Optimizer | None
 ) -> Saved:
     """Start a save of the state after the steps called before."""
     with CALL_LOCK, held_back():
@@ -244,11 +252,11 @@ def submit_save(
         if model_home is not None:
             model_home.settle()
         state = _Located()
-        _locate_model(state, model, model_home, () if stated.format == "hf" else ("model",))
+        _locate_model(state, model, model_home, () if options.format == "hf" else ("model",))
         if optimizer is not None:
             _locate_optimizer(state, model, optimizer, model_home)
-        writing = _begin_writing(stated, model, state)
-        saving = Saving(folder=writing.folder, previous=writing.previous, format=stated.format)
+        writing = _begin_writing(options, model, state)
+        saving = Saving(folder=writing.folder, previous=writing.previous, format=options.format)
         try:
             run, compare = None, None
             if session is not None and model_home is not None and state.on_ranks:
@@ -257,8 +265,8 @@ def submit_save(
 
                     compare = warn_of_unequal(model_home, optimizer)
                 run = _copy_on_ranks(saving, session, model_home, state.on_ranks)
-            if state.here:
-                pieces = [_full_piece(path, tensor) for path, tensor in state.here.items()]
+            if state.on_controller:
+                pieces = [_full_piece(path, tensor) for path, tensor in state.on_controller.items()]
                 hand_over(saving, model.mesh.size, pieces)
         except BaseException:
             writing.abort()
@@ -269,13 +277,13 @@ def submit_save(
             counters["attributes"] = changed_attributes(optimizer)
             counters["numbers"] = python_numbers(optimizer)
         completion = _Completion(
-            stated, writing, saving, state, counters, model.mesh.size, session, model_home, run,
+            options, writing, saving, state, counters, model.mesh.size, session, model_home, run,
             compare,
         )  # fmt: skip
         if model_home is not None:
             model_home.unsaved = False
         try:
-            saved = Saved(stated.path, completion.finish, source_here())
+            saved = Saved(options.path, completion.finish, source_here())
         except BaseException:  # for example, a process that is ending cannot start a thread
             writing.abort()
             raise
@@ -285,17 +293,22 @@ def submit_save(
         return saved
 
 
-def _begin_writing(stated: SaveOptions, model: ParallelModule, state: _Located) -> Writing:
+def _begin_writing(options: SaveOptions, model: ParallelModule, state: _Located) -> Writing:
     """Create the folder of a save, in which parts are written."""
-    if stated.format == "dcp":
-        return Writing.begin(stated.path, step=stated.step, extra=stated.extra, small=state.small)
+    if options.format == "dcp":
+        return Writing.begin(
+            options.path, step=options.step, extra=options.extra, small=state.small
+        )
     tensors = {
         ".".join(path): (value.spec.dtype, value.spec.shape)
         for path, value in state.on_ranks.items()
-    } | {".".join(path): (tensor.dtype, tuple(tensor.shape)) for path, tensor in state.here.items()}
+    } | {
+        ".".join(path): (tensor.dtype, tuple(tensor.shape))
+        for path, tensor in state.on_controller.items()
+    }
     tied = {".".join(path): ".".join(first) for path, first in state.aliases.items()}
     return Writing.begin_hf(
-        stated.path, tensors, tied=tied, model=model.module, step=stated.step, extra=stated.extra
+        options.path, tensors, tied=tied, model=model.module, step=options.step, extra=options.extra
     )
 
 
@@ -331,9 +344,9 @@ def _locate_model(
         tensor = tensors[label]
         holder = model.initial.holders.get(label) if tensor.is_meta else holder_of(tensor)
         if model_home is None or holder is not model_home:
-            state.here[path] = model.initial.value(label, tensor).detach()
+            state.on_controller[path] = model.initial.value(label, tensor).detach()
         elif model_home.stored[label].is_pending:
-            state.here[path] = model_home.gather([label])[label]
+            state.on_controller[path] = model_home.gather([label])[label]
         else:
             state.on_ranks[path] = model_home.stored[label]
 
@@ -359,8 +372,12 @@ def _locate_optimizer(
             p: read_whole(state_of_parameter) for p, state_of_parameter in home.unplaced.items()
         }
     else:
-        held: object = optimizer.state
-        entries = held.refresh() if isinstance(held, LazyOptimizerState) else dict(optimizer.state)
+        present_state: object = optimizer.state
+        entries = (
+            present_state.refresh()
+            if isinstance(present_state, LazyOptimizerState)
+            else dict(optimizer.state)
+        )
     for parameter, state_of_parameter in entries.items():
         if any(
             isinstance(value, Tensor) and value.is_meta for value in state_of_parameter.values()
@@ -369,7 +386,7 @@ def _locate_optimizer(
         for key, value in state_of_parameter.items():
             path = "optimizer", "state", keys[id(parameter)], key
             if isinstance(value, Tensor):
-                state.here[path] = value
+                state.on_controller[path] = value
             else:
                 state.small[path] = value
 
@@ -398,13 +415,13 @@ def _copy_on_ranks(
     model_home: ModelHome,
     values: Mapping[Names, StoredTensor],
 ) -> Future:
-    """Start the run in which each rank copies its share. The run returns the number of the next
-    step."""
+    """Start the run in which each rank copies its share of the values for its writer. The run
+    returns the number of the next step."""
     model = model_home.model
     counted = session.counted(f"{model_home.prefix}steps", model.steps, takes=False)
-    fed: dict[str, object] = {STEP: model.steps.present(), SAVING: saving}
+    inputs: dict[str, object] = {STEP: model.steps.present(), SAVING: saving}
     key = "save", id(model), saving["format"]
-    return model_home.store.save(key, values, partial(save_program, values), fed, counted)
+    return model_home.store.save(key, values, partial(save_program, values), inputs, counted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,7 +429,7 @@ class _Completion:
     """The second half of a save, in a thread of the controller: it waits for the parts of ``size``
     ranks, unless ``run`` is None, and of the controller, and publishes them."""
 
-    stated: SaveOptions
+    options: SaveOptions
     writing: Writing
     saving: Saving
     state: _Located
@@ -435,30 +452,31 @@ class _Completion:
             raise
 
     def _finish(self) -> None:
+        """Wait for all parts and publish the folder. If a part fails, abort the save."""
         steps = self.counters["steps"]
         try:
             if self.run is not None:
                 steps = self.run.get()[0]["number"]
             if self.compare is not None:
                 self.compare()
-            parts = self._parts()
-            if self.stated.format == "dcp":
+            parts = self._wait_for_parts()
+            if self.options.format == "dcp":
                 self.writing.add(OWN, {**self.counters, "steps": steps})
-                parts = [*parts[:-1], self._with_aliases(parts)]
+                parts = [*parts[:-1], self._with_aliases(parts)]  # the last part has all aliases
         except BaseException:
             self.writing.abort()
             raise
-        self.writing.finish(parts, keep=self.stated.keep)
+        self.writing.finish(parts, keep=self.options.keep)
         if self.model_home is not None and steps >= self.model_home.saved[1]:
             self.model_home.saved = f"{self.stated.path} has the last save", steps
 
-    def _parts(self) -> list[PartRecord]:
+    def _wait_for_parts(self) -> list[PartRecord]:
         """Wait for all parts, and return their records. If a part fails, the other parts are still
         waited for, because they write into the folder."""
         folder, records, failed = self.writing.folder, dict[int, PartRecord](), dict[int, str]()
         waiting = [*(range(self.size) if self.run is not None else ())]
-        waiting += [self.size] if self.state.here else []
-        asked = time.monotonic()
+        waiting += [self.size] if self.state.on_controller else []
+        last_query = time.monotonic()
         while True:
             for rank in waiting:
                 part = read_part(folder, rank)
@@ -471,9 +489,9 @@ class _Completion:
                 break
             if self.session is not None and self.session.cluster.failure is not None:
                 raise self.session.cluster.failure
-            if time.monotonic() - asked > ASK_S:
+            if time.monotonic() - last_query > ASK_S:
                 failed |= self._failed_ranks(waiting)
-                asked = time.monotonic()
+                last_query = time.monotonic()
             time.sleep(LOOK_S)
         for rank, why in sorted(failed.items()):
             who = "the controller" if rank == self.size else f"rank {rank}"

@@ -38,8 +38,8 @@ from dtensor.frontend.call_lock import CALL_LOCK
 from dtensor.runtime.checkpoint import Checkpoint, latest
 from dtensor.runtime.checkpoint.saving import load_program
 
-_ONE_SAVE = threading.RLock()
-_LAST: list[Saved] = []
+_SAVE_LOCK = threading.RLock()
+_LAST_SAVE: list[Saved] = []
 """The last save, which the next save and loads wait for."""
 
 
@@ -103,11 +103,11 @@ def save(
             'fix: dt.save(path, model, format="hf"), and another save to resume from'
         )
     stated = SaveOptions(os.fspath(path), step, extra, keep, format)
-    with _ONE_SAVE:
-        if _LAST:
-            _LAST.pop().settle()
+    with _SAVE_LOCK:
+        if _LAST_SAVE:
+            _LAST_SAVE.pop().settle()
         saved = submit_save(stated, model, optimizer)
-        _LAST.append(saved)
+        _LAST_SAVE.append(saved)
     if format == "hf" or launched() is None:
         saved.wait()
     return saved
@@ -158,7 +158,7 @@ def load(
         ):
             saved_state.read()
         if session is None:
-            _fill_here(checkpoint, model, values)
+            _fill_controller(checkpoint, model, values)
         else:
             _fill_ranks(checkpoint, session, model, values)
         if optimizer is not None and saved_state is not None:
@@ -168,8 +168,8 @@ def load(
             restore_counts(counters["seed"], counters["counts"])
             model.steps.restore(counters["steps"])
         if session is not None:
-            place = f"{checkpoint.path} has the values that were loaded"
-            session.model_home(model).saved = place, model.steps.present()
+            saved_note = f"{checkpoint.path} has the values that were loaded"
+            session.model_home(model).saved = saved_note, model.steps.present()
     return _describe(checkpoint, path)
 
 
@@ -208,12 +208,13 @@ def resume(
 def _wait_for_save() -> None:
     """Wait for the last save, which may write the folder that is read next. Its failure is not
     raised here."""
-    with _ONE_SAVE:
-        if _LAST:
-            _LAST[-1].join()
+    with _SAVE_LOCK:
+        if _LAST_SAVE:
+            _LAST_SAVE[-1].join()
 
 
 def _describe(checkpoint: Checkpoint, path: str | os.PathLike[str]) -> Loaded:
+    """Return the description of a checkpoint. A missing step is the number of training steps."""
     counters = checkpoint.small.get(OWN)
     step = (
         counters["steps"] if checkpoint.step is None and counters is not None else checkpoint.step
@@ -228,17 +229,19 @@ def _check_path(verb: str, path: object) -> None:
 # -- giving a model its values ---------------------------------------------------------------------
 
 
-def _fill_here(checkpoint: Checkpoint, model: ParallelModule, values: Mapping[str, OnDisk]) -> None:
+def _fill_controller(
+    checkpoint: Checkpoint, model: ParallelModule, values: Mapping[str, OnDisk]
+) -> None:
     """Fill the controller's tensors, after reading all values. Values of tensors on the meta device
     stay on disk."""
     tensors = model.seen.tensors
     on_meta = {label: stored for label, stored in values.items() if tensors[label].is_meta}
-    read = {
+    values_read = {
         label: checkpoint.read(stored.name).to(stored.dtype)
         for label, stored in values.items()
         if label not in on_meta
     }
-    for label, value in read.items():
+    for label, value in values_read.items():
         with torch.inference_mode(tensors[label].is_inference()), torch.no_grad():
             tensors[label].copy_(value)
     if on_meta:

@@ -117,44 +117,45 @@ def warn_of_unequal(home: ModelHome, optimizer: torch.optim.Optimizer | None) ->
     wait = _submit(home, values)
 
     def warn() -> None:
+        """Wait for the comparison. Warn if copies differ, or if only the comparison failed."""
         try:
-            differ = wait()
+            unequal = wait()
         except DaftError as error:
             if home.session.cluster.failure is not None:
                 raise
             text = f"copies of values on several ranks were not compared: {error}"
             warnings.warn(text, RuntimeWarning, stacklevel=2)
             return
-        if differ:
-            lines = (f"{_path_text(path)}: {_ranks_text(ranks)}" for path, ranks in differ)
-            error = ReplicasDiffer(_names(differ), lines)
+        if unequal:
+            lines = (f"{_path_text(path)}: {_ranks_text(ranks)}" for path, ranks in unequal)
+            error = ReplicasDiffer(_names(unequal), lines)
             hint = "\ndt.check_replicas(model, opt) says by how much"
             warnings.warn(f"{error}{hint}", RuntimeWarning, stacklevel=2)
 
     return warn
 
 
-def _raise(home: ModelHome, values: Paths, differ: Unequal) -> None:
+def _raise(home: ModelHome, values: Paths, unequal: Unequal) -> None:
     """Fetch the copies that differ, and raise ReplicasDiffer."""
     lines: list[str] = []
-    for path, ranks in differ:
+    for path, ranks in unequal:
         stored = values[path]
         shards: dict[int, Tensor] = home.store.fetch([stored.on(ranks)])[stored.label]
         first = shards[ranks[0]]
-        others = [rank for rank in ranks[1:] if not _same(first, shards[rank])]
-        differences = [_difference(first, shards[rank]) for rank in others]
+        unequal_ranks = [rank for rank in ranks[1:] if not _same(first, shards[rank])]
+        differences = [_difference(first, shards[rank]) for rank in unequal_ranks]
         number = max(count for count, _ in differences)
         sizes = torch.tensor([size for _, size in differences], dtype=torch.float64)
         largest = float(sizes.max())  # NaN if one is NaN
         lines.append(
-            f"{_path_text(path)}: {_ranks_text((ranks[0],))} and {_ranks_text(others)} differ in "
-            f"{number} of {first.numel()} elements, by up to {largest:.2g}"
+            f"{_path_text(path)}: {_ranks_text((ranks[0],))} and {_ranks_text(unequal_ranks)} "
+            f"differ in {number} of {first.numel()} elements, by up to {largest:.2g}"
         )
-    raise ReplicasDiffer(_names(differ), lines)
+    raise ReplicasDiffer(_names(unequal), lines)
 
 
-def _names(differ: Unequal) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(_path_text(path) for path, _ in differ))
+def _names(unequal: Unequal) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(_path_text(path) for path, _ in unequal))
 
 
 def _path_text(path: tuple[str, ...]) -> str:

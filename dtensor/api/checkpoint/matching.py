@@ -64,14 +64,12 @@ def matched(checkpoint: Checkpoint, model: ParallelModule, *, convert: bool) -> 
         for name, record in checkpoint.tensors.items()
         if name.startswith(prefix)
     }
-    stored |= {n: stored[kept] for n, kept in checkpoint.tied.items() if n in keys}
+    stored |= {n: stored[saved_name] for n, saved_name in checkpoint.tied.items() if n in keys}
     keys_by_label: dict[str, list[str]] = {}
     for key, label in keys.items():
         keys_by_label.setdefault(label, []).append(key)
     missing = [
-        possible[0]
-        for possible in keys_by_label.values()
-        if not any(key in stored for key in possible)
+        names[0] for names in keys_by_label.values() if not any(key in stored for key in names)
     ]
     unexpected = sorted(stored.keys() - keys.keys())
     if missing or unexpected:
@@ -79,8 +77,8 @@ def matched(checkpoint: Checkpoint, model: ParallelModule, *, convert: bool) -> 
     in_checkpoint: dict[str, OnDisk] = {}
     shapes: list[str] = []
     dtypes: list[str] = []
-    for label, possible in keys_by_label.items():
-        present = [key for key in possible if key in stored]
+    for label, names in keys_by_label.items():
+        present = [key for key in names if key in stored]
         record = stored[present[0]]
         with as_it_is():
             shape, dtype = tuple(tensors[label].shape), tensors[label].dtype
@@ -98,19 +96,23 @@ def matched(checkpoint: Checkpoint, model: ParallelModule, *, convert: bool) -> 
             record.name, shape, dtype, os.path.abspath(checkpoint.path)
         )
     if shapes:
-        raise _not_alike(checkpoint, "shapes", shapes, "build the model like the saved one")
+        raise _mismatch_error(checkpoint, "shapes", shapes, "build the model like the saved one")
     if dtypes:
         fix = (
             'dt.load(path, model, dtype="model") converts to the model\'s, or model.to(...) before'
         )
-        raise _not_alike(checkpoint, "dtypes", dtypes, fix)
+        raise _mismatch_error(checkpoint, "dtypes", dtypes, fix)
     return in_checkpoint
 
 
-def _not_alike(checkpoint: Checkpoint, what: str, lines: Sequence[str], fix: str) -> PlanningError:
+def _mismatch_error(
+    checkpoint: Checkpoint, attribute: str, lines: Sequence[str], fix: str
+) -> PlanningError:
+    """Return the error for differing ``attribute`` ("shapes" or "dtypes"), one line for each
+    tensor."""
     more = f"\n  and {len(lines) - 8} more" if len(lines) > 8 else ""
     return PlanningError(
-        f"{checkpoint.path} has other {what} than the model; nothing was loaded."
+        f"{checkpoint.path} has other {attribute} than the model; nothing was loaded."
         f"{''.join(lines[:8])}{more}\nfix: {fix}"
     )
 
@@ -136,12 +138,13 @@ def _other_names(
     """Return the error for names that differ, with near names and a fix."""
     text = f"{checkpoint.path} has other names than the model; nothing was loaded."
 
-    def line(what: str, names: Sequence[str], known: Sequence[str]) -> str:
+    def line(title: str, names: Sequence[str], candidates: Sequence[str]) -> str:
+        """Return a line of names, with names of ``candidates`` that resemble the first one."""
         if not names:
             return ""
-        near = nearest(names[0], known)
+        near = nearest(names[0], candidates)
         hint = f" (near {names[0]}: {', '.join(near)})" if near else ""
-        return f"\n  {what}: {listing(names)}{hint}"
+        return f"\n  {title}: {listing(names)}{hint}"
 
     text += line("only in the model", missing, unexpected or stored)
     text += line("only in the checkpoint", unexpected, missing or keys)
@@ -166,8 +169,8 @@ def _check_tied(
     """Raises PlanningError if two names that the model ties have different values."""
     if record.pieces == other.pieces:
         return
-    alike = (record.shape, record.dtype) == (other.shape, other.dtype)
-    if not alike or not torch.equal(checkpoint.read(record.name), checkpoint.read(other.name)):
+    same_type = (record.shape, record.dtype) == (other.shape, other.dtype)
+    if not same_type or not torch.equal(checkpoint.read(record.name), checkpoint.read(other.name)):
         raise PlanningError(
             f"{key} and {other_key} are one tensor in the model, and two with different values in "
             f"{checkpoint.path}; nothing was loaded.\n"
@@ -261,7 +264,7 @@ def matched_state(
     if [sorted(names) for names in labels] != [sorted(names) for names in saved_labels]:
         raise PlanningError(
             f"{checkpoint.path} has the optimizer's parameters in other groups; nothing was "
-            f"loaded.{_differing(labels, saved_labels)}\n"
+            f"loaded.{_group_differences(labels, saved_labels)}\n"
             f"fix: build the optimizer over the groups that it had when it was saved"
         )
     entries = {
@@ -299,9 +302,13 @@ def _groups_in(
         options: list[dict[str, Any]] = []
         for key in keys:
             prefix = f"optimizer.param_groups.{key}."
-            ends = {n.removeprefix(prefix): p for n, p in by_name.items() if n.startswith(prefix)}
-            of_key = {end: checkpoint.small[p] for end, p in ends.items() if "." not in end}
-            options += [of_key] if of_key else []
+            path_by_option = {
+                n.removeprefix(prefix): p for n, p in by_name.items() if n.startswith(prefix)
+            }
+            options_of_key = {
+                end: checkpoint.small[p] for end, p in path_by_option.items() if "." not in end
+            }
+            options += [options_of_key] if options_of_key else []
         if any(other != options[0] for other in options[1:]):
             raise PlanningError(
                 f"{checkpoint.path} has different options for parameters that are one group here; "
@@ -311,13 +318,13 @@ def _groups_in(
     return groups or None
 
 
-def _differing(present: Sequence[Sequence[str]], saved: Sequence[Sequence[str]]) -> str:
+def _group_differences(present: Sequence[Sequence[str]], saved: Sequence[Sequence[str]]) -> str:
     """Return the lines of a message that list how the groups' parameters differ."""
     lines = [f"\n  groups: {len(saved)} in the checkpoint, {len(present)} here"]
-    for i, (here, there) in enumerate(zip(present, saved, strict=False)):
+    for i, (present_names, saved_names) in enumerate(zip(present, saved, strict=False)):
         for side, names in (
-            ("only here", sorted(set(here) - set(there))),
-            ("only in the checkpoint", sorted(set(there) - set(here))),
+            ("only here", sorted(set(present_names) - set(saved_names))),
+            ("only in the checkpoint", sorted(set(saved_names) - set(present_names))),
         ):
             if names:
                 lines.append(f"\n  group {i}, {side}: {listing(names)}")
@@ -327,14 +334,19 @@ def _differing(present: Sequence[Sequence[str]], saved: Sequence[Sequence[str]])
 def _with_saved_options(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return a group with the saved options. An option that is a tensor now stays a tensor."""
 
-    def like(present: Any, value: Any) -> Any:
+    def in_present_form(present: Any, value: Any) -> Any:
+        """Return the saved number as a tensor where the group has a tensor now."""
         if isinstance(present, tuple) and isinstance(value, tuple) and len(present) == len(value):
-            return tuple(map(like, present, value))
+            return tuple(map(in_present_form, present, value))
         if isinstance(present, Tensor) and isinstance(value, int | float):
             return torch.full_like(present, value)
         return value
 
-    options = {key: like(group.get(key), value) for key, value in saved.items() if key != "params"}
+    options = {
+        key: in_present_form(group.get(key), value)
+        for key, value in saved.items()
+        if key != "params"
+    }
     return {**group, **options}
 
 

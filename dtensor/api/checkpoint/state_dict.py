@@ -62,15 +62,16 @@ def gather_state_dict(
     check_parallel("gather_state_dict", model)
     optimizer = checked_optional(optimizer)
     with CALL_LOCK:
-        return _gathered(model, optimizer)
+        return _gather_state(model, optimizer)
 
 
-def _gathered(model: ParallelModule, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+def _gather_state(model: ParallelModule, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    """Gather the values into the controller's tensors, and return them as a state dict."""
     model.look()
     with as_it_is():
         for holder, tensors in by_holder(model.seen.tensors.values()):
             assert isinstance(holder, ModelHome)
-            for wait in holder.settling:  # afterwards a failed step no longer has a number
+            for wait in holder.wait_functions:  # afterwards a failed step no longer has a number
                 wait()
             holder.refresh([label_of(tensor) for tensor in tensors])
             holder.saved = "the last was gathered", model.steps.present()
@@ -78,12 +79,12 @@ def _gathered(model: ParallelModule, optimizer: torch.optim.Optimizer | None) ->
                 from dtensor.api.checkpoint.equal_copies import warn_of_unequal
 
                 warn_of_unequal(holder, optimizer)()
-        held = model.module.state_dict()
+        entries = model.module.state_dict()
         labels = labels_in_state(model.module, model.seen)
-        on_meta = _gathered_from_meta(model, {labels[key] for key, t in held.items() if t.is_meta})
+        on_meta = _gather_from_meta(model, {labels[key] for key, t in entries.items() if t.is_meta})
         values = {
             key: on_meta[labels[key]] if t.is_meta else t.detach().cpu().clone()
-            for key, t in held.items()
+            for key, t in entries.items()
         }
     state = _GatheredState(model=values)
     if model.steps.present():
@@ -95,12 +96,12 @@ def _gathered(model: ParallelModule, optimizer: torch.optim.Optimizer | None) ->
     return state
 
 
-def _gathered_from_meta(model: ParallelModule, labels: Set[str]) -> dict[str, torch.Tensor]:
+def _gather_from_meta(model: ParallelModule, labels: Set[str]) -> dict[str, torch.Tensor]:
     """Return the full values of parameters and buffers that are on the meta device."""
     tensors, holders = model.seen.tensors, model.initial.holders
     gathered: dict[str, torch.Tensor] = {}
     for holder in {id(holders[n]): holders[n] for n in labels if n in holders}.values():
-        for wait in holder.settling:  # afterwards a failed sync is undone
+        for wait in holder.wait_functions:  # afterwards a failed sync is undone
             wait()
     for holder in {id(holders[n]): holders[n] for n in labels if n in holders}.values():
         gathered |= holder.gather(sorted(n for n in labels if holders.get(n) is holder))

@@ -244,9 +244,9 @@ class LaunchSession(MeshSession):
             topology: the hardware for which the price is computed.
         """
         options = dict(stages=stages, zero=zero, recompute=recompute, misaligned=misaligned)
-        how = SwitchTarget(placements or {}, options, inputs, schedule, ranks, topology)
+        target = SwitchTarget(placements or {}, options, inputs, schedule, ranks, topology)
         with CALL_LOCK:
-            return switch_of(self.launch, model, optimizer, mesh, how).plan
+            return switch_of(self.launch, model, optimizer, mesh, target).plan
 
     def switch(
         self,
@@ -279,9 +279,9 @@ class LaunchSession(MeshSession):
             ranks: the launch's numbers of the mesh's ranks, if the mesh is not in the launch yet.
         """
         options = dict(stages=stages, zero=zero, recompute=recompute, misaligned=misaligned)
-        how = SwitchTarget(placements or {}, options, inputs, schedule, ranks, None)
+        target = SwitchTarget(placements or {}, options, inputs, schedule, ranks, None)
         with CALL_LOCK:
-            switching = switch_of(self.launch, model, optimizer, mesh, how)
+            switching = switch_of(self.launch, model, optimizer, mesh, target)
             switching.execute()
             return switching.plan
 

@@ -37,7 +37,7 @@ class MetaHolder(Protocol):
 
     changed: bool
     unsaved: bool
-    settling: list[Callable[[], None]]
+    wait_functions: list[Callable[[], None]]
 
     def gather(self, labels: Sequence[str]) -> dict[str, torch.Tensor]: ...
 

@@ -74,7 +74,7 @@ def replica(
             f"the policy is on {policy.mesh}, and a replica lives on another mesh.\n"
             f"fix: dt.Mesh({text}) is another one, which may share the ranks"
         )
-    actor = parallelize(_definition(policy.module), mesh, placements, stages=stages)
+    actor = parallelize(_meta_copy(policy.module), mesh, placements, stages=stages)
     if actor.stage_plan.waiting:
         raise PlanningError(
             f"stages={stages!r}: a program chooses them when it first runs, and a replica's values "
@@ -108,16 +108,17 @@ def sync_plan(
     with CALL_LOCK:
         policy.look()
         actor.look()
-        return _plan_of(policy, actor, ranks, topology)
+        return _plan_for_call(policy, actor, ranks, topology)
 
 
-def _plan_of(
+def _plan_for_call(
     policy: ParallelModule,
     actor: ParallelModule,
     ranks: Mapping[Mesh, Sequence[int]] | None,
     topology: Topology | None,
 ) -> SyncPlan:
-    """Plan a sync, in the running launch or for stated ranks."""
+    """Return the plan of a sync: between the homes in the running launch or, outside a launch, on
+    the stated ranks."""
     if launched() is None:
         places = ranks_of_meshes((policy.mesh, actor.mesh), ranks)
         numbers = places[policy.mesh], places[actor.mesh]
@@ -169,7 +170,8 @@ def sync(policy: ParallelModule, actor: ParallelModule) -> int:
 
 class _Pair:
     """A policy and an actor in a launch, and the plan between their homes (``planned_for``), which
-    is made again if a home has changed. ``unread``: syncs whose failures were not read yet."""
+    is made again if a home has changed. ``unchecked_syncs``: syncs whose failures were not read
+    yet."""
 
     def __init__(
         self,
@@ -178,6 +180,8 @@ class _Pair:
         actor_session: MeshSession,
         actor: ParallelModule,
     ) -> None:
+        """Register functions that wait for this pair's syncs, for the end of the launch and before
+        reads of the actor's values."""
         self.policy, self.policy_session, self.policy_home = (
             policy,
             policy_session,
@@ -188,11 +192,13 @@ class _Pair:
             actor_session,
             actor_session.model_home(actor),
         )
-        self.unread: list[Moving] = []
+        self.unchecked_syncs: list[Moving] = []
         self.planned_for: tuple[_Stored, _Stored] = {}, {}
         self.plan: SyncPlan | None = None
-        actor_session.settling.append(self._settle)
-        self.actor_home.settling.append(lambda: policy_session.launch.store.look(wait=True))
+        actor_session.wait_functions.append(self._settle)
+        self.actor_home.wait_functions.append(
+            lambda: policy_session.launch.store.finish_moves(wait=True)
+        )
 
     @staticmethod
     def of(
@@ -211,13 +217,15 @@ class _Pair:
     def oldest(self) -> Moving | None:
         """Return the oldest sync if it must be read before another one runs, else None: it has
         ended, or MAX_UNREAD syncs are in flight."""
-        is_due = self.unread and (self.unread[0].run.done() or len(self.unread) >= MAX_UNREAD)
-        return self.unread[0] if is_due else None
+        is_due = self.unchecked_syncs and (
+            self.unchecked_syncs[0].run.done() or len(self.unchecked_syncs) >= MAX_UNREAD
+        )
+        return self.unchecked_syncs[0] if is_due else None
 
     def run(self) -> None:
         """Submit a sync, planning it first if a home has changed."""
         self.policy_home.settle()
-        self.actor_home.store.look()
+        self.actor_home.store.finish_moves()
         source = current_homes(self.policy, self.policy_session.ranks, self.policy_home)
         target = current_homes(self.actor, self.actor_session.ranks, self.actor_home)
         if self.plan is None or self.planned_for != (source, target):
@@ -236,7 +244,7 @@ class _Pair:
         if self.actor_session.at_once:
             self.read(moving)
         else:
-            self.unread.append(moving)
+            self.unchecked_syncs.append(moving)
         home.keep(dict(self.actor.seen.tensors))
         home.changed = home.unsaved = False
         home.saved = "the policy's values are where they were", self.actor.steps.present()
@@ -250,15 +258,15 @@ class _Pair:
                 del holders[label]
 
     def _settle(self) -> None:
-        while self.unread:
-            self.read(self.unread[0])
+        while self.unchecked_syncs:
+            self.read(self.unchecked_syncs[0])
 
     def read(self, moving: Moving) -> None:
         """Wait for a sync, and raise its failure."""
         try:
             moving.check()
         finally:
-            self.unread = [each for each in self.unread if each is not moving]
+            self.unchecked_syncs = [each for each in self.unchecked_syncs if each is not moving]
 
 
 # -- the plan --------------------------------------------------------------------------------------
@@ -288,7 +296,7 @@ def _by_name(model: ParallelModule, stored: _Stored) -> _Stored:
     return {model.seen.names[label]: value for label, value in stored.items()}
 
 
-def _definition(module: nn.Module) -> nn.Module:
+def _meta_copy(module: nn.Module) -> nn.Module:
     """Return a copy of the module with tensors on the meta device, tied like the module's."""
     memo: dict[int, object] = {}
     with as_it_is():
@@ -342,16 +350,16 @@ def _check_same(source: _Stored, target: _Stored) -> None:
     for values, other, role in ((source, target, "policy"), (target, source, "actor")):
         missing = sorted(values.keys() - other.keys())
         if missing:
-            raise _differ(f"the {role} alone has {', '.join(missing[:4])}")
+            raise _changed_module_error(f"the {role} alone has {', '.join(missing[:4])}")
     for label, value in source.items():
         spec, other_spec = value.spec, target[label].spec
         if (spec.shape, spec.dtype) != (other_spec.shape, other_spec.dtype):
-            raise _differ(
+            raise _changed_module_error(
                 f"{label} is {_type(spec)} in the policy, {_type(other_spec)} in the actor"
             )
 
 
-def _differ(fact: str) -> PlanningError:
+def _changed_module_error(fact: str) -> PlanningError:
     return PlanningError(
         f"the policy's module has changed since the replica was made: {fact}.\n"
         f"fix: make a new one: actor = dt.replica(policy, mesh, placements)"

@@ -69,13 +69,17 @@ class SwitchTarget:
 
 
 def switch_of(
-    launch: Launch, model: ParallelModule, optimizer: Optimizers, mesh: Mesh, how: SwitchTarget
+    launch: Launch,
+    model: ParallelModule,
+    optimizer: Optimizers,
+    mesh: Mesh,
+    switch_target: SwitchTarget,
 ) -> _Switch:
     """Return a checked and planned switch. Raises PlanningError if it is impossible."""
     _check_running(launch)
     check_parallel("switch", model)
     check_mesh(mesh)
-    check_topology(how.topology)
+    check_topology(switch_target.topology)
     if model.source is not None:
         raise PlanningError(
             "a replica has the values of its policy, which dt.sync brings to any mesh.\n"
@@ -84,10 +88,10 @@ def switch_of(
     if model.mesh not in launch.sessions:
         raise not_launched(model.mesh, launch.places)
     fix = "schedule=dt.OneFOneB(microbatches=4), or leave it out"
-    check_kind("schedule", how.schedule, Schedule | None, "a schedule", fix)
+    check_kind("schedule", switch_target.schedule, Schedule | None, "a schedule", fix)
     old_session = launch.sessions[model.mesh]
-    numbers = _ranks_of(launch, model, old_session, mesh, how.ranks)
-    other = parallelize(model.module, mesh, how.placements, **how.options)
+    numbers = _ranks_of(launch, model, old_session, mesh, switch_target.ranks)
+    other = parallelize(model.module, mesh, switch_target.placements, **switch_target.options)
     model.look()
     other.initial, other.labels, other.seen = model.initial, model.labels, model.seen
     model_home = old_session.model_homes.get(id(model))
@@ -95,14 +99,16 @@ def switch_of(
     launch.settle()
     if model_home is not None:
         model_home.settle()
-    steps = _planned_steps(model, other, model_home, optimizers, how)
+    steps = _planned_steps(model, other, model_home, optimizers, switch_target)
     if model_home is not None and other.stage_plan.waiting:
         raise PlanningError(
             f'stages="auto": a step chooses them, and none has run with this model, whose values '
             f"are on {model.mesh} and have to be somewhere.\n"
             f"fix: state them, or take a step before"
         )
-    return _Switch(launch, model, other, old_session, numbers, model_home, steps, how.topology)
+    return _Switch(
+        launch, model, other, old_session, numbers, model_home, steps, switch_target.topology
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,17 +121,17 @@ class _PlannedStep:
     options: StepOptions
 
     @staticmethod
-    def of(step: TrainStep, other: ParallelModule, how: SwitchTarget) -> _PlannedStep:
+    def of(step: TrainStep, other: ParallelModule, switch_target: SwitchTarget) -> _PlannedStep:
         """Plan the last call of a step on the new mesh, with its captured graph if possible."""
         last, options = step.last, step.options
         assert last is not None, "it has run"
         planning = options.planning
-        if how.inputs is not None:
-            planning = replace(planning, inputs=how.inputs)
+        if switch_target.inputs is not None:
+            planning = replace(planning, inputs=switch_target.inputs)
         options = replace(
             options,
             planning=planning,
-            schedule=how.schedule or options.schedule,
+            schedule=switch_target.schedule or options.schedule,
         )
         try:
             check_recompute(other, planning.recompute)
@@ -202,6 +208,8 @@ class _MovedState:
     def of(
         home: OptimizerHome, steps: Sequence[_PlannedStep], numbers: Sequence[int]
     ) -> _MovedState:
+        """Return how the state of an optimizer moves: which entries go to the planned homes, and
+        which are gathered."""
         if not home.current:  # the user has read the state, so it is put again
             return _MovedState(home, {}, ())
         updated: dict[tuple[str, str], StoredTensor] = {}
@@ -232,6 +240,8 @@ class _Switch:
         steps: Sequence[_PlannedStep],
         topology: Topology | None,
     ) -> None:
+        """Plan the moves of parameters, buffers and optimizer state from their old to their new
+        homes."""
         self.launch: Launch = launch
         self.model: ParallelModule = model
         self.other: ParallelModule = other
@@ -246,7 +256,7 @@ class _Switch:
         self.into: dict[str, tuple[Owner[Any], Any]] = {}
         if model_home is not None:
             stated = current_homes(other, numbers, None)
-            _check_here(model_home, stated)
+            _check_no_meta_tensor_removed(model_home, stated)
             for step in steps:
                 self.planned_homes |= step.homes(model_home.prefix, numbers)
             for label, before in model_home.stored.items():
@@ -262,8 +272,8 @@ class _Switch:
 
     def _plan(self, topology: Topology | None) -> SyncPlan:
         name = type(self.model.module).__name__
-        most = bucket_bytes(self.launch.cluster.device)
-        sync_plan = plan_sync(name, self.moves, topology=topology, bucket_bytes=most)
+        max_bucket_bytes = bucket_bytes(self.launch.cluster.device)
+        sync_plan = plan_sync(name, self.moves, topology=topology, bucket_bytes=max_bucket_bytes)
         return replace(sync_plan, what="switch")
 
     # -- the execution ----------------------------------------------------------------------------
@@ -279,7 +289,7 @@ class _Switch:
         )
         model_home = self.model_home
         try:
-            unplaced = [_gathered(state) for state in self.states]
+            unplaced = [_gather_unplanned_state(state) for state in self.states]
             self._move(new_session)
         except BaseException:
             if not has_session:
@@ -292,7 +302,7 @@ class _Switch:
             planned.adopt()
         if model_home is not None:
             model_home.session, model_home.placed = new_session, None
-            self.launch.store.settle_anew(model_home.owner, self.planned_homes)
+            self.launch.store.replace_settled(model_home.owner, self.planned_homes)
             for state, entries in zip(self.states, unplaced, strict=True):
                 _settle_state(state, entries, new_session)
             del self.old_session.model_homes[id(self.model)]
@@ -330,7 +340,7 @@ class _Switch:
             old_session.cluster.delete([names] * old_session.mesh.size)
 
 
-def _gathered(state: _MovedState) -> Entries:
+def _gather_unplanned_state(state: _MovedState) -> Entries:
     """Return the full state that no planned step updates, on ranks or unplaced, for the next step
     that uses it."""
     home = state.home
@@ -352,7 +362,9 @@ def _settle_state(state: _MovedState, unplaced: Entries, new_session: MeshSessio
     )
 
 
-def _check_here(model_home: ModelHome, stated: Mapping[str, StoredTensor]) -> None:
+def _check_no_meta_tensor_removed(
+    model_home: ModelHome, stated: Mapping[str, StoredTensor]
+) -> None:
     """Raises PlanningError if a tensor on the meta device has left the module: its value would be
     lost."""
     for label in model_home.stored.keys() - stated.keys():
@@ -371,7 +383,7 @@ def _planned_steps(
     other: ParallelModule,
     model_home: ModelHome | None,
     optimizers: Sequence[torch.optim.Optimizer],
-    how: SwitchTarget,
+    switch_target: SwitchTarget,
 ) -> list[_PlannedStep]:
     """Plan the last step of each optimizer, and settle the placements that the plans have chosen in
     ``other``. Raises PlanningError if ``inputs`` or ``schedule`` are given and no step has run."""
@@ -380,9 +392,9 @@ def _planned_steps(
         step = model_home.trained_by.get(id(optimizer)) if model_home is not None else None
         if step is not None:
             assert isinstance(step, TrainStep)
-            steps.append(_PlannedStep.of(step, other, how))
+            steps.append(_PlannedStep.of(step, other, switch_target))
             steps[-1].settle()
-    for name, value in (("inputs", how.inputs), ("schedule", how.schedule)):
+    for name, value in (("inputs", switch_target.inputs), ("schedule", switch_target.schedule)):
         if value is not None and not steps:
             raise PlanningError(
                 f"{name}= changes the model's later steps, and none has run with this model and "
@@ -394,14 +406,14 @@ def _planned_steps(
 
 
 def _optimizers(
-    model: ParallelModule, given: Optimizers, model_home: ModelHome | None
+    model: ParallelModule, stated: Optimizers, model_home: ModelHome | None
 ) -> tuple[torch.optim.Optimizer, ...]:
     """Return the optimizers as a tuple. Raises PlanningError if one is not of this model, or if one
     with state on the ranks is missing."""
     fix = "run.switch(model, opt, mesh, placements)"
     kinds = torch.optim.Optimizer | list | tuple | None
-    check_kind("the optimizer", given, kinds, "a torch.optim optimizer or None", fix)
-    optimizers = (given,) if isinstance(given, torch.optim.Optimizer) else tuple(given or ())
+    check_kind("the optimizer", stated, kinds, "a torch.optim optimizer or None", fix)
+    optimizers = (stated,) if isinstance(stated, torch.optim.Optimizer) else tuple(stated or ())
     optimizers = tuple(map(torchs_own, optimizers))
     for optimizer in optimizers:
         check_kind(
@@ -427,7 +439,7 @@ def _optimizers(
 # -- the ranks -------------------------------------------------------------------------------------
 
 
-def _is_left(session: MeshSession, model: ParallelModule) -> bool:
+def _is_free_for(session: MeshSession, model: ParallelModule) -> bool:
     """Return whether the session's ranks are free for the model: a switch has moved the model, or
     all models, away from there."""
     return id(model) in session.moved_models or (
@@ -468,7 +480,7 @@ def _ranks_of(
             )
         return ranks
     in_use = (
-        s for s in launch.sessions.values() if s is not old_session and not _is_left(s, model)
+        s for s in launch.sessions.values() if s is not old_session and not _is_free_for(s, model)
     )
     occupied = {rank for session in in_use for rank in session.ranks}
     free = (r for r in range(size) if r not in old_session.ranks and r not in occupied)

@@ -89,7 +89,7 @@ def _transferred(x: DTensor, target: MeshSession, spec: TensorSpec) -> DTensor:
         after = target.stored(fresh_name(), spec)
         plan = _plan(x.session, value.stored, target, after)
         if plan.distinct:
-            _through_controller(x.session, target, plan)
+            _send_through_controller(x.session, target, plan)
         else:
             future = target.launch.store.transfer(plan)
             if target.at_once:
@@ -155,7 +155,7 @@ def _pending(spec: TensorSpec) -> dict[str, Placement]:
     return {axis: REPLICATE for axis, p in spec.sharding.items() if isinstance(p, Partial)}
 
 
-def _through_controller(source: MeshSession, target: MeshSession, plan: TransferPlan) -> None:
+def _send_through_controller(source: MeshSession, target: MeshSession, plan: TransferPlan) -> None:
     """Fetch the shards of the sending ranks, cut and join their blocks on the controller, and put
     the results on the target's ranks."""
     needed = {piece.source_rank for piece in plan.pieces}

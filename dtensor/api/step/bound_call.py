@@ -130,6 +130,7 @@ class BoundCall:
         """
 
         def without_data(leaf: Any) -> Any:
+            """Return the spec of a DTensor, or an empty meta tensor for another tensor."""
             if isinstance(leaf, TensorHandle):
                 return leaf.spec
             if keep_strides and type(leaf) is torch.Tensor:

@@ -34,6 +34,8 @@ class GroupNames:
         self.names: tuple[tuple[str, ...], ...] = ()
 
     def __call__(self) -> tuple[tuple[str, ...], ...]:
+        """Return the names by group. They are computed again if the module or a group has
+        changed."""
         groups = self.optimizer.param_groups
         seen = self.model.seen
         key = seen.number, tuple(tuple(map(id, group["params"])) for group in groups)
@@ -43,6 +45,8 @@ class GroupNames:
         return self.names
 
     def _names(self, parameters: Sequence[torch.Tensor], seen: SeenModule) -> Iterator[str]:
+        """Yield the names of these parameters, except parameters that were removed from the
+        module."""
         for parameter in parameters:
             label = self.model.labels.of(parameter)
             if label is None:

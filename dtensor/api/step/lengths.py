@@ -100,12 +100,14 @@ class Lengths:
         if program is None:
             return None
         try:
-            return self._graph(program, call)
+            return self._exported_graph(program, call)
         except Exception as error:  # an error of the user's program recurs in the capture
             program.reason = str(error).partition("\n")[0]
             return None
 
-    def _graph(self, program: _Program, call: Call) -> Graph:
+    def _exported_graph(self, program: _Program, call: Call) -> Graph:
+        """Return the call's graph from the present export, or from a new one. Raises NotForLengths
+        if no export can serve the call."""
         from dtensor.frontend.capture.lengths import NotForLengths  # loads torch's compiler
 
         sizes = _sizes(call)
@@ -178,12 +180,12 @@ class Lengths:
         program.captured_sizes.append(sizes)
         program.seconds.append(seconds)
         if len(program.seconds) == MAX_CAPTURES:
-            _warn(program, call)
+            _warn_of_captures(program, call)
 
 
 def _is_useful(program: _Program, sizes: Sizes) -> bool:
-    """Return whether later calls can use the record of a program, or must replace it: because the
-    Python state that it read has changed, or a varying dim has size 0 or 1."""
+    """Return whether the record of a program still serves an export. It does not if the Python
+    state that the program read has changed, or if a varying dim has size 0 or 1."""
     if program.refusal is not None:
         return True
     if any(program.sizes[dim] < 2 for dim in _differing(program.sizes, sizes)):
@@ -192,7 +194,9 @@ def _is_useful(program: _Program, sizes: Sizes) -> bool:
     return reads is not None and reads.difference() is None
 
 
-def _warn(program: _Program, call: Call) -> None:
+def _warn_of_captures(program: _Program, call: Call) -> None:
+    """Warn that the program was captured for many lengths, with the reason and the dims that
+    vary."""
     fn, args, kwargs, _ = call.capture_inputs()
     names = leaf_names(fn, args, kwargs)
     captured = program.captured_sizes
@@ -218,7 +222,7 @@ def _is_plain(leaf: Any) -> bool:
 def _without_sizes(call: Call, key: Any) -> Hashable | None:
     """Return the key without the sizes of plain tensors. Return None if the call has tensors that
     are neither plain nor DTensors (a subclass, a conjugate view): no export is tried then."""
-    (tree, keys, *context), others = key
+    (tree, keys, *context), planning_key = key
     leaf_keys: list[Any] = list(keys)
     for i, leaf in enumerate(call.leaves):
         if _is_plain(leaf):
@@ -231,7 +235,7 @@ def _without_sizes(call: Call, key: Any) -> Hashable | None:
         isinstance(x, torch.Tensor) and not _is_plain(x) for x in pytree.tree_leaves((args, kwargs))
     ):
         return None
-    return (tree, tuple(leaf_keys), *context, others)
+    return (tree, tuple(leaf_keys), *context, planning_key)
 
 
 def _sizes(call: Call) -> Sizes:
@@ -266,14 +270,14 @@ def difference(a: Graph, b: Graph) -> str | None:
             return f"the input {x}"
     numbers: tuple[dict[Any, int], dict[Any, int]] = ({}, {})
     for x, y in zip(a.fx.nodes, b.fx.nodes, strict=True):
-        if _compared(x, numbers[0]) != _compared(y, numbers[1]):
+        if _comparable(x, numbers[0]) != _comparable(y, numbers[1]):
             return f"what is known of {x.name}"
     return None
 
 
-def _compared(node: torch.fx.Node, numbers: dict[Any, int]) -> tuple[Any, ...]:
-    """Return what must be equal for two nodes. ``numbers``: renumbers the sequence numbers of one
-    graph in the order of the nodes, because only equality of two sequence numbers matters."""
+def _comparable(node: torch.fx.Node, numbers: dict[Any, int]) -> tuple[Any, ...]:
+    """Return the properties of a node that equal graphs share. ``numbers``: the sequence numbers of
+    the graph, renumbered in the order of its nodes, because only their equality matters."""
     from dtensor.frontend.capture.to_graph import layout_of
 
     val = node.meta.get("val")

@@ -24,7 +24,7 @@ from dtensor.api.step.bound_call import BoundCall
 from dtensor.api.step.plan_cache import MAX_PLANS
 from dtensor.api.step.plan_call import Planned
 from dtensor.api.store.handle import Layout, TensorHandle, contiguous_layout
-from dtensor.api.store.home import check_apart
+from dtensor.api.store.home import check_no_shared_memory
 from dtensor.api.store.program_cache import ClusterProgram, ProgramCache
 from dtensor.api.store.session import MeshSession
 from dtensor.api.store.store import Owner
@@ -66,6 +66,8 @@ class LoadedProgram(ClusterProgram):
         *,
         training: bool,
     ) -> None:
+        """Load the program. ``state``: plan input -> name on the ranks; ``training``: whether a run
+        updates parameters."""
         self.session = session
         self.planned = planned
         self.program = program
@@ -74,7 +76,7 @@ class LoadedProgram(ClusterProgram):
         }
         with waits_may_act():  # a signal handler may raise: nothing has changed yet
             super().__init__(session.cluster, session.cluster.load(program))
-        self.writes: frozenset[str] = _written(planned, training)
+        self.writes: frozenset[str] = _written_names(planned, training)
         by_part = planned.models.by_part(dict.fromkeys(self.writes))
         self.written = tuple((model, frozenset(labels)) for model, labels in by_part)
         self._replicated = frozenset(
@@ -155,7 +157,7 @@ class LoadedProgram(ClusterProgram):
         for name, index in self.planned.arguments.items():
             leaf = call.leaves[index]
             if isinstance(leaf, TensorHandle):
-                common[name] = self._stored(name, leaf)
+                common[name] = self._stored_argument(name, leaf)
             elif not isinstance(leaf, torch.Tensor) or leaf.is_meta:
                 raise PlanningError(
                     f"the argument {name} has no values: it is a spec, or on the meta device.\n"
@@ -164,7 +166,7 @@ class LoadedProgram(ClusterProgram):
                 )
             elif name in self._replicated:
                 common[name] = _to_send(leaf)
-        fed: list[dict[str, object]] = []
+        inputs_by_rank: list[dict[str, object]] = []
         shards: dict[tuple[str, object], torch.Tensor] = {}  # by argument and intervals
         for rank, program in enumerate(self.program.ranks):
             inputs: dict[str, object] = dict(extra or {})
@@ -174,10 +176,10 @@ class LoadedProgram(ClusterProgram):
                 else:
                     leaf = call.leaves[self.planned.arguments[name]]
                     inputs[name] = self._shard(name, leaf, rank, shards)
-            fed.append(inputs)
-        return fed
+            inputs_by_rank.append(inputs)
+        return inputs_by_rank
 
-    def _stored(self, name: str, x: TensorHandle) -> Stored:
+    def _stored_argument(self, name: str, x: TensorHandle) -> Stored:
         """Return the name of a DTensor's shards on the ranks. Raises PlanningError if the DTensor
         is of another launch, or the program takes another spec."""
         if x.session is not self.session:
@@ -185,24 +187,25 @@ class LoadedProgram(ClusterProgram):
                 f"{name} belongs to another launch than the one that runs now; "
                 f"fix: distribute it inside this launch"
             )
-        held = x.held
-        if (name, held) not in self._checked:
-            self._check_fit(name, held.spec)
-            self._checked.add((name, held))
+        layout = x.held
+        if (name, layout) not in self._checked:
+            self._check_fit(name, layout.spec)
+            self._checked.add((name, layout))
         return Stored(x.name)
 
-    def _check_fit(self, name: str, held: TensorSpec) -> None:
+    def _check_fit(self, name: str, spec: TensorSpec) -> None:
+        """Raise PlanningError if a DTensor with this spec cannot be the argument ``name``."""
         plan = self.planned.plan
         stages = next(item.stages for item in plan.inputs if item.name == name)
-        if held.on and (len(stages) > 1 or held.on != on_stage(plan, held, *stages).on):
+        if spec.on and (len(stages) > 1 or spec.on != on_stage(plan, spec, *stages).on):
             raise PlanningError(
-                f"{name} is {held}: only a part of the mesh holds it, and an argument is "
+                f"{name} is {spec}: only a part of the mesh holds it, and an argument is "
                 f"read on all of it.\n"
                 f"fix: pass {name}.full_tensor(), or compute further where it was made"
             )
-        if not alike(held, self.specs[name]):
+        if not alike(spec, self.specs[name]):
             raise PlanningError(
-                f"{name} is held as {held}, and the program takes it as {self.specs[name]}.\n"
+                f"{name} is held as {spec}, and the program takes it as {self.specs[name]}.\n"
                 f"fix: state its placement before the call, as in x.redistribute(...)"
             )
 
@@ -319,7 +322,7 @@ def load(
         loaded = LoadedProgram(session, planned, lowered, state, training=training)
         loaded.put_constants(constants)
         if planned.models:
-            check_apart(named_tensors(planned.models.module), loaded.writes)
+            check_no_shared_memory(named_tensors(planned.models.module), loaded.writes)
         programs[key] = loaded
     program = programs[key]
     program.put_captured()
@@ -372,7 +375,7 @@ def _state_specs(plan: Plan, state: Mapping[str, str]) -> dict[str, TensorSpec]:
     return {state[i.name]: i.held for i in plan.inputs if i.name in state}
 
 
-def _written(planned: Planned, training: bool) -> frozenset[str]:
+def _written_names(planned: Planned, training: bool) -> frozenset[str]:
     """Return the names of the parameters that the optimizer updates, and of the parameters and
     buffers that the forward changes."""
     names = {i.label for i in planned.plan.inputs if i.kind in ("parameter", "buffer")}

@@ -38,14 +38,18 @@ class Loss(ReadsAsFloat):
         future: Future,
         planned: Planned,
         session: MeshSession,
-        ended: Callable[[bool], None],
+        on_end: Callable[[bool], None],
         line: str | None,
     ) -> None:
+        """Make the loss of a submitted step. ``on_end`` is called once, with whether the step
+        succeeded."""
         self._line = line  # the user's line of `train_step`, for instructions without a line
         self._future = future
         self._planned = planned
         self._session = session
-        self._ended: Callable[[bool], None] | None = ended  # called once; True: the step succeeded
+        self._on_end: Callable[[bool], None] | None = (
+            on_end  # called once; True: the step succeeded
+        )
         self.was_read: bool = False
         self.skipped: bool = False
 
@@ -65,7 +69,8 @@ class Loss(ReadsAsFloat):
             raise
 
     def wait(self) -> list[dict[str, torch.Tensor]]:
-        """Like `_read`, but the loss does not count as read; [] if the step was skipped."""
+        """Wait for the step and return each rank's results, without marking the loss as read. []
+        if the step was skipped. Raises the error of a failed step."""
         if self.skipped:
             return []
         try:
@@ -81,14 +86,16 @@ class Loss(ReadsAsFloat):
         return results
 
     def _report_end(self, *, succeeded: bool) -> None:
-        if self._ended is None:
+        """Call ``on_end`` unless it was called already."""
+        if self._on_end is None:
             return
         with CALL_LOCK:
-            ended, self._ended = self._ended, None
-            if ended is not None:
-                ended(succeeded)
+            on_end, self._on_end = self._on_end, None
+            if on_end is not None:
+                on_end(succeeded)
 
     def _result(self, index: int) -> torch.Tensor:
+        """Return a result of loss_fn from a rank that has it; NaN if the step was skipped."""
         name = f"result {index}"
         flow = self._planned.plan.flow
         value = next(o.value for o in flow.outputs if o.kind == "result" and o.of == index)
@@ -120,7 +127,7 @@ class Loss(ReadsAsFloat):
         return float(self)
 
     def cpu(self) -> torch.Tensor:
-        """Return the loss as a scalar CPU tensor, like `tensor`."""
+        """Return the loss as a scalar CPU tensor; NaN if the step was skipped."""
         return self.tensor()
 
     def detach(self) -> Loss:

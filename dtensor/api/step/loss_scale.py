@@ -50,6 +50,7 @@ def scaled(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(loss_fn)
     def of_scaled_loss(*args: Any, loss_scale: torch.Tensor, **kwargs: Any) -> Any:
+        """Return the scaled loss, and the metrics with the unscaled loss among them."""
         out = loss_fn(*args, **kwargs)
         loss, metrics = out if isinstance(out, tuple) and len(out) == 2 else (out, {})
         if not isinstance(loss, torch.Tensor) or not isinstance(metrics, dict):

@@ -367,7 +367,7 @@ class TrainStep:
         model_home.trained_by[id(self.optimizer)] = self
         if session is not self._session:
             self._session = session
-            for settling in (session.settling, model_home.settling):
+            for settling in (session.wait_functions, model_home.wait_functions):
                 if self._settle not in settling:
                     settling.append(self._settle)
         return loss

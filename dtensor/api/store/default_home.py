@@ -47,8 +47,8 @@ def current_homes(
 
 
 def move_to_planned_homes(model_home: ModelHome, planned: Mapping[str, StoredTensor]) -> None:
-    """Settle the homes that a program's plan gives to values. Values that are in another default
-    home are moved between ranks."""
+    """Move values that are in another default home to the homes that a program's plan gives them,
+    and record these homes as settled."""
     name = type(model_home.model.module).__name__
     plan = partial(plan_sync, name, bucket_bytes=bucket_bytes(model_home.cluster.device))
     model_home.store.settle(model_home.owner, planned, plan)
@@ -61,7 +61,8 @@ def _stated_home(
     stored_name: str,
     numbers: Sequence[int],
 ) -> StoredTensor:
-    """Return the default home of a value that no program has used: as settled or stated."""
+    """Return the default home of a value that no program has used: with the placement that a
+    program has settled elsewhere, else the stated one; on the ranks of its stages."""
     name, stated = model.seen.names[label], model.settled.get(label, {})
     if label not in model.settled:
         placements = next((p.placements for p in model.placements if p.name == name), {})

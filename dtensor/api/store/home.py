@@ -62,7 +62,7 @@ class OptimizerHome:
     keys: tuple[tuple[str, ...], ...]  # the keys of the state, by parameter group
     rule: OptimizerRule
     model_home: ModelHome
-    given: InitVar[Entries]  # `optimizer.state` as the user gave it
+    user_state: InitVar[Entries]  # `optimizer.state` as the user has set it
     unplaced: Entries  # entries that no program here has used; still on disk if `on_disk`
     placed: Plan | None = None  # the last plan whose state was put
     parameters: dict[str, Tensor] = field(default_factory=dict[str, Tensor])  # with state on ranks
@@ -75,8 +75,8 @@ class OptimizerHome:
     shadow: ShadowOptimizer | None = None  # advances the numbers on the optimizer itself
     state: LazyOptimizerState = field(init=False)
 
-    def __post_init__(self, given: Entries) -> None:
-        self.state = LazyOptimizerState(given, lambda: self.model_home.gather_optimizer(self))
+    def __post_init__(self, user_state: Entries) -> None:
+        self.state = LazyOptimizerState(user_state, lambda: self.model_home.gather_optimizer(self))
         self.optimizer.state = cast(Any, self.state)
 
     @property
@@ -95,13 +95,15 @@ class OptimizerHome:
         """Return the state on the ranks, by (label, key): values that a step has made, or that were
         put. Waits for running steps, unless ``wait`` is False. The state that no program has
         updated is in ``unplaced``."""
-        for settle in self.model_home.settling if wait else ():
+        for settle in self.model_home.wait_functions if wait else ():
             settle()
-        return {key: value for key, value in self.owner.stored.items() if self.owner.is_there(key)}
+        return {
+            key: value for key, value in self.owner.stored.items() if self.owner.is_present(key)
+        }
 
     def ended(self, updated: frozenset[tuple[str, str]]) -> None:
         """Record that a step that updated this state has ended without failure."""
-        self.model_home.store.written(self.owner, updated)
+        self.model_home.store.mark_present(self.owner, updated)
 
     def take_rule(self, rule: OptimizerRule) -> None:
         """Use another rule from now on, because the optimizer's options have changed."""
@@ -160,7 +162,9 @@ class ModelHome:
     seen_number: int = 0  # the number of `model.seen` when this home was last settled
     lost: str = ""  # why the values are lost, once the launch has ended
     saved: tuple[str, int] = ("", 0)  # where the last copy of the state is, and its step
-    settling: list[Callable[[], None]] = field(default_factory=list[Any])  # waits for its steps
+    wait_functions: list[Callable[[], None]] = field(
+        default_factory=list[Any]
+    )  # waits for its steps
     trained_by: dict[int, Any] = field(default_factory=dict)  # by id(optimizer), its last step
     _versions: dict[str, int] = field(default_factory=dict[str, int])  # torch's, by label
     _versioned: list[Tensor] = field(default_factory=list[Tensor])  # the same as two lists, for
@@ -202,14 +206,14 @@ class ModelHome:
     # -- the user's side --------------------------------------------------------------------------
 
     def bring(self, tensors: Sequence[Tensor]) -> None:
-        """See `lazy_parameters.ValueHolder`. Reads in the module's order fetch more and more
-        tensors at a time."""
+        """Fetch the values of these lazy tensors, and make them plain. Reads in the module's order
+        fetch more and more tensors at a time. Raises RuntimeError if the values are lost."""
         labels = [label_of(tensor) for tensor in tensors]
         if self.gone:
             name = self.model.seen.name(labels[0])
             raise RuntimeError(f"{name} {self.gone}") from self.cluster.failure
         if not self.stale.isdisjoint(labels):
-            self.refresh([*labels, *self._following(labels[-1])])
+            self.refresh([*labels, *self._prefetched_labels(labels[-1])])
             self._fetch_size *= 2
         with plainly():
             for label, tensor in zip(labels, tensors, strict=True):
@@ -217,9 +221,9 @@ class ModelHome:
                 self.read_copies[label] = tensor.detach().clone()
 
     def give_up(self, tensor: Tensor) -> None:
-        """See `lazy_parameters.ValueHolder`: a lost value no longer belongs to this object."""
+        """Do nothing: the caller makes the tensor plain, and this object keeps its records."""
 
-    def _following(self, label: str) -> list[str]:
+    def _prefetched_labels(self, label: str) -> list[str]:
         """Return the stale labels after this one that are fetched with it: at most one bucket."""
         order = list(self.local_tensors)
         later = [n for n in order[order.index(label) + 1 :] if n in self.stale]
@@ -347,7 +351,8 @@ class ModelHome:
         self._note_versions(self.local_tensors.keys() & tensors)
 
     def wrote(self, labels: frozenset[str], optimizer: OptimizerHome | None = None) -> None:
-        """Record that a submitted program changes these values and the optimizer's state."""
+        """Mark these values in the module, and the optimizer's state, as older than the ranks'
+        values: a program that changes them was submitted."""
         if self.cluster.device.type != "meta":
             if optimizer is not None:
                 optimizer.state.changed()
@@ -462,6 +467,7 @@ class ModelHome:
     # -- the check before each step -------------------------------------------------------
 
     def _note_versions(self, labels: Iterable[str]) -> None:
+        """Record torch's versions of these tensors, which an in-place write increases."""
         for label in labels:
             if not self.local_tensors[label].is_inference():  # they have no version
                 self._versions[label] = _version_of(self.local_tensors[label])
@@ -469,7 +475,7 @@ class ModelHome:
         self._last_versions = list(self._versions.values())
 
 
-def check_apart(tensors: Mapping[str, Tensor], written: Set[str]) -> None:
+def check_no_shared_memory(tensors: Mapping[str, Tensor], written: Set[str]) -> None:
     """Raises PlanningError if a tensor that a program changes shares memory with another tensor: on
     the ranks only one of the two would change."""
     with as_it_is():
@@ -500,8 +506,8 @@ def _version_of(tensor: Tensor) -> int:
 
 
 def _same(tensor: Tensor, copy: Tensor) -> bool:
-    alike = tensor.shape == copy.shape and tensor.dtype == copy.dtype
-    return alike and tensor.device == copy.device and torch.equal(tensor, copy)
+    same_type = tensor.shape == copy.shape and tensor.dtype == copy.dtype
+    return same_type and tensor.device == copy.device and torch.equal(tensor, copy)
 
 
 def _nothing() -> None:

@@ -76,21 +76,38 @@ def place_optimizer(
     unchanged = home is not None and home.rule is rule and home.keys == keys
     if home is not None and unchanged and home.current and home.placed is plan:
         return home
-    own_label = home.label if home else f"optimizer {len(model_home.optimizers)}"
-    name = model_home.name(own_label)
+    optimizer_label = home.label if home else f"optimizer {len(model_home.optimizers)}"
+    name = model_home.name(optimizer_label)
     updated = updated_state(session.ranks, plan, groups, keys, name, models.labels, rule)
-    known = {} if home is None else home.owner.stored
+    stored_before = {} if home is None else home.owner.stored
     cast = set[tuple[str, str]]() if home is None else _check_as_before(home, updated)
-    elsewhere = any(w in known and not set(updated[w].at) <= set(known[w].at) for w in updated)
-    if home is None or not home.current or elsewhere:
-        held: object = optimizer.state
-        entries = held.to_place() if isinstance(held, LazyOptimizerState) else dict(optimizer.state)
-        new = {**known, **updated}
-        kept_by = (optimizer, own_label, masters, keys, rule, model_home, entries, dict(entries))
-        before = {} if home is None else home.parameters
-        home = OptimizerHome(*kept_by, parameters=before)
+    on_new_ranks = any(
+        label_and_key in stored_before
+        and not set(updated[label_and_key].at) <= set(stored_before[label_and_key].at)
+        for label_and_key in updated
+    )
+    if home is None or not home.current or on_new_ranks:
+        present_state: object = optimizer.state
+        entries = (
+            present_state.to_place()
+            if isinstance(present_state, LazyOptimizerState)
+            else dict(optimizer.state)
+        )
+        to_put = {**stored_before, **updated}
+        fields = (
+            optimizer,
+            optimizer_label,
+            masters,
+            keys,
+            rule,
+            model_home,
+            entries,
+            dict(entries),
+        )
+        parameters = {} if home is None else home.parameters
+        home = OptimizerHome(*fields, parameters=parameters)
         home.shadow = _shadow_of(model, rule, entries)
-        if isinstance(held, LazyOptimizerState) and held.on_disk is not None:
+        if isinstance(present_state, LazyOptimizerState) and present_state.on_disk is not None:
             home.on_disk = True
             home.state.changed()
         model_home.optimizers[id(optimizer)] = home
@@ -99,9 +116,13 @@ def place_optimizer(
         if home.rule is not rule:  # its options have another kind than before
             home.take_rule(rule)
             session.put([{name: rule.on_rank(masters)} for _ in range(session.mesh.size)])
-        new = {w: own for w, own in updated.items() if w not in known or w in cast}
+        to_put = {
+            label_and_key: stored
+            for label_and_key, stored in updated.items()
+            if label_and_key not in stored_before or label_and_key in cast
+        }
     home.parameters |= {label: model.seen.tensors[label] for label, _ in updated}
-    _put_state(session, home, new)
+    _put_state(session, home, to_put)
     home.keys, home.placed = keys, plan
     home.updated = frozenset(updated)
     labels = models.labels
@@ -138,21 +159,21 @@ def _put_state(
     keys_on_ranks: defaultdict[str, set[str]] = defaultdict(set)
     for label, key in home.values(wait=False):
         keys_on_ranks[label].add(key)
-    given: dict[tuple[str, str], tuple[Source, StoredTensor]] = {}
+    values: dict[tuple[str, str], tuple[Source, StoredTensor]] = {}
     for (label, key), stored in new.items():
         entries = _materialize_meta_state(
             home.unplaced.get(parameters[label], {}), label, home.optimizer
         )
         value = entries.get(key)
         if value is None:
-            known = keys_on_ranks[label] | {k for k, e in entries.items() if e is not None}
-            _check_no_key_missing(home, label, key, known - {MASTER}, parameters[label])
+            existing_keys = keys_on_ranks[label] | {k for k, e in entries.items() if e is not None}
+            _check_no_key_missing(home, label, key, existing_keys - {MASTER}, parameters[label])
         else:
             value = _converted_to_spec(value, stored.spec, key, label, home.rule)
             stored = replace(stored, spec=replace(stored.spec, dtype=value.dtype))
             keys_on_ranks[label].add(key)
-        given[label, key] = value, stored
-    session.launch.store.put(home.owner, given)
+        values[label, key] = value, stored
+    session.launch.store.put(home.owner, values)
     if home.unplaced:
         home.unplaced = _without_placed(
             home.unplaced, {(parameters[label], key) for label, key in new}
@@ -181,8 +202,8 @@ def updated_state(
     for step in updates_of(plan.steps):
         item, masters = items[step.parameter], bool(step.master_bytes)
         label = labels[step.parameter]
-        state = on_mesh(plan, item.state)
-        wide = replace(state, dtype=torch.float32) if masters else state
+        state = on_mesh(plan, item.state)  # the spec of entries of the parameter's shape
+        state_spec = replace(state, dtype=torch.float32) if masters else state
         replicated = (REPLICATE,) * len(state.placements)
         for key in (*keys_by_name[step.parameter], *([MASTER] if masters else [])):
             name, entry = value_name(optimizer, key, label), rule.entry(key)
@@ -190,7 +211,11 @@ def updated_state(
                 dtype = entry.dtype(torch.float32)
                 spec = TensorSpec(entry.shape, dtype, state.mesh, replicated)
             else:
-                spec = replace(wide, dtype=entry.dtype(wide.dtype)) if key != MASTER else wide
+                spec = (
+                    replace(state_spec, dtype=entry.dtype(state_spec.dtype))
+                    if key != MASTER
+                    else state_spec
+                )
             stored[label, key] = StoredTensor.of(name, spec, holders(plan, item), numbers)
     return stored
 
@@ -201,16 +226,16 @@ def _check_as_before(
     """Raise PlanningError if the placement of a value has changed, or the dtype of a value that a
     step has made. Return the values whose dtype has changed and that no step has made."""
     cast = set[tuple[str, str]]()
-    for which, now in updated.items():
-        before = home.owner.stored.get(which, now).spec
+    for label_and_key, now in updated.items():
+        before = home.owner.stored.get(label_and_key, now).spec
         if not alike(before, now.spec):
             raise PlanningError(
-                f"{which[1]} of {which[0]} is stored as {before}, this program needs it stored as "
-                f"{now.spec}"
+                f"{label_and_key[1]} of {label_and_key[0]} is stored as {before}, this program "
+                f"needs it stored as {now.spec}"
             )
         changed = before.dtype != now.spec.dtype and before.dtype.is_floating_point
-        if changed and not home.rule.entry(which[1]).number:
-            cast.add(which)
+        if changed and not home.rule.entry(label_and_key[1]).number:
+            cast.add(label_and_key)
     for label, key in sorted(cast & home.values().keys() if cast else ()):
         kind, dtype = type(home.optimizer).__name__, home.owner.stored[label, key].spec.dtype
         raise PlanningError(

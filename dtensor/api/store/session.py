@@ -95,9 +95,9 @@ class MeshSession:
         self.recorded_run: TimedRun | None = None  # the last run within `recording_run`
         self._is_recording = False
         self.model_homes: dict[int, ModelHome] = {}
-        self.loaded: dict[object, Any] = {}
-        self.garbage: list[StoredTensor] = []
-        self.settling: list[Callable[[], None]] = []  # functions that wait for running calls
+        self.loaded: dict[object, Any] = {}  # programs that the session has loaded, by kind
+        self.garbage: list[StoredTensor] = []  # values to drop with the next put or run
+        self.wait_functions: list[Callable[[], None]] = []  # functions that wait for running calls
         self.undone: dict[str, int] = {}  # the number of undone runs, by `Counted.key`
         self.moved_models: set[int] = set()  # ids of models that a switch moved to another mesh
 
@@ -138,22 +138,24 @@ class MeshSession:
             )
 
     def put(self, values: Sequence[Mapping[str, object]], *, wait: bool = False) -> None:
+        """Put values into each rank's table, by name, and drop garbage there. ``wait``: return when
+        the ranks have the values."""
         self.check()
         try:
             self.cluster.put(values, drop=self._garbage(), wait=wait)
         except DaftError as error:
             raise self.with_loss_note(error) from error.__cause__
 
-    def returned(self, of: Returned, ranks: Sequence[int]) -> list[torch.Tensor]:
+    def returned(self, output: Returned, ranks: Sequence[int]) -> list[torch.Tensor]:
         """Return copies of the shards that a run returned. Waits for this run only."""
         self.check()
         try:
             if self.cluster.failure is not None:
                 raise self.cluster.failure
-            results = of.run.get()
+            results = output.run.get()
         except DaftError as error:
             raise self.with_loss_note(error) from error.__cause__
-        return [results[r][of.output].clone() for r in ranks]
+        return [results[r][output.output].clone() for r in ranks]
 
     def with_loss_note(self, error: DaftError) -> DaftError:
         """Return the error. If it is the cluster's failure, add a note, once, that the state is
@@ -168,9 +170,9 @@ class MeshSession:
                 meshes = f", on all meshes of the launch: {meshes_text(launch.places)}"
             parts = [f"the state on the ranks is lost{meshes}"]
             for home in launch.model_homes:
-                place, step = home.saved
+                saved_note, step = home.saved
                 age = home.model.steps.present() - step
-                parts.append(f"{place}, of step {step}, {age} before this one")
+                parts.append(f"{saved_note}, of step {step}, {age} before this one")
             error.add_note("; ".join(parts))
         return error.with_traceback(None)  # the traceback of an earlier raise does not help
 
@@ -204,7 +206,8 @@ class MeshSession:
         returned: Collection[str] = (),
     ) -> Future:
         """Run a program once. ``keep``: {output: name under which it stays on the ranks};
-        ``returned``: the outputs in ``keep`` that are also returned to the controller."""
+        ``counted``: how the ranks compute the run's number; ``returned``: the outputs in ``keep``
+        that are also returned to the controller."""
         self.check()
         begin = time.monotonic()
         if self._is_recording:
@@ -227,7 +230,8 @@ class MeshSession:
         return self.cluster.immediate or self.mode == "interpreted"
 
     def counted(self, name: str, counter: Counter, *, takes: bool) -> Counted:
-        """Return how the ranks count a run that ``counter`` counts on the controller."""
+        """Return what ranks need to compute the number of a run that ``counter`` counts on the
+        controller: runs may have been undone since. ``takes``: the run uses up its number."""
         counter.present()
         key = f"{name} {counter.resets}"
         return Counted(key, self.undone.get(key, 0), STEP, takes)
@@ -371,7 +375,7 @@ class Launch:
         ``saves`` is False."""
         if not self.failure_was_read:
             for session in self.sessions.values():
-                for wait in session.settling:
+                for wait in session.wait_functions:
                     wait()
             if not self.cluster.immediate and self.cluster.failure is None:
                 try:

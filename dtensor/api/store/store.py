@@ -82,7 +82,11 @@ class MeshRanks(Protocol):
         inputs: Sequence[Mapping[str, object]],
         keep: Mapping[str, str],
         counted: Counted | None = None,
-    ) -> Future: ...
+    ) -> Future:
+        """Start a loaded program. ``keep``: output -> the name under which it stays on the ranks;
+        ``counted``: how the ranks compute the run's step number."""
+        ...
+
     def with_loss_note(self, error: DaftError) -> DaftError: ...
     def forget(self, stored: StoredTensor) -> None: ...
     def drop(self) -> None: ...
@@ -121,7 +125,7 @@ class Owner(Generic[K]):
     def settled(self) -> Mapping[K, StoredTensor]:
         return MappingProxyType(self._settled)
 
-    def is_there(self, key: K) -> bool:
+    def is_present(self, key: K) -> bool:
         """Return whether the value is on ranks and not absent."""
         return key in self._stored and key not in self._absent
 
@@ -149,7 +153,7 @@ class Moving:
             if self.session.cluster.failure is None and self.note:
                 error.add_note(self.note)
             raise self.session.with_loss_note(error) from error.__cause__
-        self.store.ended(self)
+        self.store.finish_move(self)
 
 
 class TensorStore:
@@ -166,35 +170,35 @@ class TensorStore:
 
     # -- in ---------------------------------------------------------------------------------------
 
-    def put(self, owner: Owner[K], given: Mapping[K, tuple[Source, StoredTensor]]) -> None:
+    def put(self, owner: Owner[K], values: Mapping[K, tuple[Source, StoredTensor]]) -> None:
         """Put values into their homes, on those ranks of the homes that lack them."""
-        sent: list[tuple[Tensor | Callable[[], Tensor] | None, StoredTensor]] = []
+        to_send: list[tuple[Tensor | Callable[[], Tensor] | None, StoredTensor]] = []
         by_rank_and_name: dict[int, dict[str, tuple[Any, Pieces]]] = {}
         names: dict[str, str] = {}
-        put: dict[K, StoredTensor] = {}
-        for key, (source, wanted) in given.items():
+        entries: dict[K, StoredTensor] = {}
+        for key, (source, home) in values.items():
             present = owner._stored.get(key)
             numbers = {} if present is None else present.numbers
-            missing = wanted.on(rank for rank in wanted.at if rank not in numbers)
+            missing = home.on(rank for rank in home.at if rank not in numbers)
             if isinstance(source, Recipe | OnDisk):
-                name = key if isinstance(key, str) else wanted.label
-                names[name] = wanted.label
+                name = key if isinstance(key, str) else home.label
+                names[name] = home.label
                 for rank in missing.at:
-                    by_rank_and_name.setdefault(rank, {})[name] = source, wanted.where(rank)
+                    by_rank_and_name.setdefault(rank, {})[name] = source, home.where(rank)
             else:
-                sent.append((source, missing))
-            all_numbers = {**numbers, **wanted.numbers}
-            put[key] = StoredTensor.of(wanted.label, wanted.spec, sorted(all_numbers), all_numbers)
-        if not put:
+                to_send.append((source, missing))
+            all_numbers = {**numbers, **home.numbers}
+            entries[key] = StoredTensor.of(home.label, home.spec, sorted(all_numbers), all_numbers)
+        if not entries:
             return
-        session = self._session(put.values())
+        session = self._session(entries.values())
         with waits_may_act():  # after a signal, values without an entry are put again
-            self._put_in_pieces(session, _shards(sent))
+            self._put_in_pieces(session, _shards(to_send))
         if by_rank_and_name:
             self._make_on_ranks(session, by_rank_and_name, names)
-        owner._stored.update(put)
-        owner._absent.difference_update(put)
-        owner._absent.update(key for key, (source, _) in given.items() if source is None)
+        owner._stored.update(entries)
+        owner._absent.difference_update(entries)
+        owner._absent.update(key for key, (source, _) in values.items() if source is None)
 
     def _put_in_pieces(self, session: MeshRanks, values: Iterable[tuple[int, str, Tensor]]) -> None:
         """Put shards in pieces of at most PIECE_BYTES, one piece after the other, because a source
@@ -253,7 +257,7 @@ class TensorStore:
         """Add entries for values that a submitted run makes and keeps."""
         owner._stored.update(stored)
 
-    def written(self, owner: Owner[K], keys: Set[K]) -> None:
+    def mark_present(self, owner: Owner[K], keys: Set[K]) -> None:
         """Mark these values as no longer absent: a step that makes them has ended without
         failure."""
         if not owner._absent.isdisjoint(keys):
@@ -292,17 +296,17 @@ class TensorStore:
         key: Hashable,
         values: Mapping[tuple[str, ...], StoredTensor],
         make_program: Callable[[int], Program],
-        fed: Mapping[str, object],
+        inputs: Mapping[str, object],
         counted: Counted | None = None,
     ) -> Future:
         """Start a run in which each rank copies its share of the values for a writer, or compares
         copies. ``make_program`` returns the program for a number of ranks
-        (runtime/checkpoint/saving.py). The program stays loaded under ``key`` for as long as the
-        values' homes are the same."""
+        (runtime/checkpoint/saving.py); ``inputs``: its inputs on each rank. The program stays
+        loaded under ``key`` for as long as the values' homes are the same."""
         session = self._session(values.values())
         cluster = session.cluster
         program = self._program(key, values, cluster, lambda: make_program(cluster.size))
-        program.last_run = run = session.run(program.handle, [fed] * cluster.size, {}, counted)
+        program.last_run = run = session.run(program.handle, [inputs] * cluster.size, {}, counted)
         return run
 
     def forget(self, owner: Owner[K], keys: Iterable[K], *, delete: bool = False) -> None:
@@ -322,8 +326,8 @@ class TensorStore:
         homes: Mapping[str, StoredTensor],
         plan: Callable[[Mapping[str, tuple[StoredTensor, StoredTensor]]], SyncPlan],
     ) -> None:
-        """Settle the homes of a program's values. Values that are in another default home are
-        moved, as ``plan`` plans from each value's present and new home."""
+        """Record the homes that a program's plan fixes. First move the values that are in another
+        (default) home; ``plan`` plans the moves from each value's present and new home."""
         misplaced: dict[str, tuple[StoredTensor, StoredTensor]] = {}
         for key in owner._stored.keys() & homes.keys() - owner._settled.keys():
             if owner._stored[key] != homes[key]:
@@ -333,7 +337,7 @@ class TensorStore:
             self.move(plan(misplaced), {key: (owner, key) for key in misplaced}).check()
         owner._settled.update(homes)
 
-    def settle_anew(self, owner: Owner[K], homes: Mapping[K, StoredTensor]) -> None:
+    def replace_settled(self, owner: Owner[K], homes: Mapping[K, StoredTensor]) -> None:
         """Replace all settled homes of an owner."""
         owner._settled.clear()
         owner._settled.update(homes)
@@ -369,6 +373,7 @@ class TensorStore:
         target = launch.sessions[next(iter(plan.transfers.values())).target.mesh]
 
         def lower() -> Program:
+            """Return the program that sends each value from its present to its new ranks."""
             pairs = {name: (moved.here, moved.there) for name, moved in plan.transfers.items()}
             names = {
                 name: (self._name_on_ranks(a), self._name_on_ranks(b))
@@ -397,7 +402,8 @@ class TensorStore:
         return moving
 
     def transfer(self, plan: TransferPlan) -> Future:
-        """Move a value without an owner between ranks, under its own label."""
+        """Start the run that moves a DTensor's value between ranks, and return its future. The
+        target's ranks store the value under the label in the plan."""
         cluster = self._launch.cluster
         key = "transfer", plan.source, plan.target, plan.here.ranks, plan.there.ranks
 
@@ -405,14 +411,14 @@ class TensorStore:
             return with_mesh_ranks(cluster, transfer_program(plan, cluster.size, cluster.device))
 
         program = self._program(key, key, cluster, lower)
-        fed: list[dict[str, object]] = [{} for _ in range(cluster.size)]
+        inputs: list[dict[str, object]] = [{} for _ in range(cluster.size)]
         for rank in plan.here.ranks:
-            fed[rank]["x"] = Stored(self._name_on_ranks(plan.here))
+            inputs[rank]["x"] = Stored(self._name_on_ranks(plan.here))
         keep, mode = {"y": self._name_on_ranks(plan.there)}, self._launch.mode
-        program.last_run = run = cluster.run(program.handle, fed, mode=mode, keep=keep)
+        program.last_run = run = cluster.run(program.handle, inputs, mode=mode, keep=keep)
         return run
 
-    def look(self, *, wait: bool = False) -> None:
+    def finish_moves(self, *, wait: bool = False) -> None:
         """Finish the moves that have ended, and restore the entries of those that failed. ``wait``:
         first wait for moves in flight."""
         for moving in [*self._moving]:
@@ -422,7 +428,7 @@ class TensorStore:
                 except DaftError:  # `Moving.check` raises it
                     self.undo(moving)
                 else:
-                    self.ended(moving)
+                    self.finish_move(moving)
 
     def undo(self, moving: Moving) -> None:
         """Restore the entries from before a failed move, except those that a later move has
@@ -431,28 +437,28 @@ class TensorStore:
             return
         later = self._moving[self._moving.index(moving) + 1 :]
         self._moving.remove(moving)
-        for at, before in moving.before.items():
-            owner, key = at
-            replaced_by = next((other for other in later if at in other.before), None)
+        for owner_and_key, before in moving.before.items():
+            owner, key = owner_and_key
+            replaced_by = next((other for other in later if owner_and_key in other.before), None)
             if replaced_by is not None:
-                replaced_by.before[at] = before
-            elif owner._stored.get(key) is moving.after[at]:
+                replaced_by.before[owner_and_key] = before
+            elif owner._stored.get(key) is moving.after[owner_and_key]:
                 if before is None:
                     del owner._stored[key]
                 else:
                     owner._stored[key] = before
         moving.on_undo()
 
-    def ended(self, moving: Moving) -> None:
+    def finish_move(self, moving: Moving) -> None:
         """Drop the earlier values of a move that ended without failure, on ranks outside the new
         homes."""
         if moving not in self._moving:
             return
         self._moving.remove(moving)
         meshes: set[Mesh] = set()
-        for at, before in moving.before.items():
+        for owner_and_key, before in moving.before.items():
             if before is not None:
-                after = moving.after[at]
+                after = moving.after[owner_and_key]
                 still_used = after.at if after.spec.mesh == before.spec.mesh else ()
                 outside = before.on(rank for rank in before.at if rank not in still_used)
                 if outside.at:
@@ -516,8 +522,8 @@ def name_on_ranks(session: MeshRanks, name: str) -> str:
 def _shards(
     values: Iterable[tuple[Tensor | Callable[[], Tensor] | None, StoredTensor]],
 ) -> Iterator[tuple[int, str, Tensor]]:
-    """Yield (rank, label, shard) of values on the controller."""
-    nothing = absent("cpu")
+    """Yield (rank, label, shard) of values on the controller; for None, shards that mean absent."""
+    absent_value = absent("cpu")
     for source, stored in values:
         if not stored.at:
             continue
@@ -528,7 +534,7 @@ def _shards(
             value = value.detach().contiguous()
         for rank in stored.at:
             if value is None:
-                yield rank, stored.label, nothing
+                yield rank, stored.label, absent_value
             else:
                 shard = value if replicated else lent_shard(value, spec, mesh.coordinates(rank))
                 yield rank, stored.label, shard
