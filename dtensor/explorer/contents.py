@@ -124,6 +124,7 @@ class _Contents:
     # -- steps ---------------------------------------------------------------------------------
 
     def _add_section(self, number: int, section: Section) -> None:
+        """Add the steps of section ``number`` of the page; a run of equal layers is shown once."""
         for run, steps in section.shown():
             if run is not None:
                 layers = ", ".join(run.layers)
@@ -241,9 +242,10 @@ class _Contents:
                 return ""
 
     def _module_of(self, name: str, step: Step) -> str:
-        """Return the module of a value's producer, input, or the reader of ``step``'s result."""
+        """Return the module of the op that produces the value ``name``, through conversions and
+        transfers; else the module of the input, or of the op that reads ``step``'s result."""
         producer: Step | None = step
-        for _ in range(8):
+        for _ in range(8):  # a limit on the conversions in a row
             producer = self.producers.get(name)
             if isinstance(producer, Compute) and producer.op.module:
                 return producer.op.module
@@ -369,6 +371,7 @@ def _source(
 
 
 def _hint(hint: Hint) -> dict[str, Any]:
+    """Return the data of a hint: a pin's stated placement, the opposite one, and both prices."""
     return {
         "by": hint.by,
         "axis": hint.axis,

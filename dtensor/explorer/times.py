@@ -41,7 +41,8 @@ def simulated(plan: Plan) -> Trace:
 
 
 def timeline(plan: Plan, rows: Mapping[tuple[str, str], int]) -> dict[str, Any]:
-    """Return the data. ``rows``: (kind, label) of a collective -> the index of its step."""
+    """Return the timeline of a simulated run as JSON data, with spans and held bytes of each rank.
+    ``rows``: (kind, label) of a collective -> the index of its step on the page."""
     trace = simulated(plan)
     words = Numbered()
     grain = _grain(trace)

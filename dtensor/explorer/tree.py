@@ -46,6 +46,8 @@ class Tree:
     """The parts of a plan's module tree."""
 
     def __init__(self, plan: Plan, sections: Iterable[Section]) -> None:
+        """Find equal modules by the runs of equal layers in the sections, and add a part for each
+        module that has parameters."""
         self._equal_to: dict[str, str] = {}  # module -> an equal module that comes before it
         self._members: dict[str, list[str]] = {}  # representative -> all equal modules
         self._indices: dict[str, int] = {"": ROOT}  # representative -> index of its part

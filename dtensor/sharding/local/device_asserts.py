@@ -51,7 +51,7 @@ def _bags(weight: Tensor, ids: Tensor, offsets: Tensor, *args: object, **kwargs:
 
 
 def _along_dim(x: Tensor, dim: int, index: Tensor, *args: object, **kwargs: object) -> None:
-    """Check indices from 0 into one dim, as of gather and scatter."""
+    """Check that indices into one dim, as those of gather and scatter, are in 0:size."""
     check_range(index, x.shape[dim] if x.dim() else 1)
 
 
@@ -77,7 +77,7 @@ def _nll(x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignor
 
 
 def _flat(x: Tensor, index: Tensor, *args: object) -> None:
-    """Check indices into the flattened x, as of take and put."""
+    """Check indices into the flattened x, which take and put have; they may be negative."""
     check_range(index, x.numel(), -x.numel())
 
 
@@ -94,7 +94,7 @@ def _margin_backward(grad: Tensor, x: Tensor, target: Tensor, *args: object) -> 
 
 
 def _labels(x: Tensor, target: Tensor, *args: object) -> None:
-    """Check classes, which end with -1."""
+    """Check class numbers; -1 ends the classes of a row."""
     check_range(target, x.shape[-1] if x.dim() else 1, -1)
 
 
@@ -119,7 +119,7 @@ def _lengths(
     unsafe: bool = False,
     **kwargs: object,
 ) -> None:
-    """Check for negative lengths if ``unsafe`` skips torch's own check."""
+    """Raise RuntimeError for negative lengths of segments if ``unsafe`` skips torch's own check."""
     if not unsafe or lengths is None or lengths.is_meta or lengths.numel() == 0:
         return
     if bool((lengths < 0).any()):
@@ -153,6 +153,7 @@ def _probabilities(x: Tensor, target: Tensor, *args: object) -> None:
 
 
 def _excerpt(numbers: Tensor) -> str:
+    """Return the first 8 numbers as text, ``[1, 2, ...]``."""
     shown = ", ".join(str(number.item()) for number in numbers.flatten()[:8])
     return f"[{shown}{', ...' if numbers.numel() > 8 else ''}]"
 
@@ -212,8 +213,8 @@ _CALL_AN_OP: Mapping[object, int] = {
 
 
 def check_before(target: object, args: Sequence[object]) -> tuple[Callable[..., None], int] | None:
-    """Return the check of a rank's call, and the number of leading arguments that the check does
-    not take; None if the op needs no check."""
+    """Return the check of a rank's call, and how many leading arguments the check does not take;
+    None if the op needs no check. A function that calls an op is checked as this op."""
     first = 0
     while (operands := _CALL_AN_OP.get(target)) is not None:
         target, first = args[first], first + operands

@@ -44,7 +44,7 @@ def was_checked(x: Tensor, check: object) -> bool:
 
 
 def record_check(x: Tensor, check: object) -> None:
-    """Record that x passed this check in its present version."""
+    """Record that x passed this check, until x is written to."""
     if x.is_inference():  # inference tensors have no version
         return
     entry = _passed.get(x)

@@ -47,7 +47,9 @@ def write_shard(
     size: int,
     alpha: float = 1,
 ) -> Tensor:
-    """Return the rank's shard of the result of the op ``kind``."""
+    """Return the rank's shard of the result of the op ``kind``, which writes ``source`` at global
+    indices along ``dim``. ``x`` is the rank's shard, ``pieces`` the intervals of ``dim`` that it
+    holds, ``size`` the global size of ``dim``. Writes to rows of other ranks are dropped."""
     padded, local = _padded(x, dim), _padded_positions(index, pieces, size)
     match kind:
         case "index_add":
@@ -94,11 +96,11 @@ def write_shard_in_place(
     index = torch.where(index < 0, index + size, index).long()
     is_local, local = local_positions(index, pieces)
     if kind == "scatter":  # an index for each element
-        places = is_local.nonzero(as_tuple=True)
-        at: list[Tensor | None] = [*places]
-        at[dim] = local[places]
-        value = source[places] if isinstance(source, Tensor) and source.dim() else source
-        x.index_put_(at, value if isinstance(value, Tensor) else x.new_tensor(value))
+        local_elements = is_local.nonzero(as_tuple=True)
+        positions: list[Tensor | None] = [*local_elements]
+        positions[dim] = local[local_elements]
+        value = source[local_elements] if isinstance(source, Tensor) and source.dim() else source
+        x.index_put_(positions, value if isinstance(value, Tensor) else x.new_tensor(value))
         return
     if kind == "index_put":
         before, after = x.shape[:dim], x.shape[dim + 1 :]
@@ -121,7 +123,8 @@ def _padded(x: Tensor, dim: int) -> Tensor:
 
 
 def _padded_positions(index: Tensor, pieces: Pieces, size: int) -> Tensor:
-    """Return the positions of global indices in the padded shard."""
+    """Return the positions of global indices in the padded shard: in the pieces that the rank
+    holds, or the last row for an index of another rank. Raises IndexError if out of range."""
     check_range(index, size, -size)
     index = torch.where(index < 0, index + size, index).long()
     is_local, local = local_positions(index, pieces)

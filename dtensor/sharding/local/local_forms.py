@@ -41,6 +41,7 @@ def in_float32(op: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _wide(value: Any) -> Any:
+    """Return a 16-bit tensor in float32, and any other value as it is."""
     is_tensor = isinstance(value, Tensor)
     return value.float() if is_tensor and is_narrow(value.dtype) else value
 
@@ -66,7 +67,7 @@ def arange_pieces(
     dtype: torch.dtype,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Return the elements of arange at these global positions."""
+    """Return start + step * i for the global positions i in the intervals ``pieces``."""
     parts = [torch.arange(lo, hi, dtype=torch.int64, device=device) for lo, hi in pieces]
     if not parts:
         return torch.empty(0, dtype=dtype, device=device)
@@ -90,7 +91,7 @@ def strided(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int) 
 def strided_scatter(
     x: Tensor, source: Tensor, size: Sequence[int], stride: Sequence[int], offset: int
 ) -> Tensor:
-    """Return as_strided_scatter into x made contiguous."""
+    """Return a copy of x, made contiguous, with ``source`` at these strides."""
     return torch.as_strided_scatter(x.contiguous(), source, size, stride, offset)
 
 
@@ -195,7 +196,8 @@ def loss_over(loss: Callable[..., Tensor], count: int, *args: Any) -> Tensor:
 
 
 def first_over(loss: Callable[..., Any], count: int, *args: Any) -> tuple[Tensor, ...]:
-    """Do what `loss_over` does for an op that returns its loss first, then other results."""
+    """Return the rank's part of the mean of a loss, then the other results of the op, which returns
+    its loss first. ``args`` request the sum of the loss. A 16-bit loss is rounded once."""
     dtype = _narrow_dtype(args)
     if dtype is None:
         value, *others = loss(*args)

@@ -52,11 +52,12 @@ def sum_groups(grad: Tensor, num_groups: int) -> Tensor:
 
 
 def _scores(q: Tensor, k: Tensor, is_causal: bool, scale: float) -> Tensor:
-    s = (q @ k.mT) * scale
+    """Return q k^T * scale [b h t s], in float32 for 16-bit dtypes; -inf where s > t if causal."""
+    scores = (q @ k.mT) * scale
     if is_causal:
-        keep = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
-        s = s.masked_fill(~keep, float("-inf"))
-    return s.to(accumulation_dtype(s.dtype))
+        mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+        scores = scores.masked_fill(~mask, float("-inf"))
+    return scores.to(accumulation_dtype(scores.dtype))
 
 
 def efficient_on_cuda(q: Tensor) -> bool:
@@ -80,7 +81,7 @@ def rows_first(out: Tensor) -> Tensor:
 def _attention_math(
     q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return attention and its lse by plain ops. k and v have as many heads as q."""
+    """Return attention and its log-sum-exp by plain ops. k and v have as many heads as q."""
     scores = _scores(q, k, is_causal, scale)
     lse = scores.logsumexp(-1)
     return (scores - lse[..., None]).exp().to(v.dtype) @ v, lse
@@ -97,9 +98,10 @@ def _attention_math_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of `_attention_math` with respect to q, k and v."""
+    # dS = P * (grad v^T - sum(grad * out)); dq = scale dS k; dk = scale dS^T q; dv = P^T grad
     p = (_scores(q, k, is_causal, scale) - lse[..., None]).exp()
-    inner = (grad.to(p.dtype) * out.to(p.dtype)).sum(-1, keepdim=True)
-    ds = (p * ((grad @ v.mT).to(p.dtype) - inner) * scale).to(q.dtype)
+    row_sums = (grad.to(p.dtype) * out.to(p.dtype)).sum(-1, keepdim=True)
+    ds = (p * ((grad @ v.mT).to(p.dtype) - row_sums) * scale).to(q.dtype)
     return ds @ k, ds.mT @ q, p.to(grad.dtype).mT @ grad
 
 
@@ -161,6 +163,7 @@ def check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
 def _attention_fake(
     q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
+    """Return empty tensors like the output and its log-sum-exp."""
     check_heads(q, k, v)
     return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
 
@@ -231,6 +234,8 @@ torch.library.register_autograd(
 
 
 def _embedding_shard(weight: Tensor, ids: Tensor, rows: Sequence[int], num_ids: int) -> Tensor:
+    """Return the embedding of the ids in ``rows``, the intervals of the table that ``weight`` is;
+    zeros for other ids."""
     check_range(ids, num_ids)  # an id that no rank holds would silently give zeros
     is_local, local = local_index(ids, rows, weight.shape[0])
     if weight.shape[0] == 0:

@@ -47,7 +47,8 @@ aten: Any = torch.ops.aten
 def written_out(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the results of attention_masked by plain ops, whose rules can split the keys."""
+    """Return the output and the log-sum-exp of attention_masked by plain ops, whose rules can split
+    the keys. Rows without a visible key give 0."""
     k, v = repeat_groups(k, q.shape[1]), repeat_groups(v, q.shape[1])
     scores = _scores(q, k, mask, scale)
     maximum = scores.amax(-1, keepdim=True)
@@ -68,7 +69,7 @@ def written_out_backward(
     lse: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v by plain ops."""
+    """Return the gradients of q, k and v by plain ops, whose rules can split the keys."""
     groups = k.shape[1]
     k, v = repeat_groups(k, q.shape[1]), repeat_groups(v, q.shape[1])
     p, ds = _weights_and_grad(grad, q, k, v, mask, out, lse, scale)
@@ -89,11 +90,12 @@ def _weights_and_grad(
 ) -> tuple[Tensor, Tensor]:
     """Return the softmax [b h t s] and the gradient of the scores. k and v have q's heads."""
     p = (_scores(q, k, mask, scale) - lse[..., None]).exp()
-    inner = (grad.to(p.dtype) * out.to(p.dtype)).sum(-1, keepdim=True)
-    return p, p * ((grad @ v.mT).to(p.dtype) - inner)
+    row_sums = (grad.to(p.dtype) * out.to(p.dtype)).sum(-1, keepdim=True)
+    return p, p * ((grad @ v.mT).to(p.dtype) - row_sums)
 
 
 def _scores(q: Tensor, k: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Return q k^T * scale [b h t s] plus the mask; -inf where a bool mask is False."""
     scores = ((q @ k.mT) * scale).to(accumulation_dtype(q.dtype))
     if mask.dtype == torch.bool:
         return torch.where(mask, scores, -math.inf)
@@ -109,16 +111,16 @@ def _bias(mask: Tensor, q: Tensor) -> Tensor:
     if mask.dim() < 4:
         mask = mask.reshape((1,) * (4 - mask.dim()) + mask.shape)
     if mask.dtype == torch.bool:
-        seen, hidden = _seen_and_hidden(q.dtype, q.device)
-        return torch.where(mask, seen, hidden)
-    is_taken = q.device.type == "cpu" and mask.dtype == accumulation_dtype(q.dtype)
-    return mask if is_taken else mask.to(q.dtype)
+        zero, minus_infinity = _zero_and_minus_infinity(q.dtype, q.device)
+        return torch.where(mask, zero, minus_infinity)
+    is_supported = q.device.type == "cpu" and mask.dtype == accumulation_dtype(q.dtype)
+    return mask if is_supported else mask.to(q.dtype)
 
 
 @cache
-def _seen_and_hidden(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the biases 0 and -inf as tensors. They are cached because creating them would take a
-    tenth of the time of attention in a decode step."""
+def _zero_and_minus_infinity(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return 0, the bias of a visible key, and -inf, the bias of a masked key, as tensors. They are
+    cached because creating them would take a tenth of the time of attention in a decode step."""
     return (
         torch.tensor(0.0, dtype=dtype, device=device),
         torch.tensor(-math.inf, dtype=dtype, device=device),
@@ -178,13 +180,13 @@ def _attention_masked_backward(
 
 
 def _sees_nothing(bias: Tensor) -> Tensor:
-    """Return the queries that see no key, whose results CUDA's kernel does not define."""
+    """Return whether each query sees no key [b h t]; CUDA's kernel leaves its result open."""
     return (bias == -math.inf).all(-1)
 
 
 def _padded(bias: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """Return the bias expanded to all heads and queries, padded in memory if its rows do not start
-    on multiples of 16 elements, as CUDA's kernel needs."""
+    """Return the bias expanded to [b h t s]. If its rows do not start on multiples of 16 elements,
+    as CUDA's kernel needs, it is a view of a copy with padded rows."""
     s = k.shape[2]
     bias = bias.expand(*bias.shape[:3], s)
     starts = (bias.data_ptr(), *bias.stride()[:-1])
@@ -194,7 +196,8 @@ def _padded(bias: Tensor, q: Tensor, k: Tensor) -> Tensor:
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Return empty results. Raises ValueError if the mask does not broadcast to [b h t s]."""
+    """Return empty tensors like the output and its log-sum-exp. Raises ValueError if the mask does
+    not broadcast to [b h t s]."""
     check_heads(q, k, v)
     full = (*q.shape[:3], k.shape[2])
     fits = mask.dim() <= 4 and all(

@@ -34,7 +34,8 @@ def _per_channel(x: Tensor, vector: Tensor) -> Tensor:
     return vector.view(1, -1, *(1 for _ in range(x.dim() - 2)))
 
 
-def _statistic(x: Tensor, *shape: int) -> Tensor:
+def _empty_statistic(x: Tensor, *shape: int) -> Tensor:
+    """Return an empty tensor ``[*shape, c]`` in the dtype of statistics."""
     return x.new_empty((*shape, x.shape[1]), dtype=accumulation_dtype(x.dtype))
 
 
@@ -48,6 +49,7 @@ def _bn_apply(x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
 
 
 def _bn_sums(grad: Tensor, x: Tensor, mean: Tensor) -> Tensor:
+    """Return [2, c]: the sums over the batch of grad, and of grad * (x - mean)."""
     deviation = x - _per_channel(x, mean)
     wide = grad.to(deviation.dtype)
     dims = _reduced_dims(x)
@@ -55,11 +57,16 @@ def _bn_sums(grad: Tensor, x: Tensor, mean: Tensor) -> Tensor:
 
 
 def _bn_backward(grad: Tensor, x: Tensor, mean: Tensor, a: Tensor, b: Tensor, e: Tensor) -> Tensor:
-    deviation = (x - _per_channel(x, mean)).mul_(_per_channel(x, b)).add_(_per_channel(x, e))
-    return (grad * _per_channel(x, a) - deviation).to(x.dtype)
+    """Return the gradient of x: a grad - (b (x - mean) + e)."""
+    correction = (x - _per_channel(x, mean)).mul_(_per_channel(x, b)).add_(_per_channel(x, e))
+    return (grad * _per_channel(x, a) - correction).to(x.dtype)
 
 
-define("bn_squares(Tensor x, Tensor mean) -> Tensor", _bn_squares, lambda x, mean: _statistic(x))
+define(
+    "bn_squares(Tensor x, Tensor mean) -> Tensor",
+    _bn_squares,
+    lambda x, mean: _empty_statistic(x),
+)
 define(
     "bn_apply(Tensor x, Tensor mean, Tensor scale, Tensor shift) -> Tensor",
     _bn_apply,
@@ -68,7 +75,7 @@ define(
 define(
     "bn_sums(Tensor grad, Tensor x, Tensor mean) -> Tensor",
     _bn_sums,
-    lambda grad, x, mean: _statistic(x, 2),
+    lambda grad, x, mean: _empty_statistic(x, 2),
 )
 define(
     "bn_backward(Tensor grad, Tensor x, Tensor mean, Tensor a, Tensor b, Tensor e) -> Tensor",

@@ -41,16 +41,16 @@ class Operand:
 
 
 class RunNumber(float):
-    """A number in ``args`` that each run of the program receives under ``name``. Rules see this
-    representative of it, and may only distinguish zero from other numbers."""
+    """A number in ``args`` that each run of the program receives under ``name``, such as a seed.
+    Rules see an example value, and may only distinguish zero from other numbers."""
 
     name: str
 
     @staticmethod
     def of(value: float, name: str) -> RunNumber:
-        slot = RunNumber(value)
-        slot.name = name
-        return slot
+        number = RunNumber(value)
+        number.name = name
+        return number
 
 
 SEED, STEP = "dt_seed", "dt_step"

@@ -46,7 +46,9 @@ def _empty_rows(logits: Tensor, *more: int) -> Tensor:
 def _ce_stats(
     logits: Tensor, target: Tensor, ignore_index: int, vocab: Sequence[int] = ()
 ) -> Tensor:
-    """Return m, s and t of each row, for the columns ``vocab`` of the vocabulary."""
+    """Return the statistics [n, 3] of each row over the local columns: the maximum m, the sum of
+    exp(logit - m), and the target's logit, 0 if another rank has it. ``vocab``: the intervals of
+    the vocabulary that the columns are; () means all."""
     is_local, local = local_index(target, vocab, logits.shape[1])
     is_local &= target != ignore_index
     stats = _empty_rows(logits, 3)
@@ -69,11 +71,11 @@ def _ce_stats(
 def _ce_loss(stats: Tensor, target: Tensor, ignore_index: int, num_classes: int = -1) -> Tensor:
     """Return the loss of each row. Raises IndexError for a target out of range."""
     maximum, total, target_logit = stats.unbind(1)
-    used = target != ignore_index
-    loss = torch.where(used, total.log() + maximum - target_logit, 0)
+    counts = target != ignore_index
+    loss = torch.where(counts, total.log() + maximum - target_logit, 0)
     if num_classes < 0:
         return loss
-    wrong = used & ((target < 0) | (target >= num_classes))
+    wrong = counts & ((target < 0) | (target >= num_classes))
     if bool(wrong.any()):
         raise IndexError(
             f"Target {int(target[wrong][0])} is out of bounds for {num_classes} classes "
@@ -95,7 +97,7 @@ def _ce_backward(
     vocab: Sequence[int] = (),
 ) -> Tensor:
     """Return grad * (softmax(logits) - one_hot(target)), 0 for ignored rows."""
-    unused = (target == ignore_index)[:, None]
+    is_ignored = (target == ignore_index)[:, None]
     is_local, local = local_index(target, vocab, logits.shape[1])
     wide = torch.promote_types(logits.dtype, stats.dtype)
     minus_one_hot = torch.where(is_local, -1.0, 0.0).to(wide)[:, None]
@@ -109,7 +111,7 @@ def _ce_backward(
         gradient.exp_().div_(total[rows, None]).scatter_add_(1, local[rows], minus_one_hot[rows])
         # masked_fill_, not a product with 0: an ignored row has zero gradient even if grad is
         # infinite, as in a mean over no rows
-        gradient.mul_(grad[rows, None]).masked_fill_(unused[rows], 0)
+        gradient.mul_(grad[rows, None]).masked_fill_(is_ignored[rows], 0)
         if out.dtype != wide:
             out[rows] = gradient
     return out

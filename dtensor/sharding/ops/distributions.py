@@ -31,18 +31,20 @@ def keep_mask(place: Place, key: Key, p: float, device: torch.device) -> Tensor:
 
 def uniform(place: Place, key: Key, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return uniform random numbers in [0, 1)."""
-    bits = _bits(dtype)
+    bits = _num_bits(dtype)
     scale = 2.0**-bits
     if bits <= 32:
         return _fill(
             place, key, dtype, device, 1, lambda word: (word[0] >> (32 - bits)).to(dtype) * scale
         )
-    return _fill(place, key, dtype, device, 2, lambda word: _wide(word, bits).to(dtype) * scale)
+    return _fill(
+        place, key, dtype, device, 2, lambda word: _leading_bits(word, bits).to(dtype) * scale
+    )
 
 
 def normal(place: Place, key: Key, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return normal random numbers with mean 0 and standard deviation 1."""
-    _bits(dtype)
+    _num_bits(dtype)
     if dtype != torch.float64:
         return _fill(
             place,
@@ -53,14 +55,20 @@ def normal(place: Place, key: Key, dtype: torch.dtype, device: torch.device) -> 
             lambda word: normal_of((word[0] + 0.5) * 2.0**-32, _SINGLE),
         )
     return _fill(
-        place, key, dtype, device, 2, lambda word: normal_of((_wide(word, 52) + 0.5) * 2.0**-52)
+        place,
+        key,
+        dtype,
+        device,
+        2,
+        lambda word: normal_of((_leading_bits(word, 52) + 0.5) * 2.0**-52),
     )
 
 
 def truncated(
     place: Place, key: Key, low: float, high: float, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Return normal random numbers between the quantiles ``low`` and ``high``."""
+    """Return normal random numbers between the quantiles of the probabilities ``low`` and ``high``:
+    0 and 0.5 give negative numbers."""
     width = (high - low) * 2.0**-32
     return _fill(
         place, key, dtype, device, 1, lambda word: normal_of((word[0] + 0.5) * width + low, _SINGLE)
@@ -73,10 +81,13 @@ def integers(
     """Return random integers in low:high, with a bias of at most (high - low) / 2**62."""
     if high <= low:
         raise ValueError(f"random integers in {low}:{high}: the range is empty")
-    return _fill(place, key, dtype, device, 2, lambda word: _wide(word, 62) % (high - low) + low)
+    return _fill(
+        place, key, dtype, device, 2, lambda word: _leading_bits(word, 62) % (high - low) + low
+    )
 
 
-def _bits(dtype: torch.dtype) -> int:
+def _num_bits(dtype: torch.dtype) -> int:
+    """Return the number of random bits of a uniform number. Raises ValueError for other dtypes."""
     if dtype not in _BITS:
         raise ValueError(
             f"random numbers of {dtype}; they are made in {', '.join(map(str, _BITS))}"
@@ -84,8 +95,8 @@ def _bits(dtype: torch.dtype) -> int:
     return _BITS[dtype]
 
 
-def _wide(word: Sequence[Tensor], bits: int) -> Tensor:
-    """Return the leading ``bits`` of two 32-bit words."""
+def _leading_bits(word: Sequence[Tensor], bits: int) -> Tensor:
+    """Return the leading ``bits`` of two 32-bit words, as an int64 number."""
     return ((word[0] << 32) | word[1]) >> (64 - bits) & ((1 << bits) - 1)
 
 
@@ -97,13 +108,15 @@ def _fill(
     per_element: int,
     value: Callable[[list[Tensor]], Tensor],
 ) -> Tensor:
-    """Return a local tensor of ``value(words)``, with ``per_element`` words for each element."""
+    """Return the rank's local tensor of random numbers: ``value(words)`` of the ``per_element``
+    random words of each element."""
     result = torch.empty(place.local_shape, dtype=dtype, device=device)
     if result.numel() == 0:
         return result
     matrix = result.view(-1, result.shape[-1] if result.dim() else 1)
     for chunk, elements in words(place, key, device, per_element):
         target = matrix[chunk.rows, chunk.columns]
+        # a block is the ``num`` consecutive columns whose numbers come from one counter
         num, blocks = len(elements), elements[0][0].shape[1]
         aligned = chunk.skip == 0 and target.shape[1] == num * blocks
         padded = target if aligned else target.new_empty(target.shape[0], num * blocks)
@@ -180,7 +193,8 @@ _DOUBLE: _Table = (
 
 
 def normal_of(u: Tensor, table: _Table = _DOUBLE) -> Tensor:
-    """Return the inverse of the standard normal distribution at u: float64 in (0, 1)."""
+    """Return the inverse of the standard normal distribution at u, float64 in (0, 1): a ratio of
+    polynomials in q = u - 1/2 if |q| <= 0.425, else in r = sqrt(-log(min(u, 1 - u)))."""
     q = u - 0.5
     result = q * _ratio(0.180625 - q * q, table[0])
     outside = (q.abs() > 0.425).nonzero(as_tuple=True)
@@ -193,6 +207,7 @@ def normal_of(u: Tensor, table: _Table = _DOUBLE) -> Tensor:
 
 
 def _ratio(x: Tensor, terms: tuple[tuple[float, ...], tuple[float, ...]]) -> Tensor:
+    """Return the ratio of two polynomials in x with these coefficients."""
     return _polynomial(x, terms[0]) / _polynomial(x, terms[1])
 
 
@@ -206,7 +221,8 @@ def _polynomial(x: Tensor, terms: Sequence[float]) -> Tensor:
 
 
 def _log(x: Tensor) -> Tensor:
-    """Return the natural logarithm of positive float64 numbers, to a relative 1e-15."""
+    """Return the natural logarithm of positive float64 numbers, to a relative 1e-15:
+    log(m 2^e) = e log(2) + 2 atanh(s), with s = (m - 1) / (m + 1)."""
     mantissa, exponent = torch.frexp(x)
     small = mantissa < math.sqrt(0.5)
     mantissa = torch.where(small, mantissa * 2.0, mantissa)

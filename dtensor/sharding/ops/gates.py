@@ -50,6 +50,7 @@ def activation(x: Tensor, kind: str) -> Tensor:
 
 
 def _activation_backward(grad: Tensor, x: Tensor, kind: str) -> Tensor:
+    """Return the gradient of `activation` at x."""
     if kind == "silu":
         return aten.silu_backward(grad, x)
     approximate = "none" if kind == "gelu" else "tanh"
@@ -62,9 +63,9 @@ def gated(a: Tensor, b: Tensor, kind: str) -> Tensor:
 
 def gated_backward(grad: Tensor, a: Tensor, b: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     dtype = accumulation_dtype(a.dtype)
-    wide, grad = a.to(dtype), grad.to(dtype)
-    da = _activation_backward(grad * b.to(dtype), wide, kind)
-    return da.to(a.dtype), (grad * activation(wide, kind)).to(b.dtype)
+    wide_a, grad = a.to(dtype), grad.to(dtype)
+    da = _activation_backward(grad * b.to(dtype), wide_a, kind)
+    return da.to(a.dtype), (grad * activation(wide_a, kind)).to(b.dtype)
 
 
 def bias_gelu(x: Tensor, bias: Tensor, kind: str) -> Tensor:

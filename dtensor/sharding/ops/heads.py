@@ -20,9 +20,10 @@ def copies_for(used: Sequence[Sequence[int]]) -> tuple[list[int], tuple[int, ...
     """Return the head number at each index of a cache's dim, and the sizes of the blocks by which
     the dim is split over the ranks.
 
-    ``used``: the head numbers that each rank uses. Block i has the i-th head of each rank. A rank
-    that uses fewer heads than a later rank gets its first head again, because the blocks cannot
-    give a rank fewer heads than a later rank.
+    ``used``: the head numbers that each rank uses: [[0], [0, 1], [1]] gives the heads
+    [0, 0, 1, 0, 1] in blocks (3, 2). Block i has the i-th head of each rank. A rank that uses fewer
+    heads than a later rank gets its first head again, because a split never gives a rank fewer
+    elements of a block than a later rank.
     """
     counts = [max(map(len, used[rank:])) for rank in range(len(used))]
     blocks = tuple(sum(count > i for count in counts) for i in range(counts[0]))
@@ -34,17 +35,17 @@ def copies_for(used: Sequence[Sequence[int]]) -> tuple[list[int], tuple[int, ...
     return copies, blocks
 
 
-def positions_of(have: Sequence[int], heads: Sequence[int]) -> list[int]:
-    """Return the first index in ``have`` of each head number in ``heads``."""
-    index_of = {number: i for i, number in reversed(list(enumerate(have)))}
+def positions_of(source_heads: Sequence[int], heads: Sequence[int]) -> list[int]:
+    """Return the first index in ``source_heads`` of each head number in ``heads``."""
+    index_of = {number: i for i, number in reversed(list(enumerate(source_heads)))}
     return [index_of[number] for number in heads]
 
 
-def _pick_heads(x: Tensor, have: Sequence[int], heads: Sequence[int]) -> Tensor:
-    return x[:, positions_of(have, heads)]
+def _pick_heads(x: Tensor, source_heads: Sequence[int], heads: Sequence[int]) -> Tensor:
+    return x[:, positions_of(source_heads, heads)]
 
 
-def _fake(x: Tensor, have: Sequence[int], heads: Sequence[int]) -> Tensor:
+def _fake(x: Tensor, source_heads: Sequence[int], heads: Sequence[int]) -> Tensor:
     return x.new_empty((x.shape[0], len(heads), *x.shape[2:]))
 
 

@@ -108,19 +108,19 @@ def _in_place_form(target: Any) -> Any:
     if not isinstance(untyped_target, OpOverload) or torch.Tag.pointwise not in target.tags:
         return None
     schema_of_op, jit = target._schema, jit_get_schemas_for_operator
-    space, name = schema_of_op.name.split("::")
+    namespace, name = schema_of_op.name.split("::")
     for schema in jit(f"{schema_of_op.name}_"):
         types = [(a.name, a.type) for a in schema.arguments]
-        same = types == [(a.name, a.type) for a in schema_of_op.arguments]
-        if same and schema.is_mutable and schema.overload_name == schema_of_op.overload_name:
-            packet: Any = getattr(getattr(torch.ops, space), f"{name}_")
+        equal_types = types == [(a.name, a.type) for a in schema_of_op.arguments]
+        if equal_types and schema.is_mutable and schema.overload_name == schema_of_op.overload_name:
+            packet: Any = getattr(getattr(torch.ops, namespace), f"{name}_")
             return getattr(packet, schema_of_op.overload_name or "default")
     return None
 
 
 def check_of(call: OpCall) -> Callable[..., None] | None:
-    """Return the function that raises for indices that are out of range, to be called with the
-    call's arguments; None if the call needs none."""
+    """Return the function that raises if an index of the call is out of range; it takes the call's
+    arguments. Return None if the call has nothing to check."""
     from dtensor.sharding.local.device_asserts import CHECKS
 
     return _check_shard if call.target is indexing.write_shard else CHECKS.get(call.target)

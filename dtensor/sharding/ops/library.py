@@ -59,9 +59,9 @@ def sum_rows(x: Tensor) -> Tensor:
 
 
 def local_index(index: Tensor, intervals: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
-    """Return (whether each global index is local, its local position or 0), for a dim of which
-    ``length`` indices are local. ``intervals``: the local indices as a flat list [start, stop,
-    start, ...]; [] means 0:length."""
+    """Return, for each global index of a dim, whether it is local, and its local position or 0.
+    ``intervals``: the local indices as a flat list [start, stop, start, ...]; [] means 0:length.
+    ``length``: their number. Raises ValueError if it differs."""
     if not intervals:
         is_local = (index >= 0) & (index < length)
         return is_local, torch.where(is_local, index, 0)

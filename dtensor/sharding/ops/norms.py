@@ -44,6 +44,8 @@ def rms_norm(
 def rms_norm_backward(
     grad: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, offset: float
 ) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x [.. k] and of the weight [k]; ``offset``: added to the weight. With
+    g = grad (weight + offset) and n = x rstd: dx = rstd (g - n mean(g n))."""
     dtype = rstd.dtype
     grad, normed = grad.to(dtype), x.to(dtype) * rstd
     scaled = grad * (weight.to(dtype) + offset)

@@ -68,9 +68,13 @@ class Chunk:
 def words(
     place: Place, key: Key, device: torch.device, per_element: int
 ) -> Iterator[tuple[Chunk, list[list[Tensor]]]]:
-    """Yield each chunk and the 32-bit words (int64[rows, blocks]) of each element of a block.
+    """Yield (chunk, elements) for each chunk of the rank's part of a tensor.
+
+    A block is the n = 4 / ``per_element`` consecutive columns that one counter serves.
+    ``elements[e]`` has the random words of element e of every block, int64[rows, blocks] each.
     Element e of block b is column ``b * n + e - skip`` of the chunk. Raises ValueError if the
-    tensor has more than 2**32 rows."""
+    tensor has more than 2**32 rows.
+    """
     num = 4 // per_element
     rows = _rows(place, device)
     num_rows = rows.numel()
@@ -80,27 +84,28 @@ def words(
     limit = _CPU_CHUNK if device.type == "cpu" else _DEVICE_CHUNK
     offset = 0  # local column
     for start, stop in columns:
-        first, last = start // num, -(-stop // num)
-        wide = max(1, min(last - first, limit))
-        tall = max(1, limit // wide)
-        for block in range(first, last, wide):
-            end = min(block + wide, last)
+        first, last = start // num, -(-stop // num)  # blocks: floor(start / n) to ceil(stop / n)
+        max_blocks = max(1, min(last - first, limit))
+        max_rows = max(1, limit // max_blocks)
+        for block in range(first, last, max_blocks):
+            end = min(block + max_blocks, last)
             low, high = max(start, block * num), min(stop, end * num)
             if low >= high:
                 continue
             chunk_columns = slice(offset + low - start, offset + high - start)
             blocks = torch.arange(block, end, dtype=torch.int64, device=device)[None, :]
-            for row in range(0, num_rows, tall):
-                numbers = philox(blocks, rows[row : row + tall, None], key)
+            for row in range(0, num_rows, max_rows):
+                numbers = philox(blocks, rows[row : row + max_rows, None], key)
                 grouped = [
                     list(numbers[e * per_element : (e + 1) * per_element]) for e in range(num)
                 ]
-                yield Chunk(slice(row, row + tall), chunk_columns, low - block * num), grouped
+                yield Chunk(slice(row, row + max_rows), chunk_columns, low - block * num), grouped
         offset += stop - start
 
 
 def _rows(place: Place, device: torch.device) -> Tensor:
-    """Return the global row of each local row."""
+    """Return the global row number of each local row, int64[rows]. Rows are the indices of all dims
+    but the last, flattened. Raises ValueError if there are more than 2**32 rows."""
     leading = place.shape[:-1]
     if math.prod(leading) > 1 << 32:
         raise ValueError(f"a tensor of shape {place.shape} has more than 2**32 rows")
@@ -153,4 +158,5 @@ def philox(c0: Tensor, c1: Tensor, key: Key) -> list[Tensor]:
 
 
 def _round_key(key: int | Tensor, increment: int, number: int) -> int | Tensor:
+    """Return the key of round ``number``: Philox adds a Weyl increment in each round."""
     return (key + number * increment) & _MASK

@@ -51,8 +51,13 @@ def _place_and_key(
     shape: Sequence[int] | None = None,
     pieces: Sequence[int] | None = None,
 ) -> tuple[Place, Key]:
-    """Return the place and key of a rank's numbers. Without ``pieces`` the local tensor is the
-    whole tensor. Raises ValueError if the pieces do not fit the local shape."""
+    """Return the rank's part of the tensor and the key of its random numbers.
+
+    ``local``: the local shape; ``at_seed``, ``at_step``, ``op``: the key; ``shape``: the global
+    shape; ``pieces``: for each dim the number of local intervals, then their starts and stops.
+    Without ``pieces`` the local tensor is the whole tensor. Raises ValueError if the pieces do not
+    fit the local shape.
+    """
     key = Key(at_seed, at_step, op)
     if shape is None or pieces is None:
         return Place.whole(local), key
@@ -99,6 +104,7 @@ def _integers(
 def _fake_factory(
     size: Sequence[int], *args: Any, device: torch.device | None = None, **_: Any
 ) -> Tensor:
+    """Return an empty tensor of the local ``size``; dtype and device are among the arguments."""
     dtype = next(value for value in args if isinstance(value, torch.dtype))
     device = next((value for value in args if isinstance(value, torch.device)), device)
     return torch.empty(list(size), dtype=dtype, device=device)
@@ -127,7 +133,7 @@ _define_factory("random_integers", "int low, int high, ", _integers)
 
 def _dropout(x: Tensor, p: float, **at: Any) -> tuple[Tensor, Tensor]:
     kept = keep_mask(*_place_and_key(x.shape, **at), p, x.device)
-    return _masked(x, kept, p), kept
+    return _mask_and_scale(x, kept, p), kept
 
 
 def _dropout_add(x: Tensor, residual: Tensor, p: float, **at: Any) -> tuple[Tensor, Tensor]:
@@ -137,7 +143,7 @@ def _dropout_add(x: Tensor, residual: Tensor, p: float, **at: Any) -> tuple[Tens
     return y.add_(residual), kept
 
 
-def _masked(grad: Tensor, kept: Tensor, p: float) -> Tensor:
+def _mask_and_scale(grad: Tensor, kept: Tensor, p: float) -> Tensor:
     """Return ``grad / (1 - p)`` where ``kept`` is True, else 0. A dropped infinity is 0, not NaN,
     as in torch's fused kernels."""
     scaled = grad * (1 / (1 - p) if p < 1 else 0.0)
@@ -145,8 +151,8 @@ def _masked(grad: Tensor, kept: Tensor, p: float) -> Tensor:
 
 
 def _fake_dropout(x: Tensor, p: float, **_: Any) -> tuple[Tensor, Tensor]:
-    like = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    return like, torch.empty(x.shape, dtype=torch.bool, device=x.device)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return y, torch.empty(x.shape, dtype=torch.bool, device=x.device)
 
 
 define(f"dropout(Tensor x, float p, {_KEY}, {_PLACE}) -> (Tensor, Tensor)", _dropout, _fake_dropout)
@@ -158,7 +164,7 @@ define(
 
 define(
     "dropout_backward(Tensor grad, Tensor kept, float p) -> Tensor",
-    _masked,
+    _mask_and_scale,
     lambda grad, kept, p: torch.empty(grad.shape, dtype=grad.dtype, device=grad.device),
 )
 

@@ -33,6 +33,7 @@ def _rotate_half(x: Tensor) -> Tensor:
 
 
 def rope_backward(grad: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the gradient of x: grad * cos + the inverse half rotation of grad * sin."""
     grad = grad.to(accumulation_dtype(grad.dtype))
     product, half = grad * sin, grad.shape[-1] // 2
     rotated = torch.cat((product[..., half:], -product[..., :half]), dim=-1)

@@ -53,8 +53,9 @@ def _next_tokens(
 
 
 def _sample(scaled: Tensor, number: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Return the token that the random number selects by the inverse of the cumulative
-    distribution; ``scaled``: logits over temperature."""
+    """Return the token that ``number``, random in [0, 1), selects by the inverse of the cumulative
+    distribution, after the top_k and top_p filters. ``scaled``: the row's logits divided by the
+    temperature."""
     weights = (scaled.double() - scaled.max().double()).exp_()
     if 0 < top_k < len(scaled):
         weights.masked_fill_(scaled < scaled.topk(top_k).values[-1], 0)
@@ -64,7 +65,7 @@ def _sample(scaled: Tensor, number: Tensor, top_k: int, top_p: float) -> Tensor:
         ordered.masked_fill_(before >= top_p * weights.sum(), 0)
         weights = torch.empty_like(weights).scatter_(0, order, ordered)
     total = weights.cumsum(0)
-    # number * total[-1] < total[-1], because number < 1: so the token found has a weight above 0
+    # number * total[-1] < total[-1], because number < 1: so the token's weight is above 0
     index = torch.searchsorted(total, number * total[-1], right=True)
     return index.clamp_(max=len(scaled) - 1)  # for NaN logits the result is an arbitrary token
 

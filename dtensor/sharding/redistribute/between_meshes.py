@@ -23,7 +23,7 @@ from dtensor.numerics import REDUCTIONS
 from dtensor.sharding.redistribute.topology import Topology
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import Partial, intersect
-from dtensor.sharding.spec.shards import Where, held, shape_of
+from dtensor.sharding.spec.shards import Where, held_indices, shape_of
 from dtensor.sharding.spec.spec import TensorSpec
 from dtensor.sharding.spec.stored import StoredTensor
 
@@ -84,6 +84,7 @@ class TransferPlan:
         return busiest_seconds(messages, topology, (self.source.mesh, self.target.mesh))
 
     def __str__(self) -> str:
+        """Return a line for each piece that moves or stays, and the bytes sent."""
         rows: list[tuple[str, str, str]] = []
         for piece in self.pieces:
             box = box_text(piece.ranges, self.source.shape)
@@ -178,7 +179,7 @@ def holders_of(spec: TensorSpec) -> tuple[int, ...]:
 
 def box_of(spec: TensorSpec, rank: int) -> Where:
     """Return the global indices that the rank holds."""
-    return held(spec, spec.mesh.coordinates(rank))
+    return held_indices(spec, spec.mesh.coordinates(rank))
 
 
 def holds_identity(spec: TensorSpec, rank: int) -> bool:
@@ -196,7 +197,8 @@ def holds_identity(spec: TensorSpec, rank: int) -> bool:
 def _pieces(
     here: StoredTensor, there: StoredTensor, distinct: bool, sent: dict[int, int]
 ) -> list[Piece]:
-    """Return the pieces of all target ranks, and add their bytes to ``sent``."""
+    """Return the pieces of all target ranks, and add the bytes that each rank sends to ``sent``. A
+    rank keeps a piece that it holds; otherwise the holder that has sent fewest bytes sends it."""
     holders: dict[Where, list[int]] = {}
     for rank, number in here.numbers.items():
         holders.setdefault(here.where(rank), []).append(number)

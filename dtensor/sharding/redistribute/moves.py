@@ -92,6 +92,7 @@ class Move:
 
 @lru_cache(maxsize=1 << 13)  # searches between different specs meet the same moves
 def _bytes_sent(move: Move) -> int:
+    """Return the bytes that the rank which sends most sends."""
     sends = MOVES[move.kind].sends
     if sends is None:
         return 0
@@ -128,7 +129,8 @@ def moves(
 
 
 def seconds(src: TensorSpec, dst: TensorSpec, topology: Topology, *, whole: bool = False) -> float:
-    """Return the price of the cheapest path, as in `moves`; infinity if there is no path."""
+    """Return the seconds of the cheapest path of moves; infinity if there is none. ``whole``: use
+    only the placements of both specs and Replicate."""
     path = _path(src, dst, topology, whole)
     return math.inf if path is None else _price(path, topology)
 
@@ -137,7 +139,8 @@ def seconds(src: TensorSpec, dst: TensorSpec, topology: Topology, *, whole: bool
 def _path(
     src: TensorSpec, dst: TensorSpec, topology: Topology, whole: bool
 ) -> tuple[Move, ...] | None:
-    """Return the path of `moves`; None if there is none."""
+    """Return the cheapest path of moves, cached; None if there is none. Intermediate shardings are
+    searched only where they can save `MIN_SAVING` of the price of the direct path."""
     if src.shape != dst.shape or src.dtype != dst.dtype or src.mesh != dst.mesh:
         raise PlanningError(f"{src} and {dst} are not two shardings of one value")
     direct = _search(src, dst, topology)
@@ -223,6 +226,8 @@ def _intermediate(
 
 
 def _choices(src: Placement, dst: Placement) -> tuple[Placement, ...]:
+    """Return the placements of an axis that a path may use: both ends and Replicate; one if the
+    ends are equal."""
     return tuple(dict.fromkeys((src, dst, REPLICATE))) if src != dst else (src,)
 
 
@@ -265,16 +270,16 @@ def _sent_by_reduction(move: Move, at: Mapping[str, int]) -> int:
 
 
 def _sent_by_exchange(move: Move, at: Mapping[str, int]) -> int:
-    """Return the bytes of the rank's elements that it does not keep."""
+    """Return the bytes of the elements that the rank holds before the move and not after it."""
     cut_dims = _cut_dims(move)
-    held = kept = 1
+    num_before = num_staying = 1
     for dim in range(len(move.src.shape)):
         intervals = move.src.intervals(dim, at)
-        held *= length(intervals)
+        num_before *= length(intervals)
         if dim in cut_dims:
             intervals = intersect(intervals, move.dst.intervals(dim, at))
-        kept *= length(intervals)
-    return (held - kept) * move.src.dtype.itemsize
+        num_staying *= length(intervals)
+    return (num_before - num_staying) * move.src.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

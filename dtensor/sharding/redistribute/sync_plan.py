@@ -100,6 +100,7 @@ class SyncPlan:
         return f"<{self.what} of {self.name}: {num} values, {sent:,} bytes>"
 
     def __str__(self) -> str:
+        """Return a table of the pieces of each value, one of the pairs of ranks, and the totals."""
         if not self.transfers:
             return f"{self.what} of {self.name}: no value is on the ranks yet"
         meshes = " -> ".join(map(str, self._meshes()))
@@ -165,6 +166,7 @@ class SyncPlan:
         return dict(bytes_of)
 
     def _meshes(self) -> list[Mesh]:
+        """Return the distinct meshes of the sources and targets."""
         return list(
             dict.fromkeys(
                 m for t in self.transfers.values() for m in (t.source.mesh, t.target.mesh)
@@ -179,9 +181,9 @@ def plan_sync(
     topology: Topology | None = None,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> SyncPlan:
-    """Return the plan that moves each value from its first place to its second. The largest values
-    are planned first, so that the senders have similar loads. Raises PlanningError as
-    `plan_transfer` does."""
+    """Return the plan that moves each of ``values``, (present place, new place) by label. The
+    largest values are planned first, so that the senders have similar loads. Raises PlanningError
+    if a value's two specs differ in shape or dtype, and if the first is pending."""
     sent: dict[int, int] = {}
     plans: dict[str, TransferPlan] = {}
     for label in sorted(values, key=lambda label: (-values[label][0].spec.nbytes, label)):
@@ -225,8 +227,8 @@ def _messages(transfers: Mapping[str, TransferPlan], max_bytes: int) -> list[Syn
     for pair, blocks_of_pair in sorted(blocks.items()):
         for turn, (message_blocks, nbytes) in enumerate(_join(blocks_of_pair, max_bytes)):
             # sorted by distance of the ranks, so that not all ranks send to rank 0 first
-            place = (turn, (pair[1] - pair[0]) % size, pair[0])
-            messages.append((place, SyncMessage(*pair, message_blocks, nbytes)))
+            sort_key = (turn, (pair[1] - pair[0]) % size, pair[0])
+            messages.append((sort_key, SyncMessage(*pair, message_blocks, nbytes)))
     return [message for _, message in sorted(messages, key=lambda item: item[0])]
 
 

@@ -40,7 +40,10 @@ def a100(*, nvlink: Sequence[str] = (), infiniband: Sequence[str] = ()) -> Topol
 
     NVIDIA's A100 datasheet (2021) states 312 TFLOP/s, 2.04 TB/s of HBM2e, NVLink 300 GB/s each way.
     A DGX A100 has a port of 200 Gb/s (HDR) for each GPU. Each of four channels carries 20 GB/s. The
-    host has the figures of `h100`. ``nvlink``, ``infiniband`` and errors are as of `h100`.
+    host has the figures of `h100`.
+
+    ``nvlink``, ``infiniband``: the axes whose ranks are connected by it. If both are empty, all
+    ranks are on one host. Raises PlanningError if an axis is stated twice.
     """
     name = "A100 SXM bf16, NVLink"
     host = Topology(bandwidth=80e9, flops=125e12, memory_bandwidth=1.2e12, name=name)

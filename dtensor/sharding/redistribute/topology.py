@@ -98,6 +98,7 @@ class Topology:
     named: tuple[object, ...] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        """Check the figures, make mappings hashable, and record the figures that ``name`` names."""
         for figure in _figures():
             name, value = figure.name, cast(object, getattr(self, figure.name))
             numbers: Iterable[object] = [value]
@@ -187,6 +188,8 @@ class _Frozen(dict[str, float]):
 
 
 def _lookup(value: float | Mapping[str, float], axis: str, name: str) -> float:
+    """Return the figure of an axis: ``value`` itself if it is a number for all axes. Raises
+    PlanningError if the mapping lacks the axis."""
     if not isinstance(value, Mapping):
         return value
     if axis not in value:

@@ -37,8 +37,11 @@ def pattern(
     localize: Localizer | None = None,
     flops: str = "",
 ) -> Builder:
-    """Return a builder for ops whose rule is the same text for all arguments. ``flops``: the
-    factors whose product, doubled, is the number of floating-point operations."""
+    """Return a builder for ops whose rule is the same text for all arguments.
+
+    ``linear``, ``addends``, ``reduce``, ``localize``: fields of `Rule`. ``flops``: the factors
+    whose product, doubled, is the number of floating-point operations.
+    """
     return lambda call: make(
         call, text, linear=linear, addends=addends, reduce=reduce, localize=localize, flops=flops
     )
@@ -55,7 +58,12 @@ def make(
     flops: str = "",
     sizes: Mapping[str, int] | None = None,
 ) -> Rule:
-    """Return the rule that ``text`` denotes for this call; arguments as of `pattern`."""
+    """Return the rule that ``text``, a pattern such as "m k, k n -> m n", denotes for this call.
+
+    ``linear``, ``addends``, ``reduce``, ``localize``: fields of `Rule`. ``flops``: the factors
+    whose product, doubled, is the number of floating-point operations. ``sizes``: the sizes of
+    factors that the shapes do not determine.
+    """
     rule = parse_rule(
         text,
         call.operands,
@@ -102,6 +110,7 @@ def linear_groups(call: OpCall, groups: Groups) -> tuple[tuple[int, ...], ...]:
 
 
 def _keeps_sums(operand: Meta, result: Meta) -> bool:
+    """Return whether a pending sum of the operand can become one of the result in these dtypes."""
     # bools have no sums; transports do not send complex32
     if {operand.dtype, result.dtype} & {torch.bool, torch.complex32}:
         return False
@@ -156,8 +165,8 @@ def whole_dims(prefix: str, rank: int) -> str:
 
 
 def broadcast_term(factors: Sequence[str], sizes: Sequence[int], wide: Sequence[int]) -> str:
-    """Return the dims of a tensor of these sizes as text: the last of the factors, with 1 for a dim
-    that is broadcast against the sizes ``wide``."""
+    """Return the dims of a tensor of these ``sizes`` as text: the last ``len(sizes)`` factors, with
+    1 for a dim that is broadcast to a larger size in ``wide``."""
     start = len(factors) - len(sizes)
     return " ".join(
         "1" if size == 1 and other != 1 else factor

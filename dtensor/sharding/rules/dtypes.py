@@ -49,6 +49,7 @@ class Half:
     free: tuple[int, ...] = ()
 
     def __call__(self, operands: tuple[torch.dtype, ...]) -> bool:
+        """Return whether the op takes operands of these dtypes."""
         narrow = {dtype for i, dtype in enumerate(operands) if i in self.narrow}
         exempt = (*self.narrow, *self.free)
         wide = {dtype for i, dtype in enumerate(operands) if i not in exempt}

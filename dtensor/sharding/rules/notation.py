@@ -98,6 +98,8 @@ def pattern_terms(pattern: str) -> tuple[list[list[str]], list[list[str]]]:
 
 
 def _tokens(text: str) -> list[str]:
+    """Return the dims of one tensor's term: ``b (h d)`` -> b, (h d). Raises PlanningError if the
+    text has anything else."""
     tokens = [m.group(0) for m in _TOKEN.finditer(text)]
     if re.sub(r"\s+", "", _TOKEN.sub("", text)):
         raise PlanningError(f"{text!r} is not a list of dims")
@@ -115,7 +117,7 @@ def _ellipsis_sizes(
         extra = len(meta.shape) - (len(tokens) - ("..." in tokens))
         if extra < 0 or (extra and "..." not in tokens):
             raise PlanningError(f"the rule {pattern!r} does not fit a tensor {meta}")
-        if "..." in tokens:
+        if "..." in tokens:  # broadcast the sizes so far and the tensor's, aligned from the right
             start = tokens.index("...")
             sizes = list(meta.shape[start : start + extra])
             padded = [1] * (len(longest) - len(sizes)) + sizes
@@ -131,8 +133,9 @@ def _dims(
     factor_sizes: dict[str, int],
     whole: set[str],
 ) -> Dims:
-    """Return the dims of one tensor. Adds the sizes of the factors of ``...`` to ``factor_sizes``,
-    and factors with ``!`` to ``whole``."""
+    """Return the dims of one tensor. The dims of ``...`` are factors e0, e1, ...; dims that are
+    broadcast have none. Adds their sizes to ``factor_sizes``, and factors with ``!`` to
+    ``whole``."""
     dims: list[Dim] = []
     extra = len(meta.shape) - (len(tokens) - 1)
     for token in tokens:
@@ -156,6 +159,7 @@ def _dims(
 
 
 def _factor_name(token: str, whole: set[str]) -> str:
+    """Return the factor's name without ``!``. Adds it to ``whole`` if the token has ``!``."""
     name = token.removesuffix("!")
     if token.endswith("!"):
         whole.add(name)
@@ -183,7 +187,7 @@ def _solve_sizes(
 
 
 def _solve_factor(dim: Dim, size: int, factor: str, factor_sizes: Mapping[str, int]) -> int:
-    """Return the size of the one unknown factor of a dim of ``size``."""
+    """Return the size f of the one unknown factor of a dim: size = other products + scale * f."""
     other_products, scale = 0, 1
     for product in dim:
         part = math.prod(factor_sizes[f] for f in product if f in factor_sizes)

@@ -36,14 +36,14 @@ def register(names: str | Sequence[str], builder: Builder) -> None:
     """Record the builder of ops, by their full names ("aten.mm.default"). Raises PlanningError if
     one of the ops has a different builder. Registering an equal builder again changes nothing, so a
     line that states a rule may run twice."""
-    several = (names,) if isinstance(names, str) else names
-    for name in several:
+    op_names = (names,) if isinstance(names, str) else names
+    for name in op_names:
         if name in _BUILDERS and _BUILDERS[name] != builder:
             raise PlanningError(
                 f"{name} has a rule already; a rule is registered once.\n"
                 f"fix: remove one of the two; the library's own are in dtensor.sharding.rules"
             )
-    _BUILDERS.update(dict.fromkeys(several, builder))
+    _BUILDERS.update(dict.fromkeys(op_names, builder))
 
 
 def rule_for(call: OpCall) -> Rule:

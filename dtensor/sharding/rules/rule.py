@@ -178,6 +178,8 @@ class Rule:
         return self._hash
 
     def __str__(self) -> str:
+        """Return the rule in the notation of `pattern`: "m k, k n -> m n"."""
+
         def dims_text(dims: Dims) -> str:
             return " ".join(self._dim_text(dim) for dim in dims)
 
@@ -188,6 +190,7 @@ class Rule:
         return f"{left} -> {', '.join(right)}"
 
     def _dim_text(self, dim: Dim) -> str:
+        """Return a dim in the notation of patterns: ``k``, ``(h d)``, ``(q + k)``, or 1."""
         parts = [" ".join(f + "!" * (f in self.whole) for f in product) for product in dim]
         if len(dim) != 1:
             return f"({' + '.join(parts)})"
@@ -257,6 +260,7 @@ class Rule:
             before = math.prod(self.size[f] for f in product[:position])
             after = math.prod(self.size[f] for f in product[position + 1 :])
             sharding = assignment[factors[0]]
+            # Minor factors enlarge each block; each value of the major factors repeats the blocks.
             blocks.extend([size * after for size in sharding.blocks] * before)
             units.add(sharding.unit * after)
         unit = math.gcd(*units)
@@ -310,12 +314,12 @@ class Rule:
         parts: list[list[int]] = []
         remaining = list(blocks)
         for product in dim:
-            room = math.prod(self.size[f] for f in product)
+            uncovered = math.prod(self.size[f] for f in product)
             part: list[int] = []
-            while room > 0 and remaining:
+            while uncovered > 0 and remaining:
                 part.append(remaining.pop(0))
-                room -= part[-1]
-            if room:
+                uncovered -= part[-1]
+            if uncovered:
                 return None
             parts.append(part)
         return None if remaining else parts
@@ -331,13 +335,14 @@ class Rule:
             after = math.prod(self.size[f] for f in product[position + 1 :])
             if size == 1 or len(blocks) % before:
                 continue
-            pattern = blocks[: len(blocks) // before]
-            if pattern * before != blocks or any(b % after for b in pattern):
+            # The blocks of a split factor repeat ``before`` times, each ``after`` times its size.
+            repeated = blocks[: len(blocks) // before]
+            if repeated * before != blocks or any(b % after for b in repeated):
                 continue
             factor_unit = unit // after if unit % after == 0 else 1
-            if any(b // after % factor_unit for b in pattern):
+            if any(b // after % factor_unit for b in repeated):
                 continue
-            yield factor, FactorSharding(tuple(b // after for b in pattern), factor_unit)
+            yield factor, FactorSharding(tuple(b // after for b in repeated), factor_unit)
 
     def local_call(self, call: OpCall, local: Local) -> OpCall:
         """Return the call that one rank runs: ``localize`` rewrites it, then ``parts`` if the plan
@@ -379,12 +384,12 @@ class Rule:
 
     def factors(self) -> tuple[str, ...]:
         """Return the factors that may be split, in order of first appearance."""
-        seen: dict[str, None] = {}
+        factors: dict[str, None] = {}
         for dims in (*self.operands, *self.results):
             for dim in dims:
                 for product in dim:
-                    seen.update(dict.fromkeys(product))
-        return tuple(f for f in seen if f not in self.whole and self.size[f] > 1)
+                    factors.update(dict.fromkeys(product))
+        return tuple(f for f in factors if f not in self.whole and self.size[f] > 1)
 
     def strategies(self, num: int) -> tuple[Strategy, ...]:
         """Return all strategies that split factors in one block, to compare with brute force."""
@@ -399,8 +404,8 @@ class Rule:
         return tuple(strategies)
 
     def partners(self) -> dict[str, frozenset[str]]:
-        """Return the factors that can only be split together with a factor, by that factor: the
-        major factors of the parts of one sum."""
+        """Return, for each factor that can only be split together with others, this group of
+        factors: in ``(q d + k e)`` q and k, the major factors of the parts of one sum."""
         result: dict[str, frozenset[str]] = {}
         for dims in (*self.operands, *self.results):
             for dim in dims:

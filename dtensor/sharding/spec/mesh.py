@@ -73,6 +73,7 @@ class Mesh:
         self._set(tuple(axes.items()), name)
 
     def _set(self, axes: tuple[tuple[str, int], ...], name: str) -> None:
+        """Set the fields of a new mesh. Raises PlanningError if a size is not an int >= 1."""
         for axis, size in axes:
             if type(size) is not int or size < 1:
                 wanted = int(size) if isinstance(size, str) and size.isdecimal() else 1
@@ -174,7 +175,8 @@ def check_mesh(value: object) -> None:
 
 
 def mesh_of(axes: tuple[tuple[str, int], ...], name: str = "") -> Mesh:
-    """Return a mesh from (axis, size) pairs. Unlike the constructor it allows reserved names."""
+    """Return a mesh from (axis, size) pairs. Unlike the constructor it allows the reserved axis
+    names ``mb`` and ``name``."""
     mesh = object.__new__(Mesh)
     Mesh._set(mesh, axes, name)  # pyright: ignore[reportPrivateUsage]
     return mesh

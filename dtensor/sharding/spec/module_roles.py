@@ -22,11 +22,12 @@ class ColumnParallel:
     ``{"*.attn.qkv": dict(tp=dt.ColumnParallel(blocks=3))}``.
 
     Args:
-        blocks: as of `Shard`: the projections that a fused weight joins.
-        unit: as of `Shard`: the size of a head, so that heads stay whole.
+        blocks: the number of equal blocks that a fused weight joins, such as 3 for qkv, or their
+            sizes. Each block is split separately.
+        unit: the size of a head. The dim is cut only at multiples of it, so that heads stay whole.
 
-    Raises PlanningError as `Shard` does. Planning raises PlanningError if the module's product does
-    not determine the dim.
+    Raises PlanningError if ``blocks`` or ``unit`` is not a whole number of at least 1. Planning
+    raises PlanningError if the module's product does not determine the dim.
     """
 
     blocks: Blocks = 1
@@ -45,9 +46,11 @@ class RowParallel:
     pending sum until it is reduced.
 
     Args:
-        blocks, unit: as of `Shard`, for the input features.
+        blocks: the number of equal blocks of the input features, or their sizes.
+        unit: the input features are cut only at multiples of it.
 
-    Raises PlanningError as `ColumnParallel` does.
+    Raises PlanningError if ``blocks`` or ``unit`` is not a whole number of at least 1. Planning
+    raises PlanningError if the module's product does not determine the dim.
     """
 
     blocks: Blocks = 1

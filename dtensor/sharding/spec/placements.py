@@ -127,20 +127,21 @@ PARTIAL = Partial("sum")
 
 @checked_call
 def Row(*, blocks: int | Sequence[int] = 1, unit: int = 1) -> Shard:
-    """Return ``Shard(0)``, which splits a matrix into blocks of rows. ``blocks`` and ``unit`` are
-    as of `Shard`. Raises PlanningError as `Shard` does."""
+    """Return ``Shard(0, blocks, unit)``, which splits a matrix into blocks of rows. Raises
+    PlanningError if ``blocks`` or ``unit`` is not a whole number of at least 1."""
     return Shard(0, blocks, unit)  # type: ignore[arg-type]
 
 
 @checked_call
 def Column(*, blocks: int | Sequence[int] = 1, unit: int = 1) -> Shard:
-    """Return ``Shard(-1)``, which splits a matrix into blocks of columns. ``blocks`` and ``unit``
-    are as of `Shard`. Raises PlanningError as `Shard` does."""
+    """Return ``Shard(-1, blocks, unit)``, which splits a matrix into blocks of columns. Raises
+    PlanningError if ``blocks`` or ``unit`` is not a whole number of at least 1."""
     return Shard(-1, blocks, unit)  # type: ignore[arg-type]
 
 
 def check_split(stated: object, dim: object, blocks: object, unit: object) -> None:
-    """Raise PlanningError unless all are whole numbers, and blocks and unit at least 1."""
+    """Raise PlanningError, which shows the placement ``stated``, unless its dim is an int and its
+    blocks and unit are ints of at least 1."""
     sizes = [blocks]
     if isinstance(blocks, list | tuple):
         sizes = list(cast(Sequence[object], blocks))
@@ -189,7 +190,7 @@ def blocks_of(shard: Shard, size: int) -> tuple[int, ...]:
 
 
 def units_of(shard: Shard, size: int) -> int:
-    """Return into how many pieces the smallest block of the shard can be cut."""
+    """Return how many units of the shard its smallest block has: the most pieces of it."""
     return min(blocks_of(shard, size)) // shard.unit
 
 
@@ -244,7 +245,7 @@ def index_sets(shard: Shard, size: int, num: int) -> tuple[Intervals, ...]:
     for block in block_sizes(shard.blocks, size):
         if block % shard.unit:
             raise PlanningError(f"a block of size {block} is not a multiple of unit={shard.unit}")
-        step = -(-(block // shard.unit) // num) * shard.unit
+        step = -(-(block // shard.unit) // num) * shard.unit  # ceil(units / num) units a rank
         for i in range(num):
             lo, hi = min(i * step, block), min((i + 1) * step, block)
             if lo < hi:
@@ -307,8 +308,8 @@ def same(a: Placement, b: Placement, shape: tuple[int, ...], num: int) -> bool:
 
 
 def splits_rows(num_dims: int, placements: Sequence[Placement]) -> bool:
-    """Return whether a placement is pending under a reduction that needs a whole last dim, while
-    another placement splits that dim."""
+    """Return whether these placements of a tensor are contradictory: one is pending under a
+    reduction that needs a whole last dim (softmax), and another one splits that dim."""
     if not any(isinstance(p, Partial) and REDUCTIONS[p.op].unit > 1 for p in placements):
         return False
     return any(isinstance(p, Shard) and p.dim == num_dims - 1 for p in placements)
@@ -330,7 +331,8 @@ def pieces(majors: Sequence[tuple[Shard, int]], size: int) -> tuple[int, ...]:
 
 
 def refine(minor: Shard, majors: Sequence[tuple[Shard, int]], size: int) -> Shard:
-    """Return ``minor`` with its blocks replaced by the pieces that the majors cut the dim into."""
+    """Return ``minor`` with its blocks replaced by the pieces that ``majors``, the (placement, axis
+    size) pairs of the major axes, cut the dim into, and with at least the last one's unit."""
     if not majors:
         return minor
     blocks = pieces(majors, size)
@@ -338,8 +340,8 @@ def refine(minor: Shard, majors: Sequence[tuple[Shard, int]], size: int) -> Shar
 
 
 def counted(shard: Shard, size: int) -> Shard:
-    """Return the shard with equal blocks stated as their number. Raises PlanningError if the blocks
-    do not fill a dim of ``size``."""
+    """Return the shard with ``blocks`` as a number if all blocks are equal, else as sizes. Raises
+    PlanningError if the blocks do not fill a dim of ``size``."""
     sizes = block_sizes(shard.blocks, size)
     equal = len(set(sizes)) == 1
     return Shard(shard.dim, len(sizes) if equal else sizes, shard.unit)

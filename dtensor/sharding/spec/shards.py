@@ -34,7 +34,7 @@ Where = tuple[Intervals, ...]
 def shard_of(x: torch.Tensor, spec: TensorSpec, coordinates: Mapping[str, int]) -> torch.Tensor:
     """Return the shard of global ``x`` that the rank at ``coordinates`` holds. It is contiguous and
     shares no memory with ``x``."""
-    local = block(x, held(spec, coordinates))
+    local = block(x, held_indices(spec, coordinates))
     for axis, placement in spec.sharding.items():
         if isinstance(placement, Partial) and coordinates[axis] > 0:
             local = rest_of(local, placement.op)
@@ -42,11 +42,11 @@ def shard_of(x: torch.Tensor, spec: TensorSpec, coordinates: Mapping[str, int]) 
 
 
 def lent_shard(x: torch.Tensor, spec: TensorSpec, coordinates: Mapping[str, int]) -> torch.Tensor:
-    """Return the shard as `shard_of` does, but in the memory of ``x`` if possible. The caller must
-    copy it before ``x`` changes."""
+    """Return the shard of global ``x`` that the rank at ``coordinates`` holds, in the memory of
+    ``x`` if possible. The caller must copy it before ``x`` changes."""
     if any(isinstance(placement, Partial) for placement in spec.placements):
         return shard_of(x, spec, coordinates)
-    return block(x, held(spec, coordinates)).contiguous()
+    return block(x, held_indices(spec, coordinates)).contiguous()
 
 
 def assemble(shards: Sequence[torch.Tensor], spec: TensorSpec) -> torch.Tensor:
@@ -58,8 +58,8 @@ def assemble(shards: Sequence[torch.Tensor], spec: TensorSpec) -> torch.Tensor:
 
 
 def assemble_at(shards: Mapping[int, torch.Tensor], spec: TensorSpec) -> torch.Tensor:
-    """Return the global tensor as `assemble` does, from {rank: shard}. Only the ranks that hold the
-    value (``spec.on``) are needed."""
+    """Return the global tensor from {rank: shard}. Only the ranks that hold the value (``spec.on``)
+    are needed. A pending value is reduced one axis at a time, by a left fold in rank order."""
     if set(spec.placements) <= {REPLICATE}:
         return shards[max(shards)].clone(memory_format=torch.contiguous_format)
     mesh = spec.mesh
@@ -76,14 +76,14 @@ def assemble_at(shards: Mapping[int, torch.Tensor], spec: TensorSpec) -> torch.T
     result = next(iter(shards.values())).new_empty(spec.shape)
     for rank in sorted(shards):
         if pieces[rank].numel():
-            write(result, pieces[rank], held(current, mesh.coordinates(rank)))
+            write(result, pieces[rank], held_indices(current, mesh.coordinates(rank)))
     return result
 
 
 # -- the indices of shards -------------------------------------------------------------------------
 
 
-def held(spec: TensorSpec, at: Mapping[str, int]) -> Where:
+def held_indices(spec: TensorSpec, at: Mapping[str, int]) -> Where:
     """Return the global indices that the rank at these coordinates holds."""
     return tuple(spec.intervals(dim, at) for dim in range(len(spec.shape)))
 
@@ -92,7 +92,7 @@ def overlap(
     src: TensorSpec, dst: TensorSpec, sender: Mapping[str, int], receiver: Mapping[str, int]
 ) -> Where:
     """Return the global indices that ``sender`` holds under src and ``receiver`` under dst."""
-    return tuple(map(intersect, held(src, sender), held(dst, receiver)))
+    return tuple(map(intersect, held_indices(src, sender), held_indices(dst, receiver)))
 
 
 def positions(have: Sequence[Intervals], wanted: Sequence[Intervals]) -> Where:
@@ -113,14 +113,14 @@ def given(
     src: TensorSpec, dst: TensorSpec, sender: Mapping[str, int], receiver: Mapping[str, int]
 ) -> Where:
     """Return the positions in the sender's shard of the block that the receiver needs."""
-    return positions(held(src, sender), overlap(src, dst, sender, receiver))
+    return positions(held_indices(src, sender), overlap(src, dst, sender, receiver))
 
 
 def taken(
     src: TensorSpec, dst: TensorSpec, sender: Mapping[str, int], receiver: Mapping[str, int]
 ) -> Where:
     """Return the positions in the receiver's shard of the block that the sender holds."""
-    return positions(held(dst, receiver), overlap(src, dst, sender, receiver))
+    return positions(held_indices(dst, receiver), overlap(src, dst, sender, receiver))
 
 
 def shape_of(where: Where) -> tuple[int, ...]:
@@ -147,7 +147,7 @@ def block(x: torch.Tensor, where: Where) -> torch.Tensor:
 
 
 def join(pieces: Sequence[torch.Tensor], shape: Sequence[int], *wheres: Where) -> torch.Tensor:
-    """Return a tensor of ``shape`` whose block ``wheres[i]`` is ``pieces[i]`` for all i."""
+    """Return a tensor of ``shape`` with ``pieces[i]`` at the global indices ``wheres[i]``."""
     dim = _cat_dim(shape, wheres)
     if dim is not None:
         return torch.cat(list(pieces), dim)
@@ -159,7 +159,8 @@ def join(pieces: Sequence[torch.Tensor], shape: Sequence[int], *wheres: Where) -
 
 
 def _cat_dim(shape: Sequence[int], wheres: Sequence[Where]) -> int | None:
-    """Return the dim along which `torch.cat` joins the blocks; None if there is none."""
+    """Return the dim along which `torch.cat` joins blocks at these indices; None if there is none:
+    the blocks differ in several dims, or are not consecutive intervals of one dim."""
     partial = [
         dim for dim, size in enumerate(shape) if any(where[dim] != ((0, size),) for where in wheres)
     ]

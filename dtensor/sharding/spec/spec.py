@@ -150,6 +150,7 @@ class TensorSpec:
         return self.local_nbytes(dict.fromkeys(self.mesh.axes, 0))
 
     def __str__(self) -> str:
+        """Return the text form, which `parse` reads: ``f32[8@tp,16]{sum@dp} on pp=1``."""
         dims = ",".join(self._dim_text(dim) for dim in range(len(self.shape)))
         pending = ",".join(
             f"{p.op}@{axis}" for axis, p in self.sharding.items() if isinstance(p, Partial)
@@ -194,6 +195,7 @@ class TensorSpec:
         return f"spec({str(self)!r}, {self.mesh!r})"
 
     def _repr_html_(self) -> str:
+        """Return a table of the placements and of rank 0's shard, for notebooks."""
         held = "x".join(map(str, self.local_shape(dict.fromkeys(self.mesh.axes, 0)))) or "a number"
         sizes = self.mesh.shape
         return html_table(
@@ -347,7 +349,9 @@ def parse(text: str, mesh: Mesh, *, requires_grad: bool = False) -> TensorSpec:
 def _parse_dim(
     dim_text: str, dim: int, placements: dict[str, Placement], text: str, mesh: Mesh
 ) -> int:
-    """Return the size of dim number ``dim``, and add the placements that its text states."""
+    """Return the size of dim number ``dim``, whose text is like ``8``, ``3*4@(tp,dp)*16`` or
+    ``12@tp&3*4@dp``. Adds the placements that it states to ``placements``. Raises PlanningError,
+    which quotes the spec ``text``, if it is malformed."""
     total: int | None = None
     for split in dim_text.split("&"):
         match = _SPLIT.fullmatch(split)
@@ -380,7 +384,8 @@ def _parse_dim(
 def _add_placement(
     axis: str, placement: Placement, placements: dict[str, Placement], text: str, mesh: Mesh
 ) -> None:
-    """Raises PlanningError if the axis is not in the mesh or has a placement already."""
+    """Add the placement of an axis to ``placements``. Raises PlanningError, which quotes the spec
+    ``text``, if the axis is not in the mesh or has a placement already."""
     mesh.axis_size(axis)
     if axis in placements:
         raise PlanningError(f"{text!r} places axis {axis!r} twice")

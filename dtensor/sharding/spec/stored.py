@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from dtensor.errors import PlanningError
 from dtensor.sharding.spec.placements import Partial
-from dtensor.sharding.spec.shards import Where, held
+from dtensor.sharding.spec.shards import Where, held_indices
 from dtensor.sharding.spec.spec import TensorSpec
 
 Numbers = Sequence[int] | Mapping[int, int]
@@ -38,6 +38,7 @@ class StoredTensor:
     ranks: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        """Raise PlanningError unless each rank of the mesh has a different number in the launch."""
         if not len(self.at) == len(self.ranks) == len(set(self.ranks)):
             raise PlanningError(
                 f"{self.label or self.spec} is on the ranks {list(self.at)} of {self.spec.mesh}, "
@@ -51,7 +52,7 @@ class StoredTensor:
         return StoredTensor(label, spec, tuple(at), tuple(numbers[rank] for rank in at))
 
     def on(self, at: Iterable[int]) -> StoredTensor:
-        """Return the tensor as stored only on the ranks ``at``, some of its ranks."""
+        """Return the same tensor, stored only on the ranks ``at``, a part of its ranks."""
         return StoredTensor.of(self.label, self.spec, tuple(at), self.numbers)
 
     @property
@@ -65,7 +66,7 @@ class StoredTensor:
 
     def where(self, rank: int) -> Where:
         """Return the global indices that this rank of the mesh holds."""
-        return held(self.spec, self.spec.mesh.coordinates(rank))
+        return held_indices(self.spec, self.spec.mesh.coordinates(rank))
 
     def covering(self) -> tuple[int, ...]:
         """Return one rank of the mesh for each different shard; all ranks if it is pending."""

@@ -39,7 +39,8 @@ def annotation_placements(op: Op, mesh: Mesh) -> dict[str, Placement]:
 
 
 def _parse_dims(text: str, num_dims: int, where: str) -> dict[str, Placement]:
-    """Parse "b@dp t d@tp". ``where`` begins the messages of errors."""
+    """Return axis -> placement from a text such as "b@dp t d@tp". ``where`` begins the messages of
+    errors."""
     words = text.split()
     if len(words) != num_dims:
         raise PlanningError(f"{where}: {len(words)} dims are named, the value has {num_dims}")
@@ -57,7 +58,8 @@ def _parse_dims(text: str, num_dims: int, where: str) -> dict[str, Placement]:
 
 
 def _parse_keywords(text: str, where: str) -> dict[str, Placement]:
-    """Parse "tp=Shard(1), dp=Replicate()"."""
+    """Return axis -> placement from a text such as "tp=Shard(1), dp=Replicate()". ``where`` begins
+    the messages of errors."""
     stated: dict[str, Placement] = {}
     if unmatched := _KEYWORD.sub("", text).strip(" ,"):
         raise PlanningError(
@@ -75,7 +77,7 @@ def _parse_keywords(text: str, where: str) -> dict[str, Placement]:
 
 
 def _parse_shard(arguments: str) -> Shard:
-    """Parse the text between the parentheses of a Shard's repr."""
+    """Return the Shard whose repr has ``arguments`` between its parentheses: "0, blocks=3"."""
     dim = re.match(r"-?\d+", arguments)
     assert dim is not None, "dt.annotate writes a Shard as its repr"
     blocks = re.search(r"blocks=(\d+|\([\d, ]+\))", arguments)

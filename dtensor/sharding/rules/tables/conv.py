@@ -46,12 +46,14 @@ def _terms(
     kernel: list[str] = []
     result: list[str] = []
     for d, width in enumerate(weight[2:]):
+        # A kernel of one point with stride 1 maps each position to itself, so the dim may be split.
         point = width == 1 and _at(stride, d) == 1 and _at(padding, d) == 0
         if point and _at(output_padding, d) == 0:
             source, kernel, result = [*source, f"s{d}"], [*kernel, "1"], [*result, f"s{d}"]
         else:
             source, kernel = [*source, f"x{d}!"], [*kernel, f"k{d}!"]
             result.append(f"y{d}!")
+    # The weight is [o, i / groups, ...], and [i, o / groups, ...] if transposed.
     first, second = (i, "o") if transposed else (o, "i")
     return _Terms(
         f"n {i} {' '.join(source)}",
@@ -101,7 +103,8 @@ def _local_groups(call: OpCall, local: Local) -> OpCall:
 
 
 def _groups(x: tuple[int, ...], weight: tuple[int, ...], y: tuple[int, ...], swapped: bool) -> int:
-    """Return how many groups a rank has: its channels divided by the channels of a group."""
+    """Return how many groups a rank has: its channels divided by the channels of a group.
+    ``swapped``: the convolution is transposed, so dim 1 of the weight is output channels."""
     return (y if swapped else x)[1] // weight[1]
 
 

@@ -57,6 +57,7 @@ def _created_by(target: Callable[..., Any], num_tensors: int = 0) -> Localizer:
     strides or create tensors without memory. ``num_tensors``: how many tensors come first."""
 
     def localize(call: OpCall, local: Local) -> OpCall:
+        # strides and other options of the global call do not fit the shard
         kwargs = {k: v for k, v in call.kwargs if k in ("dtype", "device")}
         args = (*call.args[:num_tensors], list(local.result_shape()))
         return retarget(call, target, *args, **kwargs)
@@ -65,7 +66,8 @@ def _created_by(target: Callable[..., Any], num_tensors: int = 0) -> Localizer:
 
 
 def _arange(call: OpCall) -> Rule:
-    """Return the rule of arange, "-> n", whose shard is computed from global positions."""
+    """Return the rule of arange, "-> n". A rank computes start + step * i for the global positions
+    i that it holds."""
     start: Any = 0
     step: Any = 1
     match call.name:
@@ -86,7 +88,7 @@ def _arange(call: OpCall) -> Rule:
     return make(call, "-> n", localize=localize)
 
 
-def _triangle(call: OpCall) -> Rule:
+def _triangle_rule(call: OpCall) -> Rule:
     return make(call, "... m n -> ... m n", linear=((0,),), localize=_local_triangle)
 
 
@@ -144,8 +146,8 @@ RULES: dict[str, Builder] = {
     "aten.arange.default": _arange,
     "aten.arange.start": _arange,
     "aten.arange.start_step": _arange,
-    "aten.tril.default": _triangle,
-    "aten.triu.default": _triangle,
+    "aten.tril.default": _triangle_rule,
+    "aten.triu.default": _triangle_rule,
     "dt.dropout.default": pattern("... -> ..., ...", localize=_with_global_pieces),
     "dt.dropout_add.default": pattern("..., ... -> ..., ...", localize=_with_global_pieces),
     "dt.dropout_backward.default": pattern("..., ... -> ...", linear=((0,),)),

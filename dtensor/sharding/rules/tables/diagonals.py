@@ -38,7 +38,7 @@ _LINEAR: Groups = ((0,),)
 def _diagonal_texts(
     call: OpCall, rank: int, at: int, default: tuple[int, int] = (0, 1)
 ) -> tuple[str, str]:
-    """Return the terms of a tensor of this rank and of its diagonal.
+    """Return the terms of a tensor of this rank and of its diagonal, ``d0! d1! d2`` and ``d2 k!``.
     ``at``: the position of the argument ``offset``, which dim1 and dim2 follow."""
     dim1: int = call.arg(at + 1, "dim1", default[0]) % rank
     dim2: int = call.arg(at + 2, "dim2", default[1]) % rank
@@ -71,7 +71,8 @@ def _diag_embed(call: OpCall) -> Rule:
 
 
 def _window_texts(rank: int, dim: int) -> tuple[str, str]:
-    """Return the terms of a tensor of this rank and of its windows along ``dim``."""
+    """Return the terms of a tensor of this rank and of its windows along ``dim``: ``d0 w! d2`` and
+    ``d0 v! d2 u!``, where v numbers the windows and u is the position in a window."""
     if rank == 0:
         return "", "u!"
     dims = dim_names(rank, (dim % rank,))

@@ -42,6 +42,8 @@ def _localizer_at(at: int, kind: Write | Literal["index", "gather"]) -> Localize
     """Return a localizer for an op whose operand 1 is an index into dim ``at`` of operand 0, x."""
 
     def localize(call: OpCall, local: Local) -> OpCall:
+        """Return a call of the function in local/indexing.py that skips rows of other ranks; the
+        call itself if dim ``at`` is not split."""
         size = call.operands[0].shape[at]
         if local.operand_shape(0)[at] == size:
             return call
@@ -63,25 +65,26 @@ def _localizer_at(at: int, kind: Write | Literal["index", "gather"]) -> Localize
 
 
 def _index_terms(call: OpCall, position: int = 1) -> tuple[str, list[str], list[str]]:
-    """Return the term of x, the terms of the index tensors, and the dims of x at these indices. The
-    dims of the index tensors are i0, i1, ... The argument at ``position`` lists the indices."""
+    """Return the term of x, the terms of the index tensors, and the dims of the result x[i, :, j].
+    The dims of the index tensors, broadcast together, are i0, i1, ... They stand where the indexed
+    dims were if these are adjacent, else first. The argument at ``position`` lists the indices."""
     shape = call.operands[0].shape
     indices: Sequence[object] = call.args[position]
     indexed = {d: item.index for d, item in enumerate(indices) if isinstance(item, Operand)}
-    at = list(indexed)
+    indexed_dims = list(indexed)
     metas = [call.operands[index] for index in indexed.values()]
     for meta in metas:
         if meta.dtype in (torch.bool, torch.uint8):
             raise no_rule(call, "how many places a mask names depends on its values")
-    wide = np.broadcast_shapes(*(meta.shape for meta in metas))
-    places = [f"i{d}" for d in range(len(wide))]
-    terms = [broadcast_term(places, meta.shape, wide) for meta in metas]
+    index_shape = np.broadcast_shapes(*(meta.shape for meta in metas))
+    index_dims = [f"i{d}" for d in range(len(index_shape))]
+    terms = [broadcast_term(index_dims, meta.shape, index_shape) for meta in metas]
     dims = dim_names(len(shape))
-    other_dims = [f for d, f in enumerate(dims) if d not in at]
-    are_adjacent = at == list(range(at[0], at[0] + len(at)))
-    front = at[0] if are_adjacent else 0
-    result = [*other_dims[:front], *places, *other_dims[front:]]
-    x = " ".join(f"{f}!" if d in at else f for d, f in enumerate(dims))
+    other_dims = [f for d, f in enumerate(dims) if d not in indexed_dims]
+    are_adjacent = indexed_dims == list(range(indexed_dims[0], indexed_dims[0] + len(indexed_dims)))
+    front = indexed_dims[0] if are_adjacent else 0
+    result = [*other_dims[:front], *index_dims, *other_dims[front:]]
+    x = " ".join(f"{f}!" if d in indexed_dims else f for d, f in enumerate(dims))
     return x, terms, result
 
 
@@ -194,6 +197,7 @@ def _index_select(call: OpCall) -> Rule:
 
 
 def _index_add(call: OpCall) -> Rule:
+    """Return the rule of index_add, "d0 w, i, d0 i -> d0 w" along dim 1."""
     index = "i!" if call.operands[0].dtype == torch.bool else "i"
     left = _along(call, index, source=True)
     text = f"{left} -> {left.split(',')[0]}"
@@ -258,9 +262,9 @@ def _gather(call: OpCall) -> Rule:
     source: list[str] = []
     places: list[str] = []
     for d, (size, count) in enumerate(zip(x, index, strict=True)):
-        alike = size == count and d != at
-        source.append(row if d == at else f"d{d}" if alike else f"x{d}!")
-        places.append(f"i{d}" if d == at else f"d{d}" if alike else f"i{d}!")
+        is_shared = size == count and d != at
+        source.append(row if d == at else f"d{d}" if is_shared else f"x{d}!")
+        places.append(f"i{d}" if d == at else f"d{d}" if is_shared else f"i{d}!")
     text = f"{' '.join(source)}, {' '.join(places)} -> {' '.join(places)}"
     return make(call, text, linear=_LINEAR, localize=_localizer_at(at, "gather"))
 
@@ -314,12 +318,15 @@ def _scatter_value(call: OpCall) -> Rule:
 
 
 def _scatter_multiply(call: OpCall) -> Rule:
+    """Return the rule of scatter with ``reduce="add"`` or ``"multiply"``."""
     if dict(call.kwargs).get("reduce") == "add" and call.name == "aten.scatter.reduce":
         return _scatter_add(call)
     return _scatter(call, "i!", ())
 
 
 def _scatter_reduce(call: OpCall) -> Rule:
+    """Return the rule of scatter_reduce. A sum that includes x is scatter_add; for other reductions
+    the index is whole."""
     reduce = call.arg(4, "reduce")
     if reduce == "sum" and bool(call.arg(5, "include_self", True)):
         return _scatter_add(call)

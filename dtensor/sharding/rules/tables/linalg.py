@@ -40,6 +40,7 @@ def cores(text: str, *, linear: Groups = ()) -> Builder:
     left, right = ([int(n) for n in side.split()] for side in text.split("->"))
 
     def build(call: OpCall) -> Rule:
+        """Return the rule ``... a00! a01! -> ... r00! r01!``; whole dims follow the batch dims."""
         operands = zip(call.operands, left, strict=False)
         inputs = [_core_term(f"a{i}", meta, count) for i, (meta, count) in enumerate(operands)]
         batch = max(
@@ -87,9 +88,9 @@ def _solve(call: OpCall) -> Rule:
     """Return the rule of _linalg_solve_ex, whose results are X, LU, pivots and info. The columns
     are whole, because all of them share one LU."""
     a, b = (meta.shape for meta in call.operands)
-    vector = len(b) == 1 or (len(a) - 1 == len(b) and b == a[:-1])
-    rhs = "... b0!" if vector else "... b0! b1!"
-    out = "... x0!" if vector else "... x0! x1!"
+    is_vector = len(b) == 1 or (len(a) - 1 == len(b) and b == a[:-1])
+    rhs = "... b0!" if is_vector else "... b0! b1!"
+    out = "... x0!" if is_vector else "... x0! x1!"
     text = f"... n! n!, {rhs} -> {out}, ... n! n!, ... n!, ..."
     return make(call, text, localize=contiguous())  # with other strides, LU is of the transpose
 
@@ -101,6 +102,7 @@ def _multiply_q(call: OpCall) -> Rule:
 
 
 def _pinv(call: OpCall) -> Rule:
+    """Return the rule of a pseudoinverse; its optional operands are tolerances of batch dims."""
     limits = ", ".join("..." for _ in call.operands[1:])
     return make(call, f"... m! n!{', ' * bool(limits)}{limits} -> ... n! m!")
 
@@ -117,10 +119,11 @@ def _cross(call: OpCall) -> Rule:
 
 
 def _checked(call: OpCall) -> Rule:
-    """Each rank checks its matrices, or its elements if each of them has a flag."""
+    """Return the rule of (x, info) -> x, which raises where a flag in ``info`` is set. Each rank
+    checks its own matrices, or its own elements if each element has a flag."""
     x, info = call.operands[:2]
-    inner = " ".join(dim_names(len(x.shape) - len(info.shape)))
-    return make(call, f"... {inner}, ... -> ... {inner}", linear=((0,),))
+    matrix_dims = " ".join(dim_names(len(x.shape) - len(info.shape)))
+    return make(call, f"... {matrix_dims}, ... -> ... {matrix_dims}", linear=((0,),))
 
 
 def _transform(call: OpCall) -> Rule:

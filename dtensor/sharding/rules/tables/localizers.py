@@ -22,7 +22,7 @@ def unless_empty(localize: Localizer | None = None) -> Localizer:
     def guarded(call: OpCall, local: Local) -> OpCall:
         for i, meta in enumerate(call.operands):
             sizes = zip(meta.shape, local.operand_shape(i), strict=True)
-            if any(whole and not held for whole, held in sizes):
+            if any(size and not local_size for size, local_size in sizes):
                 return _zeros(call, local)
         return call if localize is None else localize(call, local)
 
@@ -34,6 +34,7 @@ def contiguous(localize: Localizer | None = None) -> Localizer:
     shard may be a strided view."""
 
     def localized(call: OpCall, local: Local) -> OpCall:
+        # a call that ``localize`` replaced by a local form needs no contiguous operands
         local_call = call if localize is None else localize(call, local)
         if local_call.target is not call.target:
             return local_call

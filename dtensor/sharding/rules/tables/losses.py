@@ -44,14 +44,16 @@ def elementwise_loss(
 ) -> Builder:
     """Return a builder for a loss of tensors that broadcast against each other, or for its
     backward, whose first operand is the gradient. ``linear``: used only for a backward."""
-    over = local_forms.loss_backward_over if backward else local_forms.loss_over
+    function_of_mean = local_forms.loss_backward_over if backward else local_forms.loss_over
 
     def build(call: OpCall) -> Rule:
+        """Return the rule ``..., ... -> `` (backward: ``, ..., ... -> ...``); the loss is a scalar
+        unless the call reduces nothing."""
         reduction = positional(call)[reduction_at]
         loss = "..." if reduction == _NONE else ""
         inputs = ", ".join("..." for _ in call.operands[int(backward) :])
         text = f"{loss}, {inputs} -> ..." if backward else f"{inputs} -> {loss}"
-        localize = _divided(reduction_at, num_pairs(call, int(backward)), over)
+        localize = _divided(reduction_at, num_pairs(call, int(backward)), function_of_mean)
         groups = linear if backward else ()
         return make(call, text, linear=groups, localize=localize if reduction == _MEAN else None)
 
@@ -76,6 +78,7 @@ def _row_loss(reduction_at: int, *, two_results: bool = False) -> Builder:
     op also returns a tensor of the shape of x."""
 
     def build(call: OpCall) -> Rule:
+        """Return the rule ``n c!, n, c! -> `` (``-> n`` if the call reduces nothing)."""
         x = _rows(call.operands[0].shape)
         n = "n" if "n" in x else ""
         left = [x, _target(call.operands[0].shape, call.operands[1].shape)]
@@ -85,8 +88,8 @@ def _row_loss(reduction_at: int, *, two_results: bool = False) -> Builder:
         if reduction == _NONE:
             return make(call, f"{', '.join(left)} -> {', '.join([n, *right])}")
         count = call.operands[0].shape[0] if n else 1
-        over = local_forms.first_over if two_results else local_forms.loss_over
-        localize = _divided(reduction_at, count, over) if reduction == _MEAN else None
+        function_of_mean = local_forms.first_over if two_results else local_forms.loss_over
+        localize = _divided(reduction_at, count, function_of_mean) if reduction == _MEAN else None
         text = f"{', '.join(left)} -> {', '.join(['', *right])}"
         return make(call, text, localize=unless_empty(localize))
 
@@ -97,6 +100,7 @@ def _row_loss_backward(reduction_at: int) -> Builder:
     """Return a builder for (grad, x[n c], target, weight[c]? or is_target[n c]) -> [n c]."""
 
     def build(call: OpCall) -> Rule:
+        """Return the rule ``n, n c!, n, c! -> n c!``. A mean or sum has a scalar gradient."""
         x = _rows(call.operands[1].shape)
         n = "n" if "n" in x else ""
         left = [n if call.operands[0].shape else "", x]
@@ -105,8 +109,8 @@ def _row_loss_backward(reduction_at: int) -> Builder:
         left += [x if rank == len(m.shape) and rank > 1 else "c!" for m in call.operands[3:]]
         reduction = positional(call)[reduction_at]
         count = call.operands[1].shape[0] if n else 1
-        over = _divided(reduction_at, count, local_forms.loss_backward_over)
-        localize = unless_empty(over if reduction == _MEAN else None)
+        mean_localizer = _divided(reduction_at, count, local_forms.loss_backward_over)
+        localize = unless_empty(mean_localizer if reduction == _MEAN else None)
         return make(call, f"{', '.join(left)} -> {x}", linear=_BACKWARD, localize=localize)
 
     return build
@@ -136,6 +140,7 @@ def _nll(call: OpCall) -> Rule:
 
 
 def _nll_backward(call: OpCall) -> Rule:
+    """Return the rule of (grad, x, target, weight?, total weight) -> gradient of x."""
     x, target = _points(call.operands[1].shape)
     grad = target if call.operands[0].shape else ""
     weight = ["c!"] if len(call.operands) > 4 else []

@@ -42,9 +42,11 @@ _PRODUCT: Groups = ((0,), (1,))
 
 
 def _added(product: str, result: str, flops: str) -> Builder:
-    """Return a builder for ``beta * x + alpha * a b``; x must be pending if k is split."""
+    """Return a builder for ``beta * x + alpha * a b``; x must be pending if k is split. The texts
+    are those of ``pattern``: ``_added("m k, k n", "m n", "m k n")``."""
 
     def build(call: OpCall) -> Rule:
+        """Return the rule ``m n, m k, k n -> m n``, with 1 for a dim in which x is broadcast."""
         shape = call.operands[0].shape
         if result == "m" and shape != call.operands[1].shape[:1]:
             raise no_rule(call, "its first tensor is broadcast: torch then errs on empty shards")
@@ -84,12 +86,16 @@ def _by_heads(build: Callable[[OpCall, str, str], Rule], q: int) -> Builder:
 
 
 def _attention(call: OpCall, h: str, g: str) -> Rule:
+    """Return the rule (q, k, v) -> (out, log-sum-exp). ``h``, ``g``: the terms of the heads of q
+    and of k and v; b: batch; t, s: queries and keys; e, f: the sizes of a head of k and of v."""
     text = f"b {h} t! e!, b {g} s! e!, b {g} s! f! -> b {h} t! f!, b {h} t!"
     rule = make(call, text, sizes=_groups(call, 0, 1))
     return replace(rule, flops=_attention_flops(rule))
 
 
 def _attention_backward(call: OpCall, h: str, g: str) -> Rule:
+    """Return the rule (grad, q, k, v, out, log-sum-exp) -> gradients of q, k, v, with the terms of
+    `_attention`. The backward has 5 matrix products, the forward 2."""
     text = (
         f"b {h} t! f!, b {h} t! e!, b {g} s! e!, b {g} s! f!, b {h} t! f!, b {h} t! "
         f"-> b {h} t! e!, b {g} s! e!, b {g} s! f!"
@@ -99,6 +105,7 @@ def _attention_backward(call: OpCall, h: str, g: str) -> Rule:
 
 
 def _attention_masked(call: OpCall, h: str, g: str) -> Rule:
+    """Return the rule (q, k, v, mask) -> (out, log-sum-exp), in which queries may be split."""
     mask = _mask_term(call, 3, h)
     text = f"b {h} t e!, b {g} s! e!, b {g} s! e!, {mask} -> b {h} t e!, b {h} t"
     rule = make(call, text, sizes=_groups(call, 0, 1))
@@ -122,6 +129,7 @@ def _mask_term(call: OpCall, mask: int, heads: str, queries: str = "t") -> str:
 
 
 def _groups(call: OpCall, q: int, k: int) -> dict[str, int]:
+    """Return the sizes of h = g * r query heads: g key heads, each used by r query heads."""
     heads, groups = call.operands[q].shape[1], call.operands[k].shape[1]
     return {"h": heads, "g": groups, "r": heads // max(1, groups)}
 
@@ -130,6 +138,8 @@ def _with_used_heads(q: int) -> Localizer:
     """Return a localizer that passes only the key heads that the rank's query heads use."""
 
     def localize(call: OpCall, local: Local) -> OpCall:
+        """Return a call with ``used``, for each query head the position of its key head among those
+        that the rank holds; the call itself if it uses all of them in order."""
         group = call.operands[q].shape[1] // max(1, call.operands[q + 1].shape[1])
         held = [i for lo, hi in local.operand_intervals(q + 1, 1) for i in range(lo, hi)]
         heads = [i for lo, hi in local.operand_intervals(q, 1) for i in range(lo, hi)]
@@ -146,30 +156,38 @@ def _with_used_heads(q: int) -> Localizer:
 
 
 def _attention_flops(rule: Rule) -> int:
+    """Return 2 FLOPs for each multiply-add of q k^T (head size e) and of its product with v (f)."""
     size = rule.size
     pairs = math.prod(size.get(factor, 1) for factor in ("b", "h", "t", "s"))
     return 2 * (size["e"] + size.get("f", size["e"])) * pairs
 
 
 def _pick_heads(call: OpCall) -> Rule:
-    """Return the rule of pick_heads. If the result is split by heads, the operand is whole, unless
-    it has the copies of heads that this split needs: then it is split too."""
-    have, heads = list(call.args[1]), list(call.args[2])
+    """Return the rule of pick_heads(x, source_heads, heads), which picks ``heads`` from x. Dim 1 of
+    x holds ``source_heads``, perhaps with copies. If the result is split by heads, x is whole,
+    unless it has the copies of heads that this split needs: then it is split too."""
+    source_heads, heads = list(call.args[1]), list(call.args[2])
 
     def narrow(strategy: Strategy, num: int) -> Strategy:
+        """Return the strategy with x split, if each rank's piece of x has the heads that its piece
+        of the result needs; otherwise the strategy itself."""
         (placement,) = strategy.results
         if not isinstance(placement, Shard) or placement.dim != 1:
             return strategy
-        spans = index_sets(placement, len(heads), num)
-        used = [sorted({heads[i] for lo, hi in span for i in range(lo, hi)}) for span in spans]
-        copies, blocks = copies_for(used)
-        if copies != have:
+        index_sets_of_ranks = index_sets(placement, len(heads), num)
+        heads_of_ranks = [
+            sorted({heads[i] for lo, hi in span for i in range(lo, hi)})
+            for span in index_sets_of_ranks
+        ]
+        copies, blocks = copies_for(heads_of_ranks)
+        if copies != source_heads:
             return strategy
-        cut = simplest(Shard(1, blocks), call.operands[0].shape, num)
-        return replace(strategy, operands=(cut,))
+        sharded = simplest(Shard(1, blocks), call.operands[0].shape, num)
+        return replace(strategy, operands=(sharded,))
 
     def localize(call: OpCall, local: Local) -> OpCall:
-        held = [have[i] for lo, hi in local.operand_intervals(0, 1) for i in range(lo, hi)]
+        """Return a call with the positions, in the rank's piece of x, of the heads it needs."""
+        held = [source_heads[i] for lo, hi in local.operand_intervals(0, 1) for i in range(lo, hi)]
         needed = [heads[i] for lo, hi in local.result_intervals(0, 1) for i in range(lo, hi)]
         if not set(needed) <= set(held):
             raise PlanningError(
@@ -207,6 +225,8 @@ def _flash_attention(call: OpCall) -> Rule:
 
 
 def _flash_attention_backward(call: OpCall) -> Rule:
+    """Return the rule (grad, q, k, v, out, log-sum-exp, mask?) -> gradients of q, k, v. The
+    backward has 5 matrix products, the forward 2."""
     q, k, lse, mask = _flash_terms(call, 1, dropout_at=6)
     text = f"{q}, {q}, {k}, {k}, {q}, {lse}{mask} -> {q}, {k}, {k}"
     run = unless_empty(_without_dropout(local_forms.flash_attention_backward, dropout_at=6))
@@ -230,8 +250,8 @@ def _without_dropout(function: Callable[..., Any], dropout_at: int) -> Localizer
 
 
 def _trilinear(call: OpCall) -> Rule:
-    """Return the rule of _trilinear: a product of three tensors, summed over some dims. Each tensor
-    lacks the dims in its ``expand`` argument."""
+    """Return the rule of _trilinear, a product of three tensors that is summed over some dims:
+    "d0 d1, d1 d2, d0 d2 -> d0". Each tensor lacks the dims in its ``expand`` argument."""
     expands = [set(dims) for dims in call.args[3:6]]
     rank = len(call.operands[0].shape) + len(expands[0])
     summed = set(call.args[6])
@@ -268,7 +288,7 @@ def _grouped_mm(call: OpCall) -> Rule:
     offsets = ", o!" if len(call.operands) > 2 else ""
     match a, b:
         case 2, 3:
-            text, groups = f"m! k, g k n{offsets} -> m! n", 1
+            text, groups = f"m! k, g k n{offsets} -> m! n", 1  # groups: the operand with dim g
         case 3, 2:
             text, groups = f"g m k, k n!{offsets} -> m n!", 0
         case 2, 2:
@@ -279,7 +299,7 @@ def _grouped_mm(call: OpCall) -> Rule:
     def localize(call: OpCall, local: Local) -> OpCall:
         from dtensor.sharding.local.grouped_matmul import grouped_mm
 
-        args = [*positional(call)[:3], None][:3]  # offsets may be missing
+        args = [*positional(call)[:3], None][:3]  # a, b, and the offsets or None
         return retarget(call, grouped_mm, *args, _held_groups(call, local, groups))
 
     return make(call, text, linear=((0,), (1,)), flops="m k n", localize=localize)

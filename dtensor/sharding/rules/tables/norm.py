@@ -35,21 +35,23 @@ def _factors(call: OpCall, position: int) -> tuple[str, str, str]:
     return rows, whole_dims("k", count), " ".join("1" for _ in range(count))
 
 
-def _num_present(call: OpCall, *arguments: tuple[int, str]) -> int:
+def _num_tensors(call: OpCall, *arguments: tuple[int, str]) -> int:
+    """Return how many of these optional arguments are tensors."""
     return sum(operand_index(call, position, name) is not None for position, name in arguments)
 
 
 def _layer_norm(call: OpCall) -> Rule:
     rows, dims, ones = _factors(call, 1)
-    terms = [f"{rows} {dims}"] + [dims] * _num_present(call, (2, "weight"), (3, "bias"))
+    terms = [f"{rows} {dims}"] + [dims] * _num_tensors(call, (2, "weight"), (3, "bias"))
     return make(call, f"{', '.join(terms)} -> {rows} {dims}, {rows} {ones}, {rows} {ones}")
 
 
 def _layer_norm_backward(call: OpCall) -> Rule:
+    """Return the rule of (grad, x, mean, rstd, weight?, bias?) -> their gradients."""
     rows, dims, ones = _factors(call, 2)
     x = f"{rows} {dims}"
     terms = [x, x, f"{rows} {ones}", f"{rows} {ones}"]
-    terms += [dims] * _num_present(call, (5, "weight"), (6, "bias"))
+    terms += [dims] * _num_tensors(call, (5, "weight"), (6, "bias"))
     text = f"{', '.join(terms)} -> {x}, {dims}, {dims}"
     # The CPU kernel ignores the strides of a shard.
     return make(call, text, linear=((0,),), localize=contiguous())
@@ -57,14 +59,15 @@ def _layer_norm_backward(call: OpCall) -> Rule:
 
 def _rms_norm(call: OpCall) -> Rule:
     rows, dims, ones = _factors(call, 1)
-    terms = [f"{rows} {dims}"] + [dims] * _num_present(call, (2, "weight"))
+    terms = [f"{rows} {dims}"] + [dims] * _num_tensors(call, (2, "weight"))
     return make(call, f"{', '.join(terms)} -> {rows} {dims}, {rows} {ones}")
 
 
 def _rms_norm_backward(call: OpCall) -> Rule:
+    """Return the rule of (grad, x, rstd, weight?) -> gradients of x and weight."""
     rows, dims, ones = _factors(call, 2)
     x = f"{rows} {dims}"
-    terms = [x, x, f"{rows} {ones}"] + [dims] * _num_present(call, (4, "weight"))
+    terms = [x, x, f"{rows} {ones}"] + [dims] * _num_tensors(call, (4, "weight"))
     return make(call, f"{', '.join(terms)} -> {x}, {dims}", linear=((0,),))
 
 
@@ -84,10 +87,12 @@ def _per_channel(shape: tuple[int, ...], name: str) -> str:
 
 
 def _batch_norm(training_at: int | None, training: bool = True) -> Builder:
-    """``training_at``: the position of the op's argument ``training``; if it is None, the op has no
-    such argument, and ``training`` is its mode."""
+    """Return a builder for batch norm. ``training_at``: the position of the op's argument
+    ``training``; if it is None, the op has no such argument, and ``training`` is its mode."""
 
     def build(call: OpCall) -> Rule:
+        """Return the rule ``n! c x0!, c, c, c, c -> n! c x0!, c, c, c, c``; z0, z1, ... are dims of
+        statistics that the op does not save."""
         trains = training if training_at is None else bool(call.args[training_at])
         x = _image(len(call.operands[0].shape), trains)
         left = [x, *("c" for _ in call.operands[1:])]
@@ -104,7 +109,12 @@ def _batch_norm(training_at: int | None, training: bool = True) -> Builder:
 
 
 def _batch_norm_backward(training_at: int) -> Builder:
+    """Return a builder for the backward of batch norm. ``training_at``: the position of the op's
+    argument ``training``."""
+
     def build(call: OpCall) -> Rule:
+        """Return the rule ``n! c x0!, n! c x0!, c, ... -> n! c x0!, c, c``; z0, z1, ... are dims of
+        statistics that the forward did not save."""
         x = _image(len(call.operands[0].shape), bool(call.args[training_at]))
         left = [x, x]
         for i, meta in enumerate(call.operands[2:]):
@@ -128,6 +138,7 @@ def _in_parts(result: str | None, linear: tuple[tuple[int, ...], ...] = ()) -> B
 
 
 def _group_terms(rank: int) -> tuple[str, str]:
+    """Return the terms of x, [n, g * k, ...] with g groups, and of a vector over channels."""
     return f"n (g k!) {whole_dims('x', rank - 2)}", "(g k!)"
 
 
@@ -143,6 +154,7 @@ def _group_norm(call: OpCall) -> Rule:
 
 
 def _local_group_norm(call: OpCall, local: Local) -> OpCall:
+    """Pass the rank's numbers of images, channels and groups."""
     args = positional(call)
     args[3:5] = local.operand_shape(0)[:2]
     args[6] = local.result_shape(1)[1]
@@ -150,6 +162,7 @@ def _local_group_norm(call: OpCall, local: Local) -> OpCall:
 
 
 def _group_norm_backward(call: OpCall) -> Rule:
+    """Return the rule of (grad, x, mean, rstd, weight?) -> gradients of x, weight, bias."""
     args = positional(call)
     x, channels = _group_terms(len(call.operands[0].shape))
     left = [x, x, "n g", "n g", *(channels for _ in call.operands[4:])]
@@ -159,6 +172,7 @@ def _group_norm_backward(call: OpCall) -> Rule:
 
 
 def _local_group_norm_backward(call: OpCall, local: Local) -> OpCall:
+    """Pass the rank's numbers of images, channels and groups."""
     args = positional(call)
     args[5:7] = local.operand_shape(0)[:2]
     args[8] = local.operand_shape(2)[1]

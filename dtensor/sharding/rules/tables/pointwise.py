@@ -32,17 +32,18 @@ def pointwise(linearity: Linearity) -> Builder:
 
 
 def nowhere(call: OpCall) -> Groups:
-    """The op is not linear in any operand."""
+    """Return no linear groups: the op is not linear in any operand."""
     return ()
 
 
 def each(call: OpCall) -> Groups:
-    """The op is linear in every tensor operand separately, as a product is."""
+    """Return one linear group for each operand: the op is a product of its tensors."""
     return tuple((i,) for i in range(len(call.operands)))
 
 
 def jointly(*arguments: tuple[int, str]) -> Linearity:
-    """The op is linear in these arguments together, unless a literal other than 0 is among them."""
+    """Return a function that returns one linear group of these arguments, by position and name; no
+    group for a call in which one of them is a literal other than 0."""
     return lambda call: joint_group(call, *arguments)
 
 
@@ -55,7 +56,7 @@ addend_and_quotient = jointly((0, "self"), (1, "tensor1"))  # addcdiv: self + va
 
 
 def addend_and_either(call: OpCall) -> Groups:
-    """The linear groups of addcmul: self + value * a * b."""
+    """Return the linear groups of addcmul, self + value * a * b: in (self, a) and in (self, b)."""
     return ((0, 1), (0, 2))
 
 

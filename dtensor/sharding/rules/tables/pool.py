@@ -119,6 +119,7 @@ _PLACED_AT_INDICES = {2: "max_unpool2d", 3: "max_unpool3d"}
 def _add(
     ops: dict[int, str], form: str, linear: Groups = _LINEAR, localize: Localizer | None = None
 ) -> None:
+    """Add the rule `planes` to RULES for ops by the number of dims of their planes."""
     for rank, names in ops.items():
         builder = planes(rank, form, linear=linear, localize=localize)
         RULES.update(dict.fromkeys(full_names(names), builder))

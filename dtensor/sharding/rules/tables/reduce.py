@@ -52,6 +52,7 @@ def reduction(
     """
 
     def build(call: OpCall) -> Rule:
+        """Return the rule of the reduction over the call's dims, "d0 d1 -> d0" over dim 1."""
         rank = len(call.operands[0].shape)
         dims = resolve_dims(call.arg(dim_at, "dim", default) if keepdim_at else None, rank)
         keepdim = bool(keepdim_at > 0 and call.arg(keepdim_at, "keepdim", False))
@@ -71,6 +72,8 @@ def _identity_if_empty(reduce: ByElement) -> Localizer:
     """Return a localizer that fills in the identity on a rank that holds nothing to reduce."""
 
     def localize(call: OpCall, local: Local) -> OpCall:
+        """Return a call that creates the identity if the rank's piece of a non-empty dim is empty;
+        otherwise the call itself."""
         shapes = zip(local.operand_shape(0), call.operands[0].shape, strict=True)
         if not any(local_size == 0 < size for local_size, size in shapes):
             return call
@@ -120,6 +123,8 @@ def along_dim(position: int, *, linear: Groups = (), default: int | None = None)
     size there; otherwise it is whole."""
 
     def build(call: OpCall) -> Rule:
+        """Return the rule "d0 d1! -> d0 d1!" for dim 1. A dim in which sizes differ gets a separate
+        whole factor for each tensor, ``t0d2!``."""
         metas = [*call.operands, *(m for m in call.results if m is not None)]
         rank = max(len(m.shape) for m in metas)
         if any(len(m.shape) != rank for m in metas):
@@ -130,9 +135,9 @@ def along_dim(position: int, *, linear: Groups = (), default: int | None = None)
         for number, meta in enumerate(metas):
             dims: list[str] = []
             for d, size in enumerate(meta.shape):
-                alike = all(m.shape[d] == size for m in metas)
-                whole_factor = f"t{number}d{d}!" if not alike else f"d{d}!"
-                dims.append(f"d{d}" if alike and d not in whole else whole_factor)
+                is_shared = all(m.shape[d] == size for m in metas)
+                whole_factor = f"t{number}d{d}!" if not is_shared else f"d{d}!"
+                dims.append(f"d{d}" if is_shared and d not in whole else whole_factor)
             terms.append(" ".join(dims))
         inputs, outputs = terms[: len(call.operands)], terms[len(call.operands) :]
         return make(call, f"{', '.join(inputs)} -> {', '.join(outputs)}", linear=linear)
@@ -159,6 +164,7 @@ def _unsafe_if_empty(call: OpCall, local: Local) -> OpCall:
 
 
 def _segments_backward(call: OpCall) -> Rule:
+    """Return the rule of (grad, result, x, lengths) -> gradient of x; segments are whole."""
     _refuse_offsets(call)
     x, lengths = call.operands[2].shape, call.operands[3].shape
     before, rows, after = _terms_around(len(lengths) - 1, len(x))

@@ -36,7 +36,8 @@ _LINEAR: Groups = ((0,),)
 
 
 def _sum_text(parts: Sequence[tuple[str, int]]) -> str:
-    """Return the sum of the parts that are not empty: ``(a + s + c)``."""
+    """Return a dim that consists of these parts, (name, size) each, as text without the empty
+    parts: ``(a + s + c)``, or ``z!`` if all are empty."""
     present = [name for name, size in parts if size]
     return f"({' + '.join(present)})" if len(present) > 1 else (present or ["z!"])[0]
 
@@ -60,8 +61,9 @@ def _slice_arguments(call: OpCall, offset: int, shape: tuple[int, ...]) -> tuple
 def _slice_texts(
     shape: tuple[int, ...], dim: int, lo: int, hi: int, step: int
 ) -> tuple[str, str, dict[str, int]]:
-    """Return the terms of the whole tensor and of the slice ``lo:hi`` of ``dim``, and the sizes of
-    the parts before, in and after the slice."""
+    """Return the terms of the whole tensor and of the slice ``lo:hi`` of ``dim``,
+    ``d0 (a + s + c)`` and ``d0 s``, and the sizes of a, s and c. If the step is not 1, both are
+    whole."""
     dims = dim_names(len(shape))
     sizes = {"a": lo, "s": hi - lo, "c": shape[dim] - hi}
     if step != 1:
@@ -195,6 +197,7 @@ def _cat(call: OpCall) -> Rule:
 
 
 def _stack(call: OpCall) -> Rule:
+    """Return the rule of stack, "d0, d0 -> w! d0" along dim 0."""
     dims = dim_names(len(call.operands[0].shape))
     at = call.arg(1, "dim", 0) % (len(dims) + 1)
     sources = ", ".join(" ".join(dims) for _ in call.operands)
@@ -203,6 +206,7 @@ def _stack(call: OpCall) -> Rule:
 
 
 def _all_operands(call: OpCall) -> Groups:
+    """Return one linear group of all operands."""
     return (tuple(range(len(call.operands))),)
 
 
@@ -226,13 +230,15 @@ def _pad(call: OpCall) -> Rule:
         result[dim] = _sum_text(parts)
 
     def localize(call: OpCall, local: Local) -> OpCall:
+        """Return the call with the rank's widths: how much padding its piece of the result has
+        before and after the elements of x."""
         widths = list(pad)
         for dim, (lo, hi) in edges.items():
-            held = local.result_intervals(0, dim)
-            at = 2 * (len(shape) - 1 - dim)
-            total = local.result_shape()[dim]
-            widths[at] = count_within(held, 0, lo)
-            widths[at + 1] = total - widths[at] - count_within(held, lo, hi)
+            intervals = local.result_intervals(0, dim)
+            position = 2 * (len(shape) - 1 - dim)
+            local_size = local.result_shape()[dim]
+            widths[position] = count_within(intervals, 0, lo)
+            widths[position + 1] = local_size - widths[position] - count_within(intervals, lo, hi)
         return call.with_arg(1, widths)
 
     text = f"{' '.join(source)} -> {' '.join(result)}"

@@ -39,8 +39,9 @@ def _searchsorted(call: OpCall) -> Rule:
 
 
 def _histc(call: OpCall) -> Rule:
-    ranged = call.arg(2, "min", 0) != call.arg(3, "max", 0)
-    dims = " ".join(f"d{i}" if ranged else f"d{i}!" for i in range(len(call.operands[0].shape)))
+    """Return the rule of histc. If min = max, the bins depend on the extrema of x: x is whole."""
+    has_limits = call.arg(2, "min", 0) != call.arg(3, "max", 0)
+    dims = " ".join(f"d{i}" if has_limits else f"d{i}!" for i in range(len(call.operands[0].shape)))
     return make(call, f"{dims} -> b!")
 
 

@@ -28,6 +28,7 @@ from dtensor.sharding.rules.tables.unsplittable import Unsplittable
 
 
 def _embedding_localizer(call: OpCall, local: Local) -> OpCall:
+    """Pass the rank's global rows if the table's rows are split; other ids then give zeros."""
     num_ids = call.operands[0].shape[0]
     if local.operand_shape(0)[0] == num_ids:
         return call
@@ -68,7 +69,8 @@ def _bag(call: OpCall) -> Rule:
 
 
 def _bag_backward(call: OpCall) -> Rule:
-    """(grad, indices, offsets, bag of each index, bag sizes, maxima, ..., weights?) -> [v d]."""
+    """Return the rule of (grad, indices, offsets, bag of each index, bag sizes, maxima, weights?)
+    -> gradient of the table, [v, d]."""
     left = ["b! d", "i!", "o!", "f!", "s!"]
     left.append("b! d" if len(call.operands[5].shape) > 1 else "m!")
     left += ["i!" for _ in call.operands[6:]]

@@ -31,4 +31,5 @@ class Unsplittable:
 
 
 def _dims(prefix: str, meta: Meta | None) -> str:
+    """Return the term of a tensor whose dims are all whole, ``t0d0! t0d1!``."""
     return "" if meta is None else whole_dims(f"{prefix}d", len(meta.shape))

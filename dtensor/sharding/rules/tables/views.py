@@ -35,7 +35,8 @@ aten: Any = torch.ops.aten
 
 
 def factorize(before: tuple[int, ...], after: tuple[int, ...]) -> _Matching:
-    """Return the common factors of two shapes with the same number of elements."""
+    """Return the factors of both shapes, which have the same number of elements: (8, 64) and
+    (8, 4, 16) are p0 (p1 p2) and p0 p1 p2, with p0 = 8, p1 = 4, p2 = 16."""
     matching = _Matching([[] for _ in before], [[] for _ in after])
     if math.prod(before) == 0:
         matching.separate(before, after)
@@ -70,6 +71,7 @@ class _Matching:
     whole: set[str] = field(default_factory=set[str])
 
     def new(self, size: int, *, whole: bool = False) -> str:
+        """Add a factor of this size, and return its name. ``whole``: it may not be split."""
         name = f"{'w' if whole else 'p'}{len(self.sizes)}"
         self.sizes[name] = size
         if whole:
@@ -150,6 +152,8 @@ def _part_of_repeat(at: int, joined_dims: list[int], splits: bool) -> Localizer:
     """Return the localizer of `of_repeat`, whose view joins ``joined_dims`` to dim ``at``."""
 
     def localize(call: OpCall, local: Local) -> OpCall:
+        """Return a plain reshape if the rank's operand and result have equally many elements; else
+        a reshape that reads or writes only the positions in dim ``at`` that the rank holds."""
         operand, result = local.operand_shape(0), local.result_shape()
         if math.prod(operand) == math.prod(result):
             return _reshape(call, local)
@@ -199,13 +203,14 @@ def _local_repeats(call: OpCall, local: Local) -> OpCall:
     after, before = local.result_shape(), local.operand_shape(0)
     new = len(after) - len(before)
     for i, size in enumerate(after):
-        held = 1 if i < new else before[i - new]
-        if held:
-            repeats[i] = size // held
+        local_size = 1 if i < new else before[i - new]
+        if local_size:
+            repeats[i] = size // local_size
     return call.with_arg(1, repeats)
 
 
-def _permuted(order: list[int], call: OpCall) -> Rule:
+def _permutation(order: list[int], call: OpCall) -> Rule:
+    """Return the rule whose result dim i is dim ``order[i]`` of the operand."""
     return make(
         call,
         f"{' '.join(dim_names(len(order)))} -> {' '.join(f'd{i}' for i in order)}",
@@ -215,20 +220,21 @@ def _permuted(order: list[int], call: OpCall) -> Rule:
 
 def _permute(call: OpCall) -> Rule:
     rank = len(call.operands[0].shape)
-    return _permuted([d % rank for d in call.args[1]], call)
+    return _permutation([d % rank for d in call.args[1]], call)
 
 
 def _t(call: OpCall) -> Rule:
-    return _permuted(list(range(len(call.operands[0].shape)))[::-1], call)
+    return _permutation(list(range(len(call.operands[0].shape)))[::-1], call)
 
 
 def _transpose(call: OpCall) -> Rule:
+    """Return the rule of a transpose of two dims, "d0 d1 -> d1 d0"."""
     rank = len(call.operands[0].shape)
     order = list(range(rank))
     if rank:
         a, b = call.args[1] % rank, call.args[2] % rank
         order[a], order[b] = b, a
-    return _permuted(order, call)
+    return _permutation(order, call)
 
 
 def _unsqueeze(call: OpCall) -> Rule:
@@ -239,6 +245,7 @@ def _unsqueeze(call: OpCall) -> Rule:
 
 
 def _squeeze(call: OpCall) -> Rule:
+    """Return the rule of squeeze, "d0 1 d2 -> d0 d2"."""
     shape = call.operands[0].shape
     dim: Any = call.arg(1, "dim")
     dropped = [d for d in resolve_dims(dim, len(shape)) if shape[d] == 1]
