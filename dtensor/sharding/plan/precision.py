@@ -54,8 +54,8 @@ def uncast(flow: Dataflow, rules: Mapping[str, Rule]) -> Dataflow:
 
 
 def _ends_in_cast(flow: Dataflow, rules: Mapping[str, Rule], op: Op) -> bool:
-    """Whether the op casts 16 bits to float32, its operand has no other reader, and its result is
-    one output and nothing else."""
+    """Return whether the op casts 16 bits to float32, its operand has no other reader, and its
+    result is one output and nothing else."""
     if rules[op.name].kind != "cast" or len(op.operands) != 1:
         return False
     (operand,), (result,) = op.operands, op.results
@@ -98,7 +98,7 @@ def round_after_sum(path: Sequence[Move], dtype: torch.dtype) -> tuple[Move, ...
 
 
 def is_part(spec: TensorSpec) -> bool:
-    """Whether each rank has a part of a sum."""
+    """Return whether each rank has a part of a sum."""
     return PARTIAL in spec.placements
 
 
@@ -142,7 +142,8 @@ def _all_accept(
     value: str,
     candidates: Container[str],
 ) -> bool:
-    """Whether each op that reads parts of the value accepts float32 and passes float32 on."""
+    """Return whether each op that reads parts of the value accepts float32 and passes float32
+    on."""
     for op, at in flow.consumers.get(value, ()):
         if _is_partial(chosen, op, at):
             rule, meta = rules[op.name], op.call.results[0]
@@ -154,12 +155,13 @@ def _all_accept(
 
 
 def _still_makes_parts(rules: Mapping[str, Rule], op: Op, candidates: Container[str]) -> bool:
-    """Whether the op makes float32 parts, or reads some of ``candidates``."""
+    """Return whether the op makes float32 parts, or reads some of ``candidates``."""
     return callable(rules[op.name].parts) or any(name in candidates for name in op.operands)
 
 
 def _is_partial(chosen: Chosen, op: Op, at: int) -> bool:
-    """Whether tensor ``at`` of the op (operands first, then results) is partial on some axis."""
+    """Return whether tensor ``at`` of the op (operands first, then results) is partial on some
+    axis."""
     for strategies in chosen:
         strategy = strategies[op.name]
         if (*strategy.operands, *strategy.results)[at] == PARTIAL:

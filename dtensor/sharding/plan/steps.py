@@ -65,7 +65,7 @@ class _Step:
         return (self.stage,)
 
     def is_on(self, stage: int) -> bool:
-        """Whether ranks of the stage take part in the step."""
+        """Return whether ranks of the stage take part in the step."""
         return stage in self.stages
 
     @property

@@ -126,7 +126,7 @@ def _faults(defined: _DefinedValues, step: Step) -> Iterator[str]:
 
 
 def _can_read_as(step: Step, have: TensorSpec, spec: TensorSpec) -> bool:
-    """Whether the step may read a value with the spec ``have`` as ``spec``.
+    """Return whether the step may read a value with the spec ``have`` as ``spec``.
 
     The dtypes of gradients may differ: a gradient may be narrower than the sum over stages, and
     wider than the parameter that it updates. Their placements may be different statements of the
@@ -138,8 +138,8 @@ def _can_read_as(step: Step, have: TensorSpec, spec: TensorSpec) -> bool:
 
 
 def _can_sum_to(part: TensorSpec, total: TensorSpec) -> bool:
-    """Whether ``total`` may be the spec of a sum of values with the spec ``part``: the same spec,
-    or the same spec in float32 if ``part`` is a narrow float."""
+    """Return whether ``total`` may be the spec of a sum of values with the spec ``part``: the same
+    spec, or the same spec in float32 if ``part`` is a narrow float."""
     wider = is_narrow(part.dtype) and total.dtype == torch.float32
     return part == total or (wider and replace(part, dtype=total.dtype) == total)
 
@@ -194,7 +194,7 @@ def _compute_faults(defined: _DefinedValues, step: Compute) -> Iterator[str]:
 
 
 def _allows(rule: Rule, strategy: Strategy, num: int) -> bool:
-    """Whether the rule has this strategy over ``num`` ranks."""
+    """Return whether the rule has this strategy over ``num`` ranks."""
     match strategy.kind:
         case "replicate" | "linear":
             return strategy in rule.fixed_strategies

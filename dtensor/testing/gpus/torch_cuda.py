@@ -254,8 +254,8 @@ PATCHES: tuple[tuple[Any, str, Any], ...] = (
     (capture, "_captured", captured),
     (
         attention_masked,
-        "_seen_and_hidden",
-        by_host(attention_masked._seen_and_hidden.__wrapped__),  # pyright: ignore
+        "_zero_and_minus_infinity",
+        by_host(attention_masked._zero_and_minus_infinity.__wrapped__),  # pyright: ignore
     ),
     (Tensor, "pin_memory", pin_memory),
     (Tensor, "is_pinned", lambda x, *_: getattr(x, "_dtensor_pinned", False)),

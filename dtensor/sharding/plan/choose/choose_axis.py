@@ -200,7 +200,7 @@ def _following(
 
 
 def _splits_another(strategy: Strategy, indices: Collection[int]) -> bool:
-    """Whether the strategy splits an operand whose index is not in ``indices``."""
+    """Return whether the strategy splits an operand whose index is not in ``indices``."""
     operands = enumerate(strategy.operands)
     return any(isinstance(p, Shard) for i, p in operands if i not in indices)
 

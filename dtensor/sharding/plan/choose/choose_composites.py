@@ -79,7 +79,8 @@ def _gathered_kinds(plan: PlanRecord) -> Iterator[Kind]:
 
 
 def _is_gathered(name: str, producers: dict[str, Step]) -> bool:
-    """Whether the value, or the source of its views and conversions, was gathered or exchanged."""
+    """Return whether the value, or the source of its views and conversions, was gathered or
+    exchanged."""
     step = producers.get(name)
     if step is None:
         return False

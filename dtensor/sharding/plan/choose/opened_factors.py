@@ -168,7 +168,7 @@ def crooked(flow: Dataflow, rules: Rules, pins: Sequence[Pin], num: int) -> Misa
 
 
 def _lines_up(flow: Dataflow, rules: Rules, pin: Pin, shard: Shard, num: int) -> bool:
-    """Whether the pin would line up over ``num`` ranks if it were stated as ``shard``."""
+    """Return whether the pin would line up over ``num`` ranks if it were stated as ``shard``."""
     return crooked(flow, rules, [replace(pin, placement=shard)], num) is None
 
 

@@ -62,8 +62,8 @@ def through(rule: Rule, tensor: int, shard: Shard, num: int) -> Through:
 
 
 def _splits_pieces(rule: Rule, dim: Dim, assignment: Assignment) -> bool:
-    """Whether ranks would get different pieces of a dim whose pieces the op needs together, such as
-    the two halves of glu. A placement in blocks splits each piece instead."""
+    """Return whether ranks would get different pieces of a dim whose pieces the op needs together,
+    such as the two halves of glu. A placement in blocks splits each piece instead."""
     return any(
         product[0] in rule.whole and product[0] in assignment and not rule.whole.issuperset(product)
         for product in dim

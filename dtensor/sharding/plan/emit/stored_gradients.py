@@ -106,7 +106,8 @@ def _scatter_over(
 
 
 def _is_accumulated(copy: Copy) -> bool:
-    """Whether the value is made in the backward and summed over microbatches, if there are any."""
+    """Return whether the value is made in the backward and summed over microbatches, if there are
+    any."""
     in_each_microbatch = MICROBATCH_AXIS not in copy.spec.mesh.axes or isinstance(
         copy.spec.placement(MICROBATCH_AXIS), Partial
     )

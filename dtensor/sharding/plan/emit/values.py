@@ -112,7 +112,7 @@ class Emitter:
                 self.add(value, Copy(name, spec, stage, once, phase))
 
     def _makes_float32(self, op: Op, operands: Sequence[Copy]) -> bool:
-        """Whether the op makes float32 parts, or reads an operand in float32 parts."""
+        """Return whether the op makes float32 parts, or reads an operand in float32 parts."""
         metas = zip(operands, op.call.operands, strict=True)
         reads_float32 = any(copy.spec.dtype != meta.dtype for copy, meta in metas)
         return reads_float32 or callable(self.rules[op.name].parts)
@@ -217,7 +217,7 @@ class Emitter:
 
 
 def is_full_view(op: Op, rule: Rule) -> bool:
-    """Whether the op is a view that has all elements of its one operand."""
+    """Return whether the op is a view that has all elements of its one operand."""
     if rule.kind != "view" or len(op.operands) != 1 or len(op.results) != 1:
         return False
     result = op.call.results[0]
@@ -236,5 +236,5 @@ def _moves_before_transfer(copy: Copy, path: Sequence[Move], num_microbatches: i
 
 
 def _not_split_by_microbatch(spec: TensorSpec) -> bool:
-    """Whether the value is the same in every microbatch."""
+    """Return whether the value is the same in every microbatch."""
     return MICROBATCH_AXIS not in spec.mesh.axes or spec.placement(MICROBATCH_AXIS) == REPLICATE

@@ -89,8 +89,8 @@ class _Gathering:
         return replace(self.plan, steps=tuple(self.steps), outputs=tuple(outputs))
 
     def _is_local(self, step: Step) -> bool:
-        """Whether the step is a view, slice or narrowing cast of one parameter to gather. If so,
-        record it in ``local_steps``."""
+        """Return whether the step is a view, slice or narrowing cast of one parameter to gather. If
+        so, record it in ``local_steps``."""
         match step:
             case Compute() if step.is_view or _narrows(step):
                 is_local = len(step.operands) == 1
@@ -104,7 +104,7 @@ class _Gathering:
         return True
 
     def _depends(self, value: str) -> bool:
-        """Whether the value is a parameter to gather, or made from one by local steps."""
+        """Return whether the value is a parameter to gather, or made from one by local steps."""
         return value in self.split or value in self.local_steps
 
     def _base(self, value: str) -> tuple[str, str]:
@@ -262,7 +262,7 @@ def _shard_strategies(
 
 
 def _narrows(step: Compute) -> bool:
-    """Whether the step is a cast to a dtype of the same size or smaller."""
+    """Return whether the step is a cast to a dtype of the same size or smaller."""
     result = step.op.call.results[0]
     (operand,) = step.op.call.operands[:1] or (None,)
     narrower = result and operand and result.dtype.itemsize <= operand.dtype.itemsize

@@ -179,7 +179,8 @@ class _StorageWrites:
                     self._count_copy(value)
 
     def _find_chain(self, value: str) -> bool:
-        """Whether views and writes lead from the storage to the value; record them in ``chain``."""
+        """Return whether views and writes lead from the storage to the value; record them in
+        ``chain``."""
         step = self.producers.get(value)
         if value == self.item.name or value in self.chain:
             return True
@@ -234,8 +235,8 @@ class _StorageWrites:
         self.copied_bytes += self.plan.value_specs()[value].max_local_nbytes
 
     def _puts_back(self, value: str) -> bool:
-        """Whether the op that makes ``value`` puts back a view that the chain has changed. The view
-        shares the storage, so no code is needed for this op."""
+        """Return whether the op that makes ``value`` puts back a view that the chain has changed.
+        The view shares the storage, so no code is needed for this op."""
         step = self.producers[value]
         assert isinstance(step, Compute)
         is_put = step.op.call.target in _PUT_BACK
@@ -301,7 +302,7 @@ class _StorageWrites:
 
 
 def _keeps_dtype_and_shape(step: Compute) -> bool:
-    """Whether an op that puts a view back neither casts nor broadcasts it."""
+    """Return whether an op that puts a view back neither casts nor broadcasts it."""
     base, source = step.op.call.operands
     target, held = step.op.call.target, step.operand_specs
     if target is aten.copy.default and not (base == source and alike(held[0], held[1])):
@@ -348,7 +349,7 @@ class _Dependencies:
     producers: dict[str, Step]
 
     def positions_fixed(self, write: StateWrite, in_place_names: Sequence[str]) -> bool:
-        """Whether the positions of the write depend on no message and on none of the inputs
+        """Return whether the positions of the write depend on no message and on none of the inputs
         ``in_place_names``, which are written in place."""
         pending = [v for name, _ in write.writes for v in self._positions(name)]
         visited: set[str] = set()

@@ -300,5 +300,6 @@ class UnitPricing:
 
 
 def _converts(step: Step) -> bool:
-    """Whether the step converts one value that an op or an output needs under another spec."""
+    """Return whether the step converts one value that an op or an output needs under another
+    spec."""
     return isinstance(step, Redistribute) and step.is_alone

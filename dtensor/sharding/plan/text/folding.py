@@ -230,8 +230,8 @@ class _RunFinder:
         )
 
     def _is_unambiguous(self, common: Sequence[Sequence[set[_Relation]]], start: int) -> bool:
-        """Whether each name in the layer at ``start`` has the same relation at all its uses there.
-        In the first layer, a value that all layers read may also be passed to it."""
+        """Return whether each name in the layer at ``start`` has the same relation at all its uses
+        there. In the first layer, a value that all layers read may also be passed to it."""
         relations_of: dict[_Ref, set[_Relation]] = {}
         for offset, of_step in enumerate(common):
             for ref, relations in zip(self.refs[start + offset], of_step, strict=True):

@@ -177,7 +177,8 @@ def _repeated_work_text(plan: PlanRecord, axis: str) -> str:
 
 
 def _attends(step: Compute) -> bool:
-    """Whether the step is attention, or a batched product of attention that is written out."""
+    """Return whether the step is attention, or a batched product of attention that is written
+    out."""
     return step.rule.kind == "attention" or step.op.call.name == "aten.bmm.default"
 
 
@@ -189,7 +190,7 @@ def _aligned_fix(plan: PlanRecord, axis: str) -> str:
 
 
 def _states_replicas(plan: PlanRecord, axis: str, splits_little: bool) -> bool:
-    """Whether the user stated replicas on the axis, so that repeated work is intended.
+    """Return whether the user stated replicas on the axis, so that repeated work is intended.
 
     A stated `Replicate()` of an argument counts. A stated `Replicate()` of a weight matrix counts
     only if the axis splits more than a little, or if some axis splits the batch: otherwise the user
@@ -206,7 +207,7 @@ def _states_replicas(plan: PlanRecord, axis: str, splits_little: bool) -> bool:
 
 
 def _is_placed(step: Compute, axis: str) -> bool:
-    """Whether a value of the step is split or pending over the axis."""
+    """Return whether a value of the step is split or pending over the axis."""
     specs = (*step.operand_specs, *(s for s in step.result_specs if s is not None))
     return any(spec.sharding.get(axis, REPLICATE) != REPLICATE for spec in specs)
 
