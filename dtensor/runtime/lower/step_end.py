@@ -145,8 +145,7 @@ def _addends(b: RankBuilder, step: Redistribute, mine: Sequence[int]) -> list[st
 
 
 def is_counted(b: RankBuilder, spec: TensorSpec) -> bool:
-    """Whether the norm counts this rank's copy: among replicas, it counts the one at coordinate
-    0."""
+    """Whether the norm counts this rank's copy: of replicas it counts the copy at coordinate 0."""
     here = b.here
     return all(
         here[axis] == 0

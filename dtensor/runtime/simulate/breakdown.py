@@ -1,21 +1,14 @@
-"""The breakdown of timed runs of a step: a `Profile`, from the stamps of each rank.
+"""The breakdown of timed runs of a step: a `Profile`, from the time stamps of each rank.
 
-    floors = measure_floors(cluster)       # the cost of stamps on each rank, and of calls of ops
-    profile_of(measured, plan, predicted)  # `step.profile` makes it
+profile_of(measured, plan, predicted)  # returned by `step.profile`; medians over steps
 
-The parts of a rank's time:
-
-    kernels      the time of each op, less "dispatch"
-    waiting      in Wait, by the ranks waited for
-    overhead     controller: Python before the run and after it;  channel: the run less the longest
-                 list;  engine: between instructions, their table;  starts: of messages;
-                 dispatch: a call of the op on one element, or the call if that is less
-    other_ranks  of the same process, which take turns with it
-    idle         before the rank's first instruction and after its last, while others run
-
-Durations are taken with a rank's own clock, so hosts need not agree on one. The cost of stamps is
-subtracted. Each figure is a median over steps. Not here: running the steps
-(api/launch/profiling.py).
+kernels      the time of each op, without "dispatch"
+waiting      in Wait, by the ranks waited for
+overhead     controller: Python before and after the run;  channel: the run, less the longest
+             rank's time;  engine: between instructions;  starts: of messages;
+             dispatch: the time of the op on one element, or of the op if that is less
+other_ranks  the time of other ranks of the process, which take turns with the rank
+idle         before the rank's first instruction and after its last, while other ranks run
 """
 
 from __future__ import annotations
@@ -74,20 +67,17 @@ _HELPERS: Mapping[object, str] = {
 }
 
 
-# -- the cost of a stamp and of a call
-# ------------------------------------------------------------------
+# -- the cost of a stamp and of a call -------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Floors:
-    """Costs on one rank, in seconds. ``stamp``: of a line; ``instruction``: of the two of an
-    instruction; ``quick``, ``overload``: of a line that calls an op on one element, by the function
-    that torch generates for it, or by its overload; stamp included."""
+    """Least costs on one rank, in seconds. They are subtracted from measured times."""
 
-    stamp: float
-    instruction: float
-    quick: float
-    overload: float
+    stamp: float  # of the time stamp of one line
+    instruction: float  # of the two time stamps of one instruction
+    quick: float  # of a line, with its stamp, that calls an op by the function of torch
+    overload: float  # of a line, with its stamp, that calls an op by its overload
 
 
 _NUM_LINES = 64
@@ -99,7 +89,7 @@ _KINDS: Mapping[str, tuple[str, object]] = {
 
 
 def measure_floors(cluster: Cluster) -> tuple[Floors, ...]:
-    """The floors by rank; it takes some milliseconds, all ranks at once."""
+    """Measure and return the floors of each rank, on all ranks at once, in some milliseconds."""
     texts = [text for text, _ in _KINDS.values() for _ in range(_NUM_LINES)]
     lines = ["x = ones(1, device=device)", *texts, "cost = instruction_seconds(device)"]
     bindings: dict[str, object] = {
@@ -127,37 +117,39 @@ def measure_floors(cluster: Cluster) -> tuple[Floors, ...]:
 
 
 def _floors(runs: Sequence[Mapping[str, object]]) -> Floors:
+    """Return the floors of one rank from its outputs in several runs."""
     medians: dict[str, float] = {}
     for number, kind in enumerate(_KINDS):
         first = 1 + number * _NUM_LINES  # after the line that makes x
-        lasted = [
+        durations = [
             after - before
             for lines in map(lines_of, runs)
             for before, after in zip(
                 lines[first : first + _NUM_LINES], lines[first + 1 :], strict=False
             )
         ]
-        medians[kind] = statistics.median(lasted)
+        medians[kind] = statistics.median(durations)
     costs = [float(cost) for run in runs if isinstance(cost := run["cost"], torch.Tensor)]
     return Floors(instruction=min(costs), **medians)
 
 
 def instruction_seconds(device: torch.device) -> torch.Tensor:
-    """Runs on actors: the extra seconds of a timed step of the engine."""
+    """Return the extra seconds of an instruction that is timed. Runs on ranks."""
     stamps = Stamps({}, device)
-    timed = stamps.timed((0, 0), _nothing)
-    plain, noted = (min(_each(step) for _ in range(5)) for step in (_nothing, timed))
-    return torch.tensor(max(0.0, noted - plain), dtype=torch.float64)
+    timed = stamps.timed((0, 0), _do_nothing)
+    untimed_s, timed_s = (min(_mean_s(step) for _ in range(5)) for step in (_do_nothing, timed))
+    return torch.tensor(max(0.0, timed_s - untimed_s), dtype=torch.float64)
 
 
-def _each(step: Callable[[], None], times: int = 200) -> float:
+def _mean_s(step: Callable[[], None], times: int = 200) -> float:
+    """Return the mean seconds of one call."""
     begin = time.monotonic()
     for _ in range(times):
         step()
     return (time.monotonic() - begin) / times
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     pass
 
 
@@ -166,12 +158,11 @@ def _nothing() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedStep:
-    """``controller``: seconds of the controller before and after the run; ``run``: from its call
-    until its results were there; ``outputs``: by rank, with those of `Stamps`."""
+    """One timed step."""
 
-    controller: float
-    run: float
-    outputs: Sequence[Mapping[str, object]]
+    controller: float  # seconds of the controller before and after the run
+    run: float  # seconds from the call of the run until its results arrived
+    outputs: Sequence[Mapping[str, object]]  # by rank, with the outputs of `Stamps`
 
     @property
     def seconds(self) -> float:
@@ -180,19 +171,18 @@ class TimedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """``program``: the program that ran, ``lists`` its sites by host, ``ranks`` its ranks in the
-    plan's order; ``plain``: seconds of steps that were not timed."""
+    """The measurements of a step."""
 
     program: Program
-    lists: Sequence[Sequence[Site]]
-    ranks: tuple[int, ...]
+    lists: Sequence[Sequence[Site]]  # by process, the instructions that it runs
+    ranks: tuple[int, ...]  # the program's ranks in the plan's order
     floors: Sequence[Floors]
     steps: Sequence[TimedStep]
-    plain: Sequence[float]
+    plain: Sequence[float]  # seconds of steps that ran without time stamps
 
 
 def profile_of(measured: Measured, plan: Plan, predicted: Trace) -> Profile:
-    """``predicted``: the simulated trace of the same step."""
+    """Return the profile of a step. ``predicted``: the simulated trace of the same step."""
     parts = [_parts_of(measured, step) for step in measured.steps]
     seconds = statistics.median(measured.plain)
     timed = statistics.median(step.seconds for step in measured.steps)
@@ -204,7 +194,7 @@ def profile_of(measured: Measured, plan: Plan, predicted: Trace) -> Profile:
         instrumentation=timed - seconds,
         num_steps=len(measured.steps),
         ranks=tuple(
-            _rank_profile(rank, [own[rank] for own in parts], measured, plan, predicted)
+            _rank_profile(rank, [of_step[rank] for of_step in parts], measured, plan, predicted)
             for rank in range(len(measured.ranks))
         ),
     )
@@ -212,10 +202,10 @@ def profile_of(measured: Measured, plan: Plan, predicted: Trace) -> Profile:
 
 @dataclass(slots=True)
 class _Parts:
-    """Seconds and times of one rank in one step."""
+    """The parts of one rank's time in one step, in seconds."""
 
     kernels: dict[str, float] = field(default_factory=lambda: defaultdict[str, float](float))
-    times: dict[str, int] = field(default_factory=lambda: defaultdict[str, int](int))
+    times: dict[str, int] = field(default_factory=lambda: defaultdict[str, int](int))  # by op
     waiting: dict[tuple[int, ...], float] = field(
         default_factory=lambda: defaultdict[tuple[int, ...], float](float)
     )
@@ -229,14 +219,14 @@ class _Parts:
 
 @dataclass(frozen=True, slots=True)
 class _Op:
-    """The call in a line of generated code. ``kind``: its way; "none" calls nothing."""
+    """The call in a line of generated code. ``kind``: how it calls the op; "none": no op."""
 
     name: str
     kind: Literal["quick", "overload", "python", "none"]
 
 
 def _parts_of(measured: Measured, step: TimedStep) -> list[_Parts]:
-    """The parts by rank of the plan."""
+    """Return the parts of each rank's time in one step."""
     program = measured.program
     ops = {name: _ops_of(function) for name, function in program.functions}
     parts = [_Parts() for _ in measured.ranks]
@@ -252,24 +242,26 @@ def _parts_of(measured: Measured, step: TimedStep) -> list[_Parts]:
             for index, begin, end in times_of(step.outputs[number[rank]])
         )
         spent = dict.fromkeys(here, 0.0)
-        last = events[0][0] if events else 0.0
+        last_end = events[0][0] if events else 0.0
         for begin, end, rank, index in events:
             parts_of_rank, floors = parts[number[rank]], measured.floors[number[rank]]
-            gap = max(0.0, begin - last - floors.instruction)
+            gap = max(0.0, begin - last_end - floors.instruction)
             parts_of_rank.overhead["engine"] += gap
-            lasted = end - begin
+            seconds = end - begin
             match item := program.ranks[rank].instructions[index]:
                 case Call():
-                    lasted = _call(parts_of_rank, item, lasted, ops[item.fn], lines[rank], floors)
+                    seconds = _add_call(
+                        parts_of_rank, item, seconds, ops[item.fn], lines[rank], floors
+                    )
                 case Wait():
-                    parts_of_rank.waiting[waits[rank][index]] += lasted
+                    parts_of_rank.waiting[waits[rank][index]] += seconds
                     parts_of_rank.waits[waits[rank][index]] += 1
                 case Send() | Recv() | Collective():
-                    parts_of_rank.overhead["starts"] += lasted
+                    parts_of_rank.overhead["starts"] += seconds
                 case Free() | Vote() | Commit():
-                    parts_of_rank.overhead["engine"] += lasted
-            spent[rank] += gap + lasted
-            last = end
+                    parts_of_rank.overhead["engine"] += seconds
+            spent[rank] += gap + seconds
+            last_end = end
         for rank in here:
             parts[number[rank]].other_ranks = sum(spent.values()) - spent[rank]
             spans[number[rank]] = sum(spent.values())
@@ -281,19 +273,19 @@ def _parts_of(measured: Measured, step: TimedStep) -> list[_Parts]:
     return parts
 
 
-def _call(
+def _add_call(
     parts: _Parts,
     call: Call,
-    lasted: float,
+    call_seconds: float,
     ops: Sequence[_Op],
     stamps: Iterator[float],
     floors: Floors,
 ) -> float:
-    """Share out the seconds of a call; returns them without the cost of stamps."""
+    """Add the seconds of a call to the parts. Return them without the cost of time stamps."""
     if not ops:
-        parts.kernels[call.fn] += lasted
+        parts.kernels[call.fn] += call_seconds
         parts.times[call.fn] += 1
-        return lasted
+        return call_seconds
     before, inside = next(stamps), 0.0
     for op in ops:
         after = next(stamps)
@@ -302,12 +294,12 @@ def _call(
         if op.kind == "none":
             parts.overhead["dispatch"] += seconds
             continue
-        least = 0.0 if op.kind == "python" else _floor_of(floors, op.kind) - floors.stamp
-        dispatched = min(seconds, max(0.0, least))
-        parts.overhead["dispatch"] += dispatched
-        parts.kernels[op.name] += seconds - dispatched
+        floor = 0.0 if op.kind == "python" else _floor_of(floors, op.kind) - floors.stamp
+        dispatch = min(seconds, max(0.0, floor))
+        parts.overhead["dispatch"] += dispatch
+        parts.kernels[op.name] += seconds - dispatch
         parts.times[op.name] += 1
-    around = max(0.0, lasted - inside - (len(ops) + 1) * floors.stamp)
+    around = max(0.0, call_seconds - inside - (len(ops) + 1) * floors.stamp)
     parts.overhead["engine"] += around
     return inside + around
 
@@ -317,14 +309,14 @@ def _floor_of(floors: Floors, kind: Literal["quick", "overload"]) -> float:
 
 
 def _ops_of(function: Function) -> tuple[_Op, ...]:
-    """By stamped line of its body."""
+    """Return the op that each time-stamped line of a function calls."""
     bindings = dict(function.bindings)
     return tuple(_op(line, bindings) for line in function.statements)
 
 
 def _op(line: CodeLine, bindings: Mapping[str, object]) -> _Op:
     target = bindings.get(line.called)
-    if not callable(target):  # a name for a value, or a method of one
+    if not callable(target):  # the line gives a value a name, or calls a method of a value
         return _Op(line.op or COPIES, "overload" if line.op else "none")
     return _Op(line.op or _name_of(target), _kind_of(target))
 
@@ -336,7 +328,7 @@ def _kind_of(target: object) -> Literal["quick", "overload", "python"]:
 
 
 def _name_of(target: Callable[..., object]) -> str:
-    """``mm``; ``dt.attention``; for Python code the function's name, or its purpose."""
+    """Return the name of an op (``mm``, ``dt.attention``), or the purpose or name of a function."""
     if (overload := overload_of(target)) is not None:
         return op_name(overload)
     return _HELPERS.get(target) or target.__name__
@@ -345,7 +337,7 @@ def _name_of(target: Callable[..., object]) -> str:
 def _peers_of_waits(
     program: Program, rank: int, number: Mapping[int, int]
 ) -> dict[int, tuple[int, ...]]:
-    """By index of a wait, the plan's ranks that it waits for."""
+    """Return, by index of a wait, the plan's ranks that it waits for."""
     instructions = program.ranks[rank].instructions
     peers_by_wait: dict[int, tuple[int, ...]] = {}
     for index, starts in starts_of_waits(instructions).items():
@@ -358,21 +350,24 @@ def _peers_of_waits(
     return peers_by_wait
 
 
-# -- medians, with predictions -------------------------------------------------------------
+# -- medians, with predictions ---------------------------------------------------------------------
 
 
 def _rank_profile(
     rank: int, parts: Sequence[_Parts], measured: Measured, plan: Plan, predicted: Trace
 ) -> RankProfile:
+    """Return the profile of a rank. ``parts``: its parts in each timed step."""
+
     def median(of: Callable[[_Parts], float]) -> float:
         return statistics.median(map(of, parts))
 
     kernels = _predicted_kernels(plan, rank)
-    like = _representative(plan, rank)
-    dispatch = max(0.0, predicted.spent(like, "compute") - sum(kernels.values()))
-    spans = _waits_of(predicted, like)
-    waits, called = _predicted_waits(measured, rank, spans), spans.get(CALL, 0.0)
-    layers: dict[str, float | None] = {"channel": called, "dispatch": dispatch}
+    representative = _representative(plan, rank)
+    dispatch = max(0.0, predicted.spent(representative, "compute") - sum(kernels.values()))
+    seconds_by_label = _waits_of(predicted, representative)
+    waits = _predicted_waits(measured, rank, seconds_by_label)
+    channel = seconds_by_label.get(CALL, 0.0)
+    layers: dict[str, float | None] = {"channel": channel, "dispatch": dispatch}
     overhead = {
         layer: Spent(
             seconds=median(lambda p, of=layer: p.overhead[of]), predicted=layers.get(layer)
@@ -395,18 +390,18 @@ def _rank_profile(
         )
         for peers in sorted({peers for p in parts for peers in p.waiting if peers} | {*waits})
     }
-    shown = sum(kernels.values()) + dispatch + sum(waits.values()) + called
+    busy = sum(kernels.values()) + dispatch + sum(waits.values()) + channel
     return RankProfile(
         rank=rank,
         kernels={
-            op: spent  # a view takes no time: it is dispatch
+            op: spent  # a view has no kernel: all its time is dispatch
             for op, spent in sorted(ops.items(), key=lambda item: (-item[1].seconds, item[0]))
             if spent.seconds or spent.predicted
         },
         waiting=waiting,
         overhead=overhead,
         other_ranks=Spent(seconds=median(lambda p: p.other_ranks)),
-        idle=Spent(seconds=median(lambda p: p.idle), predicted=max(0.0, predicted.seconds - shown)),
+        idle=Spent(seconds=median(lambda p: p.idle), predicted=max(0.0, predicted.seconds - busy)),
     )
 
 
@@ -429,7 +424,8 @@ def _predicted_kernels(plan: Plan, rank: int) -> dict[str, float]:
 
 
 def _step_name(shared: ProgramContext, step: Step, here: Mapping[str, int]) -> str | None:
-    """The name of a step's computation, as in lines of code of the rank ``here``."""
+    """Return the name of a step's computation, as in the code of a rank, or None if it has none.
+    ``here``: the coordinates of the rank."""
     match step:
         case Compute():
             return _name_of(shared.local_call(step, here).target)
@@ -444,13 +440,13 @@ def _step_name(shared: ProgramContext, step: Step, here: Mapping[str, int]) -> s
 
 
 def _representative(plan: Plan, rank: int) -> int:
-    """The rank of a predicted trace that represents this one."""
+    """Return the rank of a predicted trace that represents this rank."""
     coordinates = plan.mesh.coordinates(rank)
     return next(
-        one
-        for one in representatives(plan)
+        other
+        for other in representatives(plan)
         if plan.stage_axis is None
-        or plan.mesh.coordinates(one)[plan.stage_axis] == coordinates[plan.stage_axis]
+        or plan.mesh.coordinates(other)[plan.stage_axis] == coordinates[plan.stage_axis]
     )
 
 
@@ -464,18 +460,19 @@ def _waits_of(predicted: Trace, rank: int) -> dict[Label, float]:
 
 
 def _predicted_waits(
-    measured: Measured, rank: int, spans: Mapping[Label, float]
+    measured: Measured, rank: int, seconds_by_label: Mapping[Label, float]
 ) -> dict[tuple[int, ...], float]:
-    """Seconds by peers: instructions of equal ranks have the same labels."""
-    number = {of: i for i, of in enumerate(measured.ranks)}
-    place = measured.ranks[rank]
-    instructions = measured.program.ranks[place].instructions
+    """Return the predicted seconds of the rank's waits, by the ranks waited for. A wait is found by
+    its label, which is the same on the representative of the rank."""
+    number = {program_rank: i for i, program_rank in enumerate(measured.ranks)}
+    program_rank = measured.ranks[rank]
+    instructions = measured.program.ranks[program_rank].instructions
     peers_of: dict[Label | None, tuple[int, ...]] = {}
-    for index, peers in _peers_of_waits(measured.program, place, number).items():
+    for index, peers in _peers_of_waits(measured.program, program_rank, number).items():
         if peers:
             peers_of.setdefault(instructions[index].label, peers)
     seconds_by_peers: dict[tuple[int, ...], float] = defaultdict(float)
-    for label, seconds in spans.items():
+    for label, seconds in seconds_by_label.items():
         if label in peers_of:
             seconds_by_peers[peers_of[label]] += seconds
     return dict(seconds_by_peers)

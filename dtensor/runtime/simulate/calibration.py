@@ -1,24 +1,13 @@
-"""What a cluster does in a second: the `Topology` that its ranks measure.
+"""Calibration: ranks measure the `Topology` of their cluster.
 
     calibrate(cluster, Mesh(tp=2))      # Topology(latency={"tp": 7e-05}, bandwidth=..., flops=...)
 
-Small programs run on all ranks at once, so that contention for what ranks share is in the figures;
-the actors time their own instructions. An instruction's label says what its seconds count for:
-
-    a, b, q, s0, ..., x0 = call made()
-    [barrier]  call matmul(a, b)  call attention(q)  call stream(s0, ...)
-               call update(optimizer, s0, ...)  x1 = call tiny(x0)  ...  x50 = call tiny(x49)
-               and so on, NUM_ROUNDS times
-
-Those of the first round have no label, as caches are cold and connections unused. All rounds are
-one run: a rank is as busy as in a step, and ranks do the same at about the same time. On a GPU each
-timed call, and each message, is followed by a wait for the device. A figure is the mean over rounds
-and ranks, not the median: a step is a sum, and a core that is shared is lost for a while at a time.
-The two numbers of an axis, latency and bandwidth, are those with which the alpha-beta model comes
-closest to the seconds of all its messages, by least squares of the relative error.
-
-Not measured: memory (the default of `Topology` stands), messages of several axes at once. In one
-process the ranks take turns: figures are of each rank alone, and messages of its own copies.
+Small programs run on all ranks at once, so contention for shared hardware is measured too. Each
+rank times its instructions; their labels name what is measured. The first of the rounds, with cold
+caches, has no labels. A figure is the mean over rounds and ranks, not the median, because a step is
+a sum. Latency and bandwidth of an axis are fitted to the seconds of all its messages, by least
+squares of the relative error. Ranks in one process take turns, so there each is measured alone.
+Memory size and messages of several axes at once are not measured.
 """
 
 from __future__ import annotations
@@ -62,33 +51,28 @@ from dtensor.sharding.spec.mesh import Mesh
 
 NUM_EMPTY = 20
 NUM_ROUNDS = 8
-"""After the first one, which is not counted."""
+"""The number of rounds that count; one round runs before them."""
 NUM_TINY = 50
-"""Calls of MAX_LINES tiny ops each: a Call of a step has up to so many lines too."""
+"""The number of calls of "tiny", each with MAX_LINES tiny ops, as a Call of a step has at most."""
 NUM_PRODUCTS = 3
 STREAMED = 11
-"""Tensors that "stream" reads and writes for each of its values."""
+"""The number of tensors that "stream" reads or writes for each of its values."""
 UPDATED = 7
-"""The same of "update": a parameter, its gradient and the two of AdamW's state, as step_seconds
-counts them."""
+"""The number of tensors that "update" reads or writes for each parameter: the parameter, its
+gradient and AdamW's two states, as `step_seconds` counts them."""
 SMALL = 16
-"""Numbers of a small message."""
+"""The number of elements of a small message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sizes:
-    """How much work is timed: enough to keep a device busy, little enough to be done soon.
+    """The sizes of the timed work: large enough to keep a device busy, small enough to be quick."""
 
-    matrix: rows and columns; attention: batch, heads, positions, width of a head; stream: numbers
-    of a tensor, of which ``streams`` are gone through in turn, more than caches hold; message:
-    numbers of the large one.
-    """
-
-    matrix: int
-    attention: tuple[int, int, int, int]
-    stream: int
-    streams: int
-    message: int
+    matrix: int  # rows and columns
+    attention: tuple[int, int, int, int]  # batch, heads, positions, width of a head
+    stream: int  # elements of each tensor that "stream" reads
+    streams: int  # number of these tensors; together they are larger than the caches
+    message: int  # elements of a large message
 
 
 CPU = _Sizes(matrix=384, attention=(1, 8, 128, 64), stream=2**18, streams=6, message=2**19)
@@ -96,10 +80,11 @@ GPU = _Sizes(matrix=4096, attention=(4, 16, 2048, 64), stream=2**25, streams=4, 
 
 
 def calibrate(cluster: Cluster, mesh: Mesh, dtype: torch.dtype = torch.float32) -> Topology:
-    """Measure; about a second on CPUs. Raises daft's errors: a rank that failed or stopped."""
+    """Measure and return the topology, in about a second on CPUs. Raises the errors of daft if a
+    rank fails or stops."""
     device = cluster.device
     sizes = GPU if device.type == "cuda" else CPU
-    busy = not isinstance(cluster, InProcessCluster)  # there no rank waits for another
+    busy = not isinstance(cluster, InProcessCluster)  # in one process no rank waits for another
     timed = _seconds(cluster, _local_program(mesh, sizes, dtype, device))
     local = {label.action: seconds for label, seconds in timed.items()}
     nbytes = sizes.streams * sizes.stream * dtype.itemsize
@@ -115,8 +100,8 @@ def calibrate(cluster: Cluster, mesh: Mesh, dtype: torch.dtype = torch.float32) 
             fits[axis] = _fitted(measured, num, sent, memory_bandwidth)
     batch, heads, positions, width = sizes.attention
     tiny = _rounded(local["tiny"] / (NUM_TINY * MAX_LINES))  # the host's seconds of an op
-    # of a forward and its backward, as the rules of both count them
-    attended = (1 + 2.5) * 2 * batch * heads * positions**2 * 2 * width
+    # the FLOP of a forward and its backward, as the rules of attention count them
+    attention_flop = (1 + 2.5) * 2 * batch * heads * positions**2 * 2 * width
     where = "ranks side by side" if busy else "each rank alone in this process"
     return Topology(
         latency={axis: _rounded(fit[0]) for axis, fit in fits.items()},
@@ -126,23 +111,23 @@ def calibrate(cluster: Cluster, mesh: Mesh, dtype: torch.dtype = torch.float32) 
         op_latency=0.0 if device.type == "cuda" else tiny,
         launch_latency=tiny if device.type == "cuda" else 0.0,
         step_latency=_rounded(_empty_seconds(cluster, mesh)),
-        attention_flops=_rounded(attended / local["attention"]),
-        # the streams are parameters and gradients in halves
+        attention_flops=_rounded(attention_flop / local["attention"]),
+        # half of the streams are parameters, the other half gradients
         update_bandwidth=_rounded(UPDATED * (nbytes / 2) / local["update"]),
         name=f"calibrated on {mesh}, {device.type}, {where}",
     )
 
 
 def _seconds(cluster: Cluster, program: Program) -> dict[Label, float]:
-    """By label, the seconds of one round of its instructions on a rank."""
+    """Return, by label, the seconds of its instructions in one round, the mean over ranks."""
     handle = cluster.load(program)
     outputs = cluster.run(handle, [{}] * cluster.size, mode="timed").get()
     cluster.unload(handle)
     by_rank: list[dict[Label, float]] = []
-    for rank, own in enumerate(outputs):
+    for rank, outputs_of_rank in enumerate(outputs):
         spent: dict[Label, float] = {}
         instructions = program.ranks[rank].instructions
-        for index, begin, end in times_of(own):
+        for index, begin, end in times_of(outputs_of_rank):
             label = instructions[index].label
             if label is not None:
                 spent[label] = spent.get(label, 0.0) + (end - begin) / NUM_ROUNDS
@@ -157,31 +142,29 @@ def _seconds(cluster: Cluster, program: Program) -> dict[Label, float]:
 def _fitted(
     seconds_by_label: Mapping[Label, float], num: int, nbytes: Mapping[str, int], fastest: float
 ) -> tuple[float, float]:
-    """(latency, bandwidth) of an axis of ``num`` ranks, from the seconds of each kind and size.
-
-    Where noise hides what bytes cost, the bandwidth is ``fastest``: a rank reads what it sends.
-    """
+    """Return (latency, bandwidth) of an axis of ``num`` ranks, fitted to the seconds of each kind
+    and size of message. ``fastest``: the most bandwidth, used if noise hides the cost of bytes."""
     per_exchange = Topology(latency=1.0, bandwidth=float("inf"))
     per_byte = Topology(latency=0.0, bandwidth=1.0)
     rows: list[tuple[float, float]] = []
     for label, seconds in seconds_by_label.items():
         kind, size = label.action, label.what
         if kind == "transfer":
-            seconds /= 2  # there and back
+            seconds /= 2  # a transfer and its answer
         share = {"all_reduce": 2 * (num - 1) / num, "all_gather": num - 1, "transfer": 1.0}[kind]
         exchanges, sent = (
             unit.collective_seconds(kind, axis="", num=num, bytes_sent=share * nbytes[size])
             for unit in (per_exchange, per_byte)
         )
         rows.append((exchanges / seconds, sent / seconds))
-    from scipy.optimize import nnls  # here, as actors import this package and load no scipy
+    from scipy.optimize import nnls  # here, so that actors, which import this file, need no scipy
 
     (latency, inverse), _ = nnls(rows, [1.0] * len(rows))
     return float(latency), 1.0 / max(float(inverse), 1.0 / fastest)
 
 
 def _empty_seconds(cluster: Cluster, mesh: Mesh) -> float:
-    """From the call of a run that does nothing to its answer."""
+    """Return the seconds from the call of a run that does nothing to its answer."""
     nothing = Program(
         name="calibrate nothing",
         ranks=(RankProgram(instructions=()),) * mesh.size,
@@ -199,7 +182,7 @@ def _empty_seconds(cluster: Cluster, mesh: Mesh) -> float:
 
 
 def _rounded(figure: float) -> float:
-    """To three digits: no more are repeated by a second measurement."""
+    """Return the figure with three digits; a second measurement does not repeat more."""
     return float(f"{figure:.3g}")
 
 
@@ -209,7 +192,8 @@ _Functions = Mapping[str, Body]
 
 
 def _local_program(mesh: Mesh, sizes: _Sizes, dtype: torch.dtype, device: torch.device) -> Program:
-    """What a rank does alone, labelled "matmul", "attention", "stream", "update" and "tiny"."""
+    """Return the program of local work, labelled "matmul", "attention", "stream", "update" and
+    "tiny"."""
     streams = tuple(f"s{i}" for i in range(sizes.streams))
     parameters, gradients = streams[: len(streams) // 2], streams[len(streams) // 2 :]
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(streams, (sizes.stream,))
@@ -254,11 +238,11 @@ def _local_program(mesh: Mesh, sizes: _Sizes, dtype: torch.dtype, device: torch.
 def _message_program(
     mesh: Mesh, axis: str, sizes: _Sizes, dtype: torch.dtype, device: torch.device, *, busy: bool
 ) -> Program:
-    """Messages along an axis, labelled by kind, with "small" or "large".
+    """Return the program of messages along an axis, labelled by kind, with "small" or "large".
 
-    ``busy``: collectives come after a piece of computation, as in a step: that ranks end it at
-    different times, and that one whose core is shared wakes late, is in their seconds. A transfer
-    goes there and back between neighbours; a rank without a neighbour has none.
+    ``busy``: each collective follows a computation, as in a step. So its seconds include waits for
+    ranks that end the computation late. Transfers go back and forth between two neighbours; the
+    last of an odd number of ranks has none.
     """
     shapes = dict(small=(SMALL,), large=(sizes.message,), a=(sizes.matrix,) * 2)
     functions: _Functions = {"matmul": _MATMUL, "done": Body((), (), ())}
@@ -284,7 +268,7 @@ def _message_program(
                 axis,
                 label=label,
             )
-            yield from _done(results, label, device)
+            yield from _complete(results, label, device)
 
     def transfers(
         at: int, pair: tuple[int, int], value: str, buffer: Buffer, timed: bool
@@ -294,12 +278,12 @@ def _message_program(
         if at == pair[0]:
             yield Send(value, pair[1], there, buffer, label=label)
             yield Recv("result", pair[1], back, buffer, label=label)
-            yield from _done((value, "result"), label, device, free=("result",))
+            yield from _complete((value, "result"), label, device, free=("result",))
         else:
             yield Recv("result", pair[0], there, buffer, label=label)
-            yield from _done(("result",), label, device, free=())
+            yield from _complete(("result",), label, device, free=())
             yield Send("result", pair[0], back, buffer, label=label)
-            yield from _done(("result",), label, device)
+            yield from _complete(("result",), label, device)
 
     def rank(number: int) -> Iterator[Instruction]:
         group = mesh.group(number, axis)
@@ -316,13 +300,14 @@ def _message_program(
     return _program(f"calibrate {axis}", mesh, shapes, rank, functions, dtype, device)
 
 
-def _done(
+def _complete(
     values: tuple[str, ...],
     label: Label | None,
     device: torch.device,
     *,
     free: tuple[str, ...] | None = None,
 ) -> Iterator[Instruction]:
+    """Yield a wait for the values, and a Free of them or of ``free``."""
     yield Wait(values, label=label)
     if device.type == "cuda":
         yield Call("done", (), (), label=label)
@@ -339,7 +324,8 @@ def _program(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Program:
-    """On each rank: what is made, of the shapes given; a barrier; the instructions of ``rank``."""
+    """Return a program: each rank creates tensors of these shapes, meets the other ranks in a
+    barrier, and runs the instructions of ``rank``."""
     everyone, one = tuple(range(mesh.size)), (Buffer((), torch.float32),)
     barrier = (
         Call("one", (), ("one",)),
@@ -365,7 +351,7 @@ def _body(inputs: tuple[str, ...], *lines: str, outputs: tuple[str, ...] = ()) -
     return Body(inputs, tuple(map(CodeLine, lines)), outputs)
 
 
-# the product of a layer, and the two of its backward, which read a factor across its rows
+# the product of a layer, and the two products of its backward, which read a factor transposed
 _MATMUL = _body(("a", "b"), "mm(a, b), mm(t(a), b), mm(a, t(b))")
 
 _ATTENTION = (
@@ -375,9 +361,8 @@ _ATTENTION = (
 
 
 def _stream(values: Sequence[str]) -> Iterator[str]:
-    """A forward that keeps a sum and a function of it for each value in turn, then a backward that
-    reads them in reverse and drops them: so memory is taken from the system and reused in a step.
-    """
+    """Yield lines that use memory as a step does: a forward that keeps two tensors for each value,
+    then a backward that reads the tensors in reverse order and frees them."""
     for i, v in enumerate(values):
         yield from (f"y{i} = add({v}, {v})", f"z{i} = gelu(y{i})")
     for i, v in reversed(list(enumerate(values))):
@@ -385,13 +370,13 @@ def _stream(values: Sequence[str]) -> Iterator[str]:
 
 
 def _update(*names: Sequence[str]) -> str:
-    """``names``: of parameters, gradients and values of the state."""
-    given = ", ".join(f"({''.join(f'{n}, ' for n in own)})" for own in names)
-    return f"step(optimizer, what, options, {given}, None)"
+    """Return the line that updates; ``names``: of parameters, gradients and values of the state."""
+    tuples = ", ".join(f"({''.join(f'{n}, ' for n in group)})" for group in names)
+    return f"step(optimizer, what, options, {tuples}, None)"
 
 
 def _function(name: str, body: Body, dtype: torch.dtype, device: torch.device) -> Function:
-    if device.type == "cuda":  # a call is over when the device has done its work
+    if device.type == "cuda":  # so that the time of a call includes the device's work
         body = replace(body, lines=(*body.lines, CodeLine("time_when_idle(device)")))
     bindings: dict[str, object] = dict(
         AdamW=torch.optim.AdamW,

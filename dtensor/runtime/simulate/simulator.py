@@ -1,22 +1,14 @@
-"""The program of a step on a virtual clock: when each rank computes, sends and waits.
+"""Simulation of a step: its program on a virtual clock (runtime/schedule/clock.py).
 
     trace = simulate(plan, OneFOneB(8).grid(4, 4), topology)
     print(trace); trace.save("trace.json")
 
-The ranks of one stage that differ in other axes do the same on equal shards, so one of them
-represents all: the one at coordinate 0, which has the largest. Its list of instructions is the one
-that an actor would run. A `Call` lasts as long as its ops by the roofline; a message as long as the
-alpha-beta model says, in the background, after those before it on its channel; a `Wait` until its
-messages are complete. A message begins when all its members have started it; a message whose other
-members no rank here represents begins when ours starts it. The controller's call comes first, as
-one `CALL`.
-
-A rank's memory has values by their storage, of which a view has none of its own, the optimizer's
-state, and temporary values of a running call. So it equals the prediction of `plan.memory`, except
-for gradients that are not made yet, which a plan without microbatches counts from the start.
-
-Invariant: it ends at the time of `plan.cost`, which replays one action of each kind. Not modelled:
-contention between channels; the time of `Free` and of an empty `Wait`.
+One rank represents all ranks of a stage: the rank at coordinate 0 of the other axes, which has the
+largest shards. Its program is the one that an actor would run, after one `CALL` of the controller.
+A `Call` takes the time of its ops by the roofline model, a message the time of the alpha-beta
+model. Contention between channels is not modelled. Invariants: the trace ends at the time of
+`plan.cost`; memory equals `plan.memory`, except that a plan without microbatches counts gradients
+from the start of the step.
 """
 
 from __future__ import annotations
@@ -55,7 +47,7 @@ from dtensor.sharding.redistribute.topology import Topology
 
 
 def simulate(plan: Plan, grid: Grid | None, topology: Topology | None = None) -> Trace:
-    """The predicted trace of one run. ``topology``: for the prices; by default the plan's."""
+    """Return the predicted trace of one run. ``topology``: by default the plan's."""
     plan = replace(plan, topology=topology or plan.topology)
     ranks = representatives(plan)
     trains = bool(updates_of(plan.steps))
@@ -95,7 +87,7 @@ def simulate(plan: Plan, grid: Grid | None, topology: Topology | None = None) ->
 
 
 def representatives(plan: Plan) -> tuple[int, ...]:
-    """A rank for each coordinate of the stage axis: the one at 0 of all other axes."""
+    """Return, for each coordinate of the stage axis, the rank at coordinate 0 of all other axes."""
     axis = plan.stage_axis
     if axis is None:
         return (0,)
@@ -106,7 +98,7 @@ def representatives(plan: Plan) -> tuple[int, ...]:
 
 
 def _state_bytes(plan: Plan, stages: tuple[int, ...]) -> int:
-    """Bytes besides the program's values: the optimizer's state, and copies to undo a step."""
+    """Return the bytes of the optimizer's state and of the copies with which a step is undone."""
     memories = [plan.memory[stage] for stage in stages]
     return sum(memory.optimizer + memory.masters + memory.snapshots for memory in memories)
 
@@ -115,7 +107,7 @@ def _state_bytes(plan: Plan, stages: tuple[int, ...]) -> int:
 
 
 def _items(builder: RankBuilder, program: RankProgram) -> list[Item]:
-    """The rank's timed actions, from its instructions that take time."""
+    """Return the rank's items on the clock, one for each instruction that takes time."""
     calls = (i.work for i in builder.instructions if isinstance(i, LocalCode))
     waits = starts_of_waits(program.instructions)
     items: list[Item] = []
@@ -157,16 +149,16 @@ def _axis_of(plan: Plan, group: tuple[int, ...]) -> str:
     return next(axis for axis in first if first[axis] != second[axis])
 
 
-# -- results ------------------------------------------------------------------------------
+# -- results ---------------------------------------------------------------------------------------
 
 
 def _timed(
     program: RankProgram, times: Sequence[Interval]
 ) -> Iterator[tuple[Instruction, Interval | None]]:
-    """Each instruction and its time; None for those that take no time."""
-    each = iter(times)
+    """Yield each instruction with its interval, or with None if it takes no time."""
+    intervals = iter(times)
     for item in program.instructions:
-        yield item, None if isinstance(item, Free | Vote | Commit) else next(each)
+        yield item, None if isinstance(item, Free | Vote | Commit) else next(intervals)
 
 
 def _spans(rank: int, program: RankProgram, times: Sequence[Interval]) -> Iterator[Span]:
@@ -188,8 +180,8 @@ def _track(item: Instruction) -> Track:
 def _held(
     b: RankBuilder, program: RankProgram, times: Sequence[Interval], begin: float
 ) -> Iterator[tuple[float, int]]:
-    """(Begin, bytes held from then on). Results of a message are held from its start, a storage
-    while a value of the table is in it, and temporary values of a call while it runs."""
+    """Yield (time, bytes held from then on). A storage is held while a value of the table uses it,
+    the results of a message from its start, and temporary values of a call while it runs."""
     held = _state_bytes(b.plan, b.stages)
     sizes, users = dict(program.nbytes), Counter[str]()
     segments = (item for item in b.instructions if isinstance(item, LocalCode))
@@ -229,22 +221,22 @@ def _held(
 
 
 def _held_within(b: RankBuilder, segment: LocalCode, outputs: Sequence[str]) -> int:
-    """The most bytes of a call's temporary values while it runs: values die at their last use."""
-    last: dict[str, int] = {}  # by storage
+    """Return the peak bytes of a call's temporary values, which are freed after their last use."""
+    last_use: dict[str, int] = {}  # by storage, the line
     for number, line in enumerate(segment.code.lines):
         for name in line.reads:
             value = b.table_name(segment, name)
-            last[b.priced.storage.get(value, value)] = number
-    stay = {b.priced.storage.get(value, value) for value in outputs}
+            last_use[b.priced.storage.get(value, value)] = number
+    returned = {b.priced.storage.get(value, value) for value in outputs}
     live: list[tuple[int, int]] = []  # last line, bytes
-    held = most = 0
+    held = peak = 0
     for line, value in segment.results:
         if value in b.priced.storage:
             continue
         held -= sum(nbytes for end, nbytes in live if end < line)
         live = [(end, nbytes) for end, nbytes in live if end >= line]
-        end = len(segment.code.lines) if value in stay else last.get(value, line)
+        end = len(segment.code.lines) if value in returned else last_use.get(value, line)
         live.append((end, b.nbytes[value]))
         held += b.nbytes[value]
-        most = max(most, held)
-    return most
+        peak = max(peak, held)
+    return peak

@@ -1,14 +1,13 @@
-"""What ran when on the ranks of a launch: many runs of several programs on one axis of time.
+"""A timeline of a launch: the runs of all programs on its ranks, on one axis of time.
 
     timeline = timeline_of(recording, begin, end, [])     # list[RecordedRun] of a cluster
     print(timeline)                      # a line for each program, with its runs and seconds
     timeline.save("timeline.json")       # Perfetto, chrome://tracing: each instruction
     timeline._repr_svg_()                # a row for each rank, a colour for each program
 
-Invariants: times are seconds from the beginning of the recording, by the host's monotonic clock, so
-those of ranks on several hosts are offset to one another. A run of a rank is one box, grey where it
-waits; where nothing is drawn the rank has nothing to do. Other rows (`Note`) are what the caller
-says of them. Not here: one step in detail (trace.py).
+Times are seconds from the start of the recording, by each host's monotonic clock, so times on
+different hosts have an offset. A run of a rank is one box, grey while the rank waits. The caller
+may add rows of `Note`s. trace.py has one step in detail.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from dtensor.runtime.simulate.trace import Span, spans_of, ticks
 from dtensor.sharding.plan.text.words import seconds_text, table
 
 _PALETTE = ("#6c9ef0", "#f2a154", "#6fbf87", "#b493d6", "#f6c95c", "#e57373", "#4db6ac", "#a1887f")
-_MANY = "#90a4ae"
+_DEFAULT_COLOUR = "#90a4ae"
 _WIDTH = 840.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """What something besides the ranks does, in a row of its own."""
+    """An interval in a row that is no rank, for example of a reward function."""
 
     row: str
     name: str
@@ -43,9 +42,13 @@ class Note:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Timeline:
-    """What a recording gives; printed, a line for each program. ``spans``: by program and rank,
-    what each instruction of each run took; ``num_runs``: of each program; ``ranks``: of the
-    launch."""
+    """A recording of the runs on the ranks of a launch. It prints as a line for each program.
+
+    Attributes:
+        seconds: the length of the recording.
+        num_runs: the number of runs by program.
+        spans: by program and rank, the spans of all instructions of all runs.
+    """
 
     seconds: float
     ranks: tuple[int, ...]
@@ -54,12 +57,12 @@ class Timeline:
     notes: tuple[Note, ...]
 
     def spent(self, program: str, rank: int) -> float:
-        """Seconds in which a rank computes for a program."""
+        """Return the seconds in which a rank computes for a program."""
         spans = self.spans.get((program, rank), ())
         return sum(span.seconds for span in spans if span.track == "compute")
 
     def busy(self, rank: int) -> float:
-        """The fraction of the time in which a rank computes."""
+        """Return the fraction of the time in which a rank computes."""
         spent = sum(self.spent(program, rank) for program in self.num_runs)
         return spent / self.seconds if self.seconds else 0.0
 
@@ -80,7 +83,7 @@ class Timeline:
         return self._repr_svg_()
 
     def save(self, path: str | Path) -> None:
-        """As Chrome's trace event format: a process for each rank and other row."""
+        """Write the timeline to ``path`` in Chrome's trace event format: a process for each row."""
         places = [*(f"rank {rank}" for rank in self.ranks)]
         places += dict.fromkeys(note.row for note in self.notes)
         events: list[dict[str, object]] = [
@@ -101,8 +104,8 @@ class Timeline:
                 }
             )
 
-        for (program, rank), own in self.spans.items():
-            for span in own:
+        for (program, rank), spans in self.spans.items():
+            for span in spans:
                 if span.track != "communication":
                     name = f"{program}: {span.name}"
                     thread = int(span.track == "wait")
@@ -112,10 +115,11 @@ class Timeline:
         Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
     def _repr_svg_(self) -> str:
-        """A row for each rank and other row; boxes of one colour that touch are one."""
+        """Return the drawing: a row for each rank and each row of notes. Boxes of one colour that
+        touch are merged."""
         names = [*self.num_runs, *dict.fromkeys(note.name for note in self.notes)]
         colours = {
-            name: (_PALETTE[n] if n < len(_PALETTE) else _MANY, name)
+            name: (_PALETTE[n] if n < len(_PALETTE) else _DEFAULT_COLOUR, name)
             for n, name in enumerate(names)
         }
         colours["wait"] = COLOURS["wait"]
@@ -124,16 +128,18 @@ class Timeline:
         for rank in self.ranks:
             boxes = [
                 Box(s.begin, s.end, "wait" if s.track == "wait" else program, program)
-                for (program, own), spans in self.spans.items()
-                if own == rank
+                for (program, program_rank), spans in self.spans.items()
+                if program_rank == rank
                 for s in spans
                 if s.track != "communication"
             ]
             note = f"{100 * self.busy(rank):.0f}%"
-            rows.append(RankRow(name=f"rank {rank}", lanes=(_joined(boxes, grain),), note=note))
+            rows.append(
+                RankRow(name=f"rank {rank}", lanes=(_merged_boxes(boxes, grain),), note=note)
+            )
         for row in dict.fromkeys(note.row for note in self.notes):
             boxes = [Box(n.begin, n.end, n.name, n.name) for n in self.notes if n.row == row]
-            rows.append(RankRow(name=row, lanes=(_joined(boxes, grain),)))
+            rows.append(RankRow(name=row, lanes=(_merged_boxes(boxes, grain),)))
         return drawing(
             rows,
             heights=(22.0,),
@@ -149,20 +155,20 @@ class Timeline:
 def timeline_of(
     recording: Sequence[RecordedRun], begin: float, end: float, notes: Sequence[Note]
 ) -> Timeline:
-    """Of the runs that were not undone; waits for them. ``begin``, ``end``: by the monotonic clock,
-    as the times of ``notes``."""
+    """Wait for the recorded runs, and return their timeline without runs that failed. ``begin``,
+    ``end`` and the times of ``notes`` are of the monotonic clock."""
     spans: dict[tuple[str, int], list[Span]] = defaultdict(list)
     num_runs: dict[str, int] = defaultdict(int)
     size = 0
-    for ran in recording:
-        program = ran.handle.program
+    for recorded in recording:
+        program = recorded.handle.program
         size = max(size, program.size)
         try:
-            given = ran.future.get()
-        except TaskError:  # whoever reads what the run was to give has it, too
+            results = recorded.future.get()
+        except TaskError:  # the reader of the run's results gets this error too
             continue
         num_runs[program.name] += 1
-        for rank, outputs in enumerate(given):
+        for rank, outputs in enumerate(results):
             if instructions := program.ranks[rank].instructions:
                 spans_of_run = spans_of(instructions, rank, times_of(outputs), begin)
                 spans[program.name, rank] += spans_of_run
@@ -170,15 +176,16 @@ def timeline_of(
         seconds=end - begin,
         ranks=tuple(range(size)),
         num_runs=dict(num_runs),
-        spans={key: tuple(own) for key, own in spans.items()},
+        spans={key: tuple(spans_of_key) for key, spans_of_key in spans.items()},
         notes=tuple(
             Note(row=n.row, name=n.name, begin=n.begin - begin, end=n.end - begin) for n in notes
         ),
     )
 
 
-def _joined(boxes: Sequence[Box], grain: float) -> tuple[Box, ...]:
-    """In order, without overlaps, those of one kind that are less than ``grain`` apart as one."""
+def _merged_boxes(boxes: Sequence[Box], grain: float) -> tuple[Box, ...]:
+    """Return the boxes sorted and without overlaps; boxes of one kind that are closer than
+    ``grain`` seconds are merged."""
 
     def merged() -> Iterator[Box]:
         last: Box | None = None

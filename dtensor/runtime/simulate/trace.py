@@ -1,14 +1,13 @@
-"""A trace: when each rank computed, sent and waited; predicted or measured.
+"""A trace: when each rank computes, sends and waits in a step, predicted or measured.
 
     trace.seconds, trace.bubble
     print(trace)                  # a line for each rank
     trace.save("trace.json")      # opens in Perfetto and chrome://tracing
     compare_traces(predicted, measured)
 
-In a notebook a trace draws itself. Invariants: times are in seconds from the start of the step;
-spans are sorted by their begin; a rank's compute and wait spans do not overlap. Its messages may,
-as each channel has its own. A predicted trace comes from clock.py, a measured one from a timed run
-(`measured`).
+`simulate` returns a predicted trace, `measured` the trace of a timed run; a notebook draws both.
+Invariants: times are in seconds from the start of the step; spans are sorted by their begin;
+compute and wait spans of a rank do not overlap, but messages of different channels may.
 """
 
 from __future__ import annotations
@@ -45,19 +44,19 @@ Track = Literal["compute", "wait", "communication"]
 _TRACKS: Mapping[Track, str] = {"compute": "computes", "wait": "waits", "communication": "messages"}
 _HIDDEN, _HELD = "hidden", "at most holds"
 Kind = Literal["F", "B", "I", "W", "once", "wait", "message"]
-"""The kind of a span in a drawing."""
+"""The kind of a span, which decides its colour in a drawing."""
 CALL = Label("call")
-"""The label of each rank's first span: the rank waits for the controller."""
+"""The label of each rank's first span, in which it waits for the controller's call."""
 _WIDTH = 840.0
-"""Width of a picture's time axis in pixels."""
-_MOST = 30_000
-"""Most boxes of a picture: narrow ones take a dozen bytes each."""
+"""The width of a picture's time axis in pixels."""
+_MAX_BOXES = 30_000
+"""The most boxes of a picture; a narrow box takes a dozen bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """``label``: the action and the instruction in it, ``name`` in words; ``source``: the user's
-    line."""
+    """What a rank does in an interval. ``label``: the action, and the instruction in it;
+    ``source``: the user's line."""
 
     rank: int
     track: Track
@@ -68,7 +67,7 @@ class Span:
 
     @property
     def name(self) -> str:
-        """As `F0 stage 1`, `F0 stage 1: all_reduce mm_3 over tp`."""
+        """The label as text: `F0 stage 1`, `F0 stage 1: all_reduce mm_3 over tp`."""
         return str(self.label)
 
     @property
@@ -88,17 +87,20 @@ class Span:
 
 
 def span_of(rank: int, track: Track, item: Instruction, begin: float, end: float) -> Span:
-    """The span of an instruction of a rank."""
+    """Return the span of a rank's instruction."""
     label = item.label or Label("")
     return Span(rank=rank, track=track, label=label, begin=begin, end=end, source=item.source)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Trace:
-    """``ranks``: the ranks with spans, each of which represents ``alike`` ranks of the mesh.
+    """A step on several ranks, as the spans of each rank.
 
-    ``peak_bytes``: by rank, the most bytes of values at once, parameters and state included;
-    ``held_bytes``: by rank, (begin, bytes held from then on), of a predicted trace alone.
+    Attributes:
+        ranks: the ranks with spans.
+        alike: how many ranks of the mesh each of them represents.
+        peak_bytes: for each rank, the peak memory of values, with parameters and state.
+        held_bytes: for each rank, (time, bytes held from then on); only in a predicted trace.
     """
 
     name: str
@@ -110,11 +112,11 @@ class Trace:
 
     @property
     def seconds(self) -> float:
-        """From the start to the end of the last span."""
+        """The seconds from the start of the step to the end of the last span."""
         return max((span.end for span in self.spans), default=0.0)
 
     def spent(self, rank: int, track: Track) -> float:
-        """Seconds of one rank in spans of a track."""
+        """Return the seconds of one rank in spans of a track."""
         return self._spent()[rank, track]
 
     def _spent(self) -> Mapping[tuple[int, Track], float]:
@@ -124,33 +126,34 @@ class Trace:
         return seconds
 
     def hidden(self, rank: int) -> float:
-        """Seconds in which messages of a rank are in flight and it does not wait."""
+        """Return the seconds in which messages of a rank are in flight and the rank does not
+        wait."""
         return self._hidden()[rank]
 
     def _hidden(self) -> Mapping[int, float]:
         ends: dict[int, list[tuple[float, int, int]]] = {rank: [] for rank in self.ranks}
         for span in self.spans:
-            if span.track != "compute":  # (time, change of the number of messages, of waits)
+            if span.track != "compute":  # (time, change in the number of messages, of waits)
                 message = int(span.track == "communication")
                 ends[span.rank].append((span.begin, message, 1 - message))
                 ends[span.rank].append((span.end, -message, message - 1))
         hidden = dict.fromkeys(self.ranks, 0.0)
-        for rank, own in ends.items():
-            last, under_way, waiting = 0.0, 0, 0
-            for when, messages, waits in sorted(own):
-                hidden[rank] += when - last if under_way and not waiting else 0.0
-                last, under_way, waiting = when, under_way + messages, waiting + waits
+        for rank, changes in ends.items():
+            last, in_flight, waiting = 0.0, 0, 0
+            for when, messages, waits in sorted(changes):
+                hidden[rank] += when - last if in_flight and not waiting else 0.0
+                last, in_flight, waiting = when, in_flight + messages, waiting + waits
         return hidden
 
     def by_kind(self, rank: int) -> Mapping[str, float]:
-        """Seconds of one rank by kind: ``F stage 0``, ``update``, ``all_reduce over tp``, ``wait``
-        last; messages overlap the others."""
-        return _summed(self, rank)
+        """Return the seconds of one rank by kind: ``F stage 0``, ``update``, ``all_reduce over
+        tp``, and ``wait`` last. Messages overlap with the other kinds."""
+        return _seconds_by_kind(self, rank)
 
     @property
     def bubble(self) -> float:
-        """The fraction of the time of a pipeline's ranks spent waiting for other stages, between
-        the first and the last action of all, as in a plan; 0 without a pipeline."""
+        """The fraction of the ranks' time spent waiting for other stages, between the first and the
+        last action of all ranks, as in a plan; 0 without a pipeline."""
         actions = [
             span
             for span in self.spans
@@ -164,7 +167,7 @@ class Trace:
 
     @property
     def idle(self) -> float:
-        """The fraction of the ranks' time in which they do not compute, for any reason."""
+        """The fraction of the ranks' time in which they do not compute."""
         total = self.seconds * len(self.ranks)
         busy = sum(span.seconds for span in self.spans if span.track == "compute")
         return 1.0 - busy / total if total else 0.0
@@ -174,7 +177,7 @@ class Trace:
         return f"<trace {self.name}: {took}, ranks: {len(self.ranks):,}>"
 
     def _repr_html_(self) -> str:
-        """The drawing: notebooks prefer this method to `_repr_svg_`."""
+        """Return the drawing. Notebooks prefer this method to `_repr_svg_`."""
         return self._repr_svg_()
 
     def __str__(self) -> str:
@@ -187,15 +190,16 @@ class Trace:
         return head + f"{100 * self.idle:.1f}% not computing; {len(self.ranks)} ranks{many}"
 
     def _table(self) -> Iterator[list[str]]:
-        """By rank: its name, seconds of each track and of hidden communication, bytes."""
+        """Yield a row for each rank: its name, the seconds of each track and of hidden
+        communication, its peak bytes."""
         spent, hidden = self._spent(), self._hidden()
-        for rank, held in zip(self.ranks, self.peak_bytes, strict=True):
+        for rank, peak in zip(self.ranks, self.peak_bytes, strict=True):
             seconds = [*(spent[rank, track] for track in _TRACKS), hidden[rank]]
-            yield [f"rank {rank}", *map(seconds_text, seconds), size_text(held)]
+            yield [f"rank {rank}", *map(seconds_text, seconds), size_text(peak)]
 
     def lanes(self) -> dict[tuple[int, int], list[Span]]:
-        """By (rank, lane): lane 0 has its compute and wait spans, others have messages; the spans
-        of a lane do not overlap."""
+        """Return the spans by (rank, lane). Lane 0 has the rank's compute and wait spans, the other
+        lanes have messages. The spans of a lane do not overlap."""
         lanes: dict[tuple[int, int], list[Span]] = defaultdict(list)
         for span in self.spans:
             lane = 0
@@ -207,11 +211,9 @@ class Trace:
         return lanes
 
     def save(self, path: str | Path) -> None:
-        """Write to ``path``, in Chrome's trace event format: a process for each rank, threads for
-        its tracks.
-
-        Messages that overlap are on several threads: the viewers nest the spans of one thread.
-        """
+        """Write the trace to ``path`` in Chrome's trace event format: a process for each rank,
+        threads for its tracks. Messages that overlap are on several threads, because the viewers
+        nest the spans of one thread."""
         meta: list[dict[str, object]] = []
         events: list[dict[str, object]] = []
 
@@ -243,25 +245,25 @@ class Trace:
         Path(path).write_text(text)
 
     def _repr_svg_(self) -> str:
-        """The drawing in a notebook: compute and wait spans of each rank, and messages below.
+        """Return the drawing: for each rank its compute and wait spans, with messages below.
 
-        Its width is that of `spent`. Where there are more than `MAX_TITLED` spans, those narrower
-        than a pixel that begin in one pixel are one box for each colour, as wide as their sum;
-        where boxes are still more than `_MOST`, those narrower than 2 pixels, or 4, and so on. The
-        picture says so."""
+        In a trace of more than `MAX_TITLED` spans, spans that are narrower than a pixel and begin
+        in the same pixel are merged: one box for each colour, as wide as the sum of the spans. If
+        there are still more than `_MAX_BOXES`, the limit is 2 pixels, or 4, and so on. The picture
+        states the limit."""
         lanes = self.lanes()
         grain = self.seconds / _WIDTH if len(self.spans) > MAX_TITLED else 0.0
-        while sum(len(set(_places(spans, grain))) for spans in lanes.values()) > _MOST:
+        while sum(len(set(_places(spans, grain))) for spans in lanes.values()) > _MAX_BOXES:
             grain *= 2
         stages = {(s.rank, s.label.stage) for s in self.spans if s.label.stage is not None}
         several = len(stages) > len({rank for rank, _ in stages})
         boxes = {key: tuple(_boxes(spans, grain, several)) for key, spans in lanes.items()}
-        most = max((lane for _, lane in lanes), default=0)
+        last_lane = max((lane for _, lane in lanes), default=0)
         spent, words = self._spent(), (*_TRACKS.values(), _HIDDEN, _HELD)
         rows = [
             RankRow(
                 name=name,
-                lanes=tuple(boxes.get((rank, lane), ()) for lane in range(most + 1)),
+                lanes=tuple(boxes.get((rank, lane), ()) for lane in range(last_lane + 1)),
                 stretches=tuple(_actions(lanes[rank, 0])),
                 note=f"{100 * spent[rank, 'compute'] / (self.seconds or 1.0):.1f}%",
                 title="\n".join(map(" ".join, zip(words, cells, strict=True))),
@@ -272,7 +274,10 @@ class Trace:
         foot = f"spans shorter than {seconds_text(grain)} are drawn together, as wide as their sum"
         return drawing(
             rows,
-            heights=(18.0, *[max(8.0, min(24.0, 4.0 * most)) / max(most, 1)] * most),
+            heights=(
+                18.0,
+                *[max(8.0, min(24.0, 4.0 * last_lane)) / max(last_lane, 1)] * last_lane,
+            ),
             length=self.seconds,
             ticks=ticks(self.seconds),
             title=self._head().replace("    ", ": "),
@@ -286,18 +291,16 @@ class Trace:
 
 
 def _places(lane: Sequence[Span], grain: float) -> Iterator[tuple[bool, float]]:
-    """By span, whether it is shorter than ``grain``, and where it is drawn: together with equal
-    ones."""
+    """Yield for each span whether it is shorter than ``grain``, and its place. Consecutive spans
+    with equal answers are drawn as one box."""
     for span in lane:
         small = span.seconds < grain
         yield small, span.begin // grain if small else span.begin
 
 
 def _boxes(lane: Sequence[Span], grain: float, several: bool) -> Iterator[Box]:
-    """The boxes of spans that do not overlap. Boxes that merge spans do not overlap either, as the
-    sum of the spans is at most the time between the first one's begin and the last one's end.
-    ``several``: a rank has several stages.
-    """
+    """Yield the boxes of a lane. Boxes of merged spans do not overlap, because spans of a lane do
+    not. ``several``: whether a rank has several stages."""
     placed = zip(_places(lane, grain), lane, strict=True)
     for _, group in itertools.groupby(placed, key=lambda item: item[0]):
         by_kind: dict[Kind, list[Span]] = defaultdict(list)
@@ -307,49 +310,55 @@ def _boxes(lane: Sequence[Span], grain: float, several: bool) -> Iterator[Box]:
         for kind, spans in by_kind.items():
             actions = {_action(span, several) for span in spans if span.track == "compute"}
             action = actions.pop() if len(actions) == 1 else ""
-            title = _title(_ends(s.name for s in spans), spans, _ends(s.source for s in spans))
+            title = _title(
+                _first_and_last(s.name for s in spans),
+                spans,
+                _first_and_last(s.source for s in spans),
+            )
             end = begin + sum(span.seconds for span in spans)
             yield Box(begin, end, kind, title, action)
             begin = end
 
 
 def _actions(lane: Sequence[Span]) -> Iterator[Box]:
-    """A box for each action of several spans, from the first one's begin to the last one's end."""
+    """Yield a box for each action that has several spans, around all its spans."""
     for place, group in itertools.groupby(lane, key=lambda span: span.label.place):
         spans = list(group)
         if len(spans) > 1:
-            lines = re.findall(r"(?:^| )([^ :]+:\d+)", _ends(s.source for s in spans))
-            yield Box(spans[0].begin, spans[-1].end, "", _title(place, spans, _ends(lines)))
+            lines = re.findall(r"(?:^| )([^ :]+:\d+)", _first_and_last(s.source for s in spans))
+            yield Box(
+                spans[0].begin, spans[-1].end, "", _title(place, spans, _first_and_last(lines))
+            )
 
 
 def _action(span: Span, several: bool) -> str:
-    """`F0`; where a rank has several stages, its stage before it."""
+    """Return the action of a span: `F0`, or `2F0` if a rank has several stages."""
     stage = "" if span.label.stage is None or not several else str(span.label.stage)
     return stage + span.label.numbered
 
 
 def _waits_for_a_stage(span: Span) -> bool:
-    """Whether an action waits for a message to or from another stage, and not in a collective."""
+    """Whether the span waits for a message to or from another stage, not for a collective."""
     return span.track == "wait" and span.label.verb in ("receive", "sent")
 
 
 def _title(name: str, spans: Sequence[Span], source: str) -> str:
-    """The name, the duration, and the user's lines."""
+    """Return the title of a box: its name, the durations of its spans, and the user's lines."""
     seconds: dict[Track, float] = defaultdict(float)
     for span in spans:
         seconds[span.track] += span.seconds
-    each = ", ".join(f"{_TRACKS[track]} {seconds_text(s)}" for track, s in seconds.items())
-    return "\n".join([name, f"{each} from {seconds_text(spans[0].begin)}", source]).rstrip()
+    durations = ", ".join(f"{_TRACKS[track]} {seconds_text(s)}" for track, s in seconds.items())
+    return "\n".join([name, f"{durations} from {seconds_text(spans[0].begin)}", source]).rstrip()
 
 
-def _ends(texts: Iterable[str | None]) -> str:
-    """The first, and the last if it differs."""
+def _first_and_last(texts: Iterable[str | None]) -> str:
+    """Return the first text, and the last if it differs; empty texts are left out."""
     distinct = list(dict.fromkeys(filter(None, texts)))
     return " ... ".join([*distinct[:1], *distinct[1:][-1:]])
 
 
 def ticks(seconds: float) -> list[tuple[float, str]]:
-    """Round times, at most ten."""
+    """Return round times up to ``seconds``, about ten, each with its text."""
     if not seconds:
         return [(0.0, "0 s")]
     step = round_step(seconds, 10)
@@ -361,12 +370,13 @@ def ticks(seconds: float) -> list[tuple[float, str]]:
     return [(n * step, f"{n * step / scale:.6g} {unit}") for n in range(int(seconds / step) + 1)]
 
 
-# -- two of them side by side ----------------------------------------------------------------------
+# -- comparison of two traces ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class TraceComparison:
-    """Rows: (rank, kind, predicted seconds, measured seconds) of one step."""
+    """The predicted and measured seconds of one step. ``rows``: (rank, kind, predicted seconds,
+    measured seconds)."""
 
     rows: tuple[tuple[int, str, float, float], ...]
     predicted: float
@@ -374,7 +384,7 @@ class TraceComparison:
 
     @property
     def ratio(self) -> float:
-        """Measured over predicted time of the step."""
+        """The measured time of the step divided by the predicted time."""
         return self.measured / self.predicted if self.predicted else float("inf")
 
     def __repr__(self) -> str:
@@ -386,45 +396,46 @@ class TraceComparison:
 
     def __str__(self) -> str:
         rows = [["", "", "predicted", "measured", "ratio"]]
-        for rank, what, before, after in self.rows:
-            rows.append([f"rank {rank}", what, *_cells(before, after)])
+        for rank, kind, predicted, measured in self.rows:
+            rows.append([f"rank {rank}", kind, *_cells(predicted, measured)])
         rows.append(["step", "", *_cells(self.predicted, self.measured)])
         return "\n".join(table(rows, 2))
 
 
-def _cells(before: float, after: float) -> list[str]:
-    ratio = f"{after / before:.2f}" if before else ""
-    return [seconds_text(before), seconds_text(after), ratio]
+def _cells(predicted: float, measured: float) -> list[str]:
+    ratio = f"{measured / predicted:.2f}" if predicted else ""
+    return [seconds_text(predicted), seconds_text(measured), ratio]
 
 
 def compare_traces(predicted: Trace, measured: Trace) -> TraceComparison:
-    """Seconds of each kind of action and message, summed over microbatches, side by side:
-    ``predicted`` by `simulate`, ``measured`` by `trace`, of the same step.
+    """Compare the seconds of each kind of action and message, summed over microbatches, in two
+    traces of the same step: ``predicted`` by `simulate`, ``measured`` by `trace`.
 
-    For the ranks that both have: a simulated trace has one for all equal ranks. Its ``rows`` are
-    (rank, kind, seconds predicted, seconds measured); it prints as a table.
+    Only ranks that are in both traces are compared: a simulated trace has one rank for all equal
+    ranks. The ``rows`` are (rank, kind, predicted seconds, measured seconds); print the result to
+    see a table.
     """
     rows: list[tuple[int, str, float, float]] = []
     for rank in predicted.ranks:
         if rank not in measured.ranks:
             continue
-        before, after = _summed(predicted, rank), _summed(measured, rank)
-        for what in dict.fromkeys((*before, *after)):
-            rows.append((rank, what, before.get(what, 0.0), after.get(what, 0.0)))
+        before, after = _seconds_by_kind(predicted, rank), _seconds_by_kind(measured, rank)
+        for kind in dict.fromkeys((*before, *after)):
+            rows.append((rank, kind, before.get(kind, 0.0), after.get(kind, 0.0)))
     return TraceComparison(tuple(rows), predicted.seconds, measured.seconds)
 
 
-def _summed(trace: Trace, rank: int) -> dict[str, float]:
-    """Kind to seconds: `F stage 0`, `update`, `wait`, `all_reduce over tp`."""
+def _seconds_by_kind(trace: Trace, rank: int) -> dict[str, float]:
+    """Return the seconds by kind: `F stage 0`, `update`, `all_reduce over tp`, and `wait` last."""
     seconds: dict[str, float] = {}
     for span in trace.spans:
         if span.rank == rank:
-            what = _what(span)
-            seconds[what] = seconds.get(what, 0.0) + span.seconds
+            kind = _kind_of(span)
+            seconds[kind] = seconds.get(kind, 0.0) + span.seconds
     return dict(sorted(seconds.items(), key=lambda item: (item[0] == "wait", item[0])))
 
 
-def _what(span: Span) -> str:
+def _kind_of(span: Span) -> str:
     label = span.label
     match span.track:
         case "compute":
@@ -435,7 +446,7 @@ def _what(span: Span) -> str:
             return f"{label.verb} {label.way}".rstrip()
 
 
-# -- a timed run --------------------------------------------------------------------------------
+# -- the trace of a timed run ----------------------------------------------------------------------
 
 
 def measured(
@@ -444,23 +455,27 @@ def measured(
     seconds: float,
     ranks: Sequence[int],
 ) -> Trace:
-    """The trace of a run in the mode "timed". ``outputs``: its outputs; ``seconds``: from its call
-    to its results; ``ranks``: the ranks of the program that have the outputs, counted from 0 in the
-    trace.
+    """Return the trace of a run in the mode "timed".
 
-    The time of the run outside the ranks' instructions is put before them, as in a simulation:
-    clocks of other hosts do not show how much of it came after.
+    Args:
+        outputs: the outputs of each of these ranks.
+        seconds: from the call of the run to its results.
+        ranks: the ranks of the program that have the outputs; in the trace they are numbered from
+            0.
+
+    The time of the run outside the ranks' instructions is put before them, as in a simulation,
+    because the clocks of other hosts do not show how much of it came after them.
     """
-    by_rank = [times_of(own) for own in outputs]
-    first = min((begin for own in by_rank for _, begin, _ in own), default=0.0)
-    last = max((end for own in by_rank for _, _, end in own), default=0.0)
-    called = max(0.0, seconds - (last - first))
+    by_rank = [times_of(outputs_of_rank) for outputs_of_rank in outputs]
+    first = min((begin for times in by_rank for _, begin, _ in times), default=0.0)
+    last = max((end for times in by_rank for _, _, end in times), default=0.0)
+    call_end = max(0.0, seconds - (last - first))
     spans = [
-        Span(rank=r, track="wait", label=CALL, begin=0, end=called) for r in range(len(by_rank))
+        Span(rank=r, track="wait", label=CALL, begin=0, end=call_end) for r in range(len(by_rank))
     ]
-    for rank, own in enumerate(by_rank):
+    for rank, times in enumerate(by_rank):
         instructions = handle.program.ranks[ranks[rank]].instructions
-        spans += spans_of(instructions, rank, own, first - called)
+        spans += spans_of(instructions, rank, times, first - call_end)
     return Trace(
         name=handle.program.name,
         ranks=tuple(range(len(by_rank))),
@@ -473,7 +488,8 @@ def measured(
 def spans_of(
     instructions: Sequence[Instruction], rank: int, times: Times, start: float
 ) -> list[Span]:
-    """The spans of a rank's instructions in a timed run; times count from ``start``."""
+    """Return the spans of a rank's instructions in a timed run; their times count from ``start``.
+    A message ends, at the latest, when the wait for it ends."""
     waits = starts_of_waits(instructions)
     spans: list[Span] = []
     started: dict[int, float] = {}
@@ -489,8 +505,8 @@ def spans_of(
                 started[index] = begin
             case Wait():
                 add("wait", item, begin, end)
-                for one in waits[index]:  # complete at the latest now
-                    add("communication", instructions[one], started[one], end)
+                for message in waits[index]:
+                    add("communication", instructions[message], started[message], end)
             case Free() | Vote() | Commit():
                 pass
     return spans
