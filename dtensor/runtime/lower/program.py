@@ -33,8 +33,8 @@ from dtensor.kernels.registry import Made
 from dtensor.runtime.lower import detect_nan, moves, step_end
 from dtensor.runtime.lower.actions import Actions
 from dtensor.runtime.lower.code import Functions
+from dtensor.runtime.lower.overlap import StepWalk
 from dtensor.runtime.lower.rank_builder import LocalCode, ProgramContext, RankBuilder, Roles
-from dtensor.runtime.lower.walk import StepWalk
 from dtensor.runtime.schedule import Action, Grid
 from dtensor.sharding.plan.cost.memory import base_of
 from dtensor.sharding.plan.plan import Plan

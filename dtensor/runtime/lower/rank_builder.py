@@ -22,7 +22,7 @@ from dtensor.daft.ir.instructions import Kind
 from dtensor.runtime.lower.actions import Actions
 from dtensor.runtime.lower.code import CodeBuilder, Functions
 from dtensor.runtime.lower.detect_nan import DetectNan
-from dtensor.runtime.lower.overlap import early, reductions_of
+from dtensor.runtime.lower.overlap import early_order, reductions_of
 from dtensor.runtime.optimizer.shard_optimizer import NUMBERS
 from dtensor.runtime.schedule import Kind as ActionKind
 from dtensor.runtime.schedule.clock import Stretch
@@ -205,13 +205,13 @@ class ProgramContext:
         self, kind: ActionKind, stage: int
     ) -> tuple[tuple[Step, ...], frozenset[int]]:
         """Return the steps of an action in the order in which they run, and the ids of those that
-        are waited for late (see `early`). Reductions of gradients that may begin early are among
-        the steps of a B."""
+        are waited for late (see `early_order`). A B has the reductions of gradients that may begin
+        early."""
         key = kind, stage
         if key not in self._ordered_steps:
             steps = self.actions.steps(kind, stage)
             reductions = reductions_of(self.plan, steps) if kind == "B" else ()
-            order, late = early((*steps, *reductions), self.seconds)
+            order, late = early_order((*steps, *reductions), self.seconds)
             stay = {id(step) for step in reductions} - late
             order = tuple(step for step in order if id(step) not in stay)
             self._ordered_steps[key] = order, late
@@ -247,7 +247,7 @@ class Priced:
 
 @dataclass(slots=True, kw_only=True)
 class RankBuilder:
-    """Collects the instructions of one rank. ``functions`` are shared by all ranks."""
+    """Collects the instructions of one rank. All ranks share the ``functions``."""
 
     shared: ProgramContext
     rank: int
@@ -258,9 +258,7 @@ class RankBuilder:
     instructions: list[Instruction | LocalCode] = field(default_factory=list)
     nbytes: dict[str, int] = field(default_factory=dict)  # by value of the table
     priced: Priced = field(default_factory=Priced)
-    accumulated: dict[str, str] = field(
-        default_factory=dict
-    )  # by sum, the name of its latest value
+    accumulated: dict[str, str] = field(default_factory=dict)  # by sum, the name of its last value
     action_start: int = 0  # the index in `instructions` where the current action begins
     previous_action_start: int = 0  # the index for early receives: where the action before begins
     committed: bool = False  # the commit point was emitted

@@ -3,7 +3,7 @@
     plan(Request(..., timetable=GridTimetable(OneFOneB(8).grid(4, 4))))
     GridTimetable(grid).cost(planned)      # Cost(seconds=..., compute_seconds=..., ...)
 
-One action of each kind and stage is priced, with messages where `lower` puts them (walk.py), and
+One action of each kind and stage is priced, with messages where `lower` puts them (overlap.py), and
 the grid is replayed on the virtual clock with these prices. Of the ranks of one stage, only the one
 at coordinate 0 of the other axes is priced: it has the largest shards. Contention between channels
 is not modelled. Invariant: the time equals the time of `simulate`, which replays the program.
@@ -19,8 +19,8 @@ import torch
 
 from dtensor.daft.ir.instructions import WORD
 from dtensor.runtime.lower.actions import Actions
+from dtensor.runtime.lower.overlap import StepWalk
 from dtensor.runtime.lower.rank_builder import ProgramContext, Roles
-from dtensor.runtime.lower.walk import StepWalk
 from dtensor.runtime.schedule import Grid, Kind, held_at_once, in_flight
 from dtensor.runtime.schedule.clock import Begin, Interval, Item, Stretch, Until, folded, run
 from dtensor.sharding.plan.plan import Plan

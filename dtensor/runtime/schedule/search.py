@@ -32,7 +32,7 @@ from dtensor.runtime.schedule.zero_bubble import ZBH1, ZBH2
 
 Orders = tuple[tuple[Action, ...], ...]
 
-_RUNS, _EXCHANGES = 48, 400
+_NUM_RUNS, _NUM_SWAPS = 48, 400
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,25 +94,26 @@ class Searched:
 
 
 @lru_cache(maxsize=32)
-def _search(asked: Searched, num_stages: int, num_ranks: int) -> SearchedGrid:
-    most_held, costs = asked.most_held, asked.costs
+def _search(schedule: Searched, num_stages: int, num_ranks: int) -> SearchedGrid:
+    most_held, costs, halves = schedule.most_held, schedule.costs, schedule.halves
     check_dealt("Searched", num_stages, num_ranks)
-    each = num_stages // num_ranks
-    if most_held is not None and most_held < each:
+    stages_per_rank = num_stages // num_ranks
+    if most_held is not None and most_held < stages_per_rank:
         raise PlanningError(
-            f"a rank may hold {most_held} activations and has {each} stages that each hold "
-            f"one while a microbatch is in flight.\nfix: most_held={each}, or more"
+            f"a rank may hold {most_held} activations and has {stages_per_rank} stages that each "
+            "hold one while a microbatch is in flight.\n"
+            f"fix: most_held={stages_per_rank}, or more"
         )
-    problem = _Problem(num_stages, num_ranks, asked.microbatches, costs, most_held, asked.halves)
-    draw = random.Random(asked.seed)
+    problem = _Problem(num_stages, num_ranks, schedule.microbatches, costs, most_held, halves)
+    draw = random.Random(schedule.seed)
     best: tuple[float, Orders] | None = None
-    for orders in (*_published(problem), *(problem.listed(draw, n) for n in range(_RUNS))):
+    for orders in (*_published(problem), *(problem.list_orders(draw, n) for n in range(_NUM_RUNS))):
         if orders is not None and problem.fits(orders):
             time = problem.time(orders)
             if time is not None and (best is None or time < best[0]):
                 best = time, orders
-    assert best is not None  # one microbatch after the other fits; see `listed`
-    best = _exchanged(problem, best, draw)
+    assert best is not None  # one microbatch after the other fits; see `list_orders`
+    best = _swap_neighbours(problem, best, draw)
     grid = place(best[1])
     return SearchedGrid(
         grid, max(end for _, end in timeline(grid, costs).values()), problem.bound()
@@ -189,7 +190,7 @@ class _Problem:
             return None
         return max(end for row in times for _, end in row)
 
-    def listed(self, draw: random.Random, run: int) -> Orders | None:
+    def list_orders(self, draw: random.Random, run: int) -> Orders | None:
         """Return the orders of one run of list scheduling, or None if it found no action that fits
         the memory. Run 0 runs one microbatch after the other, which always fits."""
         if run == 0:
@@ -288,14 +289,14 @@ class _Problem:
         }
 
 
-def _exchanged(
+def _swap_neighbours(
     problem: _Problem, best: tuple[float, Orders], draw: random.Random
 ) -> tuple[float, Orders]:
     """Return the best orders found by swapping neighbours in the order of a random rank, as long as
     the time does not grow."""
     time, orders = best
     bound = problem.bound()
-    for _ in range(_EXCHANGES):
+    for _ in range(_NUM_SWAPS):
         if time <= bound * (1 + 1e-12):
             break
         rank = draw.randrange(problem.num_ranks)
