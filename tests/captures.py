@@ -1,9 +1,9 @@
-"""Captured graphs shared between tests: most of a small test's time is torch's export.
+"""Share captured graphs between tests, because torch's export takes most of a small test's time.
 
-A graph depends on the function, on the structure of the modules, on shapes, on custom ops as they
-are defined and on the autocast around the call alone, so tests that train the same small model may
-share it. A function may close over numbers, texts, functions and frozen dataclasses of them, such
-as a forward of `dt.generator`. Other functions, and methods, are captured anew each time.
+A graph depends only on the function, the structure of the modules, shapes, the definitions of
+custom ops and the surrounding autocast, so tests that train the same small model can share it. The
+function may close over numbers, strings, functions and frozen dataclasses of them. Other functions,
+and methods, are captured each time.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ def _closed_over(fn: FunctionType) -> object:
 
 
 def _value(held: object) -> object:
-    """What is equal if and only if what is held is the same to a program, and stays as it is."""
+    """Return a key that is equal if and only if the object is the same to a program, and that does
+    not change."""
     match held:
         case float():
             return repr(held)  # 0.0 is not -0.0
@@ -102,7 +103,7 @@ def _value(held: object) -> object:
 
 
 def _settings(module: nn.Module) -> tuple[object, ...]:
-    """The plain attributes: widths, numbers of heads, training or not."""
+    """Return the plain attributes: widths, numbers of heads, training mode."""
     return tuple(
         (name, value if isinstance(value, (int, float, str, bool, tuple)) else repr(value))
         for name, value in sorted(vars(module).items())

@@ -1,4 +1,4 @@
-"""What all tests share: seeds, captured graphs, and one Ray in each worker."""
+"""Fixtures and hooks for all tests: seeds, captured graphs, and one Ray in each worker."""
 
 from __future__ import annotations
 
@@ -61,8 +61,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def _simulated(request: pytest.FixtureRequest) -> Iterator[None]:
-    """With `-m gpu --simulated-gpus 2`: no race and no early free in what the test runs. Built-in
-    kernels in Triton run in tests/kernels alone: its interpreter takes seconds for each."""
+    """With `-m gpu --simulated-gpus 2`, assert that the test has no race and no early free.
+    Built-in Triton kernels run only in tests/kernels, because the interpreter takes seconds for
+    each."""
     num = request.config.getoption("simulated_gpus")
     if not num or request.node.get_closest_marker("gpu") is None:
         yield
@@ -83,9 +84,9 @@ LONG_S = {"test_copies.py": 45.0, "test_two_hosts.py": 35.0, "test_placing.py": 
 
 @pytest.hookimpl(tryfirst=True)  # before items are chosen by their marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of a test with a `sample`, the other cases run in `make sweep` alone; with a `default`, in
-    `make test-all`; so does a test on Ray without a `default`. Where workers share the files, they
-    take the longest first, so that none is left with one at the end."""
+    """Select the cases of marked tests: of a `sample`, the other cases run only in `make sweep`; of
+    a `default`, only in `make test-all`, as does a Ray test without a `default`. If workers share
+    the files, the longest files go first."""
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
         if "sample" in marks and not _named(item, "sample"):
@@ -100,13 +101,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _named(item: pytest.Item, mark: str) -> bool:
-    """Whether the item's mark names its case, or no case at all."""
+    """Whether the item's mark names its case, or names no case."""
     cases = next(item.iter_markers(mark)).args
     return not cases or item.callspec.id in cases  # type: ignore[attr-defined]
 
 
 def _seconds(item: pytest.Item) -> float:
-    """About what it takes, by its marks."""
+    """Estimate the test's duration by its marks."""
     marks = {mark.name for mark in item.iter_markers()}
     if marks & {"sweep", "gpu"}:
         return 0.0
@@ -116,7 +117,7 @@ def _seconds(item: pytest.Item) -> float:
 
 
 def pytest_collection() -> None:
-    """Nearly all that is imported stays: the collector has nothing to do meanwhile."""
+    """Pause the garbage collector during collection, because nearly everything imported stays."""
     gc.disable()
 
 
@@ -137,9 +138,9 @@ def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
 
 
 def _freeze(item: pytest.Item) -> None:
-    """What was imported or captured before a file's tests stays: the collector need not look
-    through it again. Each step that fails asks it to look through all the rest; so where a test
-    imports much (torch's compiler, at the first capture), that is left out from then on, too."""
+    """Exclude objects that exist before a file's tests from garbage collection. Each failing step
+    collects garbage; so the objects of a test that imports much (such as torch's compiler) are
+    excluded from then on, too."""
     now = item.path, len(sys.modules) // 200
     if item.config.stash.get(FROZEN, None) != now:
         item.config.stash[FROZEN] = now
@@ -155,7 +156,7 @@ def pytest_runtest_call() -> Generator[None, None, None]:
 
 @contextmanager
 def _skipped_without_its_extra() -> Iterator[None]:
-    """A test that imports a package of an extra is skipped where it is not installed."""
+    """Skip a test that imports a package of an extra that is not installed."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -166,7 +167,7 @@ def _skipped_without_its_extra() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
-    """Every test draws the same numbers, whichever ran before it."""
+    """Seed random numbers, so that each test draws the same ones whichever test ran before."""
     if torch.accelerator.is_available():
         torch.manual_seed(0)
     else:  # which formats the stack, for a CUDA that never comes
@@ -175,13 +176,14 @@ def seeded() -> None:
 
 @pytest.fixture(autouse=True)
 def no_lateness(monkeypatch: pytest.MonkeyPatch) -> None:
-    """How long a run takes is the machine's affair; tests of the warning of it turn it on."""
+    """Turn off warnings of slow runs; their tests turn them on."""
     monkeypatch.setenv("DTENSOR_LATE_WARNINGS", "0")
 
 
 @pytest.fixture(autouse=True)
 def captures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests that plan the same model share its graph; tests/frontend tests the capture itself."""
+    """Share captured graphs between tests that plan the same model; tests/frontend tests the
+    capture itself."""
     if request.config.getoption("plain"):
         return
     own = request.path.name.startswith("test_python_state")
@@ -192,14 +194,14 @@ def captures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 @functools.cache
 def capturing() -> list[ModuleType]:
-    """The modules whose captures are shared."""
+    """Return the modules whose captures are shared."""
     names = "dtensor.api.search.placements", "dtensor.api.step.bound_call", "tests.plans"
     return [importlib.import_module(name) for name in names]
 
 
 @pytest.fixture(scope="session")
 def warm_workers(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Ray's workers are forks of a process that has imported torch, as in a launch."""
+    """Fork Ray's workers from a process that has imported torch, as in a launch."""
     pytest.importorskip("ray", reason=missing("ray"))
     from dtensor.daft.ray.bootstrap.fork_server import forked_workers
     from dtensor.daft.ray.bootstrap.start_ray import end_ray
@@ -211,8 +213,8 @@ def warm_workers(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def ray_session(request: pytest.FixtureRequest, warm_workers: None) -> Iterator[None]:
-    """A Ray that launches join and must not end; the tests of a run share it, and its hosts, but
-    for those that count what a launch leaves behind."""
+    """Start a Ray that launches join and must not end. All tests of a run share it and its hosts,
+    except tests that count what a launch leaves behind."""
     ray = pytest.importorskip("ray", reason=missing("ray"))
     from dtensor.daft.ray.bootstrap.start_ray import start_ray
 
@@ -225,9 +227,8 @@ def ray_session(request: pytest.FixtureRequest, warm_workers: None) -> Iterator[
 
 @contextmanager
 def hosts_may_stand_still() -> Iterator[None]:
-    """The machine may hold processes up for many seconds, of which a heartbeat that does not come,
-    or a meeting that does not go on, says nothing. Tests stop those that are to have stopped, by a
-    signal; test_failure_detector.py makes up a clock for the others."""
+    """Disable failure detection by silence, because a busy machine may delay processes for many
+    seconds. Tests stop processes by signal; test_failure_detector.py uses a fake clock."""
     from dtensor.daft.ray.diagnosis import failure_detector
     from dtensor.daft.ray.recovery.recovery import Recovery
 

@@ -1,15 +1,13 @@
-"""Seconds of a core that tests take, by test, fixture and file: `make test ARGS=--cpu`.
+"""CPU seconds that tests take, by test, fixture and file: `make test ARGS=--cpu`.
 
      42.1 in all: 11.0 to import files, 5.2 to set up, 24.9 to call, 1.0 to tear down
       3.17 call    tests/api/test_train.py::test_adam
       2.54 import  tests/opinfo/test_opinfo.py
       1.20 setup   ray_session
 
-The seconds of a test are those of the process that runs it and of processes below it that have
-ended. For a test on Ray and for fixtures that tests share, processes below that still run count
-too: to read them takes up to 30 ms in a process with Ray's 250 threads, so other tests leave them
-out. A module that several files import counts for the first of them. Seconds of a core, unlike
-those of the clock, can be compared where other processes run.
+A test's seconds include those of its process and of ended child processes. Running children count
+only for Ray tests and shared fixtures, because reading their times takes up to 30 ms. A module
+imported by several files counts for the first. CPU seconds can be compared on a busy machine.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ Row = tuple[str, str]  # kind, and test, fixture or file
 
 
 class Seconds:
-    """A plugin of each process that runs tests, and of the one that prints."""
+    """A pytest plugin of each process that runs tests, and of the process that prints."""
 
     def __init__(self, table: Path | None = None) -> None:
         self.table = table
@@ -90,7 +88,7 @@ class Seconds:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        """``node``: a worker of xdist, that has ended."""
+        """``node``: an xdist worker that has ended."""
         for kind, name, s in getattr(node, "workeroutput", {}).get("cpu", ()):
             (self.fixtures if kind == "fixture" else self.rows)[kind, name] += s
 
@@ -125,18 +123,19 @@ def _table(rows: list[tuple[Row, float]]) -> str:
 
 
 def seconds() -> float:
-    """Seconds of a core that this process and all processes below it have taken so far."""
+    """Return the CPU seconds of this process and all its descendants so far."""
     return seconds_of_ended() + sum(_ticks(pid) for pid in _children("self")) / TICKS
 
 
 def seconds_of_ended() -> float:
-    """Seconds of a core that this process and ended processes below it have taken so far."""
+    """Return the CPU seconds of this process and its ended descendants so far."""
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.process_time() + ended.ru_utime + ended.ru_stime
 
 
 def _ticks(pid: str) -> int:
-    """Of a process, of what it has waited for, and of those below it."""
+    """Return the clock ticks of a process, of children that it has waited for, and of its
+    descendants."""
     try:
         words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return sum(map(int, words[11:15])) + sum(map(_ticks, _children(pid)))
@@ -145,7 +144,7 @@ def _ticks(pid: str) -> int:
 
 
 def _children(pid: str) -> list[str]:
-    """Of any of its threads; none elsewhere than on Linux."""
+    """Return the children of all threads of the process; empty on systems other than Linux."""
     found: list[str] = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):  # the thread has ended meanwhile

@@ -17,13 +17,14 @@ PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
 
 
 def missing(package: str) -> str:
-    """With the command that installs it. KeyError for a package of no extra."""
+    """Return the reason for a skip, with the command that installs the package. Raises KeyError for
+    a package of no extra."""
     return f"{package} is not installed: pip install '.[{_extras()[package]}]'"
 
 
 def absent(error: ModuleNotFoundError) -> str:
-    """Why a test that raised this is skipped: `missing`; "" where the package is of no extra, or is
-    installed and lacks the module."""
+    """Return the reason to skip a test that raised this error, or "" if the package is of no extra,
+    or is installed and lacks the module."""
     package = (error.name or "").partition(".")[0]
     if package not in _extras() or find_spec(package) is not None:
         return ""
@@ -32,7 +33,7 @@ def absent(error: ModuleNotFoundError) -> str:
 
 @cache
 def _extras() -> dict[str, str]:
-    """The extra of each package; peft brings accelerate."""
+    """Return the extra of each package; peft installs accelerate."""
     stated = tomllib.loads(PYPROJECT.read_text())["project"]["optional-dependencies"]
     found = {
         Requirement(text).name: extra

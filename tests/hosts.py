@@ -1,12 +1,12 @@
-"""Hosts that outlive a launch: the tests of one Ray hand them on, as each costs 2 s of a core.
+"""Reuse host processes between launches of one Ray, because starting one costs 2 CPU seconds.
 
     with handed_on():
         with dt.launch(mesh, backend="ray"): ...        # starts hosts
         with dt.launch(mesh, backend="ray"): ...        # the same processes, with nothing in them
 
-A host is handed on at the end of a launch if it is alive and has done all that it was asked to do;
-others end as they would. So a test that kills, stops or overtaxes a host, or asks for resources,
-has the same as without this; one that counts processes at the end of a launch must do without.
+A host is reused if, at the end of a launch, it is alive and idle; other hosts end as usual. So
+tests that kill, stop or overload hosts, or ask for resources, are not affected. A test that counts
+processes after a launch must not use this.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ IDLE_S = 3.0  # that a launch waits at its end for hosts to have done what they 
 
 
 class Nothing:
-    """What a host has between two launches."""
+    """The content of a host between two launches."""
 
     def __init__(self, counter: object) -> None: ...
 
 
 class IdleHosts:
-    """Ray's handles to them, of one session of Ray's."""
+    """Ray's handles of the idle hosts of one Ray session."""
 
     def __init__(self) -> None:
         self.session = ""
         self.actors: list[Any] = []
 
     def take(self) -> Any:
-        """One, or None."""
+        """Return one host, or None."""
         if self.session != session_name():
             self.session, self.actors = session_name(), []
         return self.actors.pop() if self.actors else None
@@ -81,7 +81,8 @@ def handed_on() -> Iterator[None]:
 
 
 def at_rest(hosts: list[Any]) -> list[Any]:
-    """Those that have emptied themselves in time; they have answered before, so have started."""
+    """Return the hosts that have emptied themselves in time; hosts that once answered have
+    started."""
     import ray
     import ray.exceptions
 

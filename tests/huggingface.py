@@ -1,10 +1,8 @@
-"""Hugging Face models as they come, small and with random numbers; nothing is downloaded.
+"""Small Hugging Face models with random weights; nothing is downloaded.
 
-    model = build("llama")              # 2 layers, 64 wide, 8 heads in 4 groups, 96 words
-    loss_fn(model, ids, labels)         # the model's own loss
-    derived("llama", 2)                 # dt.placements.for_model, kept per size
-
-No test lives here.
+model = build("llama")              # 2 layers, 64 wide, 8 heads in 4 groups, 96 words
+loss_fn(model, ids, labels)         # the model's own loss
+derived("llama", 2)                 # dt.placements.for_model, cached by size
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ STAGES: dict[str, Mapping[str, Sequence[Sequence[str]]]] = {
 
 
 def build(name: str) -> nn.Module:
-    """The model in training mode without dropout, always from the same numbers."""
+    """Return the model in training mode without dropout, always with the same weights."""
     import transformers as hf
 
     hf.logging.set_verbosity_error()
@@ -63,7 +61,7 @@ def loss_fn(model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
 
 
 def batch() -> tuple[Tensor, Tensor]:
-    """Four rows, of which the first two have targets that do not count."""
+    """Return four rows; the first two contain ignored targets."""
     generator = torch.Generator().manual_seed(1)
     ids, labels = torch.randint(VOCAB, (2, 4, TIME), generator=generator)
     labels = labels.clone()
@@ -79,7 +77,7 @@ def derived(name: str, size: int | None) -> dt.placements.Placements:
 
 @functools.cache
 def reference(name: str) -> tuple[float, dict[str, Tensor]]:
-    """Plain torch's loss and gradients."""
+    """Return loss and gradients of plain torch."""
     model = build(name)
     loss = loss_fn(model, *batch())
     loss.backward()

@@ -1,18 +1,14 @@
-"""Machines for tests: namespaces of this one, that share nothing but a network.
+"""Simulated machines for tests: Linux namespaces on this machine that share only a network.
 
     with Machines("one", "two") as machines:
         one, two = machines
         one.run("ray start --head --port=6379 --node-ip-address=10.77.0.1")
         two.pull_cable()                          # and `two.plug_in()`
-        two.end()                                 # all its processes, as when its power fails
+        two.end()                                 # all its processes, as in a power failure
 
-Each has its own network, processes, host name, /tmp, /dev/shm and HOME; /mnt is a folder that they
-share, the file system is else this machine's. A bridge joins them, as a switch would. It needs
-root: `can_make()` says whether it works.
-
-Invariants: all of it hangs on one process, the first of a namespace of processes: when that ends,
-the kernel ends all others, and with them go namespaces and interfaces, which have no names outside.
-It ends with the `with` block, and with the process that made it, however that ends.
+Each has its own network, processes, host name, /tmp, /dev/shm and HOME; a bridge joins them, and
+they share /mnt. Needs root (`can_make()`). When the first process of the outer namespace ends, with
+the block or with its creator, the kernel ends everything.
 """
 
 from __future__ import annotations
@@ -45,7 +41,7 @@ def can_make() -> bool:
 
 
 class Machine:
-    """One of them, until it ends."""
+    """One simulated machine."""
 
     def __init__(self, name: str, number: int, first: int) -> None:
         self.name = name
@@ -54,7 +50,7 @@ class Machine:
         self.network = os.open(f"/proc/{first}/ns/net", os.O_RDONLY)  # outlives the machine
 
     def start(self, command: str, **settings: str) -> subprocess.Popen[str]:
-        """A shell command there, with these variables besides."""
+        """Start a shell command on the machine, with additional environment variables."""
         path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
         environment = {"PATH": path, "PYTHONPATH": str(REPOSITORY), "HOME": "/tmp/home"}
         environment |= {"OMP_NUM_THREADS": "1", "LANG": "C.UTF-8"} | settings
@@ -66,7 +62,7 @@ class Machine:
         )
 
     def run(self, command: str, timeout: float = 600, **settings: str) -> str:
-        """What it prints; `RuntimeError` with that if it fails."""
+        """Return the output of a command. Raises RuntimeError with the output if it fails."""
         with self.start(command, **settings) as process:
             try:
                 out, told = process.communicate(timeout=timeout)
@@ -84,7 +80,8 @@ class Machine:
         self._ip("link set eth0 up")
 
     def end(self) -> None:
-        """As its power fails, with its cable in: the kernel closes its connections."""
+        """End the machine as in a power failure with its cable plugged in: the kernel closes its
+        connections."""
         os.kill(self.first, 9)
         while Path(f"/proc/{self.first}").exists():
             time.sleep(0.005)
@@ -145,7 +142,8 @@ class Machines:
             machine._ip("link set eth0 up")
 
     def _namespaces(self, script: str, inside: int | None = None) -> int:
-        """The first process of new ones, within those of another one, when the script is done."""
+        """Start new namespaces inside another one; return their first process when the script is
+        done."""
         enter = [] if inside is None else ["nsenter", "--target", str(inside), "--all"]
         process = subprocess.Popen(
             [*enter, *OWN, "bash", "-c", f"{script} && echo made && {STAY}"],
@@ -165,7 +163,7 @@ class Machines:
 
 
 def own_places(name: str, hosts: str, shared: Path) -> str:
-    """What is a machine's own, of what lies in files."""
+    """Return shell commands that give a machine its own folders."""
     kept = [REPOSITORY, shared, *dict.fromkeys((Path(sys.prefix), Path(sys.base_prefix)))]
     kept = [path for path in kept if path.is_relative_to("/tmp")]
     script = [FIRST, f"hostname {name}", "mount -t tmpfs m /dev/shm", "mount -t tmpfs m /mnt"]

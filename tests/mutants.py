@@ -1,14 +1,13 @@
-"""Mutations of the package, one at a time, and which set of tests finds each.
+"""Mutate the package, one place at a time, and find which set of tests detects each mutation.
 
     python -m tests.mutants --record             # which lines each test of the default set executes
     python -m tests.mutants --num 40 --seed 0    # draws mutations, runs tests, writes a table
 
-A mutation negates a condition, drops a collective, swaps two operands, removes a wait, an undo or
-a check, or shifts an index by one. Draws are spread over `ROOMS` and `KINDS`, on lines that the
-default set executes. Of the default set only tests that execute the line run, those that execute
-the fewest lines first, in a copy of the checkout. If all pass, slow tests of the same files run,
-those of files with the largest share of such tests first. A set finds a mutation if one of its
-tests fails or does not end.
+A mutation negates a condition, drops a collective, swaps two operands, removes a wait, an undo or a
+check, or shifts an index by one. Draws are spread over `ROOMS` and `KINDS`, on lines that the
+default set executes. First the default tests that execute the line run, in a copy of the checkout;
+if all pass, slow tests of the same files. A set detects a mutation if one of its tests fails or
+hangs.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ def mutations(file: str, source: str) -> Iterator[Mutation]:
 
 
 def _changes(node: ast.AST) -> Iterator[tuple[str, ast.expr | ast.stmt, str]]:
-    """(kind, what is replaced, by what) of one node."""
+    """Yield (kind, replaced text, new text) of one node."""
     match node:
         case ast.If(test=test, body=[ast.Raise()], orelse=[]):
             yield "remove a check", test, "False"
@@ -129,7 +128,7 @@ def _name(func: ast.expr) -> str:
 
 
 def drawn(num: int, seed: int, lines: Mapping[str, Mapping[int, Sequence[str]]]) -> list[Mutation]:
-    """``num`` mutations on ``lines``, of each room and kind in turn as far as there are any."""
+    """Draw ``num`` mutations on ``lines``, from each room and kind in turn while there are any."""
     choice = random.Random(seed)
     pools: dict[tuple[str, str], list[Mutation]] = defaultdict(list)
     for file, executed in sorted(lines.items()):
@@ -150,11 +149,9 @@ def drawn(num: int, seed: int, lines: Mapping[str, Mapping[int, Sequence[str]]])
 
 
 def record(jobs: int) -> None:
-    """Run the default set, and keep which lines of the package each test executes in its process.
-
-    Each process runs a few files: coverage's tracer has crashed where threads run, and a process
-    that crashes loses what it recorded. Its files run again, each in a process of its own.
-    """
+    """Run the default set and record which lines of the package each test executes in its process.
+    Each process runs a few files, because coverage's tracer has crashed with threads and a crashed
+    process loses its record; its files run again, each in its own process."""
     shutil.rmtree(RECORD.parent, ignore_errors=True)
     RECORD.parent.mkdir(parents=True)
     files = sorted({test.partition("::")[0] for test in members("default")})
@@ -173,7 +170,7 @@ def record(jobs: int) -> None:
 
 
 def _recorded(files: list[str]) -> list[str]:
-    """Record some files; returns them if the process crashed."""
+    """Record some files; return them if the process crashed."""
     name = re.sub(r"\W", "_", files[0]) + f"_{len(files)}"
     command = [*PYTEST, "-rfE", "--cov=dtensor", "--cov-context=test", "--cov-report=", *files]
     part = RECORD.parent / f"part.{name}"
@@ -186,7 +183,7 @@ def _recorded(files: list[str]) -> list[str]:
 
 @cache
 def members(which: str) -> dict[str, None]:
-    """The tests of a set, in their order."""
+    """Return the tests of a set in order."""
     command = [*PYTEST, "--collect-only", "-m", MARKS[which]]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     return dict.fromkeys(line for line in ran.stdout.splitlines() if line.startswith("tests/"))
@@ -208,7 +205,7 @@ def executed() -> dict[str, dict[int, list[str]]]:
 
 
 def percent() -> float:
-    """The share of the package's lines that the default set or an import executes."""
+    """Return the share of the package's lines that the default set or an import executes."""
     lines = all_lines = 0
     measured = coverage.Coverage(data_file=str(RECORD), source=[str(ROOT / "dtensor")])
     measured.load()
@@ -222,12 +219,12 @@ def percent() -> float:
 
 @cache
 def breadth() -> Counter[str]:
-    """How many lines each test executes."""
+    """Return how many lines each test executes."""
     return Counter(t for lines in executed().values() for tests in lines.values() for t in tests)
 
 
 def tests_of(mutation: Mutation, which: str, most: int) -> list[str]:
-    """Tests of the default set that execute the line, or slow tests of their files."""
+    """Return tests of the default set that execute the line, or slow tests of their files."""
     tests = executed()[mutation.file][mutation.line]
     if which == "default":
         return sorted(tests, key=lambda test: (breadth()[test], test))[:most]
@@ -243,7 +240,7 @@ def tests_of(mutation: Mutation, which: str, most: int) -> list[str]:
 
 
 def found_by(mutation: Mutation, which: str, most: int) -> str | None:
-    """The first test of a set that fails under a mutation, or None."""
+    """Return the first test of a set that fails under a mutation, or None."""
     tests = tests_of(mutation, which, most)
     if not tests:
         return None
@@ -270,7 +267,8 @@ def found_by(mutation: Mutation, which: str, most: int) -> str | None:
 
 
 def judged(mutation: Mutation, most: int) -> dict[str, str | None]:
-    """By set, the test that finds a mutation; what the default set finds the other does, too."""
+    """Return by set the test that detects the mutation; a mutation that the default set detects
+    counts as detected by both."""
     first = found_by(mutation, "default", most)
     return {"default": first, "all": first or found_by(mutation, "all", most // 4)}
 

@@ -1,4 +1,4 @@
-"""Small optimizers: elementwise ones, and what a probe must refuse. No test lives here."""
+"""Small optimizers for tests: elementwise ones, and ones that the probe must refuse."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ Optimizer = torch.optim.Optimizer
 
 
 class Each(Optimizer):
-    """What follows changes one line of: a parameter, its gradient, its state and its group."""
+    """Base class: subclasses define the update of one parameter from its gradient, state and
+    group."""
 
     def __init__(self, params: Any, lr: float = 0.05, **options: Any) -> None:
         super().__init__(params, {"lr": lr, **options})
@@ -34,7 +35,7 @@ class Each(Optimizer):
 
 
 class Lion(Each):
-    """Puts another tensor into its state at each step, and writes to the gradient."""
+    """Replaces a state tensor at each step, and writes to the gradient."""
 
     def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         m = state.get("exp_avg", torch.zeros_like(p))
@@ -43,7 +44,7 @@ class Lion(Each):
 
 
 class Counted(Optimizer):
-    """Numbers everywhere: Python's in a parameter's state, in the group, on the object."""
+    """Keeps Python numbers in a parameter's state, in the group and on the object."""
 
     def __init__(self, params: Any, lr: float = 0.05, decay: float = 0.0) -> None:
         super().__init__(params, {"lr": lr, "decay": decay, "k": 0, "lr_max": -1.0})
@@ -70,7 +71,7 @@ class Counted(Optimizer):
 
 
 class Amsgrad(Each):
-    """With a state that an option brings along."""
+    """Has a state entry that an option adds."""
 
     def __init__(self, params: Any, lr: float = 0.05) -> None:
         super().__init__(params, lr, amsgrad=False)
@@ -85,7 +86,7 @@ class Amsgrad(Each):
 
 
 class Wide(Each):
-    """Keeps float32, whatever the parameter is, and a number as a tensor of one element."""
+    """Keeps float32 state for any parameter dtype, and a number as a tensor of one element."""
 
     def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         if not state:
@@ -97,7 +98,7 @@ class Wide(Each):
 
 
 class Begun(Each):
-    """Its state is there from the beginning, as MADGRAD's, with a cache that all groups share."""
+    """Has state from the start, as MADGRAD, and a cache shared by all groups."""
 
     def __init__(self, params: Any, lr: float = 0.05) -> None:
         super().__init__(params, lr, cache=[None, None])
@@ -114,7 +115,7 @@ class Begun(Each):
 
 
 class Renamed(torch.optim.AdamW):
-    """Its parent, but for what it is made of."""
+    """Differs from its parent only in its `__init__`."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, lr=0.02, betas=(0.8, 0.9))
@@ -126,11 +127,12 @@ class Hook:
 
 
 class Mixed(Hook, torch.optim.AdamW):
-    """Not its parent, though it updates as that does."""
+    """Inherits from another class beside AdamW, so it must be probed, though it updates as
+    AdamW."""
 
 
 class Doubled(torch.optim.SGD):
-    """Not its parent: it steps twice."""
+    """Differs from its parent: it steps twice."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step()
@@ -141,14 +143,14 @@ class Doubled(torch.optim.SGD):
 
 
 class Normed(Each):
-    """LAMB, LARS."""
+    """Uses the norm of a parameter, as LAMB and LARS."""
 
     def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         p.sub_(g * (p.norm() / g.norm()), alpha=group["lr"])
 
 
 class RootMeanSquare(Each):
-    """StableAdamW."""
+    """Uses the root mean square of an update, as StableAdamW."""
 
     def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         p.sub_(g / g.square().mean().sqrt().clamp(min=1), alpha=group["lr"])
@@ -185,7 +187,7 @@ class Indexes(Each):
 
 
 class Multiplies(Each):
-    """Muon, SOAP, Shampoo."""
+    """Multiplies matrices, as Muon, SOAP and Shampoo."""
 
     def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         if g.ndim == 2:
@@ -204,7 +206,7 @@ class DrawsInPython(Each):
 
 
 class Factored(Each):
-    """Adafactor: a row in place of a matrix."""
+    """Keeps a row in place of a matrix, as Adafactor."""
 
     def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         if g.ndim > 1:
@@ -213,7 +215,7 @@ class Factored(Each):
 
 
 class InBlocks(Each):
-    """8-bit states: codes, with a scale for each block."""
+    """Keeps 8-bit state: codes, with a scale for each block."""
 
     def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         state.setdefault("codes", torch.zeros(p.numel() // 2, dtype=torch.uint8))
@@ -221,7 +223,7 @@ class InBlocks(Each):
 
 
 class Queues(Each):
-    """AdaShift: older gradients."""
+    """Keeps older gradients, as AdaShift."""
 
     def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         state.setdefault("queue", deque(maxlen=3)).append(g.clone())
@@ -235,7 +237,7 @@ class SharedState(Each):
 
 
 class CountsElements(Each):
-    """A number of the group that is another on shards."""
+    """Keeps a number in the group that would differ on shards."""
 
     def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         group["elements"] = group.get("elements", 0) + p.numel()
@@ -243,7 +245,7 @@ class CountsElements(Each):
 
 
 class Wrapper(Each):
-    """SAM, Lookahead: another optimizer inside."""
+    """Contains another optimizer, as SAM and Lookahead."""
 
     def __init__(self, params: Any, lr: float = 0.05) -> None:
         params = list(params)

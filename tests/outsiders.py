@@ -1,6 +1,8 @@
-"""What users add from outside of dtensor: ops, two reductions, a kernel, a transport, a schedule.
-Importing it registers the ops alone, so that an actor that imports it has the rest from the
-controller."""
+"""Extensions as users write them: ops, two reductions, a kernel, a transport and a schedule.
+
+Importing this module registers only the ops, so an actor that imports it gets the rest from the
+controller.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ XOR = Reduction(name="xor", fold=torch.bitwise_xor, identity=torch.zeros_like)
 
 
 def larger(total: Tensor, part: Tensor) -> Tensor:
-    """Of rows (value, position); the first of equal ones."""
+    """Fold rows (value, position); of equal values take the first."""
     return torch.where(part[:, :1] > total[:, :1], part, total)
 
 
@@ -44,7 +46,7 @@ ARGMAX = Reduction(name="argmax", fold=larger, unit=2, dtypes=(torch.float64,))
 
 @torch.library.custom_op("outsiders::parity", mutates_args=())
 def parity(x: Tensor) -> Tensor:
-    """Of x[n d]: the bits that an odd number of rows have, [d]."""
+    """x[n d] -> [d]: the bits that are set in an odd number of rows."""
     return reduce(torch.bitwise_xor, x.unbind(0), x.new_zeros(x.shape[1:]))
 
 
@@ -55,7 +57,8 @@ def _(x: Tensor) -> Tensor:
 
 @torch.library.custom_op("outsiders::largest", mutates_args=())
 def largest(x: Tensor, at: Tensor) -> Tensor:
-    """Of rows x[n d] at positions at[n]: the largest of each column, and where it is: [d, 2]."""
+    """For rows x[n d] at positions at[n], return [d, 2]: the largest value of each column, and its
+    position."""
     value, row = x.max(0)
     return torch.stack((value, at[row]), 1)
 
@@ -69,7 +72,7 @@ def _(x: Tensor, at: Tensor) -> Tensor:
 
 
 def parity_of_bits(x: Tensor) -> Tensor:
-    """The same, bit by bit."""
+    """Compute `parity` bit by bit."""
     bits = [((x >> b & 1).sum(0) & 1) << b for b in range(63)]
     return reduce(torch.bitwise_or, bits) + 0
 
@@ -86,7 +89,7 @@ class Later(Pending):
 
 
 class StoreTransport(Transport):
-    """Through a store, in which each start has a key of its own."""
+    """A transport through a store; each start has its own key."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
@@ -125,11 +128,11 @@ class StoreTransport(Transport):
         return tuple(torch.load(io.BytesIO(self._store.get(name))))
 
     def close(self) -> None:
-        """The store is not its own."""
+        """Do nothing: the store belongs to others."""
 
 
 def connect(folder: str, meeting: Meeting) -> Transport:
-    """Leaves a file for each process, to show that it was asked."""
+    """Connect, and leave a file for each process to show that the transport was used."""
     Path(folder, f"host{meeting.index}").touch()
     return StoreTransport(HashStore() if meeting.store is None else meeting.store)
 
@@ -139,7 +142,7 @@ def connect(folder: str, meeting: Meeting) -> Transport:
 
 @dataclass(frozen=True, slots=True)
 class OneByOne:
-    """A microbatch begins when the one before is done."""
+    """A schedule in which a microbatch begins when the one before is done."""
 
     microbatches: int
 

@@ -1,24 +1,15 @@
-"""Pages of Markdown that run as they stand: each is one program, and shows what it prints.
+"""Run Markdown pages: the Python blocks of a page are one program that must print what is shown.
 
-    ```python                   run, in one namespace for the page; what a block prints has to be
-    print(1 + 1)                what the ```text block below it says
-    ```
-    ```python
-    # train.py                  a file: written, for a later block to run or import
-    ```
-    ```sh                       run by bash; what is printed is compared where ```text follows
-    ```console                  the same as seen in a terminal: lines `$ command`, and what each
-                                prints, where `...` stands for anything
+    ```python     run; must print the ```text block below. `# train.py` on line 1: a file to write
+    ```sh         run by bash; printed text is compared if ```text follows
+    ```console    lines `$ command` with their output; `...` stands for any text
 
-A block whose first line, or the line of a page above it as an HTML comment, says ``not run here:``
-and why, is left alone, and counted. A command that fails fails the page, in ```console unless
-`$ echo $?` is next. Commands run in a folder of their own that has what the checkout has, so that
-`python examples/train_gpt.py` works and what is written is gone afterwards.
+    python -m tests.pages docs/sync.md README.md     # writes the current output: review the diff
 
-    python -m tests.pages docs/sync.md README.md     # writes what they print now: look at the diff
-
-A page's lines are numbered as in the file that its blocks of Python make, one after the other with
-a blank line between, named as the page is: `start.py:12` is a line of docs/start.md's program.
+A block is not run if its first line, or an HTML comment above it, says ``not run here:`` with a
+reason. A failing command fails the page, unless `$ echo $?` follows in ```console. Commands run in
+a temporary folder with the contents of the checkout. `start.py:12` is line 12 of the Python
+program.
 """
 
 from __future__ import annotations
@@ -50,7 +41,8 @@ _FILE = re.compile(r"# (\w+\.py)\n")
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """``not_run``: why, or None. ``file``: the name of the file that a block of Python is."""
+    """``not_run``: the reason, or None. ``file``: the name of the file that a Python block
+    contains."""
 
     kind: str
     text: str
@@ -60,7 +52,7 @@ class Block:
 
 
 def blocks_of(text: str) -> list[Block]:
-    """In the order of the page."""
+    """Return the blocks in the order of the page."""
     found: list[Block] = []
     for match in _FENCE.finditer(text):
         kind = match[2].split(" ")[0]
@@ -75,7 +67,7 @@ def blocks_of(text: str) -> list[Block]:
 
 
 def pages() -> dict[str, str]:
-    """Path in the repository to text, of all pages."""
+    """Return the text of all pages, by path in the repository."""
     files = [*ROOT.glob("*.md"), *DOCS.rglob("*.md")]
     there = (f for f in files if "_build" not in f.parts)
     return {f.relative_to(ROOT).as_posix(): f.read_text() for f in sorted(there)}
@@ -84,11 +76,10 @@ def pages() -> dict[str, str]:
 def run_page(
     name: str, text: str, folder: Path, differ: dict[int, str] | None = None
 ) -> dict[str, Any]:
-    """Runs a page's blocks; AssertionError where one prints other than what stands below it.
-
-    ``name``: of its program. ``folder``: an empty one, where it runs. ``differ``: to be filled, by
-    line of a ```text block, with what is printed instead. Returns the names that its Python leaves.
-    """
+    """Run a page's blocks. ``name``: of its program; ``folder``: an empty one, where it runs;
+    ``differ``: if given, is filled with the actual output by line of a ```text block. Returns the
+    names that the Python blocks define. Raises AssertionError if a block prints other text than the
+    page shows."""
     names: dict[str, Any] = {"__name__": f"docs_{name}"}
     printed, must_be_shown = "", False
     program = ""
@@ -151,7 +142,8 @@ def _console(block: Block) -> None:
 
 
 def _bash(commands: list[str]) -> tuple[str, list[int]]:
-    """What they print, one NUL and the exit code in NULs after each, and these codes."""
+    """Return the output of the commands, with the exit code between NULs after each, and these
+    codes."""
     if len(commands) == 1:
         script = commands[0]
     else:
@@ -174,14 +166,15 @@ def _bash(commands: list[str]) -> tuple[str, list[int]]:
 
 
 def starts_ray(text: str) -> bool:
-    """Whether the page's Python, or its commands, start Ray."""
+    """Whether the page's Python or its commands start Ray."""
     code = "\n".join(b.text for b in blocks_of(text) if b.kind in RUN and not b.not_run)
     said = re.sub(r"^(?!\$)(.*?)#.*$", r"\1", code, flags=re.MULTILINE)  # comments do not
     return bool(re.search(r"backend=\"ray\"|launch\(\"ray\"\)|--backend ray", said))
 
 
 def written_anew(name: str) -> None:
-    """Write what the page's blocks print into the page, and the pictures that it draws."""
+    """Write the current output of the page's blocks into the page, and the pictures that it
+    draws."""
     text, differ = (ROOT / name).read_text(), dict[int, str]()
     with tempfile.TemporaryDirectory() as folder:
         run_page(Path(name).stem, text, Path(folder), differ)
@@ -196,7 +189,7 @@ def written_anew(name: str) -> None:
 
 
 def languages(text: str) -> Iterator[str]:
-    """Of all fences, those within lists too, whatever closes them."""
+    """Return the languages of all fences, including those within lists."""
     inside = ""
     for line in text.splitlines():
         fence = re.match(r"\s*(```+|~~~+)(.*)", line)

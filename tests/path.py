@@ -1,10 +1,11 @@
-"""What one reads to follow the README's MLP: `python -m tests.path [-v]` counts it.
+"""Count the code that the README's MLP executes: `python -m tests.path [-v]`.
 
     $ python -m tests.path
     84 files of 18,743 lines; the functions that ran: 8,351 lines
 
-The files of dtensor whose functions run, in any thread, for its plan at tp=2 and two steps
-in-process; imports do not count. `-v`: each file, its lines, and those of its functions that ran.
+Counts the files of dtensor whose functions run, in any thread, for the plan at tp=2 and two
+in-process steps; imports do not count. `-v` lists the lines of each file and of its executed
+functions.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ ROOT = Path(dt.__file__).parent
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Of one file: how long it is, and how long its functions are that ran."""
+    """The number of lines of a file, and of its executed functions."""
 
     file: str
     lines: int
@@ -52,7 +53,7 @@ def _loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def path() -> list[Read]:
-    """The files of dtensor whose functions `two_steps` runs, by name."""
+    """Return the files of dtensor whose functions `two_steps` runs, by name."""
     ran: dict[Path, set[int]] = defaultdict(set)
     for name in dt.__all__:
         getattr(dt, name)  # imports do not count

@@ -38,7 +38,7 @@ Texts = dict[str, str]
 
 
 class Lowered(BaseException):
-    """Raised when a training step has been lowered and verified: it need not run."""
+    """Raised when a training step has been lowered and verified, because it need not run."""
 
 
 @contextmanager

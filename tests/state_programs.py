@@ -1,10 +1,10 @@
-"""Random programs that change buffers and read them: what is in place must not be seen.
+"""Random programs that change buffers and read them; in-place writes must not be visible.
 
     statements = drawn(random.Random(3))    # ["m.a[:, :, 1:3] = x[:, :, :2]", "out.append(m.b)"]
     program(statements)                     # f(m, x, i, at) -> list of tensors
 
-Values are whole numbers, so that no order of a sum can change them. `declared` is the engine's own
-check: what a call returns shares its storage with nothing but what the program says.
+Values are whole numbers, so the order of a sum cannot change it. `declared` checks in the engine
+that results of a call share storage only with what the program declares.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Held(nn.Module):
 
 
 def drawn(random: random.Random) -> list[str]:
-    """One to six statements, a write among them."""
+    """Return one to six statements, at least one of them a write."""
     found: list[str] = []
     for _ in range(random.randint(1, 6)):
         text = random.choice(WRITES if random.random() < 0.6 else READS)
@@ -101,7 +101,7 @@ def arguments(random: random.Random) -> tuple[torch.Tensor, ...]:
 
 @contextmanager
 def declared() -> Iterator[list[int]]:
-    """Within it each call's results are looked at. Gives how many were, when it is left."""
+    """Check the results of each call within the block; yields the count of checked results."""
     prepare, looked = Engine._prepare_call, [0]
 
     def watched(engine: Engine, rank: int, call: Call, fn: Any) -> Any:

@@ -60,8 +60,8 @@ NOT_RUN = {
 
 
 def quoted() -> Iterator[tuple[str, str]]:
-    """Yield pages and the texts in which they quote numbers of results. Counts that code can make
-    stand on pages only so."""
+    """Yield pages and the texts in which they quote numbers of benchmark results. Pages may state
+    numbers that code can compute only in this way."""
     rules = tables("docs/certified.md")["Certified rules"]["all"]
     yield "README.md", f"the {rules[1]} ops with a rule are tried"
     yield "README.md", f"[{rules[2]:,} trials, {rules[3]} wrong]"

@@ -86,7 +86,7 @@ def test_rl_example_trains_and_draws_timeline(
 
 @pytest.fixture
 def beside(monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of the whole programs, which import what lies beside them."""
+    """Return the folder of the full programs, and make their sibling modules importable."""
     monkeypatch.syspath_prepend(str(HERE.parent))
     return HERE.parent
 

@@ -42,7 +42,7 @@ def test_from_scratch_page_prints_what_it_shows(tmp_path: Path) -> None:
 
 
 def resize(names: dict[str, Any], **sizes: int) -> None:
-    """Gives the factors of the page's MLP other sizes."""
+    """Give the factors of the page's MLP other sizes."""
     for value, factors in names["factors"].items():
         names["shapes"][value] = tuple(sizes[factor] for factor in factors)
         names["nbytes"][value] = 4 * prod(names["shapes"][value])

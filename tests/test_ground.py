@@ -84,7 +84,7 @@ def test_package_does_not_import_tests():
 
 @pytest.fixture(scope="module")
 def imports() -> nx.DiGraph[str]:
-    """Who imports whom, also inside functions and for types alone."""
+    """Return the import graph, including imports inside functions and for type checking."""
     graph = grimp.build_graph("dtensor", cache_dir=None)
     found: nx.DiGraph[str] = nx.DiGraph()
     found.add_nodes_from(graph.modules)
@@ -199,14 +199,14 @@ print(len(names))
 
 
 def _root(node: ast.expr) -> str:
-    """The name that a chain of attributes begins with."""
+    """Return the name at the start of a chain of attributes."""
     while isinstance(node, ast.Attribute):
         node = node.value
     return node.id if isinstance(node, ast.Name) else ""
 
 
 def _starts_with_text(file: Path) -> bool:
-    """Whether the first statement is a text. Only the file's first lines are read for it."""
+    """Whether the first statement is a string. Reads only the file's first lines."""
     with file.open() as lines:
         for token in tokenize.generate_tokens(lines.readline):
             if token.type not in (tokenize.COMMENT, tokenize.NL):

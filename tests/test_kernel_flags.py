@@ -50,7 +50,8 @@ ASKED: dict[str, Callable[[], object]] = {
 
 
 def answers() -> dict[str, object]:
-    """What torch says of its settings, also where it says that two ways of setting are mixed."""
+    """Return torch's answers about its settings, including its complaint if two ways of setting are
+    mixed."""
     found: dict[str, object] = {}
     for name, ask in ASKED.items():
         try:

@@ -24,7 +24,7 @@ OWN = {"label": {"daft/ir/label.py"}, "code": {"daft/ir/program.py", "daft/ir/co
 
 
 def parsed(words: Iterable[str]) -> dict[str, ast.Module]:
-    """The files of the package whose text has one of the words."""
+    """Return the syntax trees of the package's files whose text contains one of the words."""
     texts = {str(f.relative_to(PACKAGE)): f.read_text() for f in PACKAGE.rglob("*.py")}
     return {
         file: ast.parse(text) for file, text in texts.items() if any(word in text for word in words)
@@ -32,13 +32,13 @@ def parsed(words: Iterable[str]) -> dict[str, ast.Module]:
 
 
 def imported(tree: ast.Module) -> set[str]:
-    """The names that a file imports, anywhere in it."""
+    """Return the names that a file imports, anywhere in it."""
     froms = (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom))
     return {alias.name for node in froms for alias in node.names}
 
 
 def is_text(node: ast.expr, of: str) -> bool:
-    """Whether an expression has a label, or generated code, in it; not as what a call is given."""
+    """Whether an expression contains a label or generated code, except as an argument of a call."""
     match node:
         case ast.Call(func=ast.Name("str" | "map"), args=args):
             return any(is_text(arg, of) for arg in args)
@@ -65,8 +65,8 @@ def is_text(node: ast.expr, of: str) -> bool:
 
 
 def taken_apart(tree: ast.Module, of: str) -> Iterator[str]:
-    """The calls that take the text of a label, or of generated code, apart: a name counts as such
-    that is bound to one somewhere in the file."""
+    """Yield the calls that parse the text of a label or of generated code. A name counts as such a
+    text if it is bound to one anywhere in the file."""
     bound = {
         target.id
         for node in ast.walk(tree)
@@ -133,7 +133,7 @@ MORE = {
 
 
 def num_fields(tree: ast.Module) -> Iterator[tuple[str, int]]:
-    """The dataclasses of a file, and how many fields each states."""
+    """Yield the dataclasses of a file and their numbers of fields."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef) and any(
             "dataclass" in ast.unparse(decorator) for decorator in node.decorator_list

@@ -34,7 +34,7 @@ def _begins_ray(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture
 def stated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reductions and the rules, for a test."""
+    """Register the reductions and the rules for one test."""
     monkeypatch.setattr(registry, "_BUILDERS", dict(registry._BUILDERS))
     for reduction in (outsiders.XOR, outsiders.ARGMAX):
         monkeypatch.setitem(REDUCTIONS, reduction.name, reduction)
@@ -51,7 +51,7 @@ def by_rows(x: Tensor) -> dt.DTensor:
 
 
 def integers(columns: int = 9000) -> Tensor:
-    """Of more than 64 KiB for each rank: three members fold them in pieces."""
+    """Return more than 64 KiB for each rank, so that three members fold it in pieces."""
     return torch.randint(0, 1 << 60, (6, columns))
 
 

@@ -147,7 +147,7 @@ def test_make_setup_keeps_non_editable_install(
 
 @pytest.fixture(scope="module")
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A source package, and a wheel built from it: offline, by what is installed here."""
+    """Build a source package and a wheel from it, offline, with installed tools."""
     copy = tmp_path_factory.mktemp("checkout")
     junk = shutil.ignore_patterns("__pycache__")
     for name in ("dtensor", "examples", "tests"):

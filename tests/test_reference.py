@@ -23,7 +23,8 @@ _ENTRY = re.compile(
 
 
 def entries() -> Iterator[tuple[str, str]]:
-    """(directive, name) of what the pages of the reference document, members too."""
+    """Return (directive, name) of everything that the reference pages document, including
+    members."""
     for page in sorted(DOCS.glob("reference/*.md")):
         latest = ""
         for kind, name, members in _ENTRY.findall(page.read_text()):
@@ -34,7 +35,7 @@ def entries() -> Iterator[tuple[str, str]]:
 
 
 def functions_of(module: Any) -> list[str]:
-    """Those that users call: defined there, without an underscore."""
+    """Return the functions that users call: defined in the module, without an underscore."""
     found = inspect.getmembers(module, inspect.isfunction)
     return [n for n, f in found if f.__module__ == module.__name__ and not n.startswith("_")]
 

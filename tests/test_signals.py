@@ -34,7 +34,7 @@ class Stop(BaseException):
 
 
 class Handlers:
-    """What came, in order; ``does``: what the handler does besides."""
+    """Records received signals in order; ``does``: what the handler does in addition."""
 
     def __init__(self) -> None:
         self.came: list[int] = []
@@ -159,7 +159,7 @@ def test_as_set_part_of_block_handles_signals_at_once(handlers: Handlers) -> Non
 
 
 def in_torch(statement: str, **names: object) -> None:
-    """Runs it as if torch's Python had it."""
+    """Run the statement as if it were in torch's Python code."""
     file = str(Path(torch.__file__).with_name("made_up.py"))
     exec(compile(statement, file, "exec"), {"signal": signal, **names})
 

@@ -1,14 +1,13 @@
-"""The one helper for training tests: parallel training, and the plain torch reference.
+"""Helpers for training tests: parallel training, and the plain torch reference.
 
     assert_trains_as_torch("tp2_pp2", batches(3), schedule=dt.GPipe(4))     # losses, weights, state
-
     run = Run.of("tp2_pp2", zero={"dp": 1}, make=sgd)                       # the same in parts
     with dt.launch(run.mesh):
         losses, state = run.losses(data), run.state()
     model = make_model()
     assert_losses_close(losses, train_torch(model, sgd(model), data, clip=1.0))
 
-Every model starts from the same numbers, with a loss near ln 32.
+Every model starts from the same weights, with a loss near ln 32.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ TWO_STAGES = {"pp": [["embed*", "positions*", "blocks.0.*"], ["blocks.1.*", "nor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
-    """How a GPT of two layers is placed."""
+    """A placement of a GPT with two layers."""
 
     axes: Mapping[str, int]
     pins: Mapping[str, Stated] = field(default_factory=dict)
@@ -66,7 +65,7 @@ MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 def make_model(**options: Any) -> nn.Module:
-    """A GPT with small embeddings, so that the loss begins near ln 32."""
+    """Return a GPT with small embeddings, so that the initial loss is near ln 32."""
     torch.manual_seed(0)
     model = GPT(**options)
     with torch.no_grad():
@@ -97,10 +96,8 @@ def train_torch(
     scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
     masters: nn.Module | None = None,
 ) -> list[float]:
-    """Losses of plain torch; the model and the optimizer move on.
-
-    ``masters``: a float32 copy of the model, which the optimizer updates and ``model`` follows.
-    """
+    """Train the model in plain torch and return the losses. ``masters``: a float32 copy of the
+    model, which the optimizer updates and ``model`` follows."""
     losses: list[float] = []
     updated = model if masters is None else masters
     for one in data:
@@ -125,7 +122,7 @@ def train_torch(
 def gradients_of(
     model: nn.Module, one: Sequence[Tensor], loss: Callable[..., Any] = loss_fn
 ) -> dict[str, Tensor]:
-    """Plain torch's gradients of one batch."""
+    """Return plain torch's gradients of one batch."""
     value = loss(model, *one)
     (value[0] if isinstance(value, tuple) else value).backward()
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
@@ -153,7 +150,7 @@ class Run:
         zero: Mapping[str, int] | None = None,
         **stated: Any,
     ) -> Run:
-        """``stated``: other arguments of `dt.train_step`."""
+        """Build the model, optimizer and step. ``stated``: other arguments of `dt.train_step`."""
         where = {**SIX, **FOUR}[placed] if isinstance(placed, str) else placed
         module = make_model() if module is None else module
         model = dt.parallelize(module, where.mesh, where.pins, stages=where.stages, zero=zero)
@@ -170,7 +167,7 @@ class Run:
         return Run(mesh=where.mesh, module=module, model=model, optimizer=optimizer, step=step)
 
     def losses(self, data: Sequence[Sequence[Tensor]]) -> list[float]:
-        """All steps are called before the first is read."""
+        """Call all steps before reading the first loss."""
         return [float(loss) for loss in [self.step(*one) for one in data]]
 
     def state(self) -> dict[str, Any]:
@@ -192,11 +189,9 @@ def assert_trains_as_torch(
     **stated: Any,
 ) -> Run:
     """Train on ``data`` in parallel and in plain torch, and compare losses, weights and state.
-
-    ``build`` makes the module, twice from the same numbers; ``limit`` holds for losses, ``atol``
-    for weights and optimizer state, or ``part`` (`assert_states_close`). ``stated``: ``schedule``,
-    ``zero``, other arguments of `dt.train_step`.
-    """
+    ``build`` makes the module twice with the same weights. ``limit`` is the tolerance of losses;
+    ``atol`` or ``part`` (`assert_states_close`) that of weights and optimizer state. ``stated``:
+    other arguments of `dt.train_step`, such as ``schedule`` and ``zero``."""
     data = batches(3) if data is None else data
     run = Run.of(placed, module=build(), make=make, loss=loss, clip=clip, **stated)
     with dt.launch(run.mesh, backend=backend):
@@ -225,7 +220,7 @@ def assert_trains_as_torch(
 def assert_gradients_close(
     found: Mapping[str, Tensor], expected: Mapping[str, Tensor], limit: float = 1e-5
 ) -> None:
-    """Each gradient within ``limit``, relative to its own largest value."""
+    """Assert that each gradient is within ``limit``, relative to its largest value."""
     assert set(found) == set(expected)
     for name in expected:
         scale = expected[name].abs().max().item()
@@ -236,7 +231,7 @@ def assert_gradients_close(
 def assert_losses_close(
     found: Sequence[float], expected: Sequence[float], limit: float = 2e-6
 ) -> None:
-    """Each loss within ``limit``, relative where the loss is above 1."""
+    """Assert that each loss is within ``limit``, relative for losses above 1."""
     assert len(found) == len(expected)
     for i, (a, b) in enumerate(zip(found, expected, strict=True)):
         assert abs(a - b) <= limit * max(1.0, abs(b)), f"step {i}: {a!r} for {b!r}"
@@ -251,11 +246,9 @@ def assert_states_close(
     start: Any = None,
     part: float | None = None,
 ) -> None:
-    """Nested dicts of tensors and numbers: each element within ``atol``, or, with ``part``, the
-    norm of each tensor's error within that part of the norm of its change since ``start``.
-
-    A key's bias has no gradient but rounding errors, which AdamW scales up: it is left out.
-    """
+    """Compare nested dicts of tensors and numbers: each element within ``atol``, or, with ``part``,
+    the norm of each tensor's error within this fraction of the norm of its change since ``start``.
+    Biases of keys are left out: their gradients are only rounding errors, which AdamW scales up."""
     if isinstance(expected, Mapping):
         assert set(found) >= set(expected), f"{where}: {set(found) ^ set(expected)}"
         for key in expected:
@@ -278,7 +271,7 @@ def assert_states_close(
 
 
 def assert_same_bits(found: Any, expected: Any, where: str = "state") -> None:
-    """Nested dicts, lists and tensors, equal in every bit."""
+    """Assert that nested dicts, lists and tensors are bitwise equal."""
     if isinstance(expected, Tensor):
         assert isinstance(found, Tensor) and found.dtype == expected.dtype, where
         assert torch.equal(found, expected), f"{where} differs"

@@ -1,22 +1,14 @@
-"""Capture, rules and Ray with each supported minor version of torch and Python: `make versions`.
+"""Test capture, rules and Ray with each supported minor version of torch and Python: `make
+versions`.
 
     python -m tests.versions                   # all pairs below; writes docs/notes/versions.md
     python -m tests.versions --torch 2.12      # printed; nothing is written
     python -m tests.versions --python 3.13 --part capture --write     # one cell of the table
-    python -m tests.versions --cuda-builds     # where there is no build for CPUs, that for CUDA
+    python -m tests.versions --cuda-builds     # where there is no CPU build, use the CUDA build
 
-The pairs: each torch with the oldest Python, and each later Python with the newest torch. A Python
-is looked for as `python3.13` on the path, and among pyenv's (`~/.pyenv/versions`); one that is not
-there is a row of the table that says so, as is a torch that pip cannot take.
-
-Each pair is installed, with this checkout and all that tests need, into an environment of its own,
-kept in `build/versions` for the next time. Which build pip would take is asked before anything is
-fetched: one that brings CUDA's libraries is several gigabytes, and runs on a CPU like the other,
-but is taken only with `--cuda-builds`. Another index is named as pip is always told,
-`PIP_EXTRA_INDEX_URL`.
-
-Exit status 1 where a test failed. Not here: versions of Ray and Triton other than what pip takes
-with that torch.
+The pairs are each torch with the oldest Python, and each later Python with the newest torch;
+missing versions are noted in the table. Each pair is installed with this checkout into a kept
+environment in `build/versions`. `PIP_EXTRA_INDEX_URL` names another package index.
 """
 
 from __future__ import annotations
@@ -60,7 +52,7 @@ PAIRS: tuple[Pair, ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What came of one pair: what is installed, a cell for each part, the tests that failed."""
+    """The result of one pair: installed versions, a cell for each part, and the failed tests."""
 
     pair: Pair
     installed: str = ""
@@ -130,7 +122,7 @@ def run(pair: Pair, parts: Sequence[str], cuda_builds: bool, jobs: int) -> Row:
 
 
 def find_python(version: str) -> str | None:
-    """An interpreter of the minor version: this one, one on the path, or pyenv's newest."""
+    """Return an interpreter of the minor version: this one, one on the path, or pyenv's newest."""
     pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv") / "versions"
     own = sorted(pyenv.glob(f"{version}.*/bin/python"), key=lambda path: _number(path.parts[-3]))
     on_path = shutil.which(f"python{version}")  # pyenv's is there for versions that it does not run
@@ -147,7 +139,7 @@ def _number(version: str) -> tuple[int, ...]:
 
 
 def cuda_libraries(python: Path, requirement: str) -> int:
-    """How many packages of CUDA's libraries pip would install with it; nothing is installed."""
+    """Return how many CUDA packages pip would install with it; nothing is installed."""
     report = ["--dry-run", "--quiet", "--report", "-", requirement]
     found = json.loads(subprocess.check_output([python, "-m", "pip", "install", *report]))
     names = [item["metadata"]["name"] for item in found["install"]]
@@ -157,7 +149,7 @@ def cuda_libraries(python: Path, requirement: str) -> int:
 def tests(
     python: Path, report: Path, args: Sequence[str], jobs: int
 ) -> tuple[int, tuple[str, ...]]:
-    """How many passed, and which failed."""
+    """Return how many tests passed, and which failed."""
     command = [python, "-m", "pytest", "-q", "-n", str(jobs), "--dist", "loadfile", *args]
     subprocess.run([*command, f"--junitxml={report}"], cwd=ROOT)
     cases = list(ET.parse(report).iter("testcase"))
@@ -180,7 +172,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def parse(text: str) -> list[Row]:
-    """The rows of a table."""
+    """Return the rows of a table."""
     lines = text.splitlines()
     cells = [[c.strip() for c in line.strip("| ").split("|")] for line in lines if line[:1] == "|"]
     found = []
@@ -193,7 +185,8 @@ def parse(text: str) -> list[Row]:
 
 
 def merged(old: Sequence[Row], new: Sequence[Row]) -> list[Row]:
-    """In the order of `PAIRS`: the new cells, and of the same pair the old ones of other parts."""
+    """Return rows in the order of `PAIRS`: the new cells, and old cells of the same pair for other
+    parts."""
     by_pair = {row.pair: row for row in old}
     for row in new:
         before = by_pair.get(row.pair)

@@ -1,12 +1,11 @@
-"""Layers, parameters and buffers that change between steps: a small causal model, its training in
-plain torch and under a placement, and the ways in which users change it.
+"""A small causal model whose layers, parameters and buffers change between steps as users change
+them; its training in plain torch and under a placement.
 
     way, place = WAYS["a layer replaced"], PLACES["tp2"]
     plain, placed = Plain(way.net()), Placed(way.net(), place)
     with dt.launch(place.mesh):
         for number in way.steps(plain, placed):  # before, between and after its changes
-            plain.take(number)
-            placed.take(number)
+            plain.take(number), placed.take(number)
         assert not differences(placed, plain)
 
 A way is a generator over a `Plain` or a `Placed`; it yields where a step is to be taken. Both draw

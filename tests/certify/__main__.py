@@ -1,12 +1,12 @@
-"""The command: certify the rules of this library, all or some, and write the table.
+"""Certify all or some of the library's rules, and write the table.
 
     python -m tests.certify                          # all; exit status 1 on a wrong one
     python -m tests.certify aten.mm.default          # one, in detail
     python -m tests.certify --sample 50 --seed 7     # 50 of them, chosen by the seed
     python -m tests.certify --table docs/certified.md
 
-A registered rule without samples is a failure too. Torch's C++ warnings about empty shards are
-silenced by the environment: TORCH_CPP_LOG_LEVEL=ERROR.
+A registered rule without samples is a failure too. TORCH_CPP_LOG_LEVEL=ERROR silences torch's C++
+warnings about empty shards.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _named(op: str) -> list[str]:
-    """Full names; of several overloads those that have samples."""
+    """Return full op names; of several overloads, those that have samples."""
     every = [str(overload) for overload in op_overloads(op)]
     return [name for name in every if name in SAMPLES] or every
 

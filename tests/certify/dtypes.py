@@ -1,12 +1,12 @@
-"""Which dtypes of operands torch's CPU kernels take together: found by running them.
+"""Which dtypes of operands torch's CPU kernels accept together, found by running them.
 
     disagreements("aten.mm.default", "same")      # []: operands of one dtype, no others
     disagreements("aten.mm.default", "promote")   # ["f64 f32", ...]: what the kernel refuses
 
-Each sample of an op is run with its float64 operands in other floating dtypes, some of one and the
-others of another, unless the op takes neither alone. Operands that are integers or bools in the
-sample (indices, masks) stay. Small shapes, no randomness: the same torch on the same kind of CPU
-finds the same. Not here: values, GPUs, operands that are complex.
+Each sample of an op runs with its float64 operands in mixtures of other floating dtypes, except
+dtypes that the op does not accept alone. Integer and bool operands (indices, masks) keep their
+dtype. Shapes are small and nothing is random, so the same torch on the same kind of CPU gives the
+same results.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ Mix = tuple[torch.dtype, ...]
 
 
 def disagreements(op: str, stated: Dtypes) -> list[str]:
-    """The mixes that a rule with this field takes and a kernel refuses, or the other way round."""
+    """Return the mixes that a rule with this dtypes field accepts and the kernel refuses, or vice
+    versa."""
     (target,) = op_overloads(op)
     found: list[str] = []
     for sample in SAMPLES[op]:
@@ -55,7 +56,8 @@ def varied_operands(operands: Sequence[torch.Tensor]) -> list[int]:
 
 
 def _mixes(num: int, dtypes: Sequence[torch.dtype]) -> Iterator[Mix]:
-    """Some operands of one dtype and the others of another; of many, one and the others."""
+    """Return mixes in which some operands have one dtype and the others another; of many operands,
+    one differs."""
     sizes = range(1, num) if num < 6 else (1, num - 1)
     for size in sizes:
         for chosen in itertools.combinations(range(num), size):

@@ -1,9 +1,9 @@
-"""A rule's certificate over this library's samples of its op.
+"""The certificate of a rule over this library's samples of its op.
 
     certify_samples("aten.mm.default")        # 3 sizes, 2 and 3 ranks, edges, half, backward
 
-2 ranks first, then 3 with other, negated values; sizes of 0 and 1 where the op takes them. The same
-seed gives the same certificate. Not here: what of a call is tried (dtensor.testing.oracle).
+2 ranks first, then 3 with other, negated values; sizes 0 and 1 where the op accepts them. The same
+seed gives the same certificate. dtensor.testing.oracle defines what is tried for each call.
 """
 
 from __future__ import annotations
@@ -41,10 +41,8 @@ from tests.certify.samples import (
 def certify_samples(
     name: str, *, rule: RuleOf | None = None, seed: int = 0, brief: bool = False
 ) -> Certificate:
-    """One registered op, over this library's samples and their sizes.
-
-    2 ranks first, 3 ranks with other, negated values. ``brief``: one size, on 2 ranks.
-    """
+    """Certify one registered op over its samples and their sizes: on 2 ranks, then on 3 with other,
+    negated values. ``brief``: one size, on 2 ranks."""
     (target,) = op_overloads(name)
     given = rule or rule_for
 
@@ -86,7 +84,7 @@ def certify_samples(
 
 
 def _edge(sample: Sample, draw: Draw) -> Given | None:
-    """The sample at sizes of 0 and 1, where it can be made."""
+    """Return the sample at sizes 0 and 1, where it can be made."""
     try:
         return sample(draw)
     except (RuntimeError, IndexError, ValueError, ZeroDivisionError):

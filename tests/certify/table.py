@@ -69,7 +69,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def recorded_missing(text: str) -> dict[str, tuple[str, ...]]:
-    """By op, the strategies that a table lists as missing."""
+    """Return by op the strategies that a table lists as missing."""
     found: dict[str, tuple[str, ...]] = {}
     for line in text.partition("\n## Missing\n")[2].splitlines():
         if line.startswith("- `"):
@@ -141,5 +141,5 @@ def _found(certificate: Certificate) -> str:
 
 
 def without_samples(known: Mapping[str, object]) -> list[str]:
-    """The registered ops of this library that have no samples."""
+    """Return the registered ops of this library that have no samples."""
     return sorted(name for name in builders() if name not in known)

@@ -51,7 +51,7 @@ WHOLLY = 12  # ops; about 0.3 s each
 
 
 def _seed() -> int:
-    """Stable while no rule changes, so that a failure can be repeated; another one then."""
+    """Return a seed that changes only when a rule changes, so that a failure can be repeated."""
     text = hashlib.sha256(" ".join(RULED).encode())
     for file in sorted(Path(next(iter(dtensor.sharding.rules.__path__))).rglob("*.py")):
         text.update(file.read_bytes())
@@ -96,7 +96,8 @@ NUMBERS = (True, 3, 2.5, 1.5j)
 
 
 def _with_numbers(args: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-    """The arguments with one number in the place of any of the first tensors and numbers."""
+    """Return variants of the arguments with one number in place of any of the first tensors and
+    numbers."""
     kinds = (torch.Tensor, bool, int, float, complex)
     places = [i for i, a in enumerate(args[:4]) if isinstance(a, kinds)]
     for count in range(1, len(places) + 1):
@@ -106,7 +107,7 @@ def _with_numbers(args: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
 
 
 def _number_calls(name: str) -> list[tuple[Any, ...]]:
-    """Those that torch takes."""
+    """Return the calls with numbers that torch accepts."""
     (target,) = op_overloads(name)
     calls: list[tuple[Any, ...]] = []
     for sample in SAMPLES[name][:2]:
@@ -296,7 +297,7 @@ def test_certify_lists_strategies_missing_from_rule() -> None:
 
 
 def _for(name: str, planted: Callable[[OpCall], Rule]) -> Callable[[OpCall], Rule]:
-    """The rules of this library, but for one op."""
+    """Return the rules of this library with one op's rule replaced."""
     return lambda call: planted(call) if call.name == name else rule_for(call)
 
 

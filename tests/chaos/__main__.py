@@ -1,14 +1,14 @@
-"""Launch and close, again and again, in every way: `python -m tests.chaos`, or `make chaos`.
+"""Launch and close repeatedly, in every way: `python -m tests.chaos`, or `make chaos`.
 
     python -m tests.chaos                       # 200 cycles in-process, 20 on Ray, and their table
     python -m tests.chaos --inprocess 0 --ray 13
     python -m tests.chaos --recover 200 --seed 0          # ranks that are replaced (`recover.py`)
     python -m tests.chaos --disk 40                       # checkpoints (`disk.py`)
 
-Kinds of cycles (`kinds.py`) take turns. After each, nothing may be left over (`watch.py`) relative
-to the state before it; a first cycle of each kind in-process, and two in each place on Ray, warm
-up. Three in five cycles on Ray join one that runs; the others start one, and end it. Exit status 1
-where something leaked or a cycle did not end as it should.
+Kinds of cycles (`kinds.py`) alternate. After each, nothing may be left over (`watch.py`) compared
+to before it. One warm-up cycle of each kind in-process, two per place on Ray. Three in five Ray
+cycles join a running Ray; the others start and end one. Exit status 1 if anything leaked or a cycle
+ended wrongly.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PATIENCE_S = 120.0  # for what has been told to end
 
 @dataclass(slots=True)
 class Row:
-    """What became of the cycles of a kind in a place."""
+    """The results of all cycles of one kind in one place."""
 
     seconds: list[float] = field(default_factory=list[float])
     leaks: list[str] = field(default_factory=list[str])
@@ -92,7 +92,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def faults(options: argparse.Namespace) -> int:
-    """On purpose; 1 if anything came of one that must not."""
+    """Run cycles with faults; return 1 if one had a wrong result."""
     done: dict[tuple[str, str], FaultRow] = defaultdict(FaultRow)
     begun, only, wrong = time.monotonic(), options.programs, 0
     if options.recover:
@@ -108,7 +108,7 @@ def faults(options: argparse.Namespace) -> int:
 
 
 def warm_up(ray: Place) -> None:
-    """What Ray opens once, it opens for its own calls, which training does without."""
+    """Make Ray open what it opens once for its own calls; training alone does not make it do so."""
     for name in ("clean training", "spawned actors"):
         RAY_KINDS[name](ray)
 

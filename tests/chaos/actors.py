@@ -1,8 +1,9 @@
-"""What runs in actors that tests hold, stop or kill; here alone, so that an actor loads little.
+"""Code that runs in actors which tests hold, stop or kill. It is in its own module so that an actor
+loads little.
 
-`stay(begun)` says in the file `begun` that this process, by its id, is in the middle of a step, and
-stays there until it is killed. `wait_for_file(path)` holds an actor until a test, or another actor,
-makes the file. So that no test has to guess how long something takes.
+`stay(begun)` writes the process id to the file `begun` in the middle of a step, and waits there
+until the process is killed. `wait_for_file(path)` holds an actor until the file exists. With these,
+no test depends on how long something takes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 
 
 class Layer:
-    """An actor of daft's."""
+    """An actor class for daft."""
 
     def __init__(self, scale: float = 2.0) -> None:
         if scale < 0:
@@ -34,7 +35,7 @@ class Layer:
 
 
 class Pressed(KeyboardInterrupt):
-    """Ctrl-C, told from a real one."""
+    """A KeyboardInterrupt raised by a test, distinct from a real one."""
 
 
 def stay(begun: str) -> None:

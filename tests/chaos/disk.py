@@ -1,14 +1,13 @@
-"""Checkpoints whose disk fills, whose writers are killed, whose files are torn, and whose
-controller is killed: what was written before loads, and goes on with the same bits.
+"""Checkpoint faults: full disks, killed writers, torn files, and a killed controller. Earlier
+checkpoints must load and continue with the same bits.
 
     python -m tests.chaos --disk 40 --seed 0           # ten of each, and their table
     python -m tests.chaos.disk ckpt losses 12          # the script that is killed and started again
 
-`disk full`: a rank's files may not grow beyond a drawn number of bytes (RLIMIT_FSIZE: the kernel
-refuses what a full disk would); `writer killed`: a rank is killed at a drawn byte of what it writes
-and is replaced. Steps go on beside both. `torn file`: cut, a bit of it flipped, or gone. `killed
-controller`: SIGKILL at a drawn moment of a script that saves every other step; started again it
-begins with `dt.resume`, and nothing of the killed one is there any more.
+`disk full`: a rank's files may not exceed a random size (RLIMIT_FSIZE). `writer killed`: a rank is
+killed at a random byte of its writes and replaced; steps run meanwhile. `torn file`: a file is cut,
+has a flipped bit, or is missing. `killed controller`: SIGKILL at a random moment of a script that
+saves every other step; the restarted script begins with `dt.resume`.
 """
 
 from __future__ import annotations
@@ -53,12 +52,12 @@ AGENTS_S = 300.0
 
 
 def limit_files(ranks: Ranks, nbytes: int) -> None:
-    """Files that this process writes end there; -1: they do not."""
+    """Limit the size of files that this process writes; -1 removes the limit."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, resource.RLIM_INFINITY))
 
 
 def die_at(ranks: Ranks, nbytes: int) -> None:
-    """Be killed when so many bytes of a part are written."""
+    """Kill the process after it has written this many bytes of a part."""
     left, write = nbytes, parts.write_all
 
     def writes(file: Any, data: memoryview) -> None:
@@ -76,7 +75,7 @@ def die_at(ranks: Ranks, nbytes: int) -> None:
 
 
 class Training:
-    """Of a case, step by step, with what its steps must give."""
+    """The training of a case step by step, with the expected results of its steps."""
 
     def __init__(self, name: str, steps: int) -> None:
         self.name = name
@@ -110,7 +109,8 @@ def told(cluster: RayCluster, rank: int, method: Callable[..., Any], *given: obj
 
 
 def disk_full(name: str, draw: random.Random, count: int, folder: Path) -> None:
-    """So many in a launch; the saves fail by name, the one before and the one behind do not."""
+    """Fill the disk ``count`` times in one launch. Saves during it fail by name; the saves before
+    and after succeed."""
     trains = Training(name, 2 + 2 * count)
     with launched(name, folder) as cluster:
         trains.step()
@@ -136,7 +136,8 @@ def disk_full(name: str, draw: random.Random, count: int, folder: Path) -> None:
 
 
 def writer_killed(name: str, draw: random.Random, count: int, folder: Path) -> None:
-    """So many in a launch with a spare; the save fails by name, or is whole."""
+    """Kill writers ``count`` times in a launch with a spare. The save fails by name, or is
+    complete."""
     trains = Training(name, 3 + 3 * count)
     with launched(name, folder, spares=1, snapshot_every=1) as cluster:
         trains.step()
@@ -165,8 +166,8 @@ def writer_killed(name: str, draw: random.Random, count: int, folder: Path) -> N
 
 
 def torn_file(name: str, draw: random.Random, count: int, folder: Path) -> None:
-    """An error that names the file, by the load or by the step that reads; or every bit of it, as
-    in bytes that are there for torch's own tools."""
+    """Tear files. The load, or the step that reads the value, must name the file; or all bits load,
+    if the damage is in bytes used only by torch's tools."""
     trains, states = Training(name, 6), list[Any]()
     with dt.launch(CASES[name].mesh):
         for number in range(2):
@@ -196,7 +197,7 @@ def torn_file(name: str, draw: random.Random, count: int, folder: Path) -> None:
 
 
 def tear(whole: Path, draw: random.Random) -> tuple[Path, str]:
-    """A copy in which a file is not what it was; the file's name, and how."""
+    """Copy a checkpoint and damage one file; return the file's name and the kind of damage."""
     torn = whole.parent / "torn"
     shutil.copytree(whole, torn)
     file = draw.choice(sorted(torn.iterdir()))
@@ -215,7 +216,8 @@ def tear(whole: Path, draw: random.Random) -> tuple[Path, str]:
 
 
 def goes_on(name: str, path: Path, state: Any, want: list[Any]) -> None:
-    """A checkpoint loads, has this state, and the next steps give what they must."""
+    """Check that a checkpoint loads with this state and that the next steps give the expected
+    losses."""
     trains = Training(name, 1)
     with dt.launch(CASES[name].mesh):
         found = dt.load(path, trains.model, trains.optimizer)
@@ -230,7 +232,7 @@ def goes_on(name: str, path: Path, state: Any, want: list[Any]) -> None:
 
 
 def killed_controller(name: str, draw: random.Random, count: int, folder: Path) -> None:
-    """So often in a row; then it is left to end."""
+    """Kill the controller ``count`` times in a row; then let it finish."""
     steps = 4 + 12 * count
     want = undisturbed(name, steps).steps
     losses, mark = folder / "losses", str(uuid.uuid4())
@@ -273,7 +275,7 @@ def killed_controller(name: str, draw: random.Random, count: int, folder: Path) 
 
 
 def marked(mark: str) -> set[str]:
-    """The processes that were started by one with this in its environment."""
+    """Return the processes started by a process with this mark in its environment."""
     found: set[str] = set()
     for entry in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -285,7 +287,7 @@ def marked(mark: str) -> set[str]:
 
 
 def _memory_of(pid: int) -> list[Path]:
-    """The folders in memory that a process owns."""
+    """Return the shared-memory folders that a process owns."""
     found: list[Path] = []
     for entry in Path("/proc", str(pid), "fd").iterdir() if _alive(pid) else ():
         try:
@@ -302,7 +304,7 @@ def _alive(pid: int) -> bool:
 
 
 def _lines(file: Path) -> list[str]:
-    """The whole ones."""
+    """Return the complete lines."""
     text = file.read_text() if file.exists() else ""
     return text[: text.rfind("\n") + 1].splitlines()
 
@@ -319,7 +321,7 @@ def _wait(
 
 
 def controller(folder: str, losses: str, steps: int, name: str) -> None:
-    """The script; each loss is a line of `losses` when it is known."""
+    """The script; it writes each loss to `losses` once it is known."""
     model, optimizer, step = training(CASES[name])
     with (
         open(losses, "a", buffering=1) as file,
@@ -344,7 +346,7 @@ ACTS: dict[str, tuple[Callable[[str, random.Random, int, Path], None], int]] = {
 
 
 def disk(count: int, seed: int, rows: Rows, *, only: str = "", kinds: str = "") -> int:
-    """So many in all, of these kinds in turn; how many were not as they should be."""
+    """Run ``count`` faults of these kinds in turn; return how many had a wrong result."""
     names = [name for name in CASES if only in name]
     chosen = [kind for kind in KINDS if kinds in kind]
     wrong, turn = 0, 0

@@ -1,13 +1,13 @@
-"""Faults of one launch: drawn from a seed, laid into ranks before a step, and what became of them.
+"""Faults of one launch: drawn from a seed, placed into ranks before a step, and their outcomes.
 
     faults = drawn(5, seed=7, scenario=SCENARIOS["tp2"])
     with Watchdog(60.0, folder) as watchdog, dt.launch(...) as run:
         disturbance = Disturbance(run.cluster, faults, folder)
         result = body(disturbance.step, steps_for(5))
-        disturbance.outcomes()                     # who took the place, seconds to the next step
+        disturbance.outcomes()                     # the replacement, seconds to the next step
 
-A launch that does not go on for the watchdog's patience has hung: the stacks of this process and of
-its ranks are in the folder, and `Hung` is raised.
+If the launch makes no progress for the watchdog's patience, it has hung: the stacks of this process
+and of its ranks are written to the folder, and `Hung` is raised.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ HARMLESS = ("exception", LATE, "delay")
 
 
 def steps_for(count: int, every: int) -> int:
-    """How many steps a launch with so many faults takes: one before, and two behind."""
+    """Return how many steps a launch with this many faults takes: one before and two after."""
     return 1 + count * every + 2
 
 
 def drawn(
     count: int, seed: int, scenario: Scenario, kinds: Sequence[str] = (), *, twice: float = 0.1
 ) -> list[Fault]:
-    """So many faults, in the order of their steps. `kinds`: if not all of the scenario's; `twice`:
-    how likely one falls into the step of the one before it, on another rank."""
+    """Draw faults, ordered by step. `kinds`: restrict the scenario's kinds; `twice`: the
+    probability that a fault falls into the step of the previous fault, on another rank."""
     draw, every = random.Random(seed), scenario.steps_per_fault
     found: list[Fault] = []
     for n in range(count):
@@ -65,8 +65,8 @@ def drawn(
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """`by`: what took a lost rank's place; seconds until it was missed, and until the next step had
-    ended."""
+    """`by`: what replaced a lost rank; and the seconds until the loss was noticed and until the
+    next step ended."""
 
     fault: Fault
     by: str
@@ -75,7 +75,7 @@ class Outcome:
 
 
 class Disturbance:
-    """`folder`: for what ranks say of what they do."""
+    """Places faults into the ranks of a cluster. `folder`: for the files in which ranks report."""
 
     def __init__(self, cluster: RayCluster, faults: Sequence[Fault], folder: Path) -> None:
         self.faults = faults
@@ -85,8 +85,8 @@ class Disturbance:
         self._ends: list[float] = []
 
     def step(self, number: int, act: Callable[[], Any]) -> Any:
-        """What `act` gives, with the faults of this step. It is called again where an exception of
-        ours comes out of it, once for each: as if it had not been called before."""
+        """Return the result of `act` with the faults of this step. For each injected exception that
+        `act` raises, call it again, which must behave as if the failed call had not happened."""
         due = [n for n, fault in enumerate(self.faults) if fault.step == number]
         while due and not self._cluster.membership.ready:
             time.sleep(0.02)
@@ -106,7 +106,8 @@ class Disturbance:
                 return found
 
     def said(self) -> dict[int, dict[str, Any]]:
-        """By fault, what its rank said before it did it; some another fault has kept from it."""
+        """Return by fault what its rank reported before the fault; a fault may be missing if
+        another fault prevented it."""
         files = {n: self._said(n) for n in range(len(self.faults))}
         return {n: json.loads(file.read_text()) for n, file in files.items() if file.exists()}
 
@@ -130,11 +131,11 @@ class Disturbance:
 
 
 class Hung(Exception):
-    """A launch did not go on."""
+    """Raised if a launch makes no progress."""
 
 
 class Watchdog:
-    """Interrupts this thread, the main one, after `patience_s`, and leaves stacks in the folder."""
+    """Interrupts the main thread after `patience_s` and writes stacks to the folder."""
 
     def __init__(self, patience_s: float, folder: Path) -> None:
         self.hung = False

@@ -1,13 +1,12 @@
-"""Faults at an instruction, done by the rank that is there: what a launch's ranks are armed with.
+"""Faults at an instruction, executed by the rank itself.
 
     fault = Fault(kind="SIGKILL", step=3, rank=1, part=0.4)
     cluster.ask(1, arm, fault.order(run=12, say="/tmp/.../fault0"))
 
-From the next call on rank 1 has the fault before it. In run 12, or the first after it that the
-process takes part in, at 0.4 of the instructions of that run, the process says so in the file, and
-then does it: once. A process that takes its place knows nothing of it.
-
-Not here: who draws faults, and what must come of them (`recover.py`).
+From the next call on, rank 1 is armed. In run 12, or the first later run in which the process takes
+part, the process reports in the file and executes the fault once, before the instruction at
+fraction 0.4 of its list. A process that replaces it is not armed. `recover.py` draws faults and
+checks their outcomes.
 """
 
 from __future__ import annotations
@@ -38,7 +37,8 @@ LONGEST_DELAY_S = 1.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """`run`: from which on; `part`: where in its list, of 1; `say`: a file for who and where."""
+    """`run`: the first run that may have the fault; `part`: the position in the instruction list,
+    as a fraction; `say`: the file for the report."""
 
     kind: str
     run: int
@@ -48,7 +48,8 @@ class Order:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """Before step `step`, or so many runs `ahead` of it, a rank at `part` of its list, of 1."""
+    """A fault before step `step`, or `ahead` runs before it, on a rank at fraction `part` of its
+    instruction list."""
 
     kind: str
     step: int
@@ -61,14 +62,14 @@ class Fault:
 
 
 class Injected(Exception):
-    """What an armed `Call` raises."""
+    """The exception that an armed `Call` raises."""
 
 
 _ORDERS: list[Order] = []
 
 
 def arm(ranks: Ranks, order: Order) -> None:
-    """In the rank."""
+    """Arm the ranks of this process; runs in the host."""
     counter: Any = ranks._counter
     _ORDERS.append(order)
     if len(_ORDERS) > 1 or "begin" in vars(counter):
@@ -87,7 +88,8 @@ def arm(ranks: Ranks, order: Order) -> None:
 
 
 def _lay(ranks: Ranks, program: int, order: Order) -> bool:
-    """At its instruction of this program; False if it has none."""
+    """Insert the fault into this program; return False if the program has no suitable
+    instruction."""
     assert ranks._worker is not None
     engine = ranks._worker.engines[program]
     positions: list[int] = engine._order
@@ -138,7 +140,7 @@ def _delay(ranks: Ranks, order: Order) -> None:
 
 
 def _close_line(ranks: Ranks, order: Order) -> None:
-    """As if a cable had been pulled: both sides read an end."""
+    """Close connections as if a cable had been pulled: both sides read the end of the stream."""
     frame = sys._getframe()
     while frame.f_code.co_name != "serve":
         assert frame.f_back is not None

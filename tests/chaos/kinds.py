@@ -1,11 +1,11 @@
-"""What may become of a launch: kinds of cycles, each from launch to close, with what it must raise.
+"""Ways in which a launch can end: kinds of cycles from launch to close, each with the error that it
+must raise.
 
     place = Place("ray", scratch)
     kept = KINDS["killed rank"](place)      # launches, kills, reads the error, closes
 
-A cycle returns what a user would still hold on to after it: futures, tensors, models. Nothing in a
-cycle waits for a fixed time: a process is killed when it has said that it is in the middle of a
-step.
+A cycle returns what a user would still refer to after it: futures, tensors, models. No cycle waits
+for a fixed time: a process is killed after it has reported that it is in the middle of a step.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MESH = dt.Mesh(tp=2)
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where cycles run; `scratch`: a folder for files by which actors say how far they are."""
+    """A backend and a folder; actors report their progress in files of `scratch`."""
 
     backend: Backend
     scratch: Path
@@ -110,7 +110,7 @@ def subgraph_raises(place: Place) -> object:
 
 
 def method_raises(place: Place) -> object:
-    """Nobody reads it: leaving the launch raises it."""
+    """An unread failure of a method is raised at the end of the launch."""
     with pytest.raises(daft.TaskError, match="on purpose"), daft.launch(place.backend):
         a, b = daft.spawn(Layer), daft.spawn(Layer)
         future = daft.compile(lambda x: b.times(a.fail(x)))(torch.ones(2))
@@ -157,7 +157,7 @@ def futures_unread(place: Place) -> object:
 
 
 def interrupted(place: Place) -> object:
-    """Ctrl-C: in the middle of a step in-process, at any moment of the launch on Ray."""
+    """Ctrl-C: in-process in the middle of a step, on Ray at any moment of the launch."""
     if place.backend == "inprocess":
         with dt.launch(MESH) as session:
             handle = session.cluster.load(_program(interrupt))
@@ -256,7 +256,7 @@ def _training() -> tuple[dt.ParallelModule, dt.TrainStep]:
 
 
 def _program(act: Callable[[str], None]) -> Program:
-    """Two ranks; rank 1 acts, then both sum what they were fed."""
+    """Return a program of two ranks: rank 1 runs ``act``, then both sum their inputs."""
     acts = function("act", "def forward(x, begun):\n    act(begun)\n    return (x + 1,)", act=act)
     goes = function("go", "def forward(x, begun):\n    return (x + 1,)")
     buffer = (Buffer((2,), torch.float32),)
@@ -278,15 +278,15 @@ def _new_file(place: Place) -> Path:
 
 
 def _begun(file: Path) -> int:
-    """The process that has begun; waits for it."""
+    """Wait until a process has begun, and return its id."""
     wait_for_file(str(file))
     return int(file.read_text())
 
 
 @contextmanager
 def _deadline(watch: Any, how: signal.Signals) -> Iterator[None]:
-    """A short one for a process that a signal has stopped, and it alone: others are alive, though
-    they may come late to say so. A death needs none."""
+    """Set a short deadline for a process stopped by a signal, but not for others, whose heartbeats
+    may be late. A death needs no deadline."""
     before = watch.deadline_s
     with pytest.MonkeyPatch.context() as patch:
         if how == signal.SIGSTOP:
@@ -300,7 +300,7 @@ def _deadline(watch: Any, how: signal.Signals) -> Iterator[None]:
 
 @contextmanager
 def _pressed(after_s: float) -> Iterator[None]:
-    """Ctrl-C, some seconds from now."""
+    """Raise Ctrl-C after some seconds."""
     timer = threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGINT))
     with ctrl_c_interrupts():
         timer.start()

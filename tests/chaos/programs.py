@@ -1,16 +1,14 @@
-"""What is disturbed: programs of few ranks, whose every step gives something to compare.
+"""The programs that are disturbed: few ranks, and each step gives results to compare.
 
     scenario = SCENARIOS["tp2"]
     body = scenario.make()                       # models and placements, outside the launch
     with dt.launch(*scenario.meshes):
         result = body(step, 9)                   # nine steps, each through `step`
 
-`step(number, act)` is the caller's: it calls `act` and gives what that gives (`disturbance.py`). A
-step is one of training, or all texts of some prompts, or a batch of reinforcement learning.
-
-Bit for bit as if undisturbed must be losses, tokens, rewards and the final state. Of
-reinforcement learning that holds without staleness; with it, which weights a text was begun with
-depends on when it was, disturbed or not: only the bound holds then, and the number of batches.
+The caller's `step(number, act)` calls `act` and returns its result (`disturbance.py`). Losses,
+tokens, rewards and the final state must be bitwise equal to an undisturbed run. Reinforcement
+learning with staleness is an exception: its weights depend on timing, so only the staleness bound
+and the number of batches are checked.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ Step: TypeAlias = Callable[[int, Callable[[], Any]], Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What each step gave, and what is there at the end."""
+    """The results of each step, and the final state."""
 
     steps: list[Any]
     state: Any = None
@@ -73,7 +71,7 @@ def loss_fn(model: nn.Module, ids: Tensor, targets: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """How a model is placed on two ranks."""
+    """Placements of a model on two ranks."""
 
     mesh: dt.Mesh
     placements: Mapping[str, Any] = field(default_factory=dict)
@@ -112,7 +110,8 @@ def batch(number: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """`steps_per_fault`: so far apart; `ahead`: how many runs a step has behind its first."""
+    """`steps_per_fault`: the distance between faults; `ahead`: how many runs follow the first run
+    of a step."""
 
     meshes: tuple[dt.Mesh, ...]
     make: Callable[[], Body]
@@ -142,7 +141,7 @@ PROMPTS = [[5, 3, 9], [7], [11, 12, 13, 14, 15]]
 
 
 def _generates(where: str) -> Callable[[], Body]:
-    """Greedily, and drawn."""
+    """Generate greedily and by sampling."""
 
     def make() -> Body:
         gen = dt.generator(placed("llama", where), slots=2, length=48, buckets=(8,), ahead=1)
@@ -161,7 +160,7 @@ TEXTS, NEW, SAMPLES = 8, 4, 4
 
 
 def _reinforces(staleness: int) -> Callable[[], Body]:
-    """The model and the loss of examples/rl, smaller, with a score by the controller."""
+    """The model and loss of examples/rl at a smaller size; the controller computes the score."""
 
     def make() -> Body:
         sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "rl"))

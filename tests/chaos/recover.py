@@ -1,11 +1,10 @@
-"""Launches with spares that are disturbed several times each, which must not change a bit.
+"""Disturb launches with spares several times each; the results must be bitwise unchanged.
 
     python -m tests.chaos --recover 200 --seed 0       # 200 faults, and the table of their times
 
-Each scenario of `programs.py` in turn, with faults of all kinds (`inside.py`) at drawn
-instructions of drawn ranks. What steps give and the final state must be those of an undisturbed run
-in this process, bit for bit; a lost rank is replaced, a step whose `Call` raises is undone, and a
-delay is a delay.
+The scenarios of `programs.py` alternate, with faults of all kinds (`inside.py`) at random
+instructions of random ranks. Results of steps and the final state must be bitwise equal to an
+undisturbed run in this process. A lost rank is replaced, and a step whose `Call` raises is undone.
 """
 
 from __future__ import annotations
@@ -44,7 +43,8 @@ def undisturbed(name: str, steps: int) -> Result:
 def disturbed(
     name: str, faults: Sequence[Fault], steps: int, *, spares: int = 1
 ) -> tuple[Result, list[Outcome]]:
-    """What the steps gave, and what became of the faults; `Hung` if it hangs."""
+    """Return the results of the steps and the outcomes of the faults. Raises `Hung` if the launch
+    hangs."""
     scenario = SCENARIOS[name]
     body = scenario.make()
     patience_s = PATIENCE_S + PER_FAULT_S * len(faults)
@@ -62,7 +62,7 @@ def disturbed(
 
 
 def same(a: Any, b: Any) -> bool:
-    """Bit for bit."""
+    """Whether both are bitwise equal."""
     if isinstance(a, Tensor):
         return (
             isinstance(b, Tensor)
@@ -82,7 +82,7 @@ def same(a: Any, b: Any) -> bool:
 
 @dataclass(slots=True)
 class Row:
-    """Of a program and a kind."""
+    """The results for one program and one kind of fault."""
 
     count: int = 0
     seen_s: list[float] = field(default_factory=list[float])
@@ -105,7 +105,8 @@ def recover(
     only: str = "",
     kinds: Sequence[str] = (),
 ) -> int:
-    """So many faults, on all scenarios in turn; the launches with other bits, raised or hung."""
+    """Inject ``count`` faults into the scenarios in turn; return how many launches gave other bits,
+    raised or hung."""
     from dtensor.daft.ray.bootstrap.start_ray import start_ray
 
     start_ray(None)
@@ -154,7 +155,8 @@ def recover(
 
 
 def table(rows: Rows) -> str:
-    """`failed` and `hung` count launches, by all kinds that were in them."""
+    """Return the table. `failed` and `hung` count launches under every kind of fault that they
+    contained."""
     head = f"{'program':10} {'fault':25} {'count':>5} {'failed':>6} {'hung':>4}"
     lines = [f"{head} {'seen s':>13} {'next step s':>13}  by    (seconds: median, worst)"]
     for (name, kind), row in sorted(rows.items()):

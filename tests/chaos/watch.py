@@ -1,18 +1,14 @@
-"""What this process and those that it started hold: taken before a launch and after it.
+"""Resources held by this process and its children, compared before and after a launch (Linux only).
 
     before = held()
     ...                                    # a launch, and its end
     left(before, patience_s=20.0)          # [] or ["thread: heartbeat +1", ...]
 
-Counted: processes, listening ports, shared memory (in /dev/shm, and what has no name in all of our
-processes), file descriptors, threads, temporary files (`held`, from /proc), tensors and what of
-dtensor's owns any of these (`alive`, from the garbage collector). Names have their numbers left
-out, so that one cycle compares with another.
-
-Ray's own is not counted: its pool of idle workers while a Ray outlives the cycle, and gRPC's pool
-of threads, which grow and shrink as they like; sockets that are closed at both ends, of which Ray
-leaves one or two for each session with an actor in it, whoever starts it (measured with Ray 2.60
-and bare actors); its logs. Linux only.
+`held` counts processes, listening ports, shared memory, file descriptors, threads and temporary
+files, from /proc; `alive` counts tensors and dtensor's owners of resources, from the garbage
+collector. Numbers in names are removed, so that cycles can be compared. Not counted are Ray's idle
+workers, gRPC threads and logs, and closed sockets: Ray 2.60 leaves one or two for each session with
+an actor.
 """
 
 from __future__ import annotations
@@ -71,7 +67,7 @@ def held() -> Held:
 
 
 def alive() -> Held:
-    """After a collection: objects that somebody still refers to."""
+    """Collect garbage and return the objects that are still referenced."""
     gc.collect()
     counts: Counter[str] = Counter()
     for found in gc.get_objects():
@@ -84,7 +80,8 @@ def alive() -> Held:
 
 
 def left(before: Held, patience_s: float, take: Callable[[], Held] = held) -> list[str]:
-    """What there is more of than before; processes and threads have some time to end."""
+    """Return what exists now and did not before; processes and threads get ``patience_s`` to
+    end."""
     gc.collect()  # an exception that nobody holds holds its frames, and they Ray's references
     end = time.monotonic() + patience_s
     while more := _more(before, take()):
@@ -95,7 +92,7 @@ def left(before: Held, patience_s: float, take: Callable[[], Held] = held) -> li
 
 
 def running(pid: int) -> bool:
-    """A zombie that its parent has not read yet is not running."""
+    """Whether a process runs; a zombie does not."""
     try:
         return _state(pid)[0] != "Z"
     except FileNotFoundError:
@@ -111,8 +108,8 @@ def _more(before: Held, after: Held) -> list[str]:
 
 
 def processes_of(controller: int) -> dict[int, str]:
-    """Pid to name, of this process and all that descend from it or belong to a Ray that it started:
-    those are adopted by init when their parent ends before them."""
+    """Return the names of this process and all its descendants by pid, including processes of a Ray
+    that it started, which init adopts when their parent ends first."""
     parents = {pid: int(state[1]) for pid in _pids() if (state := _try(_state, pid))}
     ours = {controller}
     while more := {pid for pid, parent in parents.items() if parent in ours} - ours:
@@ -127,7 +124,7 @@ def _pids() -> list[int]:
 
 
 def _state(pid: int) -> list[str]:
-    """State, parent, ... as `man 5 proc` has them from the third on."""
+    """Return the fields of /proc/pid/stat from the third on: state, parent, ..."""
     return (PROC / str(pid) / "stat").read_text().rsplit(")", 1)[1].split()
 
 
@@ -151,7 +148,7 @@ def _ray_runs() -> bool:
 
 
 def _links(pid: int) -> list[str]:
-    """What the descriptors of a process are."""
+    """Return the targets of a process's file descriptors."""
     folder = PROC / str(pid) / "fd"
     names = _try(lambda _: os.listdir(folder), pid) or []
     links = [_try(lambda _, n=name: os.readlink(folder / n), pid) for name in names]
@@ -159,12 +156,12 @@ def _links(pid: int) -> list[str]:
 
 
 def _ports(processes: Mapping[int, str]) -> Counter[str]:
-    """Listening sockets, by the process that has them."""
+    """Return listening sockets by owning process."""
     return Counter(name for name, _, _ in listening(processes))
 
 
 def listening(processes: Mapping[int, str] | None = None) -> list[tuple[str, str, int]]:
-    """Of TCP: the process that has the socket, the address as `ss` writes it, the port."""
+    """Return (process, address as in `ss`, port) of listening TCP sockets."""
     found: dict[str, tuple[str, int]] = {}
     for table in ("tcp", "tcp6"):
         for line in (PROC / "net" / table).read_text().splitlines()[1:]:
@@ -182,7 +179,7 @@ def listening(processes: Mapping[int, str] | None = None) -> list[tuple[str, str
 
 
 def _address(words: str) -> str:
-    """Of the kernel's hexadecimal words, each in the machine's order of bytes."""
+    """Decode the kernel's hexadecimal address words, which are in machine byte order."""
     each = [int(words[i : i + 8], 16) for i in range(0, len(words), 8)]
     packed = b"".join(word.to_bytes(4, sys.byteorder) for word in each)
     if len(packed) == 16 and (mapped := IPv6Address(packed).ipv4_mapped) is not None:
@@ -191,7 +188,7 @@ def _address(words: str) -> str:
 
 
 def _descriptors() -> Counter[str]:
-    """Of this process, but for sockets that no table of the kernel's has: those are closed."""
+    """Return this process's descriptors, without closed sockets, which no kernel table lists."""
     tables = [(PROC / "net" / name).read_text() for name in ("tcp", "tcp6", "udp", "udp6", "unix")]
     open_sockets = {word for table in tables for word in table.split() if word.isdigit()}
     links = _links(os.getpid())
@@ -202,7 +199,7 @@ def _descriptors() -> Counter[str]:
 
 
 def _shared_memory(processes: Mapping[int, str]) -> Counter[str]:
-    """Files in /dev/shm but those that a process of somebody else's has open."""
+    """Return files in /dev/shm, except those that a foreign process has open."""
     found = set(os.listdir("/dev/shm"))
     others = [pid for pid in _pids() if pid not in processes] if found else []
     for pid in others:
@@ -213,8 +210,8 @@ def _shared_memory(processes: Mapping[int, str]) -> Counter[str]:
 
 
 def _unnamed_memory(processes: Mapping[int, str]) -> Counter[str]:
-    """Files of memory that no folder has, dtensor's own: descriptors of them and mappings, in all
-    these processes, idle workers too."""
+    """Return dtensor's anonymous memory files: descriptors and mappings in all these processes,
+    including idle workers."""
     counts: Counter[str] = Counter()
     for pid in processes:
         maps = _try(lambda p: (PROC / str(p) / "maps").read_text(), pid) or ""
@@ -237,7 +234,7 @@ def _unnumbered(text: str) -> str:
 
 
 def _try(read: Callable[[int], Found], pid: int) -> Found | None:
-    """None where the process has ended meanwhile, or is not ours to look into."""
+    """Read from /proc; None if the process has ended or may not be inspected."""
     try:
         return read(pid)
     except (FileNotFoundError, ProcessLookupError, PermissionError):

@@ -1,4 +1,4 @@
-"""What tests of the command line share: a small configuration, and a run of a command."""
+"""Fixtures of the command line tests: a small configuration, and a function that runs a command."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ Command = Callable[..., Ran]
 
 @pytest.fixture
 def command(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Runs a command in a folder with tiny/config.json and mlp.py."""
+    """Return a function that runs a command in a folder with tiny/config.json and mlp.py."""
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny" / "config.json").write_text(json.dumps(GPT2))
     (tmp_path / "mlp.py").write_text(MLP)

@@ -31,7 +31,7 @@ LINES = re.compile(r"\b(modeling_gpt2|activations|pytorch_utils)\.py:\d+")
 
 
 def shown(text: str) -> Iterator[tuple[str, str]]:
-    """Each command of the page, and what stands below it."""
+    """Yield each command of the page with the output below it."""
     for block in blocks_of(text):
         if block.kind == "console":
             for part in block.text.split("$ ")[1:]:
@@ -40,7 +40,7 @@ def shown(text: str) -> Iterator[tuple[str, str]]:
 
 
 def terminal() -> Callable[[str], str]:
-    """Runs commands as a shell would: `| tail -3`, `> file`, `echo $?`."""
+    """Return a function that runs commands as a shell would: `| tail -3`, `> file`, `echo $?`."""
     last = 0
 
     def run(line: str) -> str:
@@ -100,7 +100,7 @@ def test_commands_page_has_every_command() -> None:
 
 
 def written() -> str:
-    """The page with what its commands print here and now."""
+    """Return the page with the current output of its commands."""
     text = PAGE.read_text()
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         files_of_page(text)

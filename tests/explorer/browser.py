@@ -1,7 +1,7 @@
 """A headless Chromium for tests of pages: `with browser() as driver: driver.get(url)`.
 
-Where there is none, tests that need one are skipped, and the skip names what is missing; where CI
-is set they fail instead.
+Without Chromium, tests that need it are skipped and the reason names what is missing; if CI is set
+they fail instead.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FLAGS = (
 
 
 def need_browser() -> None:
-    """Skip the test, or fail it in CI, where Chromium or its driver is not installed."""
+    """Skip the test, or fail it in CI, if Chromium or its driver is not installed."""
     missing = [name for name in PROGRAMS if shutil.which(name) is None]
     if missing and os.environ.get("CI"):
         pytest.fail(f"no {' and no '.join(missing)}: CI installs Debian's chromium-driver")
@@ -38,7 +38,7 @@ def need_browser() -> None:
 def browser(
     width: int = 1280, height: int = 860, *, dark: bool = False
 ) -> Iterator[webdriver.Chrome]:
-    """A new one with a profile of its own, that notes what its console says."""
+    """Start a browser with its own profile that records console messages."""
     options = Options()
     options.binary_location = shutil.which(PROGRAMS[0]) or PROGRAMS[0]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:

@@ -1,4 +1,4 @@
-"""Plans that tests save as pages: of a model of two layers, and of a GPT on a pipeline."""
+"""Plans that the tests save as pages: an MLP of two layers, and a GPT on a pipeline."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ UP, DOWN = "*up.weight", "*down.weight"
 
 
 def mlp_plan(*, turned: bool = False, hints: bool = False) -> dt.Plan:
-    """Megatron's pins; ``turned``: the dearer way round, for which there are hints."""
+    """Return a plan with Megatron's placements; ``turned``: with the costlier swapped placements,
+    for which there are hints."""
     up, down = (dt.Column(), dt.Row()) if turned else (dt.Row(), dt.Column())
     parallel = dt.parallelize(
         MLP(16, 64),
@@ -31,7 +32,8 @@ def token_loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
 
 @cache
 def gpt_plan() -> dt.Plan:
-    """Six layers on two stages of four ranks, four microbatches: layers fold, all axes send."""
+    """Return a plan of six layers on two stages of four ranks, with four microbatches: layers fold,
+    and all axes send."""
     model = GPT(32, 16, 4, 6, 8)
     stages = [["embed*", "pos*", "blocks.[0-2].*"], ["blocks.[3-5].*", "norm*", "head*"]]
     parallel = dt.parallelize(

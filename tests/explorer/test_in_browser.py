@@ -30,7 +30,7 @@ def driver() -> Iterator[Chrome]:
 
 @pytest.fixture(autouse=True)
 def quiet(driver: Chrome) -> Iterator[None]:
-    """No error and no warning in the console, and nothing was fetched."""
+    """Assert that the console has no error or warning and that nothing was fetched."""
     driver.get_log("browser")
     yield
     assert driver.get_log("browser") == []
@@ -43,13 +43,13 @@ def one(driver: Chrome, selector: str) -> WebElement:
 
 
 def texts(driver: Chrome, selector: str) -> list[str]:
-    """Of all that the selector finds, seen or not."""
+    """Return the texts of all elements that the selector finds, visible or not."""
     find = "return [...document.querySelectorAll(arguments[0])].map(e => e.textContent)"
     return driver.execute_script(find, selector)
 
 
 def await_script(driver: Chrome, script: str, result: object) -> None:
-    """Until it returns that: an emulation may act after the call that asked for it."""
+    """Wait until the script returns ``result``; an emulation may take effect after its call."""
     WebDriverWait(driver, PATIENCE_S).until(lambda d: d.execute_script(script) == result)
 
 
@@ -189,7 +189,7 @@ NAME = "</script><script>broken = 1</script><img src=x onerror='broken = 2'>"
 
 
 class Named(nn.Module):
-    """With a module of a name that is markup."""
+    """A model with a module whose name is markup."""
 
     def __init__(self) -> None:
         super().__init__()

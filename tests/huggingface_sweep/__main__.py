@@ -1,13 +1,12 @@
-"""Every family of transformers, small, over two ranks: `python -m tests.huggingface_sweep`.
+"""Train a small model of every transformers family over two ranks.
 
     python -m tests.huggingface_sweep                     # all of them; writes the table
     python -m tests.huggingface_sweep --only 'qwen*'      # some, printed; nothing is written
-    python -m tests.huggingface_sweep --resume            # goes on where an earlier run stopped
-    python -m tests.huggingface_sweep --table-only        # the table of what was found before
+    python -m tests.huggingface_sweep --resume            # continues an earlier run that stopped
+    python -m tests.huggingface_sweep --table-only        # the table of earlier records
 
-Each family is run in a process of its own, forked from one that has imported everything, under
-limits of time and memory. Records go to --out, one line of JSON each. Exit status 1 where a number
-is wrong.
+Each family runs in its own process, forked from one that has imported everything, with limits of
+time and memory. Records go to --out, one line of JSON each. Exit status 1 if a number is wrong.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(names: Sequence[str], jobs: int, out: Path, trace: bool) -> bool:
-    """Fork a process for each family, ``jobs`` at a time; whether a number is wrong."""
+    """Fork a process for each family, ``jobs`` at a time; return whether a number is wrong."""
     import torch
 
     import dtensor  # noqa: F401  (before the forks)
@@ -110,7 +109,7 @@ def _run(names: Sequence[str], jobs: int, out: Path, trace: bool) -> bool:
 
 
 def _warm() -> None:
-    """What is loaded at first use, before the forks."""
+    """Load before the forks what is loaded at first use."""
     from tests.huggingface_sweep.judge import judge
 
     judge("llama")

@@ -1,9 +1,9 @@
-"""One batch for a model that nobody described: by its forward's names and its configuration.
+"""One batch for a model, derived from the parameter names of its forward and its configuration.
 
     batch(model, head)     # {"input_ids": i64[2, 12], "labels": i64[2, 12]}
 
-Given are the model's main input, what forward cannot do without, and labels where it takes some.
-Invariants: the same model gives the same batch. Text alone goes into models of text and pictures.
+The batch has the model's main input, the required arguments of forward, and labels if forward takes
+them. The same model gives the same batch. Models of text and images get only text.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ _MORE = ("input_ids", "bbox", "pixel_values", "input_features")
 
 
 class NoInput(Exception):
-    """A required argument of forward that no name here stands for."""
+    """Raised if forward has a required argument that no name here stands for."""
 
 
 def batches(model: nn.Module, head: str) -> Iterator[dict[str, Tensor]]:
-    """What to try in turn: with labels and without; spectra and pictures the other way round."""
+    """Yield batches to try: with and without labels; with spectra and images in the other
+    layout."""
     labels = _labels(model, head)
     names = inspect.signature(model.forward).parameters
     seen: list[dict[str, Tensor]] = []
@@ -67,7 +68,7 @@ def _equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 def fields(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
-    """The configuration and those nested in it."""
+    """Return the configuration and its nested configurations."""
     yield config
     for value in vars(config).values():
         if isinstance(value, PreTrainedConfig):
@@ -75,7 +76,7 @@ def fields(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
 
 
 def field(config: PreTrainedConfig, *names: str) -> Any:
-    """The first of these fields that is set, here or nested."""
+    """Return the first of these fields that is set, here or in a nested configuration."""
     for part in fields(config):
         for name in names:
             if getattr(part, name, None) is not None:
@@ -88,7 +89,7 @@ def _generator() -> torch.Generator:
 
 
 def _ids(config: PreTrainedConfig, time: int = TIME) -> Tensor:
-    """Ids without those that mean something to the model."""
+    """Return random ids without those that have a special meaning for the model."""
     vocab = field(config, "vocab_size", "text_vocab_size", "src_vocab_size") or 32
     special = set()
     for part in fields(config):
@@ -127,7 +128,7 @@ def _inputs(model: nn.Module, other: bool) -> dict[str, Tensor]:
 
 
 def _input(name: str, model: nn.Module, other: bool) -> Tensor:
-    """``other``: spectra with time before frequency; films in place of pictures, or the reverse."""
+    """``other``: spectra with time before frequency; videos in place of images, or vice versa."""
     config, g = model.config, _generator()
     image = field(config, "image_size", "img_size", "input_size") or 64
     sides = tuple(image) if isinstance(image, (list, tuple)) else (image, image)

@@ -1,14 +1,13 @@
-"""One family: a small model, two steps of plain torch, the same over tp=2, and the comparison.
+"""Judge one family: a small model, two steps of plain torch, the same over tp=2, and the
+comparison.
 
     judge("mixtral").verdict      # "right", "refused", "wrong" or "not run"
 
-The model is the first of HEADS that plain torch can train on what inputs.py makes; its loss is its
-own where it has one, else a number made of what it returns. Placements come from `for_model`.
-
-Right: the losses of both steps within LOSS of their size, each weight after them within WEIGHT of
-its largest element *and* each change within CHANGE of the largest change of that weight, no capture
-after the first call of five. What differs in float32 is run again in float64, ten times closer, and
-counts as right only if it is right there.
+The model is the first of HEADS that plain torch can train on a batch of inputs.py; without its own
+loss, a number made of its outputs is used. Right: both losses within LOSS, each weight within
+WEIGHT of its largest element and each change within CHANGE of the largest change of that weight,
+and no capture after the first of five calls. If float32 differs, float64 must agree ten times
+closer.
 """
 
 from __future__ import annotations
@@ -74,8 +73,8 @@ def families() -> list[str]:
 def judge(
     family: str, begun: Callable[[Record], None] | None = None, patience_s: float = math.inf
 ) -> Record:
-    """``begun`` is called with the record so far once plain torch has trained the family;
-    ``patience_s``: how long it is looked for a model that plain torch trains."""
+    """Judge a family. ``begun`` is called with the record once plain torch has trained the family;
+    ``patience_s`` limits the search for a model that plain torch trains."""
     record = Record(family=family)
     warnings.filterwarnings("ignore")
     warnings.filterwarnings("error", message="The program reads ")  # ours: none is due
@@ -104,7 +103,8 @@ def judge(
 def trainable(
     family: str, record: Record, patience_s: float = math.inf
 ) -> tuple[nn.Module, dict[str, Tensor], Step] | None:
-    """A model of the family, a batch, and two steps of plain torch; None with the reason noted."""
+    """Return a model of the family, a batch, and two steps of plain torch; None with the reason in
+    the record."""
     reasons: list[tuple[str, Exception]] = []
     started = time.monotonic()
     for how in HOW:
@@ -168,7 +168,8 @@ def _seed(value: int) -> None:
 
 
 def loss_fn(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """The model's own loss, else a number that depends on every tensor that has a gradient."""
+    """Return the model's own loss, or else a number that depends on every tensor with a
+    gradient."""
     out = model(**batch)
     if isinstance(out, dict) and isinstance(out.get("loss"), Tensor):
         return out["loss"].sum()
@@ -178,7 +179,7 @@ def loss_fn(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def _plain(model: nn.Module, batch: Mapping[str, Tensor]) -> Step:
-    """Two steps of plain torch on a copy."""
+    """Take two steps of plain torch on a copy."""
     losses: list[float] = []
     for seed in (0, 1):
         _seed(seed)
@@ -231,7 +232,7 @@ def _distributed(model: nn.Module, batch: Mapping[str, Tensor], record: Record) 
 
 
 def _compare(record: Record, model: nn.Module, plain: Step, ours: Step, scale: float) -> None:
-    """``scale``: of the tolerances; 1 for float32."""
+    """``scale`` multiplies the tolerances; 1 for float32."""
     record.stage = "compare"
     record.verdict, record.reason = "right", ""
     pairs = zip(plain[0], ours[0], strict=True)
@@ -290,7 +291,7 @@ def _again_in_double(record: Record, model: nn.Module, batch: Mapping[str, Tenso
 
 
 def _rounded(model: nn.Module) -> nn.Module:
-    """A copy of which every weight is off by about its last bit."""
+    """Return a copy in which every weight is off by about its last bit."""
     own = copy.deepcopy(model)
     with torch.no_grad():
         for p in own.parameters():

@@ -1,4 +1,4 @@
-"""What became of one family, as a line of JSON; the table is made of these."""
+"""The result for one family as a line of JSON; the table is made of these."""
 
 from __future__ import annotations
 

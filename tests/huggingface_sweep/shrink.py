@@ -1,14 +1,13 @@
-"""A small configuration of any family, by the names of its fields.
+"""A small configuration of any family, made by the names of its fields.
 
     config = small(CONFIG_MAPPING["mixtral"])
     config.hidden_size, config.num_hidden_layers, config.num_local_experts    # 64, 2, 4
 
-The default configuration is made, its numbers are replaced by smaller ones where the name of the
-field says what they are (a width, a number of layers, ids of tokens, ...), those of nested
-configurations too, and the class is called again with these, so that it derives the rest itself.
-Fields with "drop", "jitter" or "mask_..._prob" in their names become 0: numbers then compare.
-
-Invariants: no family is named here. Nothing is downloaded.
+Numbers of the default configuration, and of nested ones, are replaced by smaller ones if the
+field's name tells what they are (a width, a number of layers, token ids, ...). The class is called
+again with these, so that it derives the other fields. Fields with "drop", "jitter" or
+"mask_..._prob" become 0, so that results can be compared. No family is named here, and nothing is
+downloaded.
 """
 
 from __future__ import annotations
@@ -98,17 +97,14 @@ HOW: tuple[How, ...] = ("declared", "derived", "layers")
 
 
 def small(cls: type[PreTrainedConfig], how: How) -> PreTrainedConfig:
-    """A configuration of the class, cut down.
-
-    ``how``: in the fields that have a default of their own; in those too that the class derives
-    from others; in its layers and tokens alone.
-    """
+    """Return a small configuration of the class. ``how``: which fields change: those with their own
+    default, also those that the class derives, or only layers and tokens."""
     ids = iter(range(VOCAB - 1, 0, -1))  # of tokens beyond the vocabulary, each another
     return cls(**_changed(cls(), how, ids))
 
 
 def _changed(config: PreTrainedConfig, how: How, ids: Iterator[int]) -> dict[str, Any]:
-    """The arguments that make ``config`` small."""
+    """Return the arguments that make ``config`` small."""
     changed: dict[str, Any] = {}
     narrow = how != "layers"
     common = {f.name for f in dataclasses.fields(PreTrainedConfig)} - set(_COMMON)

@@ -14,14 +14,14 @@ from tests.huggingface_sweep.record import Record
 
 
 def load(out: Path) -> list[Record]:
-    """The last record of each family, by name."""
+    """Return the last record of each family, by name."""
     lines = out.read_text().splitlines() if out.exists() else []
     found = {r.family: r for r in (Record(**json.loads(line)) for line in lines)}
     return [found[name] for name in sorted(found)]
 
 
 def numbers(records: Sequence[Record]) -> dict[str, float]:
-    """The figures of the summary."""
+    """Return the figures of the summary."""
     run = [r for r in records if r.verdict != "not run"]
     right = [r for r in run if r.verdict == "right"]
     return {
@@ -89,7 +89,7 @@ def _by_reason(records: Sequence[Record]) -> list[str]:
 
 
 def _reason(record: Record) -> str:
-    """The first line of the error, and what of the program it names; alike ones are equal."""
+    """Return the start of the error without its operands, so that equal reasons compare equal."""
     text = record.reason
     text = re.sub(r"\([a-z]+\d+\[.*?\]\)", "(...)", text)  # operands
     text = re.sub(r"\d+(\.\d+)?(e[+-]?\d+)?", "N", text) if record.verdict == "not run" else text

@@ -1,10 +1,10 @@
-"""Loops of others with models that are parallelized: `make integrations`.
+"""Training loops of other libraries with parallelized models: `make integrations`.
 
     python -m tests.integrations                       # writes benchmarks/results/integrations.md
     python -m tests.integrations --only trainer        # printed; nothing is written
 
-Each script runs in a process of its own: accelerate's state is one for a process. Exit status 1
-where a case came out otherwise than it says, or its packages are not there.
+Each script runs in its own process, because accelerate's state is global. Exit status 1 if a case
+ended otherwise than it states, or its packages are missing.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What the scripts of this folder share: a tiny Llama, its data, and what becomes of a case.
+"""Shared by the scripts of this folder: a tiny Llama, its data, and the outcome of a case.
 
     CASES = (Case("tp=2", lambda: compared(by_torch(), by_ranks())), ...)
 
-Each script has the code that a user writes first, and then its cases: the same loop with the same
-seeds on plain torch and on two ranks of this process, compared; or the error that a loop ends with.
-Nothing is downloaded: models are made of configurations.
+Each script starts with the code that a user writes, followed by its cases: the same loop with the
+same seeds on plain torch and on two in-process ranks, compared; or the error with which a loop
+ends. Models are made from configurations; nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WORDS, LENGTH = 96, 12
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What a loop leaves: its losses, and the weights by name."""
+    """The result of a loop: its losses, and its weights by name."""
 
     losses: Sequence[float]
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -38,8 +38,8 @@ class Trained:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Largest differences from the loop on plain torch; ``where``: what computed; ``raised``: the
-    first line of the error, of a loop that does not work."""
+    """The largest differences from the loop on plain torch; ``where``: what computed; ``raised``:
+    the first line of the error if the loop does not work."""
 
     losses: float = 0.0
     weights: float = 0.0
@@ -48,13 +48,13 @@ class Outcome:
     allowed: float = LARGEST
 
     def check(self) -> None:
-        """AssertionError where numbers differ."""
+        """Raises AssertionError if numbers differ."""
         assert self.raised or max(self.losses, self.weights) <= self.allowed, self
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One row of the table. ``slow``: left to `make integrations`."""
+    """One row of the table. ``slow``: only `make integrations` runs it."""
 
     name: str
     run: Callable[[], Outcome]
@@ -77,7 +77,7 @@ def tiny() -> LlamaForCausalLM:
 
 
 def on_two(net: LlamaForCausalLM, axis: str = "tp") -> dt.ParallelModule:
-    """Its weights split over two ranks, or for data parallelism whole on each."""
+    """Parallelize with weights split over two ranks, or replicated for data parallelism."""
     if axis == "dp":
         return dt.parallelize(net, dt.Mesh(dp=2))
     tokens = torch.zeros(2, LENGTH, dtype=torch.int64)
@@ -85,7 +85,8 @@ def on_two(net: LlamaForCausalLM, axis: str = "tp") -> dt.ParallelModule:
 
 
 def texts(count: int = 48) -> list[dict[str, torch.Tensor]]:
-    """Of one length; a third of them with fewer labels, so that batches have unequal numbers."""
+    """Return texts of one length; a third of them have fewer labels, so that batches have unequal
+    label counts."""
     generator = torch.Generator().manual_seed(3)
     found = []
     for i, row in enumerate(torch.randint(0, WORDS, (count, LENGTH), generator=generator)):
@@ -96,7 +97,7 @@ def texts(count: int = 48) -> list[dict[str, torch.Tensor]]:
 
 
 def words(count: int) -> Any:
-    """A tokenizer of as many words, w0, w1 and on, that was never trained."""
+    """Return an untrained tokenizer with words w0, w1, ..."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -121,7 +122,7 @@ def compared(
 
 
 def raises(run: Callable[[], object], kind: type[Exception], words: str) -> Outcome:
-    """AssertionError where it does not end with this error."""
+    """Raises AssertionError if ``run`` does not end with this error."""
     try:
         run()
     except kind as error:
@@ -132,7 +133,7 @@ def raises(run: Callable[[], object], kind: type[Exception], words: str) -> Outc
 
 
 def folder(name: str) -> Path:
-    """An empty one under `build/`."""
+    """Return an empty folder under `build/`."""
     import shutil
 
     path = Path(__file__).parents[2] / "build" / "integrations" / name

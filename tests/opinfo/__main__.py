@@ -1,12 +1,12 @@
-"""The whole OpInfo run: `python -m tests.opinfo [entry ...]`, or `make opinfo`.
+"""The full OpInfo run: `python -m tests.opinfo [entry ...]`, or `make opinfo`.
 
     python -m tests.opinfo                      # everything, both sizes, writes docs/coverage.md
     python -m tests.opinfo --sizes even mul     # one entry, printed in full; nothing is written
-    python -m tests.opinfo --resume             # goes on where an earlier run stopped
+    python -m tests.opinfo --resume             # continues an earlier run that stopped
     python -m tests.opinfo --peer               # PyTorch's DTensor instead, into peer.json
 
-Each entry runs in a process of its own, --jobs at a time; one that dies counts as refused. Exit
-status 1 where a number is wrong.
+Each entry runs in its own process, --jobs at a time; a process that dies counts as refused. Exit
+status 1 if a number is wrong.
 """
 
 from __future__ import annotations

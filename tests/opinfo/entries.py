@@ -1,17 +1,15 @@
-"""What of PyTorch's OpInfo database is run: entries, their samples, placements of the inputs.
+"""The part of PyTorch's OpInfo database that is run: entries, samples, placements of the inputs.
 
     with sizes(EVEN):
         for entry in entries():
             for sample in samples(entry, limit=8):
                 for placement in placements(sample, even=True): ...
 
-A sample is a function of tensor leaves alone; its other arguments are closed over. The placements
-are those that torch's own `DTensorConverter` enumerates: of each tensor Replicate and Shard of each
-dim that is longer than 1 and divides by the ranks (with UNEVEN sizes: of each dim longer than 1),
-bool tensors and scalars whole; of tensors together the product. Of a product longer than the limit:
-one tensor split and the others whole, then all split along one dim, then evenly from the rest.
-
-Invariants: the same torch gives the same samples and placements in the same order.
+A sample is a function of tensor leaves; other arguments are closed over. Placements are those of
+torch's `DTensorConverter`: the product of Replicate and Shard of each dim that is longer than 1 and
+divides (UNEVEN: longer than 1); bool tensors and scalars are replicated. A product above the limit
+is thinned: one tensor split, then all split along one dim, then evenly spaced others. The order is
+fixed.
 """
 
 from __future__ import annotations
@@ -65,7 +63,8 @@ class Sample:
 
 @contextlib.contextmanager
 def sizes(wanted: dict[str, int]) -> Iterator[None]:
-    """Within: OpInfo's samples have these sizes, in each of the modules that copied the names."""
+    """Within the block, OpInfo's samples have these sizes, in each module that copied the size
+    names."""
     modules = [
         module
         for name, module in sorted(sys.modules.items())
@@ -93,7 +92,7 @@ def seed(value: int = 0) -> None:
 
 
 def drawn(entry: OpInfo, wanted: dict[str, int]) -> list[SampleInput]:
-    """All samples of an entry in float32; with torch's own sizes where it cannot draw these."""
+    """Return all samples of an entry in float32, with torch's own sizes if it cannot use these."""
     for chosen in (wanted, {}):
         seed()
         with sizes(chosen):
@@ -112,7 +111,7 @@ def leaves_of(sample: SampleInput) -> list[torch.Tensor]:
 
 
 def supported(tensor: torch.Tensor) -> bool:
-    """What DTensorConverter takes: plain strided tensors."""
+    """Whether DTensorConverter accepts the tensor: plain and strided."""
     x = tensor
     special = (x.is_sparse, x.is_sparse_csr, x.is_mkldnn, x.is_quantized, x.is_nested, x.is_neg())
     plain = x.layout == torch.strided and x.device.type == "cpu"
@@ -120,7 +119,8 @@ def supported(tensor: torch.Tensor) -> bool:
 
 
 def samples(found: Sequence[SampleInput], entry: OpInfo, limit: int) -> list[Sample]:
-    """At most ``limit`` samples, evenly from those with tensors to split, else from all."""
+    """Return at most ``limit`` samples, evenly spaced among those with tensors to split, else among
+    all."""
     usable = [s for s in found if all(supported(x) for x in leaves_of(s))]
     splittable = [s for s in usable if any(max(x.shape, default=0) > 1 for x in leaves_of(s))]
     chosen = spread(_distinct(splittable or usable), limit)
@@ -128,14 +128,14 @@ def samples(found: Sequence[SampleInput], entry: OpInfo, limit: int) -> list[Sam
 
 
 def spread(items: Sequence[Any], limit: int) -> list[Any]:
-    """At most ``limit`` of the items, in order, evenly spaced, the first among them."""
+    """Return at most ``limit`` of the items, in order, evenly spaced, including the first."""
     if len(items) <= limit:
         return list(items)
     return [items[i * len(items) // limit] for i in range(limit)]
 
 
 def _distinct(found: Sequence[SampleInput]) -> list[SampleInput]:
-    """One of those with the same shapes, dtypes and other arguments."""
+    """Return one sample for each combination of shapes, dtypes and other arguments."""
     return list({_text(s): s for s in reversed(found)}.values())[::-1]
 
 
@@ -171,8 +171,8 @@ def _sample(entry: OpInfo, sample: SampleInput) -> Sample:
 def placements(
     leaves: Sequence[torch.Tensor], *, even: bool, limit: int = 12
 ) -> list[tuple[Placement, ...]]:
-    """At most ``limit`` placements of the leaves on 4 ranks, the all-whole one left out unless it
-    is the only one."""
+    """Return at most ``limit`` placements of the leaves on 4 ranks, without the all-replicated one
+    unless it is the only one."""
     choices = [_choices(x, even) for x in leaves]
     count = math.prod(map(len, choices))
     whole = (REPLICATE,) * len(leaves)
@@ -196,7 +196,7 @@ def placements(
 
 
 def pending(leaves: Sequence[torch.Tensor], limit: int = 2) -> list[tuple[Placement, ...]]:
-    """Placements with one leaf a pending sum, the others whole."""
+    """Return placements with one leaf partial and the others replicated."""
     numbers = [i for i, x in enumerate(leaves) if x.is_floating_point() or x.is_complex()]
     whole = (REPLICATE,) * len(leaves)
     return [(*whole[:i], Partial("sum"), *whole[i + 1 :]) for i in numbers[:limit]]
@@ -213,7 +213,7 @@ def _choices(tensor: torch.Tensor, even: bool) -> tuple[Placement, ...]:
 def _product(
     choices: Sequence[tuple[Placement, ...]], count: int, most: int = 4000
 ) -> list[tuple[Placement, ...]]:
-    """The product of the choices; of a very long one, evenly spaced elements."""
+    """Return the product of the choices; of a very long one, evenly spaced elements."""
     found: list[tuple[Placement, ...]] = []
     for number in range(0, count, max(1, count // most)):
         placed: list[Placement] = []

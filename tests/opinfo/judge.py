@@ -1,17 +1,13 @@
-"""One entry of the OpInfo database, run under placements and compared with plain torch.
+"""Run one entry of the OpInfo database under placements and compare with plain torch.
 
     record = judge(entry, "even")
     record.verdict           # "split" | "whole" | "refused" | "wrong" | "not counted"
 
-Each placement is planned, lowered and run on 4 ranks in this process, forward and backward with a
-random cotangent. Results and gradients are compared by `torch.testing.assert_close` with its
-default tolerances (float32: rtol 1.3e-6, atol 1e-5). Where float32 differs by more, the sample is
-run again in float64 (1e-7, 1e-7): a wrong rule is wrong there too, and what passes there differed
-by rounding only; such placements are counted.
-
-A placement ran *split* where an op of its forward that is more than a view ran with an operand or
-a result of which a rank holds a part (of programs of views alone: a view; of those without ops: a
-result). An entry is split where at least one of its placements is.
+Each placement is planned, lowered and run on 4 in-process ranks, forward and backward, and compared
+by `torch.testing.assert_close`. If float32 differs, float64 decides (1e-7), because a wrong rule is
+wrong there too. A placement ran *split* if an op of its forward other than a view had an operand or
+result of which a rank holds a part (for programs of views alone: a view; without ops: a result). An
+entry is split if at least one of its placements is.
 """
 
 from __future__ import annotations
@@ -65,7 +61,7 @@ _UNDEFINED |= {"new_empty_strided"}
 
 
 class NotCounted(Exception):
-    """The entry cannot be run by any system of this kind; the message says why."""
+    """Raised if no system of this kind can run the entry; the message says why."""
 
 
 def judge(entry: OpInfo, kind: str) -> Record:
@@ -94,7 +90,8 @@ def judge(entry: OpInfo, kind: str) -> Record:
 
 
 def chosen_samples(entry: OpInfo, kind: str, record: Record) -> list[Sample]:
-    """The entry's samples that plain torch runs, twice alike; NotCounted where there is none."""
+    """Return the samples that plain torch runs twice with equal results. Raises NotCounted if there
+    is none."""
     if torch.float32 not in entry.dtypes:
         raise NotCounted("takes no float32")
     if entry.name in _UNDEFINED:
@@ -142,7 +139,8 @@ def _judge(entry: OpInfo, kind: str, record: Record) -> None:
 
 
 def shares(lengths: Sequence[int], total: int) -> list[int]:
-    """How many of each, dealt one after the other until all or ``total`` are dealt."""
+    """Return how many of each length to take, dealing one at a time until all or ``total`` are
+    dealt."""
     shares = [0] * len(lengths)
     while sum(shares) < total and shares != list(lengths):
         for i, length in enumerate(lengths):
@@ -152,7 +150,7 @@ def shares(lengths: Sequence[int], total: int) -> list[int]:
 
 
 def _traced(sample: Sample, record: Record) -> Traced | None:
-    """The captured sample; None where it is left out or refused, which is recorded."""
+    """Return the captured sample; None if it is left out or refused, which is recorded."""
     wanted = any(x.requires_grad for x in sample.leaves) and differentiable(sample)
     for grads in (True, False) if wanted else (False,):
         try:
@@ -170,7 +168,7 @@ def _traced(sample: Sample, record: Record) -> Traced | None:
 
 
 def _plain_problem(sample: Sample) -> str | None:
-    """Why plain torch gives nothing to compare with, if it does not."""
+    """Return why plain torch gives nothing to compare with, or None."""
     outputs: list[tuple[torch.Tensor, ...]] = []
     for value in (0, 1):
         seed(value)
@@ -192,7 +190,7 @@ def _plain_problem(sample: Sample) -> str | None:
 
 
 def differentiable(sample: Sample) -> bool:
-    """Whether plain torch has a derivative for it."""
+    """Whether plain torch has a derivative for the sample."""
     leaves = [x.detach().clone().requires_grad_(x.requires_grad) for x in sample.leaves]
     try:
         results = [r for r in execute.tensors_of(sample.fn(*leaves)) if r.requires_grad]
@@ -296,7 +294,7 @@ class _Runner:
                     add_once(record.whole_ops, name)
 
     def _in_double(self, option: tuple[Placement, ...]) -> dict[str, str]:
-        """What differs when the sample is run in float64; RanksDisagree counts as a result."""
+        """Return what differs when the sample runs in float64; RanksDisagree counts as a result."""
         sample = self.sample.in_double()
         if self._wide is None:
             self._wide = execute.trace(sample.fn, sample.leaves, grads=self.traced.grads)
@@ -314,7 +312,7 @@ class _Runner:
 
 
 def _differences(found: Evaluation, expected: Evaluation, grads: bool) -> dict[str, str]:
-    """Phase -> what differs first."""
+    """Return the first difference by phase."""
     result: dict[str, str] = {}
     for number, (a, b) in enumerate(zip(found.tensors, expected.tensors, strict=True)):
         if problem := difference(a, b):
@@ -340,7 +338,7 @@ def difference(found: torch.Tensor, expected: torch.Tensor, exact: bool = False)
 
 
 def ran_split(plan: Plan) -> bool:
-    """Whether this plan's forward ran split; see the module docstring."""
+    """Whether the plan's forward ran split; see the module docstring."""
     forward = [s for s in plan.steps if isinstance(s, Compute) and s.phase == "forward"]
     steps = [s for s in forward if not s.is_view] or forward
     specs = [
@@ -353,7 +351,7 @@ def ran_split(plan: Plan) -> bool:
 
 @contextlib.contextmanager
 def _recording_expansions(record: Record) -> Iterator[None]:
-    """Within: the ops that capture writes out by torch's decompositions are noted."""
+    """Within the block, record the ops that capture expands by torch's decompositions."""
     inline = decompose._inline
 
     def noted(module: Any, node: Any, inner: Any) -> Any:

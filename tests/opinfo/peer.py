@@ -1,12 +1,12 @@
-"""PyTorch's own DTensor over the same entries, samples and placements: the number beside ours.
+"""PyTorch's own DTensor on the same entries, samples and placements, for comparison.
 
     python -m tests.opinfo --peer       # sizes that divide; one more column of docs/coverage.md
 
-It runs on 4 simulated ranks (`LocalTensorMode`, a fake process group). The same judgement as of our
-own runs: all placements of an entry must be right, gradients too where the entry has them. An op
-counts as split where, in DTensor's own answer for it, an operand after redistribution or the
-result is sharded; views count only in entries made of views alone. Pending inputs are left out:
-DTensor's tests have none.
+It runs on 4 simulated ranks (`LocalTensorMode`, a fake process group) and is judged in the same
+way: all placements of an entry must be right, with gradients if the entry has them. An op counts as
+split if, in DTensor's own decision, an operand after redistribution or the result is sharded; views
+count only in entries made of views alone. Partial inputs are left out, because DTensor's tests have
+none.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 def judge(entry: OpInfo) -> Record:
-    """Run one entry, sizes that divide."""
+    """Run one entry with sizes that divide."""
     record = Record(name=name_of(entry))
     try:
         chosen = chosen_samples(entry, "even", record)
@@ -127,7 +127,7 @@ def _plain(sample: Sample, grads: bool) -> tuple[list[torch.Tensor], list[torch.
 def _gradients(
     outputs: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]
 ) -> list[torch.Tensor | None]:
-    """By leaf, for random cotangents: the same numbers each time."""
+    """Return gradients by leaf, for fixed random cotangents."""
     generator = torch.Generator().manual_seed(0)
     outs = [o for o in outputs if o.requires_grad]
     tangents: list[torch.Tensor] = []
@@ -166,7 +166,7 @@ def _simulated() -> Iterator[DeviceMesh]:
 
 @contextlib.contextmanager
 def _recorded() -> Iterator[list[tuple[Any, Any]]]:
-    """Within: every (operator schema, output sharding) that DTensor decides on."""
+    """Within the block, record every (operator schema, output sharding) that DTensor decides on."""
     seen: list[tuple[Any, Any]] = []
     propagator: Any = DTensor._op_dispatcher.sharding_propagator
     decide = propagator.propagate_op_sharding_non_cached

@@ -1,5 +1,5 @@
-"""What became of one entry, as a line of JSON; a time limit for it, and how its placements and
-errors are written in a line. The table is made of these."""
+"""The result of one entry as a line of JSON, a time limit for it, and the text of placements and
+errors. The table is made of these."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Record:
 
     @property
     def passes(self) -> bool:
-        """Forward, and gradients where the entry has them."""
+        """Whether the forward, and gradients if the entry has them, are right."""
         return self.forward_passes and set(self.gradient) <= {"right"}
 
     def as_json(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""docs/coverage.md from the records of a run: the summary, and all entries."""
+"""Write docs/coverage.md from the records of a run: the summary, and all entries."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Found = Mapping[str, Sequence[Record]]
 
 
 def load(out: Path, kind: str) -> list[Record]:
-    """The records of one kind of sizes, by name."""
+    """Return the records of one kind of sizes, by name."""
     path = out / f"{kind}.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     return sorted((Record.from_json(json.loads(line)) for line in lines), key=lambda r: r.name)
@@ -29,7 +29,7 @@ def crashed(name: str) -> Record:
 
 
 def numbers(records: Sequence[Record]) -> dict[str, float]:
-    """The figures of the summary."""
+    """Return the figures of the summary."""
     counted = [r for r in records if r.counted]
     total = max(1, len(counted))
     return {
@@ -81,7 +81,7 @@ _OF_PEER = ("forward", "forward %", "with gradients", "with gradients %", "wrong
 
 
 def peer_numbers(records: Sequence[Record], ours: Sequence[Record]) -> dict[str, object]:
-    """The figures of PyTorch's DTensor over the entries that are counted for us."""
+    """Return the figures of PyTorch's DTensor over the entries that count for dtensor."""
     counted = {r.name for r in ours if r.counted}
     same = [r if r.counted else crashed(r.name) for r in records if r.name in counted]
     found = numbers(same)
@@ -94,7 +94,7 @@ def peer_numbers(records: Sequence[Record], ours: Sequence[Record]) -> dict[str,
 
 
 def summary(found: Found) -> str:
-    """The summary as a table in Markdown, PyTorch's DTensor beside it where it was measured."""
+    """Return the summary as a Markdown table, with PyTorch's DTensor if it was measured."""
     columns: dict[str, Mapping[str, float]] = {k: numbers(r) for k, r in found.items()}
     if PEER.exists():
         columns["peer"] = json.loads(PEER.read_text())
@@ -127,8 +127,8 @@ def write(path: Path, found: Found) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """The texts about one entry. ``run`` and ``free``: the placements run, and those without a
-    collective, of both kinds of sizes."""
+    """The texts about one entry. ``run`` and ``free``: the numbers of placements run, and of those
+    without a collective, for both kinds of sizes."""
 
     name: str
     kind: str

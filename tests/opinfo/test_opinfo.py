@@ -35,7 +35,7 @@ def entry(name: str) -> OpInfo:
 
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fewer placements than the whole run, for time; and no limit that a busy machine may reach."""
+    """Use fewer placements than the full run, and no time limit."""
     monkeypatch.setattr(judging, "PER_OP", 12)
     monkeypatch.setattr(judging, "SAMPLES", 3)
     monkeypatch.setattr(judging, "SECONDS", 1500)
@@ -126,7 +126,7 @@ def test_opinfo_run_reports_missing_rule_as_refused(monkeypatch: pytest.MonkeyPa
 
 
 class FourRanks:
-    """What DTensorConverter asks of a mesh."""
+    """The interface of a mesh that DTensorConverter uses."""
 
     def size(self) -> int:
         return 4

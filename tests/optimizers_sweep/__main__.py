@@ -1,15 +1,14 @@
-"""Optimizers of other packages beside torch: `python -m tests.optimizers_sweep`.
+r"""Compare optimizers of other packages with torch: `python -m tests.optimizers_sweep`.
 
-    pip install --target more --no-deps lion-pytorch schedulefree pytorch_optimizer \\
+    pip install --target more --no-deps lion-pytorch schedulefree pytorch_optimizer \
         torch_optimizer pytorch_ranger
     PYTHONPATH=.:more python -m tests.optimizers_sweep                # writes the table
     PYTHONPATH=.:more python -m tests.optimizers_sweep --only '*Lion' # some, printed
 
-Every class of those packages that are installed is built with its defaults (those of torch that are
-known are left out) and trains a small net for 6 steps, under tensor parallelism over two ranks and
-under ZeRO-1, and beside that in plain torch. A class is *right* where losses, values, states,
-groups' options and attributes are torch's; *refused* where the probe says that it is not
-elementwise; *wrong* where it runs and a number differs. Exit status 1 where one is wrong.
+Every class of the installed packages is built with defaults and trains a small net for 6 steps,
+with tensor parallelism over two ranks and with ZeRO-1. *Right*: losses, values, states, options and
+attributes equal torch's; *refused*: the probe says that it is not elementwise; *wrong*: a number
+differs. Exit status 1 if one is wrong.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ PLACED: dict[str, tuple[dt.Mesh, dict[str, Any], dict[str, Any]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What became of a class. ``verdict``: right, refused, wrong or not built."""
+    """The result of a class. ``verdict``: right, refused, wrong or not built."""
 
     name: str
     verdict: str
@@ -85,7 +84,7 @@ class Found:
 
 
 def classes() -> Iterator[tuple[str, type[torch.optim.Optimizer]]]:
-    """Those of the installed packages, by name."""
+    """Return the optimizer classes of the installed packages, by name."""
     seen: set[type] = set()
     for module in PACKAGES:
         try:
@@ -103,8 +102,8 @@ def classes() -> Iterator[tuple[str, type[torch.optim.Optimizer]]]:
 
 
 def ways(cls: Any) -> list[Callable[[nn.Module], torch.optim.Optimizer]]:
-    """How one may be built: with its defaults, a learning rate, groups as Muon wants them, around
-    another optimizer, or with the number of steps or the model."""
+    """Return ways to build an optimizer: with defaults, a learning rate, Muon's groups, around
+    another optimizer, with the number of steps, or with the model."""
 
     def muon(m: nn.Module) -> Any:
         parts: tuple[list[Any], list[Any]] = ([], [])
@@ -149,7 +148,7 @@ def batches() -> list[Tensor]:
 
 
 def mode(optimizer: Any) -> None:
-    """What schedulefree asks for before a step."""
+    """Set the mode that schedulefree needs before a step."""
     if hasattr(optimizer, "train") and hasattr(optimizer, "eval"):
         optimizer.train()
 
@@ -201,7 +200,7 @@ def judge(name: str, cls: type[torch.optim.Optimizer]) -> Found:
 def difference(
     expected: Net, plain: Any, wanted: list[float], module: Net, optimizer: Any, losses: list[float]
 ) -> str:
-    """What is other than in torch, or ""."""
+    """Return what differs from torch, or ""."""
     for number, (a, b) in enumerate(zip(losses, wanted, strict=True)):
         if not abs(a - b) <= 1e-4 * max(1.0, abs(b)):
             return f"loss {number + 1} is {a:.6g}, in torch {b:.6g}"

@@ -88,6 +88,6 @@ def of(*args: Any, **kwargs: Any) -> Sample:
 
 
 def each(names: str, *samples: Sample, overload: str = "") -> dict[str, list[Sample]]:
-    """The same samples for several ops of aten, whose names end in their overload or lack it."""
+    """Return the same samples for several aten ops; names end in their overload or omit it."""
     end = overload and f".{overload}"
     return {f"aten.{name}{end}": list(samples) for name in names.split()}

@@ -22,7 +22,7 @@ _POINTS = {1: "7", 2: "7 6", 3: "4 5 4"}
 def _convolution(
     d: Draw, rank: int, *, groups: int = 1, transposed: bool = False, biased: bool = True
 ) -> Call:
-    """Images n, groups of i input and o output channels, a kernel of 3 or 2."""
+    """Images n; groups of i input and o output channels; a kernel of size 3 or 2."""
     d.size("n")
     i, o = d.size("i") * groups, d.size("o") * groups
     kernel = " ".join(["3", "2", "2"][:rank])
@@ -34,7 +34,7 @@ def _convolution(
 
 
 def _pointwise_convolution(d: Draw) -> Call:
-    """A kernel of one point: the plane splits."""
+    """A kernel of size 1, so that the plane can be split."""
     x, weight = d("n i 5 6"), d("o i 1 1")
     return call(x, weight, d("o"), [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
 

@@ -68,7 +68,7 @@ def _margin_backward(d: Draw, reduction: int) -> Call:
 
 
 def _labels(d: Draw) -> torch.Tensor:
-    """For each row one label, then the end mark."""
+    """One label for each row, then the end mark."""
     labels = torch.full(d.shape("n v"), -1)
     labels[:, 0] = d.ints("n", d.size("v"))
     return labels
@@ -184,7 +184,7 @@ def _bag_backward(d: Draw, mode: int, weighted: bool) -> Call:
 
 
 def _bags() -> torch.Tensor:
-    """Which bag each of the seven indices is in."""
+    """Return the bag of each of the seven indices."""
     return torch.tensor([0, 0, 1, 1, 1, 2, 2])
 
 
@@ -198,7 +198,8 @@ _ATTENTIONS = ((False, ""), (True, ""), (False, "t s"), (False, "b 1 t s"), (Fal
 
 
 def _rows16(x: torch.Tensor) -> torch.Tensor:
-    """Of a dtype that the kernel takes; rows of its matrices lie on 16 bytes."""
+    """Return the tensor in a dtype that the kernel accepts, with matrix rows aligned to 16
+    bytes."""
     return x.float()
 
 
@@ -207,7 +208,7 @@ def _offsets() -> torch.Tensor:
 
 
 def _experts(d: Draw, *more: str) -> Call:
-    """Rows of which the last belong to no expert, three experts of which one has no row."""
+    """Rows of which the last belong to no expert; three experts, one of them without rows."""
     rows, stop = d("8 k"), torch.tensor([3, 3, 7], dtype=torch.int32)
     return call(rows, d("3 k n"), stop, *(d(m) for m in more))
 

@@ -1,4 +1,4 @@
-"""Sample calls of the ops that are not pointwise; see draw.py."""
+"""Sample calls of ops that are not pointwise; see draw.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OVER_DIM = of("a b c", 1), of("a b c", -1, True)
 
 
 def _one_true(d: Draw, dims: str) -> torch.Tensor:
-    """True in one place, which one rank holds."""
+    """A tensor that is True in one place, which one rank holds."""
     found = torch.zeros(d.shape(dims), dtype=torch.bool)
     found.view(-1)[-1 if d.sign > 0 else 0] = True
     return found
@@ -75,7 +75,8 @@ def _layer_norm_backward_plain(d: Draw) -> Call:
 
 
 def rms_norm_backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
-    """CPU has no kernel for it: its definition in torch's decompositions, on shards as given."""
+    """CPU has no kernel for it: run the definition of torch's decompositions on the given
+    shards."""
     return decomposition_table[aten._fused_rms_norm_backward.default](*args)
 
 
@@ -107,7 +108,7 @@ def _attention_masked(heads: int, groups: int, mask: str) -> Sample:
 
 
 def _pick_heads(have: list[int], heads: list[int]) -> Sample:
-    """The heads of one number are equal."""
+    """Keys or values in which the heads of one group are equal."""
     return lambda d: call(d(f"b {max(have) + 1} s 4")[:, have], have, heads)
 
 
