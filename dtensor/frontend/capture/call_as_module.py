@@ -3,14 +3,12 @@
     loss_fn(model, tokens, targets)  ->  CallAsModule with child module_0 = model,
                                          forward(tokens, targets) -> flat tuple of tensors
 
-`torch.export` wants a root module and tensors; the user has a function, modules among its
-arguments, pytrees and numbers. The root rebuilds the arguments, calls the function and flattens
-what it returns, remembering the structure. Parameters, buffers and arguments are replaced by fake
-tensors on the CPU for the time of the capture, to the thread that captures, so a capture takes no
-memory, needs no GPU, and the graph does not depend on where the model lives.
+`torch.export` takes a root module and tensors; the user has a function whose arguments are modules,
+pytrees and numbers. The root module rebuilds the arguments, calls the function, flattens the result
+and records its structure. During capture, and only for the thread that captures, parameters,
+buffers and arguments are fake tensors on the CPU: a capture takes no memory and needs no GPU.
 
-Invariants: to other threads the user's modules are as they were, and to all when `faked` ends. Not
-here: differentiation.
+Invariants: other threads see the user's modules unchanged. `faked` restores them at its end.
 """
 
 from __future__ import annotations
@@ -61,9 +59,9 @@ _GLOBAL_BACKWARD_HOOKS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatCall:
-    """`args` are the tensor leaves; `modules` maps the root's child names to modules, and
-    `prefixes` the same names to the user's prefix ("" when there is one module). `roots`: what
-    there is to read besides the tensors."""
+    """A call with flattened arguments. `args` describes the tensors among `leaves`. `modules` maps
+    names of children of the root module to the user's modules, and `prefixes` maps them to the
+    user's prefix ("" if there is one module). `roots` are the objects that guards start from."""
 
     fn: Callable[..., Any]
     leaves: tuple[Any, ...]
@@ -84,7 +82,7 @@ def flat_call(
     kwargs: dict[str, Any],
     main: nn.Module | None = None,
 ) -> FlatCall:
-    """``main``: of several modules the one whose names stand alone."""
+    """Return the flattened call. ``main``: the module whose names get no prefix."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     names = leaf_names(fn, args, kwargs)
     assert len(names) == len(leaves)
@@ -93,7 +91,7 @@ def flat_call(
     for name, leaf in zip(names, leaves, strict=True):
         if isinstance(leaf, nn.Module) and not any(leaf is m for m in modules.values()):
             modules[name] = leaf
-    # A module that is part of another one keeps the outer one's names.
+    # The parameters of a submodule are named by the outer module.
     inner = {id(s) for m in modules.values() for s in m.modules() if s is not m}
     roots = {k: m for k, m in modules.items() if id(m) not in inner}
     children = {f"module_{i}": m for i, m in enumerate(roots.values())}
@@ -128,7 +126,8 @@ def leaf_names(
     kwargs: dict[str, Any],
     is_leaf: Callable[[Any], bool] | None = None,
 ) -> list[str]:
-    """`tokens`, `batch.0`, `batch.ids`: the parameter's name and the path inside its value."""
+    """Return a name for each leaf: the parameter of ``fn`` and the path inside the argument
+    (`tokens`, `batch.0`, `batch.ids`)."""
     try:
         parameters = list(
             inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn).parameters.values()
@@ -164,19 +163,21 @@ def _key_text(key: Any) -> str:
 
 
 class _Seen:
-    """A box, because the export restores the root's own attributes. ``changes``: what the call has
-    changed besides tensors; ``values``: tensors whose values its Python read, with the values."""
+    """What forward recorded. A separate object, because the export restores attributes of the root.
+    ``changes``: the Python objects that the call changed; ``values``: pairs of a tensor whose value
+    its Python read, and the value."""
 
     out_tree: OutTree
 
     def __init__(self) -> None:
         self.changes: list[Change] = []
         self.values: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.wrote: ProgramWrites | None = None  # before it has run
+        self.wrote: ProgramWrites | None = None  # None until forward has run
 
 
 class CallAsModule(nn.Module):
-    """The root that is exported; its forward, once run, leaves the user's structure in `seen`."""
+    """The root module that is exported. Its forward records the user's output structure in
+    `seen`."""
 
     def __init__(
         self,
@@ -227,15 +228,16 @@ class CallAsModule(nn.Module):
             is_tensor=is_tensor,
         )
         results = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
-        # A clone each (erased later), so that no result is an input or another result: torch
-        # gives such aliases no tangent.
+        # Torch gives no tangent to a result that is an input or another result, so each result is
+        # cloned. simplify.py erases the clones.
         if self.grads == "loss":
             return (results[0].clone(), *(r.detach().clone() for r in results[1:]))
         return tuple(r.clone() for r in results)
 
     def _check_held(self, before: dict[tuple[str, str], torch.Tensor | None]) -> None:
-        """A buffer that forward assigned anew is changed in place instead, which is the same where
-        steps are separate; what else it assigned would be lost."""
+        """Turn the assignment of a new tensor to a buffer into an in-place copy. Raises
+        PlanningError if forward assigned any other attribute, because that assignment would be
+        lost."""
         now = _held(self.call)
         source = source_of_callable(self.call.fn)
         if assigned := sorted(f"{path}{name}" for path, name in now.keys() - before.keys()):
@@ -256,10 +258,11 @@ class CallAsModule(nn.Module):
             modules[path]._buffers[name] = old
 
     def _check_loss(self, out: Any) -> None:
+        """Raise PlanningError unless ``out`` is a scalar that requires grad, or (scalar, dict)."""
         source = source_of_callable(self.call.fn)
         loss, aux = out if isinstance(out, tuple) and len(out) == 2 else (out, {})
         if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
-            own = getattr(out, "loss", None)  # as a ModelOutput of transformers has
+            own = getattr(out, "loss", None)  # for example, a ModelOutput of transformers
             is_held = isinstance(own, torch.Tensor) and own.dim() == 0
             raise planning_error(
                 "A loss is one number: loss_fn returns a scalar or (scalar, {name: scalar}).",
@@ -288,11 +291,13 @@ class CallAsModule(nn.Module):
 
 
 def _seen_on(watch: RefusalMode) -> AbstractContextManager[object]:
+    """Return a context in which fake tensors report the program's device instead of the CPU."""
     return nullcontext() if watch.devices is None else watch.devices.of_fakes(watch)
 
 
 def stored(call: FlatCall, names: Sequence[str], line: Source | None) -> PlanningError:
-    """For attributes, by path, in which forward stores tensors; ``line``: that does, if known."""
+    """Return the error for attributes (``names``: paths) in which forward stores tensors.
+    ``line``: the assignment, or None if unknown."""
     modules = _modules(call)
     for path in names:
         owner, dot, name = path.rpartition(".")
@@ -303,7 +308,7 @@ def stored(call: FlatCall, names: Sequence[str], line: Source | None) -> Plannin
 
 
 def _modules(call: FlatCall) -> dict[str, nn.Module]:
-    """Every module, by its path and a dot; the root's own is ""."""
+    """Return all modules by path. Paths end with a dot; the path of a root module may be ""."""
     return {
         f"{path}." if path else "": module
         for child, root in call.modules.items()
@@ -312,8 +317,7 @@ def _modules(call: FlatCall) -> dict[str, nn.Module]:
 
 
 def _held(call: FlatCall) -> dict[tuple[str, str], torch.Tensor | None]:
-    """The parameters and buffers by module and name; those that are None only where they are a
-    buffer: forward may make it, as a cache."""
+    """Return the parameters and buffers that are not None, by module path and name."""
     return {
         (path, name): tensor
         for path, module in _modules(call).items()
@@ -336,7 +340,7 @@ def _returned_text(out: Any) -> str:
 
 
 def refuse_hooks(call: FlatCall, grads: Grads) -> None:
-    """PlanningError for hooks on gradients, which no capture calls."""
+    """Raise PlanningError if a module or tensor has hooks on gradients: capture calls none."""
     hooked: list[str] = []
     for path, module in _modules(call).items() if grads != "none" else ():
         space = vars(module)
@@ -351,8 +355,8 @@ def refuse_hooks(call: FlatCall, grads: Grads) -> None:
 
 @contextmanager
 def faked(call: FlatCall, grads: Grads, mode: FakeTensorMode) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Within: to this thread the modules hold fake parameters and buffers; yields the fake tensor
-    arguments. To others they are as they were, and what those assign stays."""
+    """In this context, modules hold fake parameters and buffers for this thread only; yields the
+    fake tensor arguments. Other threads see the real ones, and their assignments persist."""
     fakes: dict[int, torch.Tensor] = {}
 
     def fake(x: torch.Tensor) -> torch.Tensor:
@@ -374,15 +378,15 @@ def faked(call: FlatCall, grads: Grads, mode: FakeTensorMode) -> Iterator[tuple[
         for module, name, tensor in saved:
             if id(tensor) not in fakes:
                 fakes[id(tensor)] = fake(tensor)
-            setattr(module, name, fakes[id(tensor)])  # not the dict: nn.LSTM keeps a list as well
-        # One tensor passed twice is two arguments: the next call may pass two tensors.
+            setattr(module, name, fakes[id(tensor)])  # setattr updates the list of nn.LSTM, too
+        # A tensor that is passed twice gets two fakes: the next call may pass two tensors.
         yield tuple(fake(t) for t in call.tensors)
 
 
 @contextmanager
 def held_per_thread(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Within: what a thread that captures assigns to their parameters and buffers is for it alone,
-    and gone at the end."""
+    """In this context, only the thread that captures sees the parameters and buffers that it
+    assigns to the modules. The assignments are dropped at the end."""
     spaces = [(vars(m), n, vars(m)[n]) for m in modules for n in ("_parameters", "_buffers")]
     try:
         for space, name, held in spaces:
@@ -395,8 +399,8 @@ def held_per_thread(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 class _FlatWeights:
-    """The list in which nn.LSTM and its like keep their parameters a second time: to the thread
-    that captures a copy. Kernels read it past any method, so it is another list."""
+    """A descriptor for `_flat_weights`, the second list of parameters of nn.RNNBase modules. The
+    thread that captures gets a copy of the list, because C++ kernels read the list directly."""
 
     def __init__(self) -> None:
         self._own: dict[int, list[Any]] = {}

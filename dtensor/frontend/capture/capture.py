@@ -1,20 +1,14 @@
-"""Captures one call of a function as a `Graph` of global ops, forward and backward.
+"""Capture one call of a function as a `Graph` of global ops, forward and backward.
 
     graph = capture(loss_fn, (model, tokens, targets), grads="loss")
 
-The route: the call as a module of fake tensors (call_as_module.py), non-strict `torch.export` of
-it, rewrites on that forward graph (canonical.py), torch's joint export, of repeated layers once
-(layers.py, stitch.py), which is then simplified (simplify.py), named (names.py) and described
-(to_graph.py). The joint export was chosen because it keeps phase tags, parameter names and the link
-from a backward op to its forward, and captured every model it was tried on; `make_fx` of a gradient
-has none of these.
+The steps: wrap the call as a module of fake tensors (call_as_module.py), export it with non-strict
+`torch.export`, rewrite the forward graph (canonical.py), differentiate it with torch's joint export
+(stitch.py: repeated layers only once), and simplify, name and describe the result (to_graph.py).
 
-The graph knows what it read besides its arguments (frontend/guards). What the call changes is put
-back; where a second capture changes nothing more, it was a cache, and stays filled. What other
-threads write and draw meanwhile is theirs, and no other call of ours runs (frontend/call_lock.py).
-
-Invariants: nothing is computed, no memory is taken, the user's objects are as before but for such.
-Not here: placements; what cannot be captured (refusals.py); what torch is changed for (patches.py).
+Invariants: nothing is computed and no memory is allocated. The graph records what the program read
+besides its arguments (frontend/guards). Everything that the call changed is undone, except caches:
+a change is a cache if a second capture changes nothing more.
 """
 
 from __future__ import annotations
@@ -88,17 +82,19 @@ def capture(
     each_call: bool = False,
     main: nn.Module | None = None,
 ) -> Graph:
-    """The graph of `fn(*args, **kwargs)`; of tensors only shape, dtype and requires_grad count.
+    """Return the graph of `fn(*args, **kwargs)`. Only shapes, dtypes and requires_grad of tensors
+    are used, not their values.
 
     Args:
-        fn: a function or nn.Module. Modules among args, or fn itself, give inputs `Param` and
-            `ModuleBuffer` under their own names; with several modules the argument's name first.
-        grads: "none": forward only. "loss": fn returns a scalar or (scalar, {name: scalar}) and
-            the first is differentiated by all parameters and tensor arguments that require grad,
-            with cotangent 1. "tangents": each result that requires grad gets a `Tangent`.
-        main: of several modules the one whose names stand alone.
-        each_call: this graph is for one call: the call's Python may draw random numbers and change
-            attributes, as it would in torch.
+        fn: a function or nn.Module. The parameters and buffers of fn, and of modules in args,
+            become inputs `Param` and `ModuleBuffer`. If there are several modules, their names
+            start with the name of the argument that holds the module.
+        grads: "none": forward only. "loss": fn returns a scalar loss or (loss, {name: scalar});
+            the loss is differentiated with respect to all parameters and tensor arguments that
+            require grad. "tangents": each result that requires grad gets a `Tangent` input.
+        main: the module whose parameter names get no prefix, if there are several modules.
+        each_call: the graph is used for this call only, so the program may draw random numbers
+            and change attributes in Python, as it would in torch.
 
     Raises:
         PlanningError: the program cannot be captured faithfully (refusals.py).
@@ -117,21 +113,23 @@ def _captured(call: FlatCall, grads: Grads, each_call: bool) -> Graph:
         first.check()
         if not first.changes:
             return _warned(first.with_reads())
-        second = _again(call, grads)  # a cache that is filled once is filled now
+        second = _again(call, grads)  # if the changes filled a cache, this one changes nothing
     except BaseException:
         undo(first.changes)
         raise
     if second.text() == first.text():
         return _warned(second.with_reads())
     undo(first.changes)
-    # as before the cache was filled: the next call is captured again
+    # The filled cache changed the program. Guard the graph on the state before the cache was
+    # filled, so that the next call is captured again.
     graph = _warned(first.with_reads())
     redo(first.changes)
     return graph
 
 
 def _again(call: FlatCall, grads: Grads) -> _Capture:
-    """PlanningError where it changes something again, which would be lost."""
+    """Return a second capture. Raises PlanningError if it changes an object again: a captured step
+    would lose that change."""
     second = _Capture(call, grads)
     try:
         second.check()
@@ -145,7 +143,7 @@ def _again(call: FlatCall, grads: Grads) -> _Capture:
 
 
 def _warned(graph: Graph) -> Graph:
-    """Warns of what was read and cannot be compared, once for each line."""
+    """Return the graph; warn, once per line, of reads that no guard can compare."""
     reads = graph.reads
     assert reads is not None
     for read in () if reads.ran is None else outside(reads.reached, reads.ran):
@@ -162,21 +160,21 @@ def _warned(graph: Graph) -> Graph:
 
 
 _TOLD: dict[str, dict[Any, Any]] = {}
-"""By file, what Python keeps of warnings, so that a line is told once."""
+"""The registry of each file in which Python records its warnings, so that each is shown once."""
 MOST_FAKED = 1 << 12
-"""Results of ops on fake tensors that torch keeps for the process, some 300 for each shape of a
-small model: from then on it begins anew."""
+"""The size of torch's process-wide cache of ops on fake tensors above which we clear it. A small
+model adds some 300 entries per input shape, and torch never evicts them."""
 
 
 def forget_fakes() -> None:
-    """What torch has kept of captures goes, where it is much: it would never."""
+    """Clear torch's cache of ops on fake tensors if it is large."""
     if FakeTensorMode.cache_info().size > MOST_FAKED:
         FakeTensorMode.cache_clear()
 
 
 class _Capture:
-    """One run of a call's Python. ``changes``: what it changed, which is so; but as before where it
-    ends in an error."""
+    """One run of the Python of a call. ``changes``: the changes that it made to Python objects,
+    which stay; after an error they are undone."""
 
     def __init__(self, call: FlatCall, grads: Grads, *, each_call: bool = False) -> None:
         # Not at the top: it loads torch's compiler, and with it triton where that is installed.
@@ -220,7 +218,7 @@ class _Capture:
         return f"{self.graph}{constants}"
 
     def with_reads(self) -> Graph:
-        """The graph, with what it read as that is now."""
+        """Return the graph, with guards on the current values of all that the program read."""
         constants = [(c.name, c.value) for c in self.graph.inputs if isinstance(c, Const)]
         ops = custom_ops(self.graph.fx)
         reads = Guards(self.call.roots, self.ran, constants, ops, values=self.values)
@@ -235,7 +233,8 @@ def _with(graph: Graph, met: list[Any], call: FlatCall) -> Graph:
 
 @contextmanager
 def in_capture() -> Iterator[list[AppliedFunctions]]:
-    """Within, this thread captures; yields the custom Functions that were met."""
+    """Make this thread the one that captures; yield the list of the custom autograd Functions that
+    the program applies (at most one `AppliedFunctions`)."""
     with (
         restored_on_failure(),
         capturing(),
@@ -253,10 +252,11 @@ def graph_of(
     tensors: tuple[torch.Tensor, ...],
     mode: FakeTensorMode,
 ) -> Graph:
-    """The graph of an exported forward, which it rewrites; within `in_capture` and `faked`."""
+    """Differentiate an exported forward graph and return the `Graph`. Rewrites ``forward``; must
+    run inside `in_capture` and `faked`."""
     from dtensor.frontend.capture.to_graph import to_graph  # loads torch's compiler, as above
 
-    act()  # on signals
+    act()  # handles signals that arrived
     exported = print_of(forward)
     met = canonicalise(forward, itertools.count())
     check_forward(forward, root.grads != "none")
@@ -268,8 +268,9 @@ def graph_of(
 
 
 def export_call(root: CallAsModule, tensors: tuple[torch.Tensor, ...]) -> fx.GraphModule:
+    """Return the exported forward graph of a call; raises errors in terms of the user's program."""
     try:
-        with preserve_node_meta():  # the numbers of checkpoints
+        with preserve_node_meta():  # holds the numbers of checkpoints
             exported = torch.export.export(root, tensors, strict=False)
             return _only_its_own(exported.module(check_guards=False), root)
     except data_dependent_errors() as error:
@@ -279,14 +280,14 @@ def export_call(root: CallAsModule, tensors: tuple[torch.Tensor, ...]) -> fx.Gra
             raise
         raise stored(root.call, assigned_names(str(warning)), None) from warning
     except Exception as error:
-        from dtensor.frontend.capture.failures import of_program  # seldom needed
+        from dtensor.frontend.capture.failures import of_program  # only errors need it
 
         raise of_program(error, root)  # noqa: B904 - its cause is set
 
 
 def _only_its_own(forward: fx.GraphModule, root: CallAsModule) -> fx.GraphModule:
-    """An `nn.Buffer` that the program closed over is a buffer of the exported module too, where any
-    other tensor is a plain attribute: a constant, which it becomes."""
+    """Turn each `nn.Buffer` that the program closed over from a buffer of the exported module into
+    a plain attribute, as torch exports other tensors, so that it becomes a constant."""
     buffers = dict(root.named_buffers(remove_duplicate=False))
     for name, value in list(forward.named_buffers(remove_duplicate=False)):
         if name not in buffers:
@@ -300,11 +301,11 @@ def _only_its_own(forward: fx.GraphModule, root: CallAsModule) -> fx.GraphModule
 def _differentiate(
     forward: fx.GraphModule, tensors: tuple[torch.Tensor, ...], mode: FakeTensorMode
 ) -> Held:
-    """The joint graph of forward and backward; repeated layers are differentiated once."""
+    """Return the joint graph of forward and backward. Repeated layers are differentiated once."""
     segments = segments_of(forward)
     try:
         if segments:
-            from dtensor.frontend.capture.stitch import NotAlone, stitch  # as to_graph
+            from dtensor.frontend.capture.stitch import NotAlone, stitch  # loads the compiler
 
             try:
                 return stitch(forward, segments, tensors, mode)

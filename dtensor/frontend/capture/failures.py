@@ -1,4 +1,4 @@
-"""What the user's program raises while it is captured, said in the terms of the user's program.
+"""Report errors that the user's program raises during capture in terms of the user's program.
 
     PlanningError: The program raises while it is captured.
       RuntimeError: a and b must have same reduction dim, but got [4, 16] X [12, 8].
@@ -7,15 +7,8 @@
       mlp.py:23: return self.down(F.gelu(h))
     fix: ...
 
-The module is the innermost one that was running; the operands are those of the failing call of
-torch, or else the tensors that the line names. The original error is the cause.
-
-What the program itself raises (`raise`, `assert`, in its own code or a library's) stays the object
-that it was, of its own type and words; a note names the module. In both cases the traceback keeps
-the user's frames alone: torch's export would add some forty.
-
-Not here: what is refused though plain torch runs it (refusals.py); what raises outside the user's
-function and its backward, which propagates whole.
+An exception that the program or a library itself raises keeps its type and text; a note names the
+module. In both cases the traceback has only the user's frames, without torch's export.
 """
 
 from __future__ import annotations
@@ -43,13 +36,13 @@ from dtensor.frontend.source import (
 )
 from dtensor.private_torch import pytree
 
-MAX_LINES = 4  # of the original's message
+MAX_LINES = 4  # of the message of the original error
 MAX_OPERANDS = 8
 MAX_FRAMES = 3
 
 
 def of_program(error: Exception, root: CallAsModule) -> Exception:
-    """What to raise for an error that capturing the program met."""
+    """Return the exception to raise for an error during the export of the program."""
     frames = list(traceback.walk_tb(error.__traceback__))
     if all(f.f_code is not CallAsModule.forward.__code__ for f, _ in frames):
         return error
@@ -79,10 +72,10 @@ def of_program(error: Exception, root: CallAsModule) -> Exception:
 
 
 def of_backward(error: Exception) -> Exception:
-    """What to raise for an error that differentiating the program met: in the user's own backward
-    of an op, or for want of one."""
+    """Return the exception to raise for an error during differentiation: a backward that the user
+    wrote raised, or an op has no backward."""
     source, by = source_of_exception(error), raised_by(error)
-    explained = str(error).startswith("Unexpected fake")  # by functions.py
+    explained = str(error).startswith("Unexpected fake")  # functions.py explains it
     if isinstance(error, PlanningError) or by == "dtensor" or explained:
         return error
     if by is not None:
@@ -100,12 +93,14 @@ def of_backward(error: Exception) -> Exception:
 
 
 def _message(error: Exception) -> list[str]:
+    """Return the first lines of the message, without torch's names of fake tensors."""
     text = re.sub(r"\b(Fake|Functional)Tensor\b", "Tensor", str(error)).strip()
     lines = f"{type(error).__name__}: {text}".removesuffix(": ").splitlines()
     return lines[:MAX_LINES]
 
 
 def _fix(error: Exception, call: FlatCall) -> str:
+    """Return the fix that the text of the error suggests."""
     if re.search(
         r"\bnot (list|tuple)\b|^'(list|tuple)' object|missing \d+ required pos", str(error)
     ):
@@ -135,7 +130,8 @@ def _fix(error: Exception, call: FlatCall) -> str:
 
 
 def _running_module(frames: list[tuple[FrameType, int]], call: FlatCall) -> str:
-    """`blocks.3.mlp.down: Linear(...)` of the innermost module that a frame is a method of."""
+    """Return path and repr of the innermost module of which a frame runs a method ("" if none):
+    `blocks.3.mlp.down: Linear(...)`."""
     names = {
         id(module): path
         for child, root in call.modules.items()
@@ -153,6 +149,8 @@ def _running_module(frames: list[tuple[FrameType, int]], call: FlatCall) -> str:
 
 
 def _operands(frames: list[tuple[FrameType, int]], line: str) -> list[str]:
+    """Return the types of the operands of the failing call of torch, or, if there is none, of the
+    tensors that the line names."""
     for frame, _ in reversed(frames):
         if frame.f_code is RefusalMode.__torch_function__.__code__:
             func, args = frame.f_locals["func"], frame.f_locals["args"]
@@ -177,8 +175,8 @@ def _operand(value: Any) -> str:
 
 
 def without_ours(error: Exception) -> Exception:
-    """An error of the user's program, or said of it, with its frames and not the planner's; any
-    other as it is."""
+    """Return the error; if it is an error of the user's program or about it, remove our frames from
+    its traceback."""
     last = innermost_of(error)
     of_users = last is not None and owner_of_frame(last.tb_frame) is not None
     if of_users or (isinstance(error, PlanningError) and error.__cause__ is not None):
@@ -187,8 +185,8 @@ def without_ours(error: Exception) -> Exception:
 
 
 def raised_by(error: BaseException) -> str | None:
-    """Whose `raise` or `assert` raised it: OWN, a library's name, "dtensor", or None where that is
-    torch's, Python's, or nobody's, as with what an operator raises."""
+    """Return whose `raise` or `assert` raised the error: OWN (the user), the name of a library, or
+    "dtensor". None for torch, for Python, and if no such statement raised it (x[9], a @ b)."""
     last = innermost_of(error)
     if last is None:
         return None
@@ -200,7 +198,7 @@ def raised_by(error: BaseException) -> str | None:
 
 
 def innermost_of(error: BaseException) -> TracebackType | None:
-    """The last entry of an error's traceback."""
+    """Return the last entry of an error's traceback, or None."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -208,8 +206,8 @@ def innermost_of(error: BaseException) -> TracebackType | None:
 
 
 def users_frames(error: BaseException, most: int | None = None) -> TracebackType | None:
-    """Of an error's traceback the frames that are the user's own or a library's: the innermost
-    ``most`` of them."""
+    """Return the error's traceback with only the frames of the user and of libraries, and of these
+    only the innermost ``most``. None if there are none."""
     entries: list[TracebackType] = []
     trace = error.__traceback__
     while trace is not None:

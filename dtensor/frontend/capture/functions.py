@@ -1,23 +1,15 @@
-"""Custom `torch.autograd.Function`s, captured with the backward that they define.
+"""Capture custom `torch.autograd.Function`s with the backward that they define.
 
-    y = Doubled.apply(x)        # forward x * 2, backward grad * 3
-
-Non-strict export sees what a Function's forward does and not that it has a backward. So an `apply`
-is run aside, on the fake tensors that it is given, and stands in the exported graph as one call of
-`dtensor::applied`, which `restore` replaces by the `apply` itself; the joint export then runs it
-under autograd, as torch does, and sees the ops of its forward and of its backward.
-
-    exported    dtensor::applied([x], 0)  ->  [y]
-    restored    Doubled.apply(x)
+    exported    dtensor::applied([x], 0)  ->  [y]      Doubled.apply(x): forward x * 2,
+    restored    Doubled.apply(x)                       backward grad * 3
     joint       mul(x, 2), ..., mul(grad, 3)
 
-What an `apply` is given beside tensors (numbers, None, strings, dtypes) is kept with it. Refused
-are: an argument changed in place, anything that may hold tensors where they are not seen, and a
-tensor of the program that forward or backward reads without being given it. Random ops within one
-are refused like others that have no counter (refusals.py).
+Non-strict export loses the backward of a Function. So `apply` runs outside the trace on fake
+tensors, and the exported graph gets one call of `dtensor::applied`. `restore` replaces this call by
+`apply`, which the joint export runs under autograd.
 
-Invariants: equal applications have equal targets, so that repeated layers stay alike. A backward is
-run once aside too, where there are gradients: what it reads is read while the program is captured.
+Invariants: equal applications are equal nodes, so that repeated layers still match. The backward
+also runs once during capture, so that guards see what it reads.
 """
 
 from __future__ import annotations
@@ -37,18 +29,19 @@ from dtensor.frontend.source import Source, source_here
 from dtensor.private_torch import DisableTorchFunction, pytree
 
 _LIBRARY = torch.library.Library("dtensor", "DEF")
-# It stands for a call and is never run.
+# This op stands for a call of `apply` in the exported graph and is never run.
 _LIBRARY.define("applied(Tensor[] tensors, int call) -> Tensor[]")
 _APPLIED = torch.ops.dtensor.applied.default
 
-# What an argument may be that is no tensor: it holds none.
+# Types of arguments that hold no tensors.
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 _PLAIN += (torch.layout, torch.memory_format)
 _OR = "; or define it with torch.library.custom_op and register_autograd"
 
 
 class Applied:
-    """``cls.apply(*args)`` as a function of its tensors; equal where all the rest is the same."""
+    """``cls.apply(*args)`` as a function of its tensor arguments only. Two are equal if the class
+    and all other arguments are equal."""
 
     def __init__(
         self, apply: Callable[..., Any], cls: type, args: tuple[Any, ...], source: Source | None
@@ -60,7 +53,7 @@ class Applied:
         self._apply = apply
         self._places = tuple(i for i, x in enumerate(leaves) if isinstance(x, Tensor))
         self._leaves = tuple(None if isinstance(x, Tensor) else x for x in leaves)
-        # what torch.fx writes in the code that it generates
+        # torch.fx writes these names into the code that it generates.
         self.__name__ = self.__qualname__ = cls.__name__
         self.__module__ = cls.__module__
         for leaf in self._leaves:
@@ -87,7 +80,10 @@ class Applied:
         return (self.cls, held, self._places, self._spec)
 
     def aside(self, args: tuple[Any, ...]) -> Any:
-        """What it returns, traced by nobody, after its backward was run where it has one."""
+        """Return the result of ``apply``, run outside the trace; also run its backward, if any.
+
+        Raises PlanningError if forward changes an argument in place.
+        """
         before = [x._version for x in self.tensors]
         with _Unwritten():
             out = self._apply(*args)
@@ -115,7 +111,8 @@ class Applied:
 
 
 class _Unwritten(TorchFunctionMode):
-    """Keeps calls without tensors from the export, which would write down a torch.no_grad."""
+    """Hide calls without tensors from the export, which would record, for example,
+    torch.no_grad."""
 
     def __torch_function__(
         self,
@@ -132,14 +129,16 @@ class _Unwritten(TorchFunctionMode):
 
 
 class AppliedFunctions:
-    """The applications that one capture has met; those within another are a part of it."""
+    """The applications of custom Functions in one capture. An application that runs inside another
+    belongs to the outer one and is not recorded."""
 
     def __init__(self) -> None:
         self._calls: list[Applied] = []
         self._watching = True
 
     def apply(self, plain: Callable[..., Any], cls: type, args: tuple[Any, ...]) -> Any:
-        """What ``cls.apply(*args)`` returns while a program is exported; ``plain`` is torch's."""
+        """Return the result of ``cls.apply(*args)`` and record the call; ``plain`` is torch's
+        apply."""
         if not self._watching:
             return plain(*args)
         self._watching = False
@@ -149,16 +148,18 @@ class AppliedFunctions:
             self._watching = True
 
     def restore(self, module: fx.GraphModule) -> None:
-        """In place: each call that was recorded runs its ``apply``. Nothing is recorded after."""
+        """Replace each recorded call in the graph by its ``apply``, in place, and stop
+        recording."""
         self._watching = False
         _restore(module, self._calls)
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
-        """Within: an error for a tensor that one has read without being given it."""
+        """In this context, raise PlanningError if a Function read a tensor of the program that was
+        not an argument of ``apply``."""
         try:
             yield
-        except AssertionError as error:  # torch's joint export's, and lift_constants'
+        except AssertionError as error:  # raised by torch's joint export and by lift_constants
             if not re.match("Unexpected fake (buffer|param)", str(error)):
                 raise
             classes = (f"class {c.cls.__module__}.{c.cls.__qualname__}" for c in self._calls)
@@ -171,6 +172,7 @@ class AppliedFunctions:
             ) from error
 
     def _record(self, call: Applied, args: tuple[Any, ...]) -> Any:
+        """Run the call outside the trace, add a node for it to the graph, and return its result."""
         # Not at the top: it loads torch's compiler, and with it triton where that is installed.
         from torch.fx.experimental.proxy_tensor import (
             disable_proxy_modes_tracing,

@@ -1,13 +1,12 @@
-"""Gives every node its phase, source, module, sequence number and a readable name.
+"""Give every node its phase, source, module, sequence number and a readable name.
 
-    h = self.up(x)      the last forward node of that line is named h; the others after their op
-    blocks.0.mlp.up.weight                     the placeholder is blocks_0_mlp_up_weight,
-    its gradient                               grad_blocks_0_mlp_up_weight
+    h = self.up(x)                   the last forward node of this line is named h, others by op
+    blocks.0.mlp.up.weight           the placeholder is named blocks_0_mlp_up_weight
+    gradient of this weight          the node is named grad_blocks_0_mlp_up_weight
 
-Invariants: names depend on the graph alone, so one program gets the same names each time.
-A backward node has the source and module of its forward op, found by sequence number; an addition
-of gradients, which has no forward op, has those of its first operand that has any.
-Not here: what a node computes.
+Invariants: names depend on the graph only. A backward node gets the source and module of its
+forward op (the node with the same sequence number). A sum of gradients has no forward op, so it
+gets the source and module of its first operand that has a source.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _ACCUMULATION = "Gradient addition node"
 
 
 def annotate_nodes(graph: fx.Graph, prefixes: Mapping[str, str]) -> None:
-    """Replaces torch's meta by ours. `prefixes`: our wrapper's child name -> the user's prefix."""
+    """Replace torch's meta of each node by ours. `prefixes`: see `FlatCall.prefixes`."""
     forward_of: dict[int, tuple[Source | None, str]] = {}
     for node in graph.nodes:
         if node.op == "output":
@@ -57,7 +56,7 @@ def annotate_nodes(graph: fx.Graph, prefixes: Mapping[str, str]) -> None:
             source_of_forward, path = forward_of[seq]
             source, module = source or source_of_forward, module or path
         if source is None and node.op == "call_function":
-            # An addition of gradients, or an op of a region that lost its lines.
+            # This node is a sum of gradients, or its region lost its lines.
             for operand in node.all_input_nodes:
                 if operand.op == "call_function" and operand.meta["source"] is not None:
                     source = operand.meta["source"]
@@ -78,9 +77,9 @@ def annotate_nodes(graph: fx.Graph, prefixes: Mapping[str, str]) -> None:
 
 
 def called(stack: Mapping[str, tuple[str, object]], prefixes: Mapping[str, str]) -> tuple[str, ...]:
-    """The calls of modules around a node, outermost first, without the root's own.
+    """Return the module calls around a node, outermost first, without the call of the root.
 
-    ``blocks.0``; ``norm@1`` for the second call of one module. Torch numbers its keys alike.
+    ``blocks.0``; ``norm@1`` is the second call of a module, as in torch's keys of ``stack``.
     """
     calls: list[str] = []
     for key, (path, _) in stack.items():
@@ -92,17 +91,18 @@ def called(stack: Mapping[str, tuple[str, object]], prefixes: Mapping[str, str])
 
 
 def user_path(path: str, prefixes: Mapping[str, str]) -> str:
-    """`module_0.blocks.0` -> `blocks.0`, or `actor.blocks.0` where there are several modules."""
+    """Return the user's path of a module: `module_0.blocks.0` -> `blocks.0`, or `actor.blocks.0` if
+    the prefix of module_0 is "actor"."""
     root, _, rest = path.partition(".")
     return ".".join(part for part in (prefixes.get(root, root), rest) if part)
 
 
 def order_phases(graph: fx.Graph) -> None:
-    """Moves all forward nodes before all backward nodes; both keep their order."""
+    """Move all forward nodes before all backward nodes; both keep their order."""
     nodes = [n for n in graph.nodes if n.op == "call_function"]
     backward = [n for n in nodes if n.meta["phase"] == "backward"]
     late = set(backward)
-    # What a gradient needs stays backward; a forward node cannot need one.
+    # A node that reads a backward node is a backward node.
     for node in nodes:
         if node not in late and any(operand in late for operand in node.all_input_nodes):
             node.meta["phase"] = "backward"
@@ -115,8 +115,8 @@ def order_phases(graph: fx.Graph) -> None:
 
 
 def name_nodes(graph: fx.Graph, inputs: Sequence[Input], outputs: Sequence[Output]) -> None:
-    """Renames every node after what it is, or the line it is of. Drops the meta that only names
-    need."""
+    """Name inputs and gradients after their tensor, other nodes after the variable that their line
+    assigns, or their op. Drops the meta "frames", which only names need."""
     wanted = {
         node: _input_name(what)
         for node, what in zip(graph.find_nodes(op="placeholder"), inputs, strict=True)
@@ -126,7 +126,7 @@ def name_nodes(graph: fx.Graph, inputs: Sequence[Input], outputs: Sequence[Outpu
         late = node.op == "call_function" and node.meta["phase"] == "backward"
         if isinstance(what, Grad) and late:
             wanted.setdefault(node, f"grad_{what.of.name}")
-    # A fresh namespace: the old one remembers the names of nodes that are gone.
+    # The old namespace still holds the names of erased nodes.
     graph._graph_namespace = Namespace()
     graph._graph_namespace.create_name(graph.output_node().name, None)
     for node in (n for n in graph.nodes if n.op != "output"):
@@ -150,11 +150,11 @@ def _input_name(what: Input) -> str:
 
 
 def _assigned_names(graph: fx.Graph) -> dict[fx.Node, str]:
-    """The variable that a statement assigns -> the node that holds its value.
+    """Return for each node that holds the value of an assignment the name of the variable.
 
-    A statement's nodes are those whose innermost frame is its line, up to the first node that is
-    neither of that line nor of a call made from it. Its value is the last of them that a later
-    forward node uses (a layer norm also returns what its backward needs), else the last.
+    The nodes of a statement are consecutive nodes with the same frames; nodes of functions that the
+    line calls may follow. The value is the last node of the statement that a later forward node
+    uses (a layer norm also returns statistics for its backward), or the last node if none is used.
     """
     nodes = [n for n in graph.nodes if n.op == "call_function" and n.meta["phase"] == "forward"]
     place = {node: i for i, node in enumerate(nodes)}
@@ -183,13 +183,14 @@ def _assigned_names(graph: fx.Graph) -> dict[fx.Node, str]:
 
 
 def _sum_of(part: fx.Node, seen: Sequence[fx.Node]) -> fx.Node:
-    """`x = x + y`, normed later, is one op: its first part. Of other ops the part itself."""
+    """Return the sum if ``part`` is a part of a fused add and norm; else return ``part``."""
     ours = op_text(part.all_input_nodes[0]).startswith("dt.")
     return next((n for n in seen if ours and n.args[:1] == part.args[:1]), part)
 
 
 def _tuple_names(statement: Sequence[fx.Node], targets: Sequence[str]) -> dict[fx.Node, str]:
-    """`q, k, v = qkv.chunk(3)`: the parts of the statement's last tuple."""
+    """Return the names of the items of the last tuple of a statement: `q, k, v = qkv.chunk(3)`. {}
+    if the number of items differs from the number of variables."""
     parts = [n for n in statement if n.target is operator.getitem]
     if not parts:
         return {}

@@ -1,18 +1,15 @@
-"""From torch's joint graph to our `Graph`: effects, inputs, outputs, constants, then the rest.
+"""Convert torch's joint graph of forward and backward to a `Graph`.
 
-Torch describes each placeholder and output of the joint graph by a descriptor; here they become
-`Input`s and `Output`s under the user's names. Constants become inputs. With `grads="loss"` the
-tangent becomes the number 1. Ops that act without a result become ops on values, so that the graph
-is one of values alone:
+Torch's descriptors of placeholders and outputs become `Input`s and `Output`s with the user's names,
+constants become inputs, and the tangent of a loss becomes the number 1. A check becomes an op on
+values, and every use of the checked value reads the result of this op:
 
     token = with_effects(token, _linalg_check_errors, info, "linalg.inv")
-        ->   every use of the inverse reads  dt.linalg_checked(inverse, info, "linalg.inv", False)
+        ->   dt.linalg_checked(inverse, info, "linalg.inv", False)
 
-Invariants: parameters and arguments that nothing uses are dropped, and a gradient that is None has
-no `Grad`. Mutations are refused but of parameters and buffers and, in a program without gradients,
-of arguments on the meta device, which stand for DTensors. A check comes before every use of what it
-checks, so an error is raised where torch raises it; other effects stay and are refused.
-Not here: the export (capture.py), what the rewrites are (simplify.py, decompose.py), names.
+Invariants: unused parameters and arguments are dropped; a gradient that is None has no `Grad`. Only
+parameters and buffers may be mutated, and, in a program without gradients, arguments on the meta
+device, which stand for DTensors.
 """
 
 from __future__ import annotations
@@ -57,13 +54,14 @@ dt: Any = torch.ops.dt
 def to_graph(
     root: CallAsModule, joint: Held, forward: fx.GraphModule, mode: FakeTensorMode
 ) -> Graph:
-    """The `Graph` of a joint graph module; `forward` is the exported one, for lines in errors."""
+    """Return the `Graph` of a joint graph module. `forward`: the exported graph, which gives the
+    lines in errors."""
     call, graph = root.call, joint.graph
     _settle_effects(graph)
     check_joint(graph)
     names = _names_of(call)
     _drop_tangents_of_parameters(graph)
-    outputs = _outputs(graph, root, names, forward)  # first: it refuses mutations
+    outputs = _outputs(graph, root, names, forward)  # before the inputs: it refuses mutations
     inputs = {
         node: _input(node.meta["desc"], call, names, forward)
         for node in graph.find_nodes(op="placeholder")
@@ -94,7 +92,8 @@ def to_graph(
 
 
 def _settle_effects(graph: fx.Graph) -> None:
-    """In place, on torch's joint graph with its descriptors."""
+    """Replace checks of linalg results by ops on values, and drop torch's effect tokens, in
+    place."""
     for node in list(graph.nodes):
         is_effect = node.target is torch.ops.higher_order.with_effects
         if is_effect and node.args[1] is aten._linalg_check_errors.default:
@@ -104,6 +103,7 @@ def _settle_effects(graph: fx.Graph) -> None:
 
 
 def _check(graph: fx.Graph, node: fx.Node) -> None:
+    """Replace one check of linalg results: each result goes through `dt.linalg_checked`."""
     values: Any = node.args
     token, _, info, api_name = values
     assert isinstance(info, fx.Node) and info.target is operator.getitem
@@ -144,7 +144,8 @@ def _drop_tokens(graph: fx.Graph) -> None:
 
 
 def _names_of(call: FlatCall) -> dict[str, str]:
-    """The root's name of each parameter and buffer -> the user's; a tied one's is its first."""
+    """Return the user's names of parameters and buffers by their names in the root module. A tied
+    parameter always gets its first name."""
     first: dict[int, str] = {}
     return {
         f"{child}.{name}": first.setdefault(id(tensor), user_path(f"{child}.{name}", call.prefixes))
@@ -174,7 +175,8 @@ def _input(desc: Any, call: FlatCall, names: Mapping[str, str], forward: fx.Grap
 def _outputs(
     graph: fx.Graph, root: CallAsModule, names: Mapping[str, str], forward: fx.GraphModule
 ) -> tuple[Output, ...]:
-    """The outputs that have a value; the graph's output node is cut down to the same."""
+    """Return the outputs that have a value, and remove the others from the output node. Raises
+    PlanningError if the program mutates an argument."""
     call, node = root.call, graph.output_node()
     kept: list[Any] = []
     outputs: list[Output] = []
@@ -206,8 +208,8 @@ def _outputs(
 
 
 def _drop_tangents_of_parameters(graph: fx.Graph) -> None:
-    """What a parameter that forward changes is afterwards has no gradient of its own: nothing
-    differentiates through its next value. Torch adds that to the parameter's gradient, if any."""
+    """Drop the tangents of the new values of parameters that forward changes in place: the new
+    value is not differentiated. Torch adds such a tangent to the gradient of the parameter."""
     for node in graph.find_nodes(op="placeholder"):
         match node.meta["desc"]:
             case aot.TangentAOTInput(
@@ -217,7 +219,7 @@ def _drop_tangents_of_parameters(graph: fx.Graph) -> None:
             case _:
                 continue
         for user in list(node.users):
-            rest: Any = None  # of the gradient
+            rest: Any = None  # the gradient without the tangent
             if user.op != "output":
                 assert user.target is aten.add.Tensor and len(user.args) == 2, user.format_node()
                 rest = user.args[1] if user.args[0] is node else user.args[0]
@@ -241,7 +243,7 @@ def _mutation_error(what: Input, desc: Any, call: FlatCall, forward: fx.GraphMod
 
 
 def _mutating_line(desc: Any, forward: fx.GraphModule) -> Source | None:
-    """The line of the first in-place op on this input, through a no_grad region too."""
+    """Return the line of the first in-place op on an input, also inside a no_grad region."""
     if isinstance(desc, aot.PlainAOTInput):
         inputs = [forward.graph.find_nodes(op="placeholder")[desc.idx]]
     else:
@@ -257,14 +259,14 @@ def _mutating_line(desc: Any, forward: fx.GraphModule) -> Source | None:
 
 
 def _lift(joint: Held, inputs: dict[fx.Node, Input], mode: FakeTensorMode) -> None:
-    """Each tensor attribute becomes a placeholder after the others, and a `Const`."""
+    """Turn each tensor attribute of the module into a placeholder and a `Const` input."""
     check_joint(joint.graph)
     for number, (node, value) in enumerate(lift_constants(joint, mode).items()):
         inputs[node] = Const(f"const_{number}", value)
 
 
 def _fold_tangent(graph: fx.Graph, inputs: dict[fx.Node, Input]) -> None:
-    """The loss's cotangent is the number 1."""
+    """Replace the cotangent of the loss by the number 1."""
     for node, what in list(inputs.items()):
         if not isinstance(what, Tangent):
             continue
@@ -285,12 +287,13 @@ def _fold_tangent(graph: fx.Graph, inputs: dict[fx.Node, Input]) -> None:
 def _drop_unused(
     graph: fx.Graph, inputs: dict[fx.Node, Input], outputs: tuple[Output, ...]
 ) -> None:
-    differentiated = [o.of for o in outputs if isinstance(o, Grad)]  # by a constant, perhaps
-    used = [what for node, what in inputs.items() if node.users]  # a tied one by one of its nodes
+    """Drop inputs that no node, gradient or mutation needs."""
+    differentiated = [o.of for o in outputs if isinstance(o, Grad)]  # a gradient may be constant
+    used = [what for node, what in inputs.items() if node.users]  # tied inputs have several nodes
     written = {(o.name, o.index) for o in outputs if isinstance(o, Mutation)}
     for node, what in list(inputs.items()):
         needed = what in differentiated and what not in used
-        if isinstance(what, (Param, ModuleBuffer, Arg)):  # though it may not be read
+        if isinstance(what, (Param, ModuleBuffer, Arg)):  # written, though perhaps not read
             index = what.index if isinstance(what, Arg) else None
             needed |= (what.name, index) in written and what not in used
         if not node.users and not isinstance(what, Tangent) and not needed:
@@ -299,14 +302,15 @@ def _drop_unused(
 
 
 def _refresh_vals(graph: fx.Graph, mode: FakeTensorMode) -> None:
-    """Runs the final graph on fake tensors: rewrites may change strides, never shapes or dtypes.
-    A product of two dtypes stays as it was captured: the planner refuses it (planner.py)."""
+    """Run the final graph on fake tensors to update each node's meta "val": rewrites may have
+    changed strides, but not shapes or dtypes. A product of two dtypes keeps its val; the planner
+    refuses it (planner.py)."""
 
     def val(node: fx.Node) -> Any:
         return node.meta["val"]
 
     layouts: dict[fx.Node, Hashable] = {}
-    known: dict[Hashable, Any] = {}  # the calls of repeated layers are run once
+    known: dict[Hashable, Any] = {}  # results, so that repeated layers run once
     with mode, torch.no_grad():
         for node in graph.nodes:
             if node.op == "call_function":
@@ -329,7 +333,7 @@ def _refresh_vals(graph: fx.Graph, mode: FakeTensorMode) -> None:
 
 
 def layout_of(val: Any) -> Hashable:
-    """What a call depends on of a fake tensor."""
+    """Return all properties of a fake tensor (or tuple of them) on which an op may depend."""
     match val:
         case torch.Tensor():
             return (val.shape, val.stride(), val.dtype, val.is_conj(), val.is_neg())
