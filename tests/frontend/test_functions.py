@@ -198,10 +198,10 @@ def test_ops_of_autograd_function_are_sharded_like_other_ops() -> None:
 
 def test_applications_of_autograd_function_compare_equal_by_shapes_and_options() -> None:
     """Equal applications let repeated layers be differentiated once."""
-    from dtensor.frontend.capture.functions import Applied
+    from dtensor.frontend.capture.functions import AppliedFunction
 
-    def applied(*args: Any) -> Applied:
-        return Applied(Scaled.apply, Scaled, args, None)
+    def applied(*args: Any) -> AppliedFunction:
+        return AppliedFunction(Scaled.apply, Scaled, args, None)
 
     x, y = torch.randn(2), torch.randn(3)
     assert applied(x, 0.5, "times", None) == applied(y, 0.5, "times", None)

@@ -8,7 +8,7 @@ pytrees and numbers. The root module rebuilds the arguments, calls the function,
 and records its structure. During capture, and only for the thread that captures, parameters,
 buffers and arguments are fake tensors on the CPU: a capture takes no memory and needs no GPU.
 
-Invariants: other threads see the user's modules unchanged. `faked` restores them at its end.
+Invariants: other threads see the user's modules unchanged. `fake_state` restores them at its end.
 """
 
 from __future__ import annotations
@@ -137,16 +137,18 @@ def leaf_names(
     positional = [
         p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
     ]
-    rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "arg")
+    variadic = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "arg")
     names: list[str] = []
     for path, _ in pytree.tree_flatten_with_path((args, kwargs), is_leaf=is_leaf)[0]:
         keys = [_key_text(k) for k in path]
         if keys[0] == "0":
             i = int(keys[1])
-            head = positional[i] if i < len(positional) else f"{rest}.{i - len(positional)}"
+            first_part = (
+                positional[i] if i < len(positional) else f"{variadic}.{i - len(positional)}"
+            )
         else:
-            head = keys[1]
-        names.append(".".join([head, *keys[2:]]))
+            first_part = keys[1]
+        names.append(".".join([first_part, *keys[2:]]))
     return names
 
 
@@ -162,7 +164,7 @@ def _key_text(key: Any) -> str:
             return str(key).strip(".[]'\"")
 
 
-class _Seen:
+class _Observed:
     """What forward recorded. A separate object, because the export restores attributes of the root.
     ``changes``: the Python objects that the call changed; ``values``: pairs of a tensor whose value
     its Python read, and the value."""
@@ -172,28 +174,28 @@ class _Seen:
     def __init__(self) -> None:
         self.changes: list[Change] = []
         self.values: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.wrote: ProgramWrites | None = None  # None until forward has run
+        self.writes: ProgramWrites | None = None  # None until forward has run
 
 
 class CallAsModule(nn.Module):
     """The root module that is exported. Its forward records the user's output structure in
-    `seen`."""
+    `observed`."""
 
     def __init__(
         self,
         call: FlatCall,
         grads: Grads,
         before: StateBefore,
-        around: Surrounding,
+        surrounding: Surrounding,
     ) -> None:
         super().__init__()
         for name, module in call.modules.items():
             self.add_module(name, module)
         self.call = call
         self.grads = grads
-        self.around = around
+        self.surrounding = surrounding
         self.before = before
-        self.seen: _Seen = _Seen()
+        self.observed: _Observed = _Observed()
         self.recorder: CodeRecorder = CodeRecorder()
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -201,28 +203,30 @@ class CallAsModule(nn.Module):
         for arg, tensor in zip(self.call.args, tensors, strict=True):
             leaves[arg.index] = tensor
         args, kwargs = pytree.tree_unflatten(leaves, self.call.spec)
-        held = _held(self.call)
-        parameters = [tensor for tensor in held.values() if tensor is not None]
-        watch = RefusalMode(self.recorder, parameters, tensors, self.around.device)
+        tensors_before = _module_tensors(self.call)
+        parameters = [tensor for tensor in tensors_before.values() if tensor is not None]
+        watch = RefusalMode(self.recorder, parameters, tensors, self.surrounding.device)
         try:
-            with self.recorder, watch, _seen_on(watch), region(self.around):
+            with self.recorder, watch, _device_context(watch), region(self.surrounding):
                 out = self.call.fn(*args, **kwargs)
         finally:
-            self.seen.wrote = ProgramWrites(self.recorder, alone=self.before.alone and is_alone())
-            self.seen.changes += filter(self.seen.wrote.may, self.before.changes())
-            self.seen.values += watch.values.pairs()
+            self.observed.writes = ProgramWrites(
+                self.recorder, alone=self.before.alone and is_alone()
+            )
+            self.observed.changes += filter(self.observed.writes.may, self.before.changes())
+            self.observed.values += watch.values.pairs()
         if watch.given is not None:
-            left = [*pytree.tree_leaves(out), *_held(self.call).values()]
-            if (stale := watch.given.end(left)) is not None:
+            remaining = [*pytree.tree_leaves(out), *_module_tensors(self.call).values()]
+            if (stale := watch.given.end(remaining)) is not None:
                 raise other_memory(stale, source_of_callable(self.call.fn))
-        self._check_held(held)
+        self._check_assignments(tensors_before)
         if self.grads == "loss":
             self._check_loss(out)
         flat, spec = pytree.tree_flatten(out)
         if any(isinstance(leaf, (StandIn, PackedSequence)) for leaf in flat):
             raise packed_data(source=source_of_callable(self.call.fn))
         is_tensor = tuple(isinstance(leaf, torch.Tensor) for leaf in flat)
-        self.seen.out_tree = OutTree(
+        self.observed.out_tree = OutTree(
             spec=spec,
             leaves=tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in flat),
             is_tensor=is_tensor,
@@ -234,22 +238,24 @@ class CallAsModule(nn.Module):
             return (results[0].clone(), *(r.detach().clone() for r in results[1:]))
         return tuple(r.clone() for r in results)
 
-    def _check_held(self, before: dict[tuple[str, str], torch.Tensor | None]) -> None:
+    def _check_assignments(self, before: dict[tuple[str, str], torch.Tensor | None]) -> None:
         """Turn the assignment of a new tensor to a buffer into an in-place copy. Raises
         PlanningError if forward assigned any other attribute, because that assignment would be
         lost."""
-        now = _held(self.call)
+        tensors_after = _module_tensors(self.call)
         source = source_of_callable(self.call.fn)
-        if assigned := sorted(f"{path}{name}" for path, name in now.keys() - before.keys()):
-            raise stored(self.call, assigned, source)
-        modules = _modules(self.call)
+        if assigned := sorted(
+            f"{path}{name}" for path, name in tensors_after.keys() - before.keys()
+        ):
+            raise stored_tensor_error(self.call, assigned, source)
+        modules = _modules_by_path(self.call)
         for (path, name), old in before.items():
-            new = now.get((path, name))
+            new = tensors_after.get((path, name))
             if new is old:
                 continue
             shapes = [(x.shape, x.dtype) if x is not None else None for x in (old, new)]
             if name in modules[path]._parameters or old is None or shapes[0] != shapes[1]:
-                raise stored(self.call, [f"{path}{name}"], source)
+                raise stored_tensor_error(self.call, [f"{path}{name}"], source)
             assert new is not None
             if new.requires_grad:
                 raise requires_grad_kept(f"{path}{name}", source)
@@ -262,14 +268,16 @@ class CallAsModule(nn.Module):
         source = source_of_callable(self.call.fn)
         loss, aux = out if isinstance(out, tuple) and len(out) == 2 else (out, {})
         if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
-            own = getattr(out, "loss", None)  # for example, a ModelOutput of transformers
-            is_held = isinstance(own, torch.Tensor) and own.dim() == 0
+            loss_attribute = getattr(
+                out, "loss", None
+            )  # for example, a ModelOutput of transformers
+            has_loss = isinstance(loss_attribute, torch.Tensor) and loss_attribute.dim() == 0
             raise planning_error(
                 "A loss is one number: loss_fn returns a scalar or (scalar, {name: scalar}).",
                 f"it returned {_returned_text(out)}",
                 source=source,
                 fix="return its loss, as in `return out.loss`"
-                if is_held
+                if has_loss
                 else "reduce the loss inside loss_fn, as in loss.mean() or loss.sum()",
             )
         if not loss.requires_grad:
@@ -290,24 +298,24 @@ class CallAsModule(nn.Module):
             )
 
 
-def _seen_on(watch: RefusalMode) -> AbstractContextManager[object]:
+def _device_context(watch: RefusalMode) -> AbstractContextManager[object]:
     """Return a context in which fake tensors report the program's device instead of the CPU."""
     return nullcontext() if watch.devices is None else watch.devices.of_fakes(watch)
 
 
-def stored(call: FlatCall, names: Sequence[str], line: Source | None) -> PlanningError:
+def stored_tensor_error(call: FlatCall, names: Sequence[str], line: Source | None) -> PlanningError:
     """Return the error for attributes (``names``: paths) in which forward stores tensors.
     ``line``: the assignment, or None if unknown."""
-    modules = _modules(call)
+    modules = _modules_by_path(call)
     for path in names:
         owner, dot, name = path.rpartition(".")
         module = modules.get(f"{owner}{dot}")
-        if module is not None and (by := stored_by_torch(module, name)) is not None:
-            return assigned_attribute(names, source_of_callable(call.fn), by)
+        if module is not None and (hook := stored_by_torch(module, name)) is not None:
+            return assigned_attribute(names, source_of_callable(call.fn), hook)
     return assigned_attribute(names, line or source_of_callable(call.fn))
 
 
-def _modules(call: FlatCall) -> dict[str, nn.Module]:
+def _modules_by_path(call: FlatCall) -> dict[str, nn.Module]:
     """Return all modules by path. Paths end with a dot; the path of a root module may be ""."""
     return {
         f"{path}." if path else "": module
@@ -316,11 +324,11 @@ def _modules(call: FlatCall) -> dict[str, nn.Module]:
     }
 
 
-def _held(call: FlatCall) -> dict[tuple[str, str], torch.Tensor | None]:
+def _module_tensors(call: FlatCall) -> dict[tuple[str, str], torch.Tensor | None]:
     """Return the parameters and buffers that are not None, by module path and name."""
     return {
         (path, name): tensor
-        for path, module in _modules(call).items()
+        for path, module in _modules_by_path(call).items()
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]
         if tensor is not None
     }
@@ -342,9 +350,9 @@ def _returned_text(out: Any) -> str:
 def refuse_hooks(call: FlatCall, grads: Grads) -> None:
     """Raise PlanningError if a module or tensor has hooks on gradients: capture calls none."""
     hooked: list[str] = []
-    for path, module in _modules(call).items() if grads != "none" else ():
-        space = vars(module)
-        if any(space.get(kind) for kind in BACKWARD_HOOKS):
+    for path, module in _modules_by_path(call).items() if grads != "none" else ():
+        attributes = vars(module)
+        if any(attributes.get(kind) for kind in BACKWARD_HOOKS):
             hooked.append(path.rstrip(".") or type(module).__name__)
         for name, x in [*module._parameters.items(), *module._buffers.items()]:
             if x is not None and has_hooks(x):
@@ -354,7 +362,9 @@ def refuse_hooks(call: FlatCall, grads: Grads) -> None:
 
 
 @contextmanager
-def faked(call: FlatCall, grads: Grads, mode: FakeTensorMode) -> Iterator[tuple[torch.Tensor, ...]]:
+def fake_state(
+    call: FlatCall, grads: Grads, mode: FakeTensorMode
+) -> Iterator[tuple[torch.Tensor, ...]]:
     """In this context, modules hold fake parameters and buffers for this thread only; yields the
     fake tensor arguments. Other threads see the real ones, and their assignments persist."""
     fakes: dict[int, torch.Tensor] = {}
@@ -362,8 +372,12 @@ def faked(call: FlatCall, grads: Grads, mode: FakeTensorMode) -> Iterator[tuple[
     def fake(x: torch.Tensor) -> torch.Tensor:
         with mode:
             y = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
-        wants = x.requires_grad and grads != "none"
-        return nn.Parameter(y, wants) if isinstance(x, nn.Parameter) else y.requires_grad_(wants)
+        requires_grad = x.requires_grad and grads != "none"
+        return (
+            nn.Parameter(y, requires_grad)
+            if isinstance(x, nn.Parameter)
+            else y.requires_grad_(requires_grad)
+        )
 
     modules = list({m: None for root in call.modules.values() for m in root.modules()})
     saved = [
@@ -387,15 +401,15 @@ def faked(call: FlatCall, grads: Grads, mode: FakeTensorMode) -> Iterator[tuple[
 def held_per_thread(modules: Sequence[nn.Module]) -> Iterator[None]:
     """In this context, only the thread that captures sees the parameters and buffers that it
     assigns to the modules. The assignments are dropped at the end."""
-    spaces = [(vars(m), n, vars(m)[n]) for m in modules for n in ("_parameters", "_buffers")]
+    saved = [(vars(m), n, vars(m)[n]) for m in modules for n in ("_parameters", "_buffers")]
     try:
-        for space, name, held in spaces:
-            space[name] = PerThread(held)
+        for attributes, name, tensors in saved:
+            attributes[name] = PerThread(tensors)
         with replaced([(nn.RNNBase, "_flat_weights", _FlatWeights())]):
             yield
     finally:
-        for space, name, held in spaces:
-            space[name] = held
+        for attributes, name, tensors in saved:
+            attributes[name] = tensors
 
 
 class _FlatWeights:
@@ -403,7 +417,7 @@ class _FlatWeights:
     thread that captures gets a copy of the list, because C++ kernels read the list directly."""
 
     def __init__(self) -> None:
-        self._own: dict[int, list[Any]] = {}
+        self._copies: dict[int, list[Any]] = {}
 
     def __get__(self, module: nn.Module | None, _kind: type) -> Any:
         if module is None:
@@ -413,10 +427,10 @@ class _FlatWeights:
             raise AttributeError("_flat_weights")
         if not is_capturing():
             return space["_flat_weights"]
-        return self._own.setdefault(id(module), list(space["_flat_weights"]))
+        return self._copies.setdefault(id(module), list(space["_flat_weights"]))
 
     def __set__(self, module: nn.Module, value: list[Any]) -> None:
         if is_capturing() and "_flat_weights" in vars(module):
-            self._own[id(module)] = value
+            self._copies[id(module)] = value
         else:
             vars(module)["_flat_weights"] = value

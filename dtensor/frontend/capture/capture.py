@@ -31,15 +31,15 @@ from dtensor.frontend.capture.call_as_module import (
     CallAsModule,
     FlatCall,
     Grads,
-    faked,
+    fake_state,
     flat_call,
     refuse_hooks,
-    stored,
+    stored_tensor_error,
 )
 from dtensor.frontend.capture.canonical import canonicalise
 from dtensor.frontend.capture.decompose import Held
 from dtensor.frontend.capture.forward_mode import PlainZeros, is_nested
-from dtensor.frontend.capture.layers import print_of, segments_of
+from dtensor.frontend.capture.layers import fingerprint, segments_of
 from dtensor.frontend.capture.patches import (
     export_joint,
     load_compiler,
@@ -100,10 +100,10 @@ def capture(
         PlanningError: the program cannot be captured faithfully (refusals.py).
     """
     with CALL_LOCK, collector_paused():
-        return _captured(flat_call(fn, args, kwargs or {}, main), grads, each_call)
+        return _capture_graph(flat_call(fn, args, kwargs or {}, main), grads, each_call)
 
 
-def _captured(call: FlatCall, grads: Grads, each_call: bool) -> Graph:
+def _capture_graph(call: FlatCall, grads: Grads, each_call: bool) -> Graph:
     refuse_hooks(call, grads)
     first = _Capture(call, grads, each_call=each_call)
     try:
@@ -112,22 +112,24 @@ def _captured(call: FlatCall, grads: Grads, each_call: bool) -> Graph:
             return first.with_reads()
         first.check()
         if not first.changes:
-            return _warned(first.with_reads())
-        second = _again(call, grads)  # if the changes filled a cache, this one changes nothing
+            return _with_warnings(first.with_reads())
+        second = _capture_again(
+            call, grads
+        )  # if the changes filled a cache, this one changes nothing
     except BaseException:
         undo(first.changes)
         raise
     if second.text() == first.text():
-        return _warned(second.with_reads())
+        return _with_warnings(second.with_reads())
     undo(first.changes)
     # The filled cache changed the program. Guard the graph on the state before the cache was
     # filled, so that the next call is captured again.
-    graph = _warned(first.with_reads())
+    graph = _with_warnings(first.with_reads())
     redo(first.changes)
     return graph
 
 
-def _again(call: FlatCall, grads: Grads) -> _Capture:
+def _capture_again(call: FlatCall, grads: Grads) -> _Capture:
     """Return a second capture. Raises PlanningError if it changes an object again: a captured step
     would lose that change."""
     second = _Capture(call, grads)
@@ -142,7 +144,7 @@ def _again(call: FlatCall, grads: Grads) -> _Capture:
     return second
 
 
-def _warned(graph: Graph) -> Graph:
+def _with_warnings(graph: Graph) -> Graph:
     """Return the graph; warn, once per line, of reads that no guard can compare."""
     reads = graph.reads
     assert reads is not None
@@ -154,21 +156,21 @@ def _warned(graph: Graph) -> Graph:
             UserWarning,
             read.line.file,
             read.line.line,
-            registry=_TOLD.setdefault(read.line.file, {}),
+            registry=_WARNING_REGISTRIES.setdefault(read.line.file, {}),
         )
     return graph
 
 
-_TOLD: dict[str, dict[Any, Any]] = {}
+_WARNING_REGISTRIES: dict[str, dict[Any, Any]] = {}
 """The registry of each file in which Python records its warnings, so that each is shown once."""
-MOST_FAKED = 1 << 12
+MAX_CACHED_FAKES = 1 << 12
 """The size of torch's process-wide cache of ops on fake tensors above which we clear it. A small
 model adds some 300 entries per input shape, and torch never evicts them."""
 
 
 def forget_fakes() -> None:
     """Clear torch's cache of ops on fake tensors if it is large."""
-    if FakeTensorMode.cache_info().size > MOST_FAKED:
+    if FakeTensorMode.cache_info().size > MAX_CACHED_FAKES:
         FakeTensorMode.cache_clear()
 
 
@@ -183,30 +185,30 @@ class _Capture:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         before = StateBefore(walk(call.roots))
         root = CallAsModule(call, grads, before, surrounding())
-        self.changes: list[Change] = root.seen.changes
+        self.changes: list[Change] = root.observed.changes
         self.moved: list[str] = []
         try:
-            with in_capture() as functions, faked(call, grads, mode) as tensors:
+            with in_capture() as functions, fake_state(call, grads, mode) as tensors:
                 forward = export_call(root, tensors)
-                for met in functions:
-                    met.restore(forward)
+                for applied in functions:
+                    applied.restore(forward)
                 self.graph = graph_of(root, forward, tensors, mode)
         except BaseException:
             undo(self.changes)
             raise
         finally:
-            if (wrote := root.seen.wrote) is not None:
-                before.forget_cached(wrote)
-                self.moved = before.moved(wrote)
+            if (writes := root.observed.writes) is not None:
+                before.forget_cached(writes)
+                self.moved = before.moved(writes)
                 if not each_call:
-                    before.put_back(wrote)
+                    before.put_back(writes)
         self.ran = root.recorder.codes()
-        self.values = root.seen.values
+        self.values = root.observed.values
 
     def check_tensors(self) -> None:
-        if lost := [change for change in self.changes if change.has_tensors]:
-            line = line_of_change(lost[0], self.ran)
-            raise stored(self.call, [change.path for change in lost], line)
+        if tensor_changes := [change for change in self.changes if change.has_tensors]:
+            line = line_of_change(tensor_changes[0], self.ran)
+            raise stored_tensor_error(self.call, [change.path for change in tensor_changes], line)
 
     def check(self) -> None:
         self.check_tensors()
@@ -225,10 +227,10 @@ class _Capture:
         return replace(self.graph, reads=reads)
 
 
-def _with(graph: Graph, met: list[Any], call: FlatCall) -> Graph:
+def _with_fusion_report(graph: Graph, matches: list[Any], call: FlatCall) -> Graph:
     from dtensor.frontend.capture.fusion_report import fusion_report  # few programs need it
 
-    return replace(graph, recognised=fusion_report(met, call.prefixes))
+    return replace(graph, recognised=fusion_report(matches, call.prefixes))
 
 
 @contextmanager
@@ -253,18 +255,18 @@ def graph_of(
     mode: FakeTensorMode,
 ) -> Graph:
     """Differentiate an exported forward graph and return the `Graph`. Rewrites ``forward``; must
-    run inside `in_capture` and `faked`."""
+    run inside `in_capture` and `fake_state`."""
     from dtensor.frontend.capture.to_graph import to_graph  # loads torch's compiler, as above
 
     act()  # handles signals that arrived
-    exported = print_of(forward)
-    met = canonicalise(forward, itertools.count())
+    exported = fingerprint(forward)
+    matches = canonicalise(forward, itertools.count())
     check_forward(forward, root.grads != "none")
     with whole_layers():
         joint = _differentiate(forward, tensors, mode)
         graph = to_graph(root, joint, forward, mode)
         graph = replace(graph, exported=exported, autocast=tuple(sorted(lists_of(forward))))
-    return _with(graph, met, root.call) if met else graph
+    return _with_fusion_report(graph, matches, root.call) if matches else graph
 
 
 def export_call(root: CallAsModule, tensors: tuple[torch.Tensor, ...]) -> fx.GraphModule:
@@ -272,20 +274,20 @@ def export_call(root: CallAsModule, tensors: tuple[torch.Tensor, ...]) -> fx.Gra
     try:
         with preserve_node_meta():  # holds the numbers of checkpoints
             exported = torch.export.export(root, tensors, strict=False)
-            return _only_its_own(exported.module(check_guards=False), root)
+            return _buffers_to_constants(exported.module(check_guards=False), root)
     except data_dependent_errors() as error:
         raise data_dependent(error, source_of_exception(error)) from error
     except UserWarning as warning:
         if not re.match(ASSIGNED, str(warning)):
             raise
-        raise stored(root.call, assigned_names(str(warning)), None) from warning
+        raise stored_tensor_error(root.call, assigned_names(str(warning)), None) from warning
     except Exception as error:
-        from dtensor.frontend.capture.failures import of_program  # only errors need it
+        from dtensor.frontend.capture.failures import export_error  # only errors need it
 
-        raise of_program(error, root)  # noqa: B904 - its cause is set
+        raise export_error(error, root)  # noqa: B904 - its cause is set
 
 
-def _only_its_own(forward: fx.GraphModule, root: CallAsModule) -> fx.GraphModule:
+def _buffers_to_constants(forward: fx.GraphModule, root: CallAsModule) -> fx.GraphModule:
     """Turn each `nn.Buffer` that the program closed over from a buffer of the exported module into
     a plain attribute, as torch exports other tensors, so that it becomes a constant."""
     buffers = dict(root.named_buffers(remove_duplicate=False))
@@ -314,6 +316,6 @@ def _differentiate(
         with PlainZeros() if is_nested(forward.graph) else nullcontext():
             return export_joint(forward, tensors)
     except Exception as error:
-        from dtensor.frontend.capture.failures import of_backward
+        from dtensor.frontend.capture.failures import backward_error
 
-        raise of_backward(error)  # noqa: B904 - its cause is set
+        raise backward_error(error)  # noqa: B904 - its cause is set

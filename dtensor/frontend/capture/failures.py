@@ -41,65 +41,65 @@ MAX_OPERANDS = 8
 MAX_FRAMES = 3
 
 
-def of_program(error: Exception, root: CallAsModule) -> Exception:
+def export_error(error: Exception, root: CallAsModule) -> Exception:
     """Return the exception to raise for an error during the export of the program."""
     frames = list(traceback.walk_tb(error.__traceback__))
     if all(f.f_code is not CallAsModule.forward.__code__ for f, _ in frames):
         return error
     if isinstance(error, PlanningError):
         return error.with_traceback(users_frames(error, MAX_FRAMES))
-    by = raised_by(error)
-    if by == "dtensor":
+    raiser = raised_by(error)
+    if raiser == "dtensor":
         return error
     if any(f.f_globals.get("__name__") == FLEX for f, _ in frames):
         raise flex_attention(source_of_exception(error)) from error
     running, source = _running_module(frames, root.call), source_of_exception(error)
-    if by is not None or isinstance(error, Warning):
+    if raiser is not None or isinstance(error, Warning):
         if running:
             error.add_note(f"raised while the program was captured, in {running}")
         return error.with_traceback(users_frames(error, MAX_FRAMES))
     planning = planning_error(
         "The program raises while it is captured.",
-        *_message(error),
+        *_message_lines(error),
         *([running] if running else []),
         *_operands(frames, source.text if source else ""),
         source=source or source_of_callable(root.call.fn),
-        fix=_fix(error, root.call),
+        fix=_suggest_fix(error, root.call),
     )
     innermost = users_frames(error, 1)
     planning.__cause__ = error.with_traceback(None)
     return planning.with_traceback(innermost)
 
 
-def of_backward(error: Exception) -> Exception:
+def backward_error(error: Exception) -> Exception:
     """Return the exception to raise for an error during differentiation: a backward that the user
     wrote raised, or an op has no backward."""
-    source, by = source_of_exception(error), raised_by(error)
+    source, raiser = source_of_exception(error), raised_by(error)
     explained = str(error).startswith("Unexpected fake")  # functions.py explains it
-    if isinstance(error, PlanningError) or by == "dtensor" or explained:
+    if isinstance(error, PlanningError) or raiser == "dtensor" or explained:
         return error
-    if by is not None:
+    if raiser is not None:
         return error.with_traceback(users_frames(error, MAX_FRAMES))
     planning = planning_error(
         "The program's backward raises while it is captured.",
-        *_message(error),
+        *_message_lines(error),
         source=source,
         fix="change that line, or what reaches it; an op of your own needs a register_autograd, "
         "a module that is not trained .requires_grad_(False)",
     )
-    cause = error.with_traceback(innermost_of(error))
+    cause = error.with_traceback(innermost_entry(error))
     planning.__cause__ = cause
     return planning.with_traceback(users_frames(error, 1))
 
 
-def _message(error: Exception) -> list[str]:
+def _message_lines(error: Exception) -> list[str]:
     """Return the first lines of the message, without torch's names of fake tensors."""
     text = re.sub(r"\b(Fake|Functional)Tensor\b", "Tensor", str(error)).strip()
     lines = f"{type(error).__name__}: {text}".removesuffix(": ").splitlines()
     return lines[:MAX_LINES]
 
 
-def _fix(error: Exception, call: FlatCall) -> str:
+def _suggest_fix(error: Exception, call: FlatCall) -> str:
     """Return the fix that the text of the error suggests."""
     if re.search(
         r"\bnot (list|tuple)\b|^'(list|tuple)' object|missing \d+ required pos", str(error)
@@ -107,8 +107,8 @@ def _fix(error: Exception, call: FlatCall) -> str:
         args, kwargs = pytree.tree_unflatten(call.leaves, call.spec)
 
         def is_list(value: Any) -> bool:
-            tensors = isinstance(value, list | tuple) and value is not args
-            return tensors and any(isinstance(x, torch.Tensor) for x in value)
+            is_sequence = isinstance(value, list | tuple) and value is not args
+            return is_sequence and any(isinstance(x, torch.Tensor) for x in value)
 
         values = pytree.tree_leaves((args, kwargs), is_leaf=is_list)
         names = leaf_names(call.fn, args, kwargs, is_list)
@@ -119,9 +119,9 @@ def _fix(error: Exception, call: FlatCall) -> str:
                     f"its tensor, as in step(x), or each of its tensors, as in step(*batch)"
                 )
     if isinstance(error, AttributeError) and isinstance(error.name, str):
-        near = difflib.get_close_matches(error.name, dir(error.obj), 1, cutoff=0.8)
-        if near:
-            return f"is {near[0]} meant?"
+        similar = difflib.get_close_matches(error.name, dir(error.obj), 1, cutoff=0.8)
+        if similar:
+            return f"is {similar[0]} meant?"
     if re.search(r"dtype|scalar type|Input type|Type promoting|not implemented for '", str(error)):
         return "give the operands dtypes that go together: x.float(), or x.long() of indices"
     if "mutate a captured Tensor" in str(error):
@@ -139,10 +139,10 @@ def _running_module(frames: list[tuple[FrameType, int]], call: FlatCall) -> str:
     }
     for frame, _ in reversed(frames):
         code = frame.f_code
-        of = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-        if isinstance(of, nn.Module) and id(of) in names:
-            path, kind = names[id(of)], type(of).__name__
-            text = repr(of)
+        instance = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        if isinstance(instance, nn.Module) and id(instance) in names:
+            path, kind = names[id(instance)], type(instance).__name__
+            text = repr(instance)
             kind = kind if "\n" in text or len(text) > 80 else text
             return f"{path}: {kind}" if path else kind
     return ""
@@ -154,12 +154,12 @@ def _operands(frames: list[tuple[FrameType, int]], line: str) -> list[str]:
     for frame, _ in reversed(frames):
         if frame.f_code is RefusalMode.__torch_function__.__code__:
             func, args = frame.f_locals["func"], frame.f_locals["args"]
-            named = frame.f_locals["kwargs"].items()
-            shown = [_operand(a) for a in args] + [f"{k}={_operand(v)}" for k, v in named]
-            return [f"{getattr(func, '__name__', func)}({', '.join(shown[:MAX_OPERANDS])})"]
+            keywords = frame.f_locals["kwargs"].items()
+            operands = [_operand(a) for a in args] + [f"{k}={_operand(v)}" for k, v in keywords]
+            return [f"{getattr(func, '__name__', func)}({', '.join(operands[:MAX_OPERANDS])})"]
     values = next((f.f_locals for f, _ in reversed(frames) if owner_of_frame(f) is not None), {})
-    words = dict.fromkeys(re.findall(r"(?<![.\w])[A-Za-z_]\w*", line))
-    tensors = [w for w in words if isinstance(values.get(w), torch.Tensor)]
+    names = dict.fromkeys(re.findall(r"(?<![.\w])[A-Za-z_]\w*", line))
+    tensors = [w for w in names if isinstance(values.get(w), torch.Tensor)]
     return [f"{w}: {type_text(values[w])}" for w in tensors[:MAX_OPERANDS]]
 
 
@@ -177,9 +177,9 @@ def _operand(value: Any) -> str:
 def without_ours(error: Exception) -> Exception:
     """Return the error; if it is an error of the user's program or about it, remove our frames from
     its traceback."""
-    last = innermost_of(error)
-    of_users = last is not None and owner_of_frame(last.tb_frame) is not None
-    if of_users or (isinstance(error, PlanningError) and error.__cause__ is not None):
+    entry = innermost_entry(error)
+    is_users = entry is not None and owner_of_frame(entry.tb_frame) is not None
+    if is_users or (isinstance(error, PlanningError) and error.__cause__ is not None):
         return error.with_traceback(users_frames(error))
     return error
 
@@ -187,17 +187,17 @@ def without_ours(error: Exception) -> Exception:
 def raised_by(error: BaseException) -> str | None:
     """Return whose `raise` or `assert` raised the error: OWN (the user), the name of a library, or
     "dtensor". None for torch, for Python, and if no such statement raised it (x[9], a @ b)."""
-    last = innermost_of(error)
+    last = innermost_entry(error)
     if last is None:
         return None
     code = last.tb_frame.f_code
     if code.co_code[last.tb_lasti] != dis.opmap["RAISE_VARARGS"]:
         return None
-    ours = os.path.abspath(code.co_filename).startswith(OURS)
-    return "dtensor" if ours else owner_of_frame(last.tb_frame)
+    is_ours = os.path.abspath(code.co_filename).startswith(OURS)
+    return "dtensor" if is_ours else owner_of_frame(last.tb_frame)
 
 
-def innermost_of(error: BaseException) -> TracebackType | None:
+def innermost_entry(error: BaseException) -> TracebackType | None:
     """Return the last entry of an error's traceback, or None."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
@@ -205,16 +205,16 @@ def innermost_of(error: BaseException) -> TracebackType | None:
     return trace
 
 
-def users_frames(error: BaseException, most: int | None = None) -> TracebackType | None:
+def users_frames(error: BaseException, limit: int | None = None) -> TracebackType | None:
     """Return the error's traceback with only the frames of the user and of libraries, and of these
-    only the innermost ``most``. None if there are none."""
+    only the innermost ``limit``. None if there are none."""
     entries: list[TracebackType] = []
     trace = error.__traceback__
     while trace is not None:
         if owner_of_frame(trace.tb_frame) is not None:
             entries.append(trace)
         trace = trace.tb_next
-    kept: TracebackType | None = None
-    for entry in reversed(entries[-most:] if most else entries):
-        kept = TracebackType(kept, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
-    return kept
+    filtered: TracebackType | None = None
+    for entry in reversed(entries[-limit:] if limit else entries):
+        filtered = TracebackType(filtered, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return filtered

@@ -34,12 +34,12 @@ _LIBRARY.define("applied(Tensor[] tensors, int call) -> Tensor[]")
 _APPLIED = torch.ops.dtensor.applied.default
 
 # Types of arguments that hold no tensors.
-_PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
-_PLAIN += (torch.layout, torch.memory_format)
-_OR = "; or define it with torch.library.custom_op and register_autograd"
+_TENSORLESS_TYPES = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
+_TENSORLESS_TYPES += (torch.layout, torch.memory_format)
+_OR_CUSTOM_OP = "; or define it with torch.library.custom_op and register_autograd"
 
 
-class Applied:
+class AppliedFunction:
     """``cls.apply(*args)`` as a function of its tensor arguments only. Two are equal if the class
     and all other arguments are equal."""
 
@@ -51,66 +51,72 @@ class Applied:
         self.source: Source | None = source
         self.tensors: tuple[Tensor, ...] = tuple(x for x in leaves if isinstance(x, Tensor))
         self._apply = apply
-        self._places = tuple(i for i, x in enumerate(leaves) if isinstance(x, Tensor))
-        self._leaves = tuple(None if isinstance(x, Tensor) else x for x in leaves)
+        self._tensor_positions = tuple(i for i, x in enumerate(leaves) if isinstance(x, Tensor))
+        self._other_leaves = tuple(None if isinstance(x, Tensor) else x for x in leaves)
         # torch.fx writes these names into the code that it generates.
         self.__name__ = self.__qualname__ = cls.__name__
         self.__module__ = cls.__module__
-        for leaf in self._leaves:
-            if not isinstance(leaf, _PLAIN):
-                raise self.refused(
+        for leaf in self._other_leaves:
+            if not isinstance(leaf, _TENSORLESS_TYPES):
+                raise self.error(
                     f"an argument of it is of type {type(leaf).__name__}",
                     "pass tensors, numbers, strings and None, in lists, tuples and dicts",
                 )
 
     def __call__(self, *tensors: Tensor) -> list[Tensor]:
-        leaves = list(self._leaves)
-        for at, tensor in zip(self._places, tensors, strict=True):
-            leaves[at] = tensor
+        leaves = list(self._other_leaves)
+        for position, tensor in zip(self._tensor_positions, tensors, strict=True):
+            leaves[position] = tensor
         return _tensors(self._apply(*pytree.tree_unflatten(leaves, self._spec)))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Applied) and self._key() == other._key()
+        return isinstance(other, AppliedFunction) and self._key() == other._key()
 
     def __hash__(self) -> int:
-        return hash((self.cls, self._places))
+        return hash((self.cls, self._tensor_positions))
 
     def _key(self) -> tuple[Any, ...]:
-        held = tuple((type(x), repr(x)) for x in self._leaves)
-        return (self.cls, held, self._places, self._spec)
+        literals = tuple((type(x), repr(x)) for x in self._other_leaves)
+        return (self.cls, literals, self._tensor_positions, self._spec)
 
-    def aside(self, args: tuple[Any, ...]) -> Any:
+    def run_untraced(self, args: tuple[Any, ...]) -> Any:
         """Return the result of ``apply``, run outside the trace; also run its backward, if any.
 
         Raises PlanningError if forward changes an argument in place.
         """
         before = [x._version for x in self.tensors]
-        with _Unwritten():
+        with _HideTensorlessCalls():
             out = self._apply(*args)
         results = _tensors(out)
         changed = [x._version for x in self.tensors] != before
         if changed or any(x is y for x in results for y in self.tensors):
-            raise self.refused(
+            raise self.error(
                 "it changes an argument in place (ctx.mark_dirty)", "return a new tensor"
             )
-        wanted = [x for x in self.tensors if x.requires_grad]
-        ends = [x for x in results if x.requires_grad]
-        if wanted and ends:
+        differentiable_inputs = [x for x in self.tensors if x.requires_grad]
+        differentiable_results = [x for x in results if x.requires_grad]
+        if differentiable_inputs and differentiable_results:
             with DisableTorchFunction():
-                ones = [torch.ones_like(x) for x in ends]
-                torch.autograd.grad(ends, wanted, ones, retain_graph=True, allow_unused=True)
+                ones = [torch.ones_like(x) for x in differentiable_results]
+                torch.autograd.grad(
+                    differentiable_results,
+                    differentiable_inputs,
+                    ones,
+                    retain_graph=True,
+                    allow_unused=True,
+                )
         return out
 
-    def refused(self, why: str, fix: str) -> PlanningError:
+    def error(self, why: str, fix: str) -> PlanningError:
         return planning_error(
             f"This torch.autograd.Function cannot be captured: {why}.",
             f"class {self.cls.__module__}.{self.cls.__qualname__}",
             source=self.source,
-            fix=fix + _OR,
+            fix=fix + _OR_CUSTOM_OP,
         )
 
 
-class _Unwritten(TorchFunctionMode):
+class _HideTensorlessCalls(TorchFunctionMode):
     """Hide calls without tensors from the export, which would record, for example,
     torch.no_grad."""
 
@@ -133,28 +139,28 @@ class AppliedFunctions:
     belongs to the outer one and is not recorded."""
 
     def __init__(self) -> None:
-        self._calls: list[Applied] = []
-        self._watching = True
+        self._calls: list[AppliedFunction] = []
+        self._recording = True
 
     def apply(self, plain: Callable[..., Any], cls: type, args: tuple[Any, ...]) -> Any:
         """Return the result of ``cls.apply(*args)`` and record the call; ``plain`` is torch's
         apply."""
-        if not self._watching:
+        if not self._recording:
             return plain(*args)
-        self._watching = False
+        self._recording = False
         try:
-            return self._record(Applied(plain, cls, args, source_here()), args)
+            return self._record(AppliedFunction(plain, cls, args, source_here()), args)
         finally:
-            self._watching = True
+            self._recording = True
 
     def restore(self, module: fx.GraphModule) -> None:
         """Replace each recorded call in the graph by its ``apply``, in place, and stop
         recording."""
-        self._watching = False
+        self._recording = False
         _restore(module, self._calls)
 
     @contextmanager
-    def explaining(self) -> Iterator[None]:
+    def explain_errors(self) -> Iterator[None]:
         """In this context, raise PlanningError if a Function read a tensor of the program that was
         not an argument of ``apply``."""
         try:
@@ -168,10 +174,10 @@ class AppliedFunctions:
                 "tensor of the program that apply was not given.",
                 *dict.fromkeys(classes),
                 source=self._calls[0].source,
-                fix="pass it to apply as an argument" + _OR,
+                fix="pass it to apply as an argument" + _OR_CUSTOM_OP,
             ) from error
 
-    def _record(self, call: Applied, args: tuple[Any, ...]) -> Any:
+    def _record(self, call: AppliedFunction, args: tuple[Any, ...]) -> Any:
         """Run the call outside the trace, add a node for it to the graph, and return its result."""
         # Not at the top: it loads torch's compiler, and with it triton where that is installed.
         from torch.fx.experimental.proxy_tensor import (
@@ -181,17 +187,17 @@ class AppliedFunctions:
         )
 
         with disable_proxy_modes_tracing():
-            out = call.aside(args)
+            out = call.run_untraced(args)
         mode = get_proxy_mode()
         assert mode is not None, "a program is traced while it is exported"
-        given = [mode.tracer.unwrap_proxy(x) for x in call.tensors]
-        proxy = mode.tracer.create_proxy("call_function", _APPLIED, (given, len(self._calls)), {})
+        proxies = [mode.tracer.unwrap_proxy(x) for x in call.tensors]
+        proxy = mode.tracer.create_proxy("call_function", _APPLIED, (proxies, len(self._calls)), {})
         track_tensor_tree(_tensors(out), proxy, constant=None, tracer=mode.tracer)
         self._calls.append(call)
         return out
 
 
-def _restore(module: fx.GraphModule, calls: Sequence[Applied]) -> None:
+def _restore(module: fx.GraphModule, calls: Sequence[AppliedFunction]) -> None:
     for child in module.children():
         if isinstance(child, fx.GraphModule):
             _restore(child, calls)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from dtensor.frontend.capture.names import called
+from dtensor.frontend.capture.names import module_calls
 from dtensor.frontend.capture.recognise.pattern_match import PatternMatch
 from dtensor.frontend.source import source_of_trace
 from dtensor.sharding.plan.dataflow import Recognised
@@ -20,11 +20,11 @@ def fusion_report(
     met: Iterable[PatternMatch], prefixes: Mapping[str, str]
 ) -> tuple[Recognised, ...]:
     """``prefixes``: our wrapper's child name -> the user's prefix."""
-    return tuple(_told(each, prefixes) for each in met)
+    return tuple(_recognised(each, prefixes) for each in met)
 
 
-def _told(each: PatternMatch, prefixes: Mapping[str, str]) -> Recognised:
-    calls = called(each.meta.get("nn_module_stack") or {}, prefixes)
+def _recognised(each: PatternMatch, prefixes: Mapping[str, str]) -> Recognised:
+    calls = module_calls(each.meta.get("nn_module_stack") or {}, prefixes)
     module = calls[-1].partition("@")[0] if calls else ""
     source = source_of_trace(each.meta.get("stack_trace") or "")
     return Recognised(each.what, each.op, each.reason, module, str(source) if source else "")

@@ -265,16 +265,16 @@ def exact(value: Any, places: Mapping[fx.Node, Any]) -> Hashable:
 
 # -- a whole program -------------------------------------------------------------------------------
 
-MOST_PRINTED = 2**20
+MAX_FINGERPRINT_BYTES = 2**20
 """Bytes of a constant that are part of a print; a larger one makes it unlike any other."""
 
 
-def print_of(module: fx.GraphModule) -> str:
+def fingerprint(module: fx.GraphModule) -> str:
     """A hash of an exported forward graph: what is made of two that have the same is the same."""
-    return hashlib.sha256(repr(_printed(module)).encode()).hexdigest()
+    return hashlib.sha256(repr(_fingerprint_parts(module)).encode()).hexdigest()
 
 
-def _printed(module: fx.GraphModule) -> list[Any]:
+def _fingerprint_parts(module: fx.GraphModule) -> list[Any]:
     places: dict[fx.Node, Any] = {}
     found: list[Any] = []
     for node in module.graph.nodes:
@@ -282,19 +282,23 @@ def _printed(module: fx.GraphModule) -> list[Any]:
         stack = tuple(meta.get("nn_module_stack", {}).values())
         around = meta.get("stack_trace"), stack, meta.get("custom")
         call = str(node.target), exact(node.args, places), exact(node.kwargs, places)
-        attribute = _held(attribute_of(module, node)) if node.op == "get_attr" else None
+        attribute = (
+            _attribute_fingerprint(attribute_of(module, node)) if node.op == "get_attr" else None
+        )
         found.append((node.op, *call, attribute, _layouts(val), around))
         places[node] = len(places)
     return found
 
 
-def _held(value: Any) -> Any:
+def _attribute_fingerprint(value: Any) -> Any:
     match value:
         case fx.GraphModule():
-            return _printed(value)
+            return _fingerprint_parts(value)
         case FakeTensor() | torch.nn.Parameter():
             return _layouts(value), value.requires_grad
-        case torch.Tensor() if value.nbytes <= MOST_PRINTED and value.layout is torch.strided:
+        case torch.Tensor() if (
+            value.nbytes <= MAX_FINGERPRINT_BYTES and value.layout is torch.strided
+        ):
             held = value.detach().cpu().resolve_conj().resolve_neg()
             held = held.clone(memory_format=torch.contiguous_format)  # numpy() forbids resize_
             return _layouts(value), bytes(held.reshape(-1).view(torch.uint8).numpy())

@@ -43,12 +43,12 @@ from dtensor.frontend.capture.call_as_module import (
     CallAsModule,
     FlatCall,
     Grads,
-    faked,
+    fake_state,
     flat_call,
     refuse_hooks,
 )
 from dtensor.frontend.capture.capture import export_call, graph_of, in_capture
-from dtensor.frontend.capture.layers import attribute_of, print_of
+from dtensor.frontend.capture.layers import attribute_of, fingerprint
 from dtensor.frontend.capture.patches import load_compiler
 from dtensor.frontend.capture.thread_patches import here_alone, replaced
 from dtensor.frontend.graph import Const, Graph, OutTree
@@ -129,7 +129,7 @@ class ForLengths:
         ]
         call = flat_call(fn, args, kwargs, main)
         with CALL_LOCK, collector_paused(), self._cut_down(call) as (_, forward, _, _):
-            return trees[0] == trees[1] and print_of(forward) == graph.exported
+            return trees[0] == trees[1] and fingerprint(forward) == graph.exported
 
     def _check(self, tensors: Sequence[torch.Tensor]) -> None:
         """That the export is right for such arguments."""
@@ -170,8 +170,8 @@ class ForLengths:
         self._check(call.tensors)
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         root = CallAsModule(call, self.grads, StateBefore(walk(())), surrounding())
-        root.seen.out_tree = self.out_tree
-        with in_capture(), faked(call, self.grads, mode) as tensors:
+        root.observed.out_tree = self.out_tree
+        with in_capture(), fake_state(call, self.grads, mode) as tensors:
             yield root, _Cut(root, mode, constants).module(self.module, tensors), tensors, mode
 
 
@@ -213,23 +213,23 @@ def _exported(call: FlatCall, grads: Grads, dims: Dims, known: ExecutedCode | No
     watch = _Watch(known)
     moved: list[str] = []
     try:
-        with in_capture() as functions, faked(call, grads, mode) as tensors:
+        with in_capture() as functions, fake_state(call, grads, mode) as tensors:
             with symbols.given(), watch:
                 forward = export_call(root, tensors)
             if functions:
                 raise NotForLengths("it has an autograd Function of its own")
     except BaseException as error:
-        undo(root.seen.changes)
+        undo(root.observed.changes)
         if watch.seen and isinstance(error, Exception):
             raise NotForLengths(watch.seen[0]) from error
         raise
     finally:
-        if (wrote := root.seen.wrote) is not None:
-            before.forget_cached(wrote)
-            moved = before.moved(wrote)
-            before.put_back(wrote)
-    if root.seen.changes or moved:
-        undo(root.seen.changes)
+        if (writes := root.observed.writes) is not None:
+            before.forget_cached(writes)
+            moved = before.moved(writes)
+            before.put_back(writes)
+    if root.observed.changes or moved:
+        undo(root.observed.changes)
         raise NotForLengths("it changes what it finds")
     if watch.seen:
         raise NotForLengths(watch.seen[0])
@@ -239,7 +239,7 @@ def _exported(call: FlatCall, grads: Grads, dims: Dims, known: ExecutedCode | No
         ran = ExecutedCode(kept, ran.calls)
     if ran is None or (asks := watch.asks_for_type(ran)):
         raise NotForLengths(f"{asks} asks for a type" if ran else "its Python was not seen")
-    if any(isinstance(leaf, _SYMBOLIC) for leaf in root.seen.out_tree.leaves):
+    if any(isinstance(leaf, _SYMBOLIC) for leaf in root.observed.out_tree.leaves):
         raise NotForLengths("it returns a length")
     found = symbols.guards()
     constants = tuple({id(x): x for x in _constants_of(forward, root)}.values())
@@ -249,12 +249,12 @@ def _exported(call: FlatCall, grads: Grads, dims: Dims, known: ExecutedCode | No
         dims=dims,
         layouts=tuple(_layout(x, i, dims) for i, x in enumerate(call.tensors)),
         guards=found,
-        out_tree=root.seen.out_tree,
+        out_tree=root.observed.out_tree,
         reads=Guards(
             call.roots,
             ran,
             [(str(i), x) for i, x in enumerate(constants)],
-            values=root.seen.values,
+            values=root.observed.values,
         ),
         constants=constants,
         grads=grads,

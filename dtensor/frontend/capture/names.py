@@ -32,7 +32,7 @@ from dtensor.frontend.graph import (
 from dtensor.frontend.source import Source, frames_of_trace, source_of_trace
 from dtensor.private_torch import Namespace
 
-_ASSIGNED = re.compile(
+_ASSIGNMENT = re.compile(
     r"^(?P<names>[A-Za-z_]\w*(?:\s*,\s*[A-Za-z_]\w*)*)\s*(?::[^=]+)?(?:[-+*/@]|//)?=(?!=)"
 )
 _ACCUMULATION = "Gradient addition node"
@@ -49,7 +49,7 @@ def annotate_nodes(graph: fx.Graph, prefixes: Mapping[str, str]) -> None:
         backward = meta.get("partitioner_tag") == "is_backward"
         seq = None if _ACCUMULATION in trace else meta.get("seq_nr")
         stack = meta.get("fwd_nn_module_stack" if backward else "nn_module_stack") or {}
-        calls = called(stack, prefixes)
+        calls = module_calls(stack, prefixes)
         module = calls[-1].partition("@")[0] if calls else ""
         source = source_of_trace(trace) if trace else None
         if backward and seq in forward_of:
@@ -76,7 +76,9 @@ def annotate_nodes(graph: fx.Graph, prefixes: Mapping[str, str]) -> None:
         }
 
 
-def called(stack: Mapping[str, tuple[str, object]], prefixes: Mapping[str, str]) -> tuple[str, ...]:
+def module_calls(
+    stack: Mapping[str, tuple[str, object]], prefixes: Mapping[str, str]
+) -> tuple[str, ...]:
     """Return the module calls around a node, outermost first, without the call of the root.
 
     ``blocks.0``; ``norm@1`` is the second call of a module, as in torch's keys of ``stack``.
@@ -93,24 +95,26 @@ def called(stack: Mapping[str, tuple[str, object]], prefixes: Mapping[str, str])
 def user_path(path: str, prefixes: Mapping[str, str]) -> str:
     """Return the user's path of a module: `module_0.blocks.0` -> `blocks.0`, or `actor.blocks.0` if
     the prefix of module_0 is "actor"."""
-    root, _, rest = path.partition(".")
-    return ".".join(part for part in (prefixes.get(root, root), rest) if part)
+    root, _, path_in_root = path.partition(".")
+    return ".".join(part for part in (prefixes.get(root, root), path_in_root) if part)
 
 
 def order_phases(graph: fx.Graph) -> None:
     """Move all forward nodes before all backward nodes; both keep their order."""
     nodes = [n for n in graph.nodes if n.op == "call_function"]
     backward = [n for n in nodes if n.meta["phase"] == "backward"]
-    late = set(backward)
+    backward_nodes = set(backward)
     # A node that reads a backward node is a backward node.
     for node in nodes:
-        if node not in late and any(operand in late for operand in node.all_input_nodes):
+        if node not in backward_nodes and any(
+            operand in backward_nodes for operand in node.all_input_nodes
+        ):
             node.meta["phase"] = "backward"
-            late.add(node)
+            backward_nodes.add(node)
             backward.append(node)
     output = graph.output_node()
     for node in nodes:
-        if node in late:
+        if node in backward_nodes:
             output.prepend(node)
 
 
@@ -118,14 +122,14 @@ def name_nodes(graph: fx.Graph, inputs: Sequence[Input], outputs: Sequence[Outpu
     """Name inputs and gradients after their tensor, other nodes after the variable that their line
     assigns, or their op. Drops the meta "frames", which only names need."""
     wanted = {
-        node: _input_name(what)
-        for node, what in zip(graph.find_nodes(op="placeholder"), inputs, strict=True)
+        node: _input_name(described)
+        for node, described in zip(graph.find_nodes(op="placeholder"), inputs, strict=True)
     }
     wanted.update(_assigned_names(graph))
-    for node, what in zip(_returned(graph), outputs, strict=True):
-        late = node.op == "call_function" and node.meta["phase"] == "backward"
-        if isinstance(what, Grad) and late:
-            wanted.setdefault(node, f"grad_{what.of.name}")
+    for node, described in zip(_output_nodes(graph), outputs, strict=True):
+        is_backward = node.op == "call_function" and node.meta["phase"] == "backward"
+        if isinstance(described, Grad) and is_backward:
+            wanted.setdefault(node, f"grad_{described.of.name}")
     # The old namespace still holds the names of erased nodes.
     graph._graph_namespace = Namespace()
     graph._graph_namespace.create_name(graph.output_node().name, None)
@@ -137,12 +141,12 @@ def name_nodes(graph: fx.Graph, inputs: Sequence[Input], outputs: Sequence[Outpu
         del node.meta["frames"]
 
 
-def _returned(graph: fx.Graph) -> tuple[fx.Node, ...]:
+def _output_nodes(graph: fx.Graph) -> tuple[fx.Node, ...]:
     return tuple(graph.output_node().args[0])  # type: ignore[arg-type]
 
 
-def _input_name(what: Input) -> str:
-    match what:
+def _input_name(graph_input: Input) -> str:
+    match graph_input:
         case Param(name) | ModuleBuffer(name) | Arg(name=name) | Const(name=name):
             return name
         case Tangent(output):
@@ -157,15 +161,15 @@ def _assigned_names(graph: fx.Graph) -> dict[fx.Node, str]:
     uses (a layer norm also returns statistics for its backward), or the last node if none is used.
     """
     nodes = [n for n in graph.nodes if n.op == "call_function" and n.meta["phase"] == "forward"]
-    place = {node: i for i, node in enumerate(nodes)}
-    returned = set(_returned(graph))
+    positions = {node: i for i, node in enumerate(nodes)}
+    output_nodes = set(_output_nodes(graph))
     names: dict[fx.Node, str] = {}
     for i, node in enumerate(nodes):
         frames = node.meta["frames"]
-        following = nodes[i + 1].meta["frames"] if i + 1 < len(nodes) else ()
-        if not frames or following[: len(frames)] == frames:
+        next_frames = nodes[i + 1].meta["frames"] if i + 1 < len(nodes) else ()
+        if not frames or next_frames[: len(frames)] == frames:
             continue
-        match = _ASSIGNED.match(node.meta["source"].text)
+        match = _ASSIGNMENT.match(node.meta["source"].text)
         if match is None:
             continue
         targets = [t.strip() for t in match["names"].split(",")]
@@ -176,26 +180,32 @@ def _assigned_names(graph: fx.Graph) -> dict[fx.Node, str]:
         if len(targets) > 1:
             names.update(_tuple_names(statement, targets))
             continue
-        seen = [n for n in statement if n in returned or any(place.get(u, -1) > i for u in n.users)]
-        last = (seen or statement)[-1]
-        names[_sum_of(last, seen) if last.target is operator.getitem else last] = targets[0]
+        used_later = [
+            n
+            for n in statement
+            if n in output_nodes or any(positions.get(u, -1) > i for u in n.users)
+        ]
+        last = (used_later or statement)[-1]
+        names[_fused_sum(last, used_later) if last.target is operator.getitem else last] = targets[
+            0
+        ]
     return names
 
 
-def _sum_of(part: fx.Node, seen: Sequence[fx.Node]) -> fx.Node:
+def _fused_sum(part: fx.Node, candidates: Sequence[fx.Node]) -> fx.Node:
     """Return the sum if ``part`` is a part of a fused add and norm; else return ``part``."""
-    ours = op_text(part.all_input_nodes[0]).startswith("dt.")
-    return next((n for n in seen if ours and n.args[:1] == part.args[:1]), part)
+    is_fused = op_text(part.all_input_nodes[0]).startswith("dt.")
+    return next((n for n in candidates if is_fused and n.args[:1] == part.args[:1]), part)
 
 
 def _tuple_names(statement: Sequence[fx.Node], targets: Sequence[str]) -> dict[fx.Node, str]:
     """Return the names of the items of the last tuple of a statement: `q, k, v = qkv.chunk(3)`. {}
     if the number of items differs from the number of variables."""
-    parts = [n for n in statement if n.target is operator.getitem]
-    if not parts:
+    all_items = [n for n in statement if n.target is operator.getitem]
+    if not all_items:
         return {}
-    mine = [n for n in parts if n.args[0] is parts[-1].args[0]]
-    by_index = {int(n.args[1]): n for n in mine}  # type: ignore[arg-type]
+    items = [n for n in all_items if n.args[0] is all_items[-1].args[0]]
+    by_index = {int(n.args[1]): n for n in items}  # type: ignore[arg-type]
     if sorted(by_index) != list(range(len(targets))):
         return {}
     return {by_index[i]: name for i, name in enumerate(targets)}

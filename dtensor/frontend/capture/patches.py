@@ -317,7 +317,7 @@ def _met(functions: list[AppliedFunctions], stack: ExitStack) -> AppliedFunction
 
     if not functions:
         functions.append(AppliedFunctions())
-        stack.enter_context(functions[0].explaining())
+        stack.enter_context(functions[0].explain_errors())
     return functions[0]
 
 

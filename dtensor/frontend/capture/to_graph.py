@@ -57,19 +57,19 @@ def to_graph(
     """Return the `Graph` of a joint graph module. `forward`: the exported graph, which gives the
     lines in errors."""
     call, graph = root.call, joint.graph
-    _settle_effects(graph)
+    _replace_effects(graph)
     check_joint(graph)
-    names = _names_of(call)
+    names = _user_names(call)
     _drop_tangents_of_parameters(graph)
     outputs = _outputs(graph, root, names, forward)  # before the inputs: it refuses mutations
     inputs = {
         node: _input(node.meta["desc"], call, names, forward)
         for node in graph.find_nodes(op="placeholder")
     }
-    _lift(joint, inputs, mode)
+    _lift_constants(joint, inputs, mode)
     simplify(graph)
     if decompose(joint, mode):
-        _lift(joint, inputs, mode)
+        _lift_constants(joint, inputs, mode)
         simplify(graph)
     order_sums(graph)
     if root.grads == "loss":
@@ -84,31 +84,31 @@ def to_graph(
         fx=graph,
         inputs=ordered,
         outputs=outputs,
-        out_tree=root.seen.out_tree,
+        out_tree=root.observed.out_tree,
     )
 
 
 # -- effects -------------------------------------------------------------------------------------
 
 
-def _settle_effects(graph: fx.Graph) -> None:
+def _replace_effects(graph: fx.Graph) -> None:
     """Replace checks of linalg results by ops on values, and drop torch's effect tokens, in
     place."""
     for node in list(graph.nodes):
         is_effect = node.target is torch.ops.higher_order.with_effects
         if is_effect and node.args[1] is aten._linalg_check_errors.default:
-            _check(graph, node)
+            _replace_check(graph, node)
     if not graph.find_nodes(op="call_function", target=torch.ops.higher_order.with_effects):
         _drop_tokens(graph)
 
 
-def _check(graph: fx.Graph, node: fx.Node) -> None:
+def _replace_check(graph: fx.Graph, node: fx.Node) -> None:
     """Replace one check of linalg results: each result goes through `dt.linalg_checked`."""
     values: Any = node.args
     token, _, info, api_name = values
     assert isinstance(info, fx.Node) and info.target is operator.getitem
-    maker: Any = info.args[0]
-    parts = [u for u in maker.users if u.target is operator.getitem and u is not info]
+    producer: Any = info.args[0]
+    parts = [u for u in producer.users if u.target is operator.getitem and u is not info]
     last = [n for n in graph.nodes if n is info or n in parts][-1]
     for part in parts:
         with graph.inserting_after(last):
@@ -132,9 +132,9 @@ def _drop_tokens(graph: fx.Graph) -> None:
     output = graph.output_node()
     values: Any = output.args[0]
     pairs = list(zip(values, output.meta["desc"], strict=True))
-    kept = [(v, d) for v, d in pairs if not isinstance(d, _TOKENS_OUT)]
-    output.args = (tuple(v for v, _ in kept),)
-    output.meta["desc"] = [d for _, d in kept]
+    remaining = [(v, d) for v, d in pairs if not isinstance(d, _TOKENS_OUT)]
+    output.args = (tuple(v for v, _ in remaining),)
+    output.meta["desc"] = [d for _, d in remaining]
     for node in graph.find_nodes(op="placeholder"):
         if isinstance(node.meta["desc"], _TOKENS_IN) and not node.users:
             graph.erase_node(node)
@@ -143,7 +143,7 @@ def _drop_tokens(graph: fx.Graph) -> None:
 # -- inputs and outputs ----------------------------------------------------------------------------
 
 
-def _names_of(call: FlatCall) -> dict[str, str]:
+def _user_names(call: FlatCall) -> dict[str, str]:
     """Return the user's names of parameters and buffers by their names in the root module. A tied
     parameter always gets its first name."""
     first: dict[int, str] = {}
@@ -178,7 +178,7 @@ def _outputs(
     """Return the outputs that have a value, and remove the others from the output node. Raises
     PlanningError if the program mutates an argument."""
     call, node = root.call, graph.output_node()
-    kept: list[Any] = []
+    kept_values: list[Any] = []
     outputs: list[Output] = []
     for value, desc in zip(node.args[0], node.meta["desc"], strict=True):  # type: ignore[arg-type]
         if value is None or desc is None:
@@ -186,10 +186,10 @@ def _outputs(
         match desc:
             case aot.PlainAOTOutput(idx=index):
                 outputs.append(Result(index))
-            case aot.GradAOTOutput(grad_of=of):
-                what = _input(of, call, names, forward)
-                assert isinstance(what, (Param, ModuleBuffer, Arg))
-                outputs.append(Grad(what))
+            case aot.GradAOTOutput(grad_of=differentiated):
+                graph_input = _input(differentiated, call, names, forward)
+                assert isinstance(graph_input, (Param, ModuleBuffer, Arg))
+                outputs.append(Grad(graph_input))
             case aot.InputMutationAOTOutput(
                 mutated_input=aot.BufferAOTInput(target=target) | aot.ParamAOTInput(target=target)
             ):
@@ -202,8 +202,8 @@ def _outputs(
                 raise _mutation_error(_input(mutated, call, names, forward), mutated, call, forward)
             case _:
                 raise AssertionError(f"torch's joint export has an unknown output {desc!r}")
-        kept.append(value)
-    node.args = (tuple(kept),)
+        kept_values.append(value)
+    node.args = (tuple(kept_values),)
     return tuple(outputs)
 
 
@@ -219,26 +219,28 @@ def _drop_tangents_of_parameters(graph: fx.Graph) -> None:
             case _:
                 continue
         for user in list(node.users):
-            rest: Any = None  # the gradient without the tangent
+            gradient: Any = None  # the gradient without the tangent
             if user.op != "output":
                 assert user.target is aten.add.Tensor and len(user.args) == 2, user.format_node()
-                rest = user.args[1] if user.args[0] is node else user.args[0]
-                user.replace_all_uses_with(rest)
+                gradient = user.args[1] if user.args[0] is node else user.args[0]
+                user.replace_all_uses_with(gradient)
                 graph.erase_node(user)
             else:
-                user.replace_input_with(node, rest)
+                user.replace_input_with(node, gradient)
         graph.erase_node(node)
 
 
-def _mutation_error(what: Input, desc: Any, call: FlatCall, forward: fx.GraphModule) -> Exception:
-    assert isinstance(what, Arg)
+def _mutation_error(
+    argument: Input, desc: Any, call: FlatCall, forward: fx.GraphModule
+) -> Exception:
+    assert isinstance(argument, Arg)
     return planning_error(
         "The program changes an argument in place; only parameters and buffers may be, and "
         "DTensors that dt.compile is given.",
-        what.name,
+        argument.name,
         source=_mutating_line(desc, forward) or source_of_callable(call.fn),
         fix="write the out-of-place form (x = x + 1), or register the tensor as a buffer; for "
-        f"dt.compile: {what.name} = dt.distribute({what.name}, mesh) before the calls",
+        f"dt.compile: {argument.name} = dt.distribute({argument.name}, mesh) before the calls",
     )
 
 
@@ -258,7 +260,7 @@ def _mutating_line(desc: Any, forward: fx.GraphModule) -> Source | None:
     return None
 
 
-def _lift(joint: Held, inputs: dict[fx.Node, Input], mode: FakeTensorMode) -> None:
+def _lift_constants(joint: Held, inputs: dict[fx.Node, Input], mode: FakeTensorMode) -> None:
     """Turn each tensor attribute of the module into a placeholder and a `Const` input."""
     check_joint(joint.graph)
     for number, (node, value) in enumerate(lift_constants(joint, mode).items()):
@@ -267,8 +269,8 @@ def _lift(joint: Held, inputs: dict[fx.Node, Input], mode: FakeTensorMode) -> No
 
 def _fold_tangent(graph: fx.Graph, inputs: dict[fx.Node, Input]) -> None:
     """Replace the cotangent of the loss by the number 1."""
-    for node, what in list(inputs.items()):
-        if not isinstance(what, Tangent):
+    for node, graph_input in list(inputs.items()):
+        if not isinstance(graph_input, Tangent):
             continue
         val = node.meta["val"]
         last = graph.find_nodes(op="placeholder")[-1]
@@ -289,14 +291,16 @@ def _drop_unused(
 ) -> None:
     """Drop inputs that no node, gradient or mutation needs."""
     differentiated = [o.of for o in outputs if isinstance(o, Grad)]  # a gradient may be constant
-    used = [what for node, what in inputs.items() if node.users]  # tied inputs have several nodes
+    used = [
+        graph_input for node, graph_input in inputs.items() if node.users
+    ]  # tied inputs have several nodes
     written = {(o.name, o.index) for o in outputs if isinstance(o, Mutation)}
-    for node, what in list(inputs.items()):
-        needed = what in differentiated and what not in used
-        if isinstance(what, (Param, ModuleBuffer, Arg)):  # written, though perhaps not read
-            index = what.index if isinstance(what, Arg) else None
-            needed |= (what.name, index) in written and what not in used
-        if not node.users and not isinstance(what, Tangent) and not needed:
+    for node, graph_input in list(inputs.items()):
+        needed = graph_input in differentiated and graph_input not in used
+        if isinstance(graph_input, (Param, ModuleBuffer, Arg)):  # written, though perhaps not read
+            index = graph_input.index if isinstance(graph_input, Arg) else None
+            needed |= (graph_input.name, index) in written and graph_input not in used
+        if not node.users and not isinstance(graph_input, Tangent) and not needed:
             del inputs[node]
             graph.erase_node(node)
 
@@ -310,24 +314,26 @@ def _refresh_vals(graph: fx.Graph, mode: FakeTensorMode) -> None:
         return node.meta["val"]
 
     layouts: dict[fx.Node, Hashable] = {}
-    known: dict[Hashable, Any] = {}  # results, so that repeated layers run once
+    results: dict[Hashable, Any] = {}  # by call: repeated layers run once
     with mode, torch.no_grad():
         for node in graph.nodes:
             if node.op == "call_function":
                 call = (node.target, exact(node.args, layouts), exact(node.kwargs, layouts))
-                if call not in known:
-                    new = node.target(*fx.map_arg(node.args, val), **fx.map_arg(node.kwargs, val))
-                    known[call] = tuple(new) if isinstance(new, (tuple, list)) else new
-                new = known[call]
-                pairs = list(zip(_tensors(node.meta["val"]), _tensors(new), strict=True))
+                if call not in results:
+                    result = node.target(
+                        *fx.map_arg(node.args, val), **fx.map_arg(node.kwargs, val)
+                    )
+                    results[call] = tuple(result) if isinstance(result, (tuple, list)) else result
+                result = results[call]
+                pairs = list(zip(_tensors(node.meta["val"]), _tensors(result), strict=True))
                 operands = {x.dtype for n in node.all_input_nodes for x in _tensors(val(n))}
                 if len(operands) > 1 and any(a.dtype != b.dtype for a, b in pairs):
-                    new = node.meta["val"]
+                    result = node.meta["val"]
                     pairs = []
                 for a, b in pairs:
                     assert a.shape == b.shape, f"{node.format_node()}: {a}, {b}"
                     assert a.dtype == b.dtype, f"{node.format_node()}: {a}, {b}"
-                node.meta["val"] = new
+                node.meta["val"] = result
             if node.op != "output":
                 layouts[node] = layout_of(node.meta["val"])
 
