@@ -120,7 +120,7 @@ def where_alone(x: Tensor) -> Tensor:
 
 def other_memory(model: nn.Module, x: Tensor) -> Tensor:
     """
-    The program gives a tensor other memory (x.data = y), and something else reads or changes what it has or had.
+    The program assigns other memory to a tensor (x.data = y), and something else reads or changes the old or the new memory.
       f32[3]
       test_refusals.py:N: model.running_mean.data = x[0]
     fix: x.copy_(y) under torch.no_grad(), of a parameter or buffer x
@@ -260,7 +260,7 @@ TOTAL = torch.zeros(3)
 
 def in_place_of_a_constant(x: Tensor) -> Tensor:
     """
-    The program changes what is there after the call, each time that it is called; a captured step runs this Python once.
+    The program changes objects that outlive the call, each time that it is called; a captured step runs this Python once.
       add_ of f32[1,3], no parameter or buffer
       test_refusals.py:N: return x * TOTAL.view(1, 3).add_(1)
     fix: keep it in a buffer that is changed in place (register_buffer), return it, or change it outside the step
@@ -518,7 +518,7 @@ def given_in_another_shape(m: Held) -> None:
 )
 def test_data_assignment_that_copy_cannot_express_is_refused(change: Any) -> None:
     text = refused(Held(change), torch.randn(2, 3))
-    assert text.startswith("The program gives a tensor other memory (x.data = y)")
+    assert text.startswith("The program assigns other memory to a tensor (x.data = y)")
 
 
 def given(m: Held) -> None:

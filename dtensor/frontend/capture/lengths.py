@@ -1,21 +1,14 @@
-"""One export for many lengths: a forward graph with symbols for dims, cut down to sizes later.
+"""Export a program once for many lengths: with symbolic dims, which later calls replace by sizes.
 
-    found = export_for_lengths(fn, args, kwargs, grads="loss", main=model, dims={(0, 1): 0})
-    found.graph(fn, args, kwargs, model)    # as `capture` of these arguments
+    export = export_for_lengths(fn, args, kwargs, grads="loss", main=model, dims={(0, 1): 0})
+    export.graph(fn, args, kwargs, model)    # the graph that `capture` returns for this call
 
-Only the user's Python runs with symbols, once, under torch's export. For each later call its guards
-are evaluated, all of them; the exported graph is then written anew with numbers for its symbols,
-and rewritten, differentiated and described as that of any capture. So all that follows the export
-sees a static graph, and no size is symbolic there.
+Each later call evaluates the export's guards and copies its graph with sizes in place of symbols.
+All later stages of capture see only this static graph.
 
-A program whose Python turns a length into anything but another whole number, or a condition, which
-is a guard, is refused (`NotForLengths`), and so is one that changes anything: it is captured for
-each length. Seen are int, index, float, hash, text, format, `isinstance`, missing attributes and
-`type` in the user's code; and of torch any symbol that was given a value. Comparisons by the user's
-code give True or False at once.
-
-Invariants: an export that fails leaves the user's objects as they were. Not here: which calls are
-tried (api/step/lengths.py).
+Invariants: a failed export leaves the user's objects unchanged. `NotForLengths` is raised if the
+program has side effects or turns a length into anything but another int or a condition (float,
+text, hash, type); such a program is captured for each length. api/step/lengths.py chooses `dims`.
 """
 
 from __future__ import annotations
@@ -69,7 +62,7 @@ from dtensor.private_torch import (
 )
 
 Dims = Mapping[tuple[int, int], int]
-"""Of a tensor argument and a dim, which of the lengths that is."""
+"""Maps (index of a tensor argument, dim) to the index of a length; equal lengths share an index."""
 
 _REGIONS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -77,15 +70,18 @@ _ASSERTS = ("_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_si
 
 
 class NotForLengths(Exception):
-    """The program depends on a length in a way that no guard holds."""
+    """The program depends on a length in a way that no guard can check."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ForLengths:
-    """An exported forward graph with symbols. ``symbols``: where the number of each comes from: an
-    argument, whether of its shape or strides, and the dim; ``layouts``: what is fixed of each
-    argument; ``guards``: conditions on the symbols; ``reads``: what its Python read, with the
-    tensors that it caught, which are ``constants`` of the module."""
+    """An exported forward graph with symbols for lengths.
+
+    symbols: each symbol with the place of its value: (argument, "size" or "stride", dim).
+    layouts: the properties of each argument that are the same for all lengths (`_layout`).
+    guards: conditions on the symbols. reads: guards on all that the program's Python read.
+    constants: the tensors that the program closed over, in the order of ``reads.caught``.
+    """
 
     module: fx.GraphModule
     symbols: tuple[tuple[sympy.Symbol, tuple[int, str, int]], ...]
@@ -104,9 +100,9 @@ class ForLengths:
         kwargs: dict[str, Any],
         main: nn.Module | None,
     ) -> Graph:
-        """The graph of such a call.
+        """Return the graph of a call with other lengths.
 
-        Raises NotForLengths where a guard does not hold, or what the program read has changed.
+        Raises NotForLengths if a guard does not hold, or if a value that the program read changed.
         """
         with CALL_LOCK, collector_paused():
             with self._cut_down(flat_call(fn, args, kwargs, main)) as made:
@@ -122,8 +118,8 @@ class ForLengths:
         kwargs: dict[str, Any],
         main: nn.Module | None,
     ) -> bool:
-        """Whether the graph of such a call is ``graph``, which was captured of it. False may be a
-        false alarm. As `graph` raises."""
+        """Return whether this export gives the same graph as ``graph``, which `capture` returned
+        for the call. May return False although they are equal. Raises like `graph`."""
         trees = [
             (repr(t.spec), repr(t.leaves), t.is_tensor) for t in (self.out_tree, graph.out_tree)
         ]
@@ -132,7 +128,7 @@ class ForLengths:
             return trees[0] == trees[1] and fingerprint(forward) == graph.exported
 
     def _check(self, tensors: Sequence[torch.Tensor]) -> None:
-        """That the export is right for such arguments."""
+        """Raise NotForLengths unless the export is valid for these arguments."""
         layouts = tuple(_layout(x, i, self.dims) for i, x in enumerate(tensors))
         if layouts != self.layouts:
             raise NotForLengths("an argument has another shape, or lies otherwise in memory")
@@ -149,7 +145,7 @@ class ForLengths:
             raise NotForLengths("it branches on a length")
 
     def _constants(self) -> dict[int, torch.Tensor]:
-        """By id of a constant of the module, the tensor that the program would catch now."""
+        """Return the current value of each constant, by id of the constant in the module."""
         found: dict[int, torch.Tensor] = {}
         for value, caught in zip(self.constants, self.reads.caught, strict=True):
             now = value if caught.place is None else caught.tensor.detach()
@@ -163,7 +159,8 @@ class ForLengths:
     def _cut_down(
         self, call: FlatCall
     ) -> Iterator[tuple[CallAsModule, fx.GraphModule, tuple[torch.Tensor, ...], FakeTensorMode]]:
-        """The forward graph of a call, within its capture; as `graph` raises."""
+        """Enter a capture of the call; yield the arguments of `graph_of`, with the static forward
+        graph. Raises like `graph`."""
         if (changed := self.reads.difference()) is not None:
             raise NotForLengths(changed)
         constants = self._constants()
@@ -176,7 +173,8 @@ class ForLengths:
 
 
 def _layout(x: torch.Tensor, index: int, dims: Dims) -> Hashable:
-    """What is the same of an argument in all calls: None stands for a number that may differ."""
+    """Return the properties of an argument that must be the same for all lengths. None stands for a
+    size or stride that may differ."""
     if all(i != index for i, _ in dims):
         return tuple(x.shape), x.stride(), x.dtype, x.requires_grad, x.is_conj(), x.is_neg()
     shape = tuple(None if (index, dim) in dims else size for dim, size in enumerate(x.shape))
@@ -194,10 +192,10 @@ def export_for_lengths(
     dims: Dims,
     ran: ExecutedCode | None = None,
 ) -> ForLengths:
-    """Runs the call's Python with symbols for these dims. ``ran``: the code that a capture ran, in
-    which `type` is watched; any other that uses it is refused.
+    """Run the Python of a call with symbols for ``dims``, and return the export. ``ran``: the code
+    that an earlier capture executed. `type` is watched only in its files.
 
-    Raises NotForLengths, or whatever the program raises then.
+    Raises NotForLengths, or any exception of the program.
     """
     with CALL_LOCK, collector_paused():
         return _exported(flat_call(fn, args, kwargs, main), grads, dims, ran)
@@ -234,7 +232,7 @@ def _exported(call: FlatCall, grads: Grads, dims: Dims, known: ExecutedCode | No
     if watch.seen:
         raise NotForLengths(watch.seen[0])
     ran = root.recorder.codes()
-    if ran is not None:  # guards run sympy, which the program does not
+    if ran is not None:  # sympy ran only for the symbols
         kept = {i: c for i, c in ran.codes.items() if not c.co_filename.startswith(_OTHERS)}
         ran = ExecutedCode(kept, ran.calls)
     if ran is None or (asks := watch.asks_for_type(ran)):
@@ -262,7 +260,7 @@ def _exported(call: FlatCall, grads: Grads, dims: Dims, known: ExecutedCode | No
 
 
 def _constants_of(plain: nn.Module, root: nn.Module) -> Iterator[torch.Tensor]:
-    """The tensors that an exported module holds and the call's modules do not."""
+    """Yield the tensors of an exported module that the modules of the call do not hold."""
     own = {id(x) for x in (*root.parameters(), *root.buffers())}
     for module in plain.modules():
         for value in (*vars(module).values(), *module._buffers.values()):
@@ -275,8 +273,8 @@ def _constants_of(plain: nn.Module, root: nn.Module) -> Iterator[torch.Tensor]:
 
 
 class _Symbols:
-    """Gives the export arguments with symbols; strides that do not follow from the shape are
-    symbols of their own."""
+    """The symbols of one export. Lengths are symbols, and so are strides > 1 of arguments that are
+    not contiguous."""
 
     def __init__(self, dims: Dims) -> None:
         self.dims = dims
@@ -285,6 +283,7 @@ class _Symbols:
 
     @contextmanager
     def given(self) -> Iterator[None]:
+        """In this context, torch's export makes its fake arguments with our symbols."""
         trace = export_trace()
         plain: Any = vars(trace)["make_fake_inputs"]
 
@@ -294,7 +293,7 @@ class _Symbols:
             return (mode, self._with_symbols(mode, fakes), *rest)
 
         def no_guards(*_args: Any, **_kwargs: Any) -> None:
-            pass  # `guards` has them all
+            pass  # `guards` returns all of them
 
         names = (("make_fake_inputs", make), ("produce_guards_and_solve_constraints", no_guards))
         with replaced([(trace, n, here_alone(f, vars(trace)[n])) for n, f in names]):
@@ -336,7 +335,10 @@ class _Symbols:
         return self.env.create_symintnode(symbol, hint=hint, source=source)
 
     def guards(self) -> tuple[Any, ...]:
-        """All conditions under which the export holds. Raises NotForLengths."""
+        """Return all conditions under which the export is valid.
+
+        Raises NotForLengths if torch fixed a symbol or the conditions need other symbols.
+        """
         env = self.env
         own = {symbol for symbol, _ in self.places}
         if any(not x.free_symbols for x in env.replacements.values()):
@@ -359,11 +361,11 @@ _MPMATH = os.path.join(os.path.dirname(os.path.dirname(sympy.__file__)), "mpmath
 _OTHERS = (_SYMPY, _MPMATH)
 _INSIDES = (_TORCH, _OURS, *_OTHERS, "<frozen", "<eval_with_key>")
 _BETWEEN = ("abc.py", "functools.py", "capture/lengths.py", "capture/thread_patches.py")
-"""Who asks in the name of another."""
+"""Files whose frames are skipped: they act on behalf of their caller."""
 
 
 def _by_user() -> bool:
-    """Whether the nearest code that is of no library of these asks."""
+    """Return whether the user's code (not torch, dtensor or sympy) is the caller."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.endswith(_BETWEEN):
         frame = frame.f_back
@@ -371,7 +373,7 @@ def _by_user() -> bool:
 
 
 def _by_logger() -> bool:
-    """Whether torch writes its trace (TORCH_TRACE), for one of a program that raises."""
+    """Return whether torch's logging is on the stack: it formats symbols for TORCH_TRACE."""
     frame = sys._getframe(1)
     while frame is not None and not frame.f_code.co_filename.startswith(_LOGGING):
         frame = frame.f_back
@@ -379,7 +381,7 @@ def _by_logger() -> bool:
 
 
 class _Watch:
-    """Within, notes what turns a symbolic number into something that has no guard."""
+    """A context that records in ``seen`` each use of a symbolic number that no guard can check."""
 
     def __init__(self, known: ExecutedCode | None) -> None:
         self.seen: list[str] = []
@@ -393,8 +395,8 @@ class _Watch:
         self._files = {vars(module)["__file__"] for module in self._modules}
 
     def asks_for_type(self, ran: ExecutedCode) -> str | None:
-        """A function of the user's that uses `type` unseen, or matches classes, which cannot be
-        watched: both answer otherwise for a symbol."""
+        """Return the name of a user's function that calls `type` in a file that is not watched, or
+        that matches on classes: both give another result for a symbol. None if there is none."""
         for code in ran.codes.values():
             unseen = code.co_filename not in self._files and _uses_type(code)
             if unseen or _matches_classes(code):
@@ -434,10 +436,13 @@ class _Watch:
         self._changed.__exit__(*exc)
 
     def note(self, what: str) -> None:
+        """Record a use, with the user's line."""
         line = source_here()
         self.seen.append(what if line is None else f"{what} ({line}: {line.text})")
 
     def _noted(self, name: str, plain: Any) -> Any:
+        """Wrap the method ``name`` of a symbolic number: record each call."""
+
         def noted(value: Any, *args: Any) -> Any:
             asked = _by_user() if name == "__hash__" else not _by_logger()
             if is_capturing() and asked:
@@ -447,7 +452,7 @@ class _Watch:
         return noted
 
     def _computed(self, plain: Any) -> Any:
-        """Sympy may compute with floats in another order."""
+        """Wrap an arithmetic method: record a float result, which sympy may round differently."""
 
         def computed(value: Any, *args: Any) -> Any:
             found = plain(value, *args)
@@ -458,7 +463,7 @@ class _Watch:
         return computed
 
     def _compared(self, plain: Any) -> Any:
-        """A comparison that the user's code makes is True or False, and a guard."""
+        """Wrap a comparison: in the user's code it returns a bool, and torch adds a guard."""
 
         def compared(value: Any, other: Any) -> Any:
             found = plain(value, other)
@@ -471,6 +476,8 @@ class _Watch:
         return compared
 
     def _turned(self, name: str, plain: Any) -> Any:
+        """Wrap a conversion to int, float or bool: record it if the number has symbols."""
+
         def turned(node: Any, *args: Any) -> Any:
             if node.expr.free_symbols:
                 self.note("a length is made a plain number")
@@ -479,10 +486,11 @@ class _Watch:
         return turned
 
     def _missing(self) -> Any:
+        """Return a `__getattr__` that records attributes that symbolic numbers do not have."""
         watch = self
 
         def missing(_value: Any, name: str) -> Any:
-            asked = not name.startswith("__torch") and is_capturing()  # which torch's C looks up
+            asked = not name.startswith("__torch") and is_capturing()  # torch's C++ asks for these
             if asked and _by_user():
                 watch.note(f"a length is asked for its {name}")
             raise AttributeError(name)
@@ -490,6 +498,7 @@ class _Watch:
         return missing
 
     def _isinstance(self, plain: Any) -> Any:
+        """Wrap `isinstance`: record a call by the user's code on a symbolic number."""
         watch, symbolic = self, frozenset(_SYMBOLIC)
 
         def is_instance(value: Any, kind: Any, /) -> bool:
@@ -508,17 +517,18 @@ _NOTED = {
     "__round__": "a length is rounded",
 }
 _COMPARE_THEMSELVES = (torch.Tensor, str, type(None))
-"""What a length may be compared with besides plain numbers. An int of another class, as of an enum,
-is not equal to any symbol."""
+"""Types, besides plain numbers, with which a length may be compared. For an instance of another
+class (an IntEnum), the comparison with a symbol would be wrong."""
 _ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
 _ARITHMETIC = tuple(f"__{side}{name}__" for name in _ARITHMETIC for side in ("", "r"))
 
 
 _IS_TYPE = re.compile(r"\bis (not )?type\b")
-"""False of what stands for `type`: such a module's own is left."""
+"""A pattern for `x is type`, which would be False for our replacement: such files get none."""
 
 
 def _uses_type(code: CodeType) -> bool:
+    """Return whether the code reads the name `type`, except in `type(self)`."""
     steps = list(dis.get_instructions(code))
     for step, following in zip(steps, [*steps[1:], None], strict=True):
         named = step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and step.argval == "type"
@@ -532,11 +542,12 @@ def _matches_classes(code: CodeType) -> bool:
 
 
 def _watched_type(watch: _Watch) -> type:
-    """Stands for `type` in a module of the user's, which other threads use as well."""
+    """Return a class that replaces `type` in a module of the user and behaves like it for all
+    threads, but records calls on symbolic numbers."""
 
     class Kind(type):
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-            if cls is not Type:  # a class of the user's that derives from it
+            if cls is not Type:  # a metaclass of the user that inherits from Type
                 return super().__call__(*args, **kwargs)
             if len(args) == 1:
                 if type(args[0]) in _SYMBOLIC and is_capturing():
@@ -570,13 +581,13 @@ def _watched_type(watch: _Watch) -> type:
 
 
 class _Cut:
-    """Writes an exported graph with symbols anew, with the numbers of these arguments."""
+    """Copies an exported graph with the sizes of given arguments in place of symbols."""
 
     def __init__(
         self, root: CallAsModule, mode: FakeTensorMode, constants: Mapping[int, torch.Tensor]
     ) -> None:
         self.root, self.mode, self.constants = root, mode, constants
-        self.known: dict[Hashable, Any] = {}  # the calls of repeated layers are run once
+        self.known: dict[Hashable, Any] = {}  # results by call: repeated layers run once
 
     def module(self, plain: fx.GraphModule, tensors: Sequence[torch.Tensor]) -> fx.GraphModule:
         made = _held_as(plain, self.root, self.constants)
@@ -590,9 +601,12 @@ class _Cut:
     def _graph(
         self, plain: fx.GraphModule, made: fx.GraphModule, given: tuple[Any, ...]
     ) -> tuple[fx.Graph, Any]:
-        """The graph, and the values of what it returns."""
+        """Return the static copy of ``plain.graph``, and the fake values of its outputs.
+
+        ``made``: the module that holds the copy's attributes; ``given``: the arguments' values.
+        """
         graph = fx.Graph()
-        env: dict[fx.Node, Any] = {}  # a node, or a number
+        env: dict[fx.Node, Any] = {}  # for each old node the new node, or a number
         vals: dict[fx.Node, Any] = {}
         known: set[fx.Node] = set()
         waiting = iter(given)
@@ -641,6 +655,7 @@ class _Cut:
         env: dict[fx.Node, Any],
         vals: dict[fx.Node, Any],
     ) -> Any:
+        """Copy one call; return the new node, or a number if the call computes with lengths."""
         target: Any = old.target
         mapped: Any = fx.map_arg((old.args, old.kwargs), env.__getitem__)
         args, kwargs = mapped
@@ -662,7 +677,7 @@ class _Cut:
             return self._region(graph, old, made, plain, args, vals)
         if target is torch.ops.aten.slice.Tensor and _is_whole(vals[args[0]], *args[1:], **kwargs):
             if not _is_alone(old):
-                return args[0]  # as indexing has it where lengths are numbers
+                return args[0]  # static indexing records no slice of a whole dim
             target, args = torch.ops.aten.alias.default, args[:1]
         new = graph.create_node("call_function", target, args, kwargs)
         vals[new] = self._run(target, args, kwargs, vals)
@@ -677,7 +692,7 @@ class _Cut:
         args: Any,
         vals: dict[fx.Node, Any],
     ) -> fx.Node:
-        """A region of no_grad or autocast: its graph is cut down as well."""
+        """Copy a no_grad or autocast region, and make the graph inside it static, too."""
         at = [i for i, x in enumerate(args) if isinstance(x, fx.Node) and x.op == "get_attr"]
         graphs = [i for i in at if isinstance(vals[args[i]], fx.GraphModule)]
         if old.target.__name__ not in _REGIONS or len(graphs) != 1:  # type: ignore[union-attr]
@@ -693,6 +708,8 @@ class _Cut:
         return new
 
     def _run(self, target: Any, args: Any, kwargs: Any, vals: dict[fx.Node, Any]) -> Any:
+        """Run an op on fake tensors; an equal call of an op without side effects runs once."""
+
         def value(x: fx.Node) -> Any:
             return vals[x]
 
@@ -722,7 +739,7 @@ _INDEXING = (
 
 
 def _is_alone(old: fx.Node) -> bool:
-    """Whether nothing else is of the same indexing."""
+    """Return whether the op is the only one of its indexing expression (x[:n], not x[:n, None])."""
     trace = old.meta.get("stack_trace")
     others = (n for n in (*old.all_input_nodes, *old.users) if n.target in _INDEXING)
     return all(n.meta.get("stack_trace") != trace for n in others)
@@ -744,8 +761,8 @@ def _flat(value: Any) -> list[Any]:
 def _held_as(
     plain: fx.GraphModule, root: nn.Module, constants: Mapping[int, torch.Tensor]
 ) -> fx.GraphModule:
-    """An empty graph's module that holds what ``plain`` does, in its order, with the root's
-    parameters and buffers, and these constants."""
+    """Return a module with an empty graph and the attributes of ``plain`` in the same order: the
+    root's parameters and buffers, and ``constants``."""
     made = fx.GraphModule(nn.Module(), fx.Graph())
     _fill(made, plain, "", root, constants)
     return made

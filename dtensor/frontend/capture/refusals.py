@@ -1,13 +1,12 @@
-"""What cannot be captured faithfully, refused while planning with the user's line and a remedy.
+"""Refuse programs that cannot be captured faithfully, with the user's line and a fix.
 
-    with RefusalMode():              # .item() and the like, parameters that were closed over
+    with RefusalMode(...):           # .item() and the like; parameters that were not passed in
         fn(...)
     check_forward(exported, True)    # sizes that depend on data, sparse gradients
     check_joint(graph)               # random ops, control flow
 
-Without this, a parameter that is closed over would become a constant without gradient. Not here:
-what torch must be changed for to refuse it (patches.py); what the program itself raises, and what
-torch raises in it (failures.py).
+Without the mode, a parameter that fn closed over would become a constant without a gradient. Some
+refusals need patches of torch (patches.py). Errors that the program raises are in failures.py.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ if TYPE_CHECKING:
 
 
 def data_dependent_errors() -> tuple[type[Exception], ...]:
-    """What torch raises for values and sizes that depend on data."""
+    """Return the exceptions that torch raises for values and sizes that depend on data."""
     # Not at the top: it loads sympy, which an actor never needs.
     from torch.fx.experimental.symbolic_shapes import (
         GuardOnDataDependentSymNode,
@@ -77,7 +76,8 @@ def data_dependent_errors() -> tuple[type[Exception], ...]:
 
 
 def planning_error(fact: str, *operands: str, source: Source | None, fix: str) -> PlanningError:
-    """One sentence of fact, the operands, the user's line, the fix."""
+    """Return a PlanningError of one sentence of fact, the operands, the user's line, and the
+    fix."""
     lines = [fact, *(f"  {operand}" for operand in operands)]
     if source is not None:
         lines.append(f"  {source}: {source.text}")
@@ -116,10 +116,13 @@ _HOOKS = {
 
 
 class RefusalMode(TorchFunctionMode):
-    """Sees each torch call of the user's function, before anything is computed. ``recorder``: what
-    code torch runs for it is of no interest; ``own``: its parameters and buffers, ``inputs``: its
-    arguments; ``given``: which of these it gave other memory, once it does; ``device``: the type of
-    that on which it sees them."""
+    """Intercept each torch call of the user's function, and refuse calls that capture cannot
+    handle.
+
+    recorder: records the executed code; paused while torch runs. own: the parameters and buffers.
+    inputs: the tensor arguments. given: the assignments `x.data = y`, None before the first one.
+    device: the device type that the program sees.
+    """
 
     def __init__(
         self,
@@ -132,7 +135,7 @@ class RefusalMode(TorchFunctionMode):
         self.recorder = recorder
         self.devices: DevicesOfCalls | None = None
         if device != "cpu":
-            # Not at the top: only programs for GPUs need it.
+            # Imported here because only programs for GPUs need it.
             from dtensor.frontend.capture.seen_device import DevicesOfCalls
 
             self.devices = DevicesOfCalls(device)
@@ -156,8 +159,8 @@ class RefusalMode(TorchFunctionMode):
             args, kwargs = self.devices.on_the_cpu(func, args, kwargs)
         if func in RECURRENT and torch.is_autocast_enabled("cuda"):
             raise planning_error(
-                f'{func.__name__} under torch.autocast("cuda") is cuDNN\'s there, with casts of '
-                f"its own, which no list says.",
+                f'Under torch.autocast("cuda"), {func.__name__} is a cuDNN op with its own casts, '
+                f"which autocast's lists of ops do not describe.",
                 source=source_here(),
                 fix='torch.autocast("cuda", enabled=False) around it, and a cast of its input',
             )
@@ -198,7 +201,7 @@ class RefusalMode(TorchFunctionMode):
                     return func(*values, **kwargs)
             if func in _TEXTS and (any(args[1:]) or not is_shown()):
                 raise asks_for_data(f"{_TEXTS[func]} of {type_text(args[0])}", source_here(), _SEE)
-        if func == _DATA.__get__:  # it would be a tensor of nowhere
+        if func == _DATA.__get__:  # the export would not see a tensor that .data returns
             return self._made(args[0].detach())
         if func == _DATA.__set__:
             if is_same_memory(args[1], args[0]) or self._gives(args[0], args[1]):
@@ -215,7 +218,7 @@ class RefusalMode(TorchFunctionMode):
             raise hooks_on_gradients([type_text(args[0])], source_here(), _HOOKS[func])
         if func in _CTC:
             raise planning_error(
-                "CTC loss has no form here: what it computes depends on the lengths' values.",
+                "CTC loss is not supported: what it computes depends on the values of the lengths.",
                 *(type_text(x) for x in args[:2]),
                 source=source_here(),
                 fix="a torch.library.custom_op of your own that calls torch.ops.aten._ctc_loss and "
@@ -223,7 +226,7 @@ class RefusalMode(TorchFunctionMode):
                 'register_autograd, and dt.rule("mylib::ctc", "t! b c!, b s!, b, b -> b, t! b c!") '
                 "for its losses and gradients by log_probs",
             )
-        if func is F.gaussian_nll_loss:  # what torch runs for a function is not seen but for this
+        if func is F.gaussian_nll_loss:  # re-enter the mode to see the calls inside this function
             with self:
                 return _GAUSSIAN_NLL(*args, **kwargs)
         if (tensor := made_outside(func, args, kwargs)) is not None:
@@ -261,6 +264,7 @@ class RefusalMode(TorchFunctionMode):
             return self._made(func(*args, **kwargs))
 
     def _gives(self, x: torch.Tensor, y: object) -> bool:
+        """Replace `x.data = y` by a copy; return False if a copy would behave differently."""
         if self.given is None:
             from dtensor.frontend.capture.data_assignment import DataAssignments  # few programs do
 
@@ -272,7 +276,7 @@ class RefusalMode(TorchFunctionMode):
 
 
 def _opened(values: Iterable[Any]) -> Iterator[Any]:
-    """The values, of lists, tuples and slices their items."""
+    """Yield the values; of lists, tuples and slices yield the items."""
     for value in values:
         if type(value) in (list, tuple):
             yield from _opened(value)
@@ -283,13 +287,15 @@ def _opened(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def _is_constant(x: torch.Tensor) -> bool:
-    """Whether torch knows x's value while capturing (torch.tensor(3.0)), or x is no traced one."""
+    """Return whether x has a value during capture: it is a constant (torch.tensor(3.0)) or not
+    traced."""
     while is_functorch_wrapped_tensor(x):  # within torch.func.jvp
         x = get_unwrapped(x)
     return not isinstance(x, FakeTensor) or x.constant is not None
 
 
 def _is_stray(x: torch.Tensor) -> bool:
+    """Return whether x requires grad but is not traced, so that its gradient would be lost."""
     if not x.requires_grad or isinstance(x, FakeTensor):
         return False
     while is_functorch_wrapped_tensor(x):  # within torch.func.grad
@@ -300,7 +306,7 @@ def _is_stray(x: torch.Tensor) -> bool:
 _CTC = (F.ctc_loss, torch.ctc_loss)
 _BATCH_NORM = BatchNorm.forward.__code__
 _CAUSAL_HINT = detect_is_causal_mask.__code__
-"""It compares the values of a mask, so that attention may leave the mask out."""
+"""Torch's function that compares the values of a mask, so that attention may drop a causal mask."""
 _GAUSSIAN_NLL = FunctionType(
     F.gaussian_nll_loss.__code__,
     {**vars(F), "has_torch_function_variadic": lambda *_: False},
@@ -310,14 +316,15 @@ _GAUSSIAN_NLL = FunctionType(
 
 @dataclass(frozen=True, slots=True)
 class AskedByTorch:
-    """A question that torch asks of a tensor to raise or to go on; ``passes``: the good answer."""
+    """A check of tensor values by torch, which raises ``message`` unless the result is
+    ``passes``."""
 
     passes: bool
     message: str
 
 
 def check_of_torch() -> AskedByTorch | None:
-    """That of the torch function that asks right now, where it is one that is known."""
+    """Return the check that the calling torch function makes, or None for an unknown function."""
     frame = sys._getframe(2)
     code, of = frame.f_code, frame.f_locals
     if code is F.gaussian_nll_loss.__code__:
@@ -331,7 +338,7 @@ def check_of_torch() -> AskedByTorch | None:
     return None
 
 
-# These answer with a part of the check where that fails already, and it is refused by who asked.
+# If a first part of their check fails, these functions return its result; the caller then raises.
 _CONSTRAINTS = {
     getattr(constraints, f"_{name}").check.__code__
     for name in ("Symmetric", "PositiveSemidefinite", "PositiveDefinite")
@@ -344,7 +351,7 @@ def _unmet(distribution: Distribution, what: str, constraint: object) -> str:
 
 
 def is_same_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether what is done to x is done to y, element by element."""
+    """Return whether x and y are the same view of the same memory."""
     if x is y:
         return True
     with DisableTorchFunction():
@@ -354,10 +361,10 @@ def is_same_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 def other_memory(x: torch.Tensor, source: Source | None) -> PlanningError:
-    """For `x.data = y` that a copy is not."""
+    """Return the error for an assignment `x.data = y` that a copy cannot replace."""
     return planning_error(
-        "The program gives a tensor other memory (x.data = y), and something else reads or changes "
-        "what it has or had.",
+        "The program assigns other memory to a tensor (x.data = y), and something else reads or "
+        "changes the old or the new memory.",
         type_text(x),
         source=source,
         fix="x.copy_(y) under torch.no_grad(), of a parameter or buffer x",
@@ -374,14 +381,15 @@ def asks_for_data(what: str, source: Source | None, fix: str = _KEEP) -> Plannin
 
 
 def data_dependent(error: Exception, source: Source | None) -> PlanningError:
-    """For torch's own exceptions about values and sizes that depend on data."""
+    """Return the error for one of the exceptions of `data_dependent_errors`."""
     return asks_for_data(f"{type(error).__name__}: {str(error).splitlines()[0]}", source)
 
 
 def assigned_attribute(
     names: Sequence[str], source: Source | None, stored: StoredByTorch | None = None
 ) -> PlanningError:
-    """For tensors that forward stored in a module, which capture forgets."""
+    """Return the error for tensors that forward stored in attributes ``names`` of a module.
+    ``stored``: the torch function that stores them, if known."""
     if {name.rpartition(".")[2] for name in names} == _OF_A_SCALER:
         stored = StoredByTorch("torch.amp.GradScaler", f"leave it out: {_NO_SCALER}")
     fix = (
@@ -399,7 +407,7 @@ def assigned_attribute(
 
 @dataclass(frozen=True, slots=True)
 class StoredByTorch:
-    """A function of torch's that makes a module store a weight, and what does not."""
+    """A torch function that makes a module store a weight, and the fix that avoids it."""
 
     by: str
     fix: str
@@ -411,8 +419,8 @@ _NO_SCALER = "dt.train_step(..., grad_scaler=scaler) scales the loss; torch.bflo
 
 
 def stored_by_torch(module: nn.Module, name: str) -> StoredByTorch | None:
-    """Which of torch's hooks stores the attribute at each forward, if one does."""
-    # Not at the top: only an error asks.
+    """Return the torch hook that stores this attribute at each forward, or None."""
+    # Imported here because only errors need it.
     from torch.nn.utils.prune import BasePruningMethod
     from torch.nn.utils.spectral_norm import SpectralNorm
     from torch.nn.utils.weight_norm import WeightNorm
@@ -442,7 +450,7 @@ def packed_data(
     "tensor with a mask; pack inside the program, and pass the padded tensor and the lengths",
     source: Source | None = None,
 ) -> PlanningError:
-    """For a packed sequence that is read as a tensor, or is an argument or a result."""
+    """Return the error for a packed sequence that is read as a tensor, passed in, or returned."""
     return planning_error(fact, *operands, source=source or source_here(), fix=fix)
 
 
@@ -479,9 +487,10 @@ def hooks_on_gradients(
 
 
 def changes_outside(changes: Sequence[object], source: Source | None) -> PlanningError:
-    """For a program that changes, at each call, what a captured step would change once."""
+    """Return the error for a program that changes Python objects at each call: a captured step
+    would change them only once."""
     return planning_error(
-        "The program changes what is there after the call, each time that it is called; a captured "
+        "The program changes objects that outlive the call, each time that it is called; a captured "
         "step runs this Python once.",
         *map(str, changes[:4]),
         source=source,
@@ -491,8 +500,8 @@ def changes_outside(changes: Sequence[object], source: Source | None) -> Plannin
 
 
 def draws(generators: Sequence[str], source: Source | None) -> PlanningError:
-    """For random numbers of Python's or numpy's, and iterators, which a captured step would take
-    from once."""
+    """Return the error for a program that draws from random generators of Python or numpy, or from
+    iterators: a captured step would draw only once."""
     return planning_error(
         f"The program draws from {', '.join(generators)}; a captured step would draw once, and "
         f"compute with that value ever after.",
@@ -503,11 +512,11 @@ def draws(generators: Sequence[str], source: Source | None) -> PlanningError:
 
 
 ASSIGNED = r"The tensor attributes? "
-"""How torch's warning about tensors that forward stored in a module begins."""
+"""A pattern for the start of torch's warning about tensors that forward stored in a module."""
 
 
 def assigned_names(warning: str) -> list[str]:
-    """The attributes that torch's warning about stored tensors names."""
+    """Return the attributes that torch's warning about stored tensors names."""
     return re.findall(r"self\.(?:module_\d+\.)?([\w.\[\]]+)", warning)
 
 
@@ -522,16 +531,17 @@ _STRIDED = {"as_strided", "as_strided_copy", "as_strided_scatter", "resize", "re
 
 
 def is_idle_dropout(node: fx.Node) -> bool:
-    """A dropout that does nothing: p = 0, or not training. Args are (x, p, train)."""
+    """Return whether a node is a dropout that does nothing: p = 0, or not training."""
     return _op_name(node).removesuffix("_") in _DROPOUTS and bool(
         node.args[1] == 0 or not node.args[2]
     )
 
 
 def check_forward(module: fx.GraphModule, differentiated: bool) -> None:
-    """Raises for the first node of the exported graph whose value or size depends on data, or whose
-    gradient would be sparse."""
-    quiet: list[str] = []  # regions under no_grad
+    """Raise PlanningError for the first node of the exported graph that cannot be planned: its
+    value or size depends on data, its gradient would be sparse, or it writes to a captured tensor.
+    ``differentiated``: whether the graph gets a backward."""
+    quiet: list[str] = []  # names of the graphs of no_grad regions
     for node in module.graph.nodes:
         if _op_name(node) in _ITEMS or _has_symbols(node.meta.get("val")):
             source = source_of_trace(node.meta.get("stack_trace") or "")
@@ -543,7 +553,7 @@ def check_forward(module: fx.GraphModule, differentiated: bool) -> None:
             _check_written(node, module)
         if _op_name(node) in _PRODUCTS:
             _check_product(node)
-        if _op_name(node) == "_sample_dirichlet":  # of Beta too; it has no derivative of its own
+        if _op_name(node) == "_sample_dirichlet":  # Beta uses it, too; it has no derivative
             raise _no_form(node)
         if differentiated and _op_name(node) in _TABLES and bound(node)["sparse"]:
             _check_table(node)
@@ -555,7 +565,7 @@ def check_forward(module: fx.GraphModule, differentiated: bool) -> None:
 
 
 def _check_written(node: fx.Node, module: fx.GraphModule) -> None:
-    """Raise PlanningError if the op changes a tensor that the program closed over."""
+    """Raise PlanningError if an in-place op changes a tensor that the program closed over."""
     target: Any = node.target
     written = [a.name for a in target._schema.arguments if a.alias_info and a.alias_info.is_write]
     for x in (bound(node)[name] for name in written):
@@ -570,8 +580,8 @@ def _check_written(node: fx.Node, module: fx.GraphModule) -> None:
 
 
 def _check_product(node: fx.Node) -> None:
-    """Raises for a product of real and complex numbers, which torch's fake tensors take."""
-    values = [x.meta["val"] for x in node.all_input_nodes if "val" in x.meta]  # else ours
+    """Raise PlanningError for a product of real and complex tensors, which fake tensors accept."""
+    values = [x.meta["val"] for x in node.all_input_nodes if "val" in x.meta]  # our ops have none
     if len({x.dtype.is_complex for x in values}) > 1:
         raise planning_error(
             f"{_op_name(node)} does not take real and complex operands together.",
@@ -582,6 +592,7 @@ def _check_product(node: fx.Node) -> None:
 
 
 def _check_table(node: fx.Node) -> None:
+    """Raise PlanningError if the gradient of an embedding table would be sparse."""
     table = bound(node)["weight"]
     if table.op in ("get_attr", "placeholder") and not table.meta["val"].requires_grad:
         return
@@ -595,7 +606,8 @@ def _check_table(node: fx.Node) -> None:
 
 
 def check_joint(graph: fx.Graph) -> None:
-    """Raises for the first op of the decomposed graph that is random or holds a graph itself."""
+    """Raise PlanningError for the first op of the joint graph that is random, is control flow, or
+    reads strided memory that is not contiguous."""
     for node in graph.nodes:
         source = source_of_trace(node.meta.get("stack_trace") or "")
         if isinstance(node.target, HigherOrderOperator):
@@ -612,8 +624,8 @@ def check_joint(graph: fx.Graph) -> None:
             raise _no_form(node)
         if _op_name(node) in _STRIDED and not node.args[0].meta["val"].is_contiguous():
             raise planning_error(
-                "The program reads a tensor through strides of memory that it does not fill in "
-                "order; shards of it lie in memory otherwise.",
+                "The program reads a tensor that is not contiguous through strides; its shards "
+                "have other strides.",
                 f"{_op_name(node)} of {type_text(node.args[0].meta['val'])}",
                 source=source,
                 fix="call .contiguous() on it first, or write it with slices and views",

@@ -1,12 +1,12 @@
-"""What a program for CUDA sees of devices, while it is captured on fake CPU tensors.
+"""Report CUDA devices to a program for CUDA that is captured on fake CPU tensors.
 
-    x.device, x.is_cuda                    ->  device("cuda", 0), True
-    x.cuda(), x.to("cuda"), x.to(y.device) ->  x: all of a program is on its device
-    torch.arange(8, device=x.device)       ->  on the CPU, as all that is captured
+    x.device, x.is_cuda                     ->  device("cuda", 0), True
+    x.cuda(), x.to("cuda"), x.to(y.device)  ->  x
+    torch.arange(8, device=x.device)        ->  a fake tensor on the CPU
 
-A rank sees one GPU, its own, so the index is 0. A device that a call is given is the CPU to it
-where it is the program's; any other stays, and torch refuses it. Not here: torch.cuda, which asks
-this machine.
+The index is 0 because each rank sees only one GPU. A device argument of the program's device type
+is replaced by the CPU. Torch raises for other devices. torch.cuda.* functions still describe this
+machine.
 """
 
 from __future__ import annotations
@@ -28,14 +28,16 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class DevicesOfCalls:
-    """``device``: the type of the program's, which is not "cpu"."""
+    """Answers questions about devices. ``device``: the program's device type, which is not
+    "cpu"."""
 
     def __init__(self, device: str) -> None:
         self.device = torch.device(device, 0)
 
     def answer(self, func: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any] | None:
-        """What a question about a tensor's device gives, in a tuple; None for any other call."""
-        if func == _TENSOR.device.__get__:  # of a tensor that is no fake one
+        """Return a 1-tuple with the result of a call that asks for the device of a tensor or moves
+        a tensor to the program's device; None for any other call."""
+        if func == _TENSOR.device.__get__:  # `of_fakes` answers for fake tensors
             return (self.device,)
         if func == _TENSOR.is_cuda.__get__:
             return (self.device.type == "cuda",)
@@ -53,7 +55,7 @@ class DevicesOfCalls:
     def on_the_cpu(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a call, in which the program's device is the CPU."""
+        """Return the arguments of a call with the program's device replaced by the CPU."""
         if func is torch.device:
             return args, dict(kwargs)
         moved = [self._moved(value) for value in args]
@@ -65,7 +67,8 @@ class DevicesOfCalls:
         return tuple(moved), named
 
     def _device(self, value: Any) -> Any:
-        """As torch reads what stands for a device."""
+        """Convert an argument that denotes a device (an index, a name) to a device, as torch
+        does."""
         match value:
             case int():
                 return torch.device(self.device.type, value)
@@ -80,8 +83,8 @@ class DevicesOfCalls:
 
     @contextmanager
     def of_fakes(self, mode: TorchFunctionMode) -> Iterator[None]:
-        """Within, fake tensors say it to who asks while the mode is in force: to the program. Their
-        device is an attribute in Python, which no mode sees."""
+        """In this context, `x.device` of a fake tensor is the program's device while ``mode`` is
+        active. `FakeTensor.device` is a Python property, which modes do not intercept."""
         plain: Any = vars(FakeTensor)["device"]
 
         def said(x: FakeTensor) -> torch.device:
@@ -94,7 +97,7 @@ class DevicesOfCalls:
 
 
 class DevicesAlone(TorchFunctionMode):
-    """Within, nothing else is seen of what a function of torch's asks and moves."""
+    """A mode that only applies `DevicesOfCalls`; code of torch runs under it."""
 
     def __init__(self, device: str) -> None:
         super().__init__()

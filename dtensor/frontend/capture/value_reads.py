@@ -1,12 +1,12 @@
-"""Values that a program's Python reads from tensors which it was not given.
+"""Record the values that a program's Python reads from tensors that are not arguments.
 
     scale = torch.tensor(2.0)
     def loss_fn(model, x):                      # reads.pairs() == [(scale, tensor(2.0))]
         return model(x).mean() * scale.item()
 
-Such a tensor exists while the program is captured, and what is read from it becomes a number of the
-graph. So each read is kept with the value that was read, and compared before each later call
-(guards.py). `RefusalMode` (refusals.py) passes on each call of torch that is given such a tensor.
+A value that Python reads becomes a number in the graph. So each value is recorded, and guards
+compare it before each later call (guards.py). `RefusalMode` (refusals.py) reports each torch call
+that has such a tensor as argument.
 
 A traced tensor has a value if the program computes it from constants: `known` then runs its ops.
 `RefusalMode` refuses a read of any other traced tensor.
@@ -42,16 +42,16 @@ GIVE_VALUES = {
     *(torch.Tensor.__contains__, torch.Tensor.is_nonzero, torch.is_nonzero),
     *(torch.Tensor.equal, torch.equal, torch.Tensor.allclose, torch.allclose),
 }
-"""Functions that give a value of Python, or an array."""
+"""Functions that return a Python value or an array."""
 _READS = GIVE_VALUES | {
     *(torch.Tensor.__deepcopy__, torch.Tensor.__reduce_ex__, torch.Tensor.untyped_storage),
     torch.Tensor.__dlpack__,
 }
-"""Functions that give a value, or memory. They run as outside of a capture."""
+"""Functions that return a value or memory. They run without the modes of the capture."""
 _BUILDS = {torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor}
-"""Functions that read the tensors in a list without an op."""
+"""Functions that read the values of tensors in a list without calling an op."""
 MAX_KNOWN = 1 << 26
-"""Elements of the tensors that are computed while a program is captured, at most."""
+"""The maximum number of elements that `known` computes during capture."""
 
 
 class ValueReads:
@@ -75,8 +75,8 @@ class ValueReads:
         kwargs: Mapping[str, Any],
         untraced: Sequence[torch.Tensor],
     ) -> Any:
-        """Return ``func(*args, **kwargs)``, and note what it reads. ``untraced``: the tensors among
-        its arguments that existed before the capture."""
+        """Return ``func(*args, **kwargs)``, and record the values that it reads. ``untraced``: the
+        arguments that are tensors from before the capture."""
         alone = func in _READS and not any(isinstance(x, FakeTensor) for x in args)
         if alone or func in _BUILDS:
             for x in untraced:
@@ -88,8 +88,8 @@ class ValueReads:
             return func(*args, **kwargs)
 
     def known(self, x: torch.Tensor) -> torch.Tensor | None:
-        """Return the value of a traced tensor that the program computes from constants alone, else
-        None. The constants that were there before the capture count as read."""
+        """Return the value of x if the program computes x from constants only, else None. Tensors
+        from before the capture are constants, and are recorded as read."""
         if not isinstance(x, FakeTensor):
             self.add(x)
             return x
@@ -121,8 +121,8 @@ _TO_TEXT = {"str", "repr", "format", "join"}
 
 
 def is_shown() -> bool:
-    """Return whether the text of a tensor, which is being made, is for people to read: an argument
-    of print, of a logger or of an exception, or made by code of Python's or torch's."""
+    """Return whether the text of a tensor is only for people to read: the calling `__repr__` or
+    `__format__` is for print, a logger or an exception, or was called by Python or torch."""
     frame = sys._getframe(2)
     while frame.f_code not in (torch.Tensor.__repr__.__code__, torch.Tensor.__format__.__code__):
         if (back := frame.f_back) is None:
@@ -141,7 +141,7 @@ def is_shown() -> bool:
         if not instruction.opname.startswith("CALL") or start > inner[0] or end < inner[1]:
             continue
         text = linecache.getline(code.co_filename, at.lineno or 0)
-        if not text:  # typed
+        if not text:  # the source is not available, as in an interactive session
             return "print" in code.co_names
         callee = re.match(
             r"""("[^"]*"|'[^']*')?[\w.]*""", text.encode()[at.col_offset or 0 :].decode()
@@ -153,8 +153,8 @@ def is_shown() -> bool:
 
 
 def _needed(node: fx.Node) -> set[fx.Node] | None:
-    """Return the nodes that give ``node`` its value, with the ops that change one of them in place;
-    None if one of them is an argument of the program, random, uninitialised, or large."""
+    """Return the nodes from which ``node`` is computed, and the ops that change these in place.
+    None if one of them is an argument, random or uninitialised, or if they are too large."""
     changes = [
         (n, {base_of(x) for x in n.all_input_nodes}) for n in node.graph.nodes if is_in_place(n)
     ]
@@ -203,7 +203,7 @@ def base_of(node: fx.Node) -> fx.Node:
 
 
 class _Scalars(TorchDispatchMode):
-    """Sees ops that give a value of Python, as where a tensor stands for a number: `x[:t]`."""
+    """Records reads by ops that return a Python value, such as the index of `x[:t]`."""
 
     def __init__(self, reads: ValueReads) -> None:
         super().__init__()
