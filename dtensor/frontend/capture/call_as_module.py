@@ -31,13 +31,13 @@ from dtensor.frontend.capture.autocast import Surrounding, region
 from dtensor.frontend.capture.packed_sequences import StandIn
 from dtensor.frontend.capture.refusals import (
     RefusalMode,
-    assigned_attribute,
-    hooks_on_gradients,
-    other_memory,
-    packed_data,
+    assigned_attribute_error,
+    buffer_requires_grad_error,
+    data_assignment_error,
+    gradient_hooks_error,
+    packed_data_error,
     planning_error,
-    requires_grad_kept,
-    stored_by_torch,
+    storing_hook,
 )
 from dtensor.frontend.capture.thread_patches import replaced
 from dtensor.frontend.graph import Arg, OutTree, type_text
@@ -215,16 +215,16 @@ class CallAsModule(nn.Module):
             )
             self.observed.changes += filter(self.observed.writes.may, self.before.changes())
             self.observed.values += watch.values.pairs()
-        if watch.given is not None:
+        if watch.data_assignments is not None:
             remaining = [*pytree.tree_leaves(out), *_module_tensors(self.call).values()]
-            if (stale := watch.given.end(remaining)) is not None:
-                raise other_memory(stale, source_of_callable(self.call.fn))
+            if (stale := watch.data_assignments.stale_at_end(remaining)) is not None:
+                raise data_assignment_error(stale, source_of_callable(self.call.fn))
         self._check_assignments(tensors_before)
         if self.grads == "loss":
             self._check_loss(out)
         flat, spec = pytree.tree_flatten(out)
         if any(isinstance(leaf, (StandIn, PackedSequence)) for leaf in flat):
-            raise packed_data(source=source_of_callable(self.call.fn))
+            raise packed_data_error(source=source_of_callable(self.call.fn))
         is_tensor = tuple(isinstance(leaf, torch.Tensor) for leaf in flat)
         self.observed.out_tree = OutTree(
             spec=spec,
@@ -258,7 +258,7 @@ class CallAsModule(nn.Module):
                 raise stored_tensor_error(self.call, [f"{path}{name}"], source)
             assert new is not None
             if new.requires_grad:
-                raise requires_grad_kept(f"{path}{name}", source)
+                raise buffer_requires_grad_error(f"{path}{name}", source)
             with torch.no_grad():
                 old.copy_(new)
             modules[path]._buffers[name] = old
@@ -300,7 +300,7 @@ class CallAsModule(nn.Module):
 
 def _device_context(watch: RefusalMode) -> AbstractContextManager[object]:
     """Return a context in which fake tensors report the program's device instead of the CPU."""
-    return nullcontext() if watch.devices is None else watch.devices.of_fakes(watch)
+    return nullcontext() if watch.devices is None else watch.devices.patch_fake_tensors(watch)
 
 
 def stored_tensor_error(call: FlatCall, names: Sequence[str], line: Source | None) -> PlanningError:
@@ -310,9 +310,9 @@ def stored_tensor_error(call: FlatCall, names: Sequence[str], line: Source | Non
     for path in names:
         owner, dot, name = path.rpartition(".")
         module = modules.get(f"{owner}{dot}")
-        if module is not None and (hook := stored_by_torch(module, name)) is not None:
-            return assigned_attribute(names, source_of_callable(call.fn), hook)
-    return assigned_attribute(names, line or source_of_callable(call.fn))
+        if module is not None and (hook := storing_hook(module, name)) is not None:
+            return assigned_attribute_error(names, source_of_callable(call.fn), hook)
+    return assigned_attribute_error(names, line or source_of_callable(call.fn))
 
 
 def _modules_by_path(call: FlatCall) -> dict[str, nn.Module]:
@@ -358,7 +358,7 @@ def refuse_hooks(call: FlatCall, grads: Grads) -> None:
             if x is not None and has_hooks(x):
                 hooked.append(f"{path}{name}")
     if hooked or (grads != "none" and any(_GLOBAL_BACKWARD_HOOKS)):
-        raise hooks_on_gradients(hooked or ["every module"], source_of_callable(call.fn))
+        raise gradient_hooks_error(hooked or ["every module"], source_of_callable(call.fn))
 
 
 @contextmanager

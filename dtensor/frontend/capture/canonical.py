@@ -31,7 +31,7 @@ from torch import fx
 import dtensor.sharding.ops.attention  # noqa: F401  (registers the dt ops)
 from dtensor.frontend.capture.forward_mode import inside
 from dtensor.frontend.capture.random_ops import RANDOM_OPS, randomise
-from dtensor.frontend.capture.refusals import asks_for_data, is_idle_dropout, planning_error
+from dtensor.frontend.capture.refusals import is_idle_dropout, planning_error, value_dependent_error
 from dtensor.frontend.graph import USERS_META, Writer, bound, type_text
 from dtensor.frontend.source import source_of_trace
 from dtensor.private_torch import OpOverload
@@ -181,7 +181,7 @@ def _settle_check(graph: fx.Graph, node: fx.Node) -> None:
         )
     if checked_value is None:
         source = source_of_trace(node.meta.get("stack_trace") or "")
-        raise asks_for_data(f"a check of torch's: {message}", source)
+        raise value_dependent_error(f"a check of torch's: {message}", source)
     call = Writer(graph, node)
     ok = ok if wanted else call(aten.logical_not.default, ok)
     checked = call(dt.checked.default, checked_value, ok, message)

@@ -46,13 +46,13 @@ from dtensor.frontend.capture.patches import (
     patched,
 )
 from dtensor.frontend.capture.refusals import (
-    ASSIGNED,
-    assigned_names,
-    changes_outside,
+    STORED_WARNING,
     check_forward,
-    data_dependent,
+    data_dependent_error,
     data_dependent_errors,
-    draws,
+    random_state_error,
+    side_effects_error,
+    stored_names,
 )
 from dtensor.frontend.capture.torch_state import restored_on_failure
 from dtensor.frontend.capture.whole_layers import whole_layers
@@ -137,7 +137,7 @@ def _capture_again(call: FlatCall, grads: Grads) -> _Capture:
         second.check()
         if second.changes:
             line = line_of_change(second.changes[0], second.ran)
-            raise changes_outside(second.changes, line or source_of_callable(call.fn))
+            raise side_effects_error(second.changes, line or source_of_callable(call.fn))
     except BaseException:
         undo(second.changes)
         raise
@@ -213,7 +213,7 @@ class _Capture:
     def check(self) -> None:
         self.check_tensors()
         if self.moved:
-            raise draws(self.moved, source_of_callable(self.call.fn))
+            raise random_state_error(self.moved, source_of_callable(self.call.fn))
 
     def text(self) -> str:
         constants = [c.value.tolist() for c in self.graph.inputs if isinstance(c, Const)]
@@ -276,11 +276,11 @@ def export_call(root: CallAsModule, tensors: tuple[torch.Tensor, ...]) -> fx.Gra
             exported = torch.export.export(root, tensors, strict=False)
             return _buffers_to_constants(exported.module(check_guards=False), root)
     except data_dependent_errors() as error:
-        raise data_dependent(error, source_of_exception(error)) from error
+        raise data_dependent_error(error, source_of_exception(error)) from error
     except UserWarning as warning:
-        if not re.match(ASSIGNED, str(warning)):
+        if not re.match(STORED_WARNING, str(warning)):
             raise
-        raise stored_tensor_error(root.call, assigned_names(str(warning)), None) from warning
+        raise stored_tensor_error(root.call, stored_names(str(warning)), None) from warning
     except Exception as error:
         from dtensor.frontend.capture.failures import export_error  # only errors need it
 

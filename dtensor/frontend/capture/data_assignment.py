@@ -22,7 +22,7 @@ from dtensor.private_torch import DisableTorchFunction, FakeTensor, pytree
 
 
 @dataclass(frozen=True, slots=True)
-class _Given:
+class _Assignment:
     """``x`` was given the memory of ``y`` when these were their versions."""
 
     x: torch.Tensor
@@ -33,53 +33,61 @@ class _Given:
 
 @dataclass(slots=True)
 class DataAssignments:
-    """What one call has given. ``own``: its parameters and buffers; ``inputs``: its arguments."""
+    """The assignments of one call. ``parameters``: its parameters and buffers; ``inputs``: its
+    arguments."""
 
-    own: Iterable[torch.Tensor]
+    parameters: Iterable[torch.Tensor]
     inputs: Iterable[torch.Tensor]
-    _of: dict[int, _Given] = field(default_factory=dict[int, _Given])  # by x's memory
-    _with: dict[int, _Given] = field(default_factory=dict[int, _Given])  # by y's
-    _since: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
-    # by id, what was made of the memory of such an x since, and is not freed for it
+    _by_target: dict[int, _Assignment] = field(default_factory=dict[int, _Assignment])
+    _by_source: dict[int, _Assignment] = field(default_factory=dict[int, _Assignment])
+    _aliases: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
+    # By memory of x; by memory of y; and by id, results of later calls that share memory with an x.
+    # The dict keeps these tensors alive, so that no id is reused.
 
-    def gives(self, x: torch.Tensor, y: object) -> bool:
+    def assign(self, x: torch.Tensor, y: object) -> bool:
         """x has the values of y from now on; False where that would not be as in torch."""
-        if not isinstance(y, FakeTensor) or not any(x is own for own in self.own):
+        if not isinstance(y, FakeTensor) or not any(x is p for p in self.parameters):
             return False
         if (x.shape, x.dtype, x.device) != (y.shape, y.dtype, y.device):
             return False
-        taken = {*map(_memory, (*self.own, *self.inputs)), *self._with}
-        if _memory(y) in taken or self.end(()) is not None:
+        unavailable = {*map(_memory, (*self.parameters, *self.inputs)), *self._by_source}
+        if _memory(y) in unavailable or self.stale_at_end(()) is not None:
             return False
         x.detach().copy_(y.detach())
-        for memory in [m for m, given in self._with.items() if given.x is x]:
-            del self._with[memory]
-        for old in [i for i, other in self._since.items() if _memory(other) == _memory(x)]:
-            del self._since[old]
-        given = _Given(x, y, x._version, y._version)
-        self._of[_memory(x)] = self._with[_memory(y)] = given
+        for memory in [m for m, assignment in self._by_source.items() if assignment.x is x]:
+            del self._by_source[memory]
+        for alias in [i for i, tensor in self._aliases.items() if _memory(tensor) == _memory(x)]:
+            del self._aliases[alias]
+        assignment = _Assignment(x, y, x._version, y._version)
+        self._by_target[_memory(x)] = self._by_source[_memory(y)] = assignment
         return True
 
     def stale(self, values: Iterable[object]) -> torch.Tensor | None:
         """A tensor among these that is not in torch what it is here."""
         for tensor in _tensors(values):
             memory = _memory(tensor)
-            of, by = self._of.get(memory), self._with.get(memory)
-            old = of is not None and tensor is not of.x and id(tensor) not in self._since
-            if old or (by is not None and by.x._version != by.x_version):
+            to_target, from_source = self._by_target.get(memory), self._by_source.get(memory)
+            is_old_alias = (
+                to_target is not None
+                and tensor is not to_target.x
+                and id(tensor) not in self._aliases
+            )
+            if is_old_alias or (
+                from_source is not None and from_source.x._version != from_source.x_version
+            ):
                 return tensor
         return None
 
-    def end(self, values: Iterable[object]) -> torch.Tensor | None:
+    def stale_at_end(self, values: Iterable[object]) -> torch.Tensor | None:
         """As `stale`, of what the call leaves: its x too, where their y was changed since."""
-        changed = (g.x for g in self._with.values() if g.y._version != g.y_version)
+        changed = (g.x for g in self._by_source.values() if g.y._version != g.y_version)
         stale = next(changed, None)
         return self.stale(values) if stale is None else stale
 
-    def made(self, result: Any) -> Any:
+    def record_result(self, result: Any) -> Any:
         """The result of a call, which may look at an x."""
-        aliases = (t for t in _tensors(pytree.tree_leaves(result)) if _memory(t) in self._of)
-        self._since.update((id(tensor), tensor) for tensor in aliases)
+        aliases = (t for t in _tensors(pytree.tree_leaves(result)) if _memory(t) in self._by_target)
+        self._aliases.update((id(tensor), tensor) for tensor in aliases)
         return result
 
 

@@ -105,10 +105,10 @@ class ForLengths:
         Raises NotForLengths if a guard does not hold, or if a value that the program read changed.
         """
         with CALL_LOCK, collector_paused():
-            with self._cut_down(flat_call(fn, args, kwargs, main)) as made:
-                graph = graph_of(*made)
-            found = [(c.name, c.value) for c in graph.inputs if isinstance(c, Const)]
-            return replace(graph, reads=self.reads.of(found, custom_ops(graph.fx)))
+            with self._static_capture(flat_call(fn, args, kwargs, main)) as static:
+                graph = graph_of(*static)
+            constants = [(c.name, c.value) for c in graph.inputs if isinstance(c, Const)]
+            return replace(graph, reads=self.reads.of(constants, custom_ops(graph.fx)))
 
     def is_as_captured(
         self,
@@ -124,7 +124,7 @@ class ForLengths:
             (repr(t.spec), repr(t.leaves), t.is_tensor) for t in (self.out_tree, graph.out_tree)
         ]
         call = flat_call(fn, args, kwargs, main)
-        with CALL_LOCK, collector_paused(), self._cut_down(call) as (_, forward, _, _):
+        with CALL_LOCK, collector_paused(), self._static_capture(call) as (_, forward, _, _):
             return trees[0] == trees[1] and fingerprint(forward) == graph.exported
 
     def _check(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -140,36 +140,41 @@ class ForLengths:
                 raise NotForLengths("a length is 0 or 1")
             if values.setdefault(symbol, size) != size:
                 raise NotForLengths("two lengths were the same before")
-        numbers = {symbol: sympy.Integer(value) for symbol, value in values.items()}
-        if any(guard.xreplace(numbers) != sympy.true for guard in self.guards):
+        substitution = {symbol: sympy.Integer(value) for symbol, value in values.items()}
+        if any(guard.xreplace(substitution) != sympy.true for guard in self.guards):
             raise NotForLengths("it branches on a length")
 
-    def _constants(self) -> dict[int, torch.Tensor]:
+    def _current_constants(self) -> dict[int, torch.Tensor]:
         """Return the current value of each constant, by id of the constant in the module."""
-        found: dict[int, torch.Tensor] = {}
+        current: dict[int, torch.Tensor] = {}
         for value, caught in zip(self.constants, self.reads.caught, strict=True):
-            now = value if caught.place is None else caught.tensor.detach()
-            layouts = [(x.shape, x.stride(), x.dtype, x.device) for x in (value, now)]
+            tensor = value if caught.place is None else caught.tensor.detach()
+            layouts = [(x.shape, x.stride(), x.dtype, x.device) for x in (value, tensor)]
             if layouts[0] != layouts[1]:
                 raise NotForLengths("a tensor that it caught lies otherwise in memory")
-            found[id(value)] = now
-        return found
+            current[id(value)] = tensor
+        return current
 
     @contextmanager
-    def _cut_down(
+    def _static_capture(
         self, call: FlatCall
     ) -> Iterator[tuple[CallAsModule, fx.GraphModule, tuple[torch.Tensor, ...], FakeTensorMode]]:
         """Enter a capture of the call; yield the arguments of `graph_of`, with the static forward
         graph. Raises like `graph`."""
         if (changed := self.reads.difference()) is not None:
             raise NotForLengths(changed)
-        constants = self._constants()
+        constants = self._current_constants()
         self._check(call.tensors)
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         root = CallAsModule(call, self.grads, StateBefore(walk(())), surrounding())
         root.observed.out_tree = self.out_tree
         with in_capture(), fake_state(call, self.grads, mode) as tensors:
-            yield root, _Cut(root, mode, constants).module(self.module, tensors), tensors, mode
+            yield (
+                root,
+                _StaticCopy(root, mode, constants).copy_module(self.module, tensors),
+                tensors,
+                mode,
+            )
 
 
 def _layout(x: torch.Tensor, index: int, dims: Dims) -> Hashable:
@@ -198,28 +203,28 @@ def export_for_lengths(
     Raises NotForLengths, or any exception of the program.
     """
     with CALL_LOCK, collector_paused():
-        return _exported(flat_call(fn, args, kwargs, main), grads, dims, ran)
+        return _export(flat_call(fn, args, kwargs, main), grads, dims, ran)
 
 
-def _exported(call: FlatCall, grads: Grads, dims: Dims, known: ExecutedCode | None) -> ForLengths:
+def _export(call: FlatCall, grads: Grads, dims: Dims, executed: ExecutedCode | None) -> ForLengths:
     refuse_hooks(call, grads)
     load_compiler()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     before = StateBefore(walk(call.roots))
     root = CallAsModule(call, grads, before, surrounding())
     symbols = _Symbols(dims)
-    watch = _Watch(known)
+    recorder = _UseRecorder(executed)
     moved: list[str] = []
     try:
         with in_capture() as functions, fake_state(call, grads, mode) as tensors:
-            with symbols.given(), watch:
+            with symbols.patch_export(), recorder:
                 forward = export_call(root, tensors)
             if functions:
                 raise NotForLengths("it has an autograd Function of its own")
     except BaseException as error:
         undo(root.observed.changes)
-        if watch.seen and isinstance(error, Exception):
-            raise NotForLengths(watch.seen[0]) from error
+        if recorder.uses and isinstance(error, Exception):
+            raise NotForLengths(recorder.uses[0]) from error
         raise
     finally:
         if (writes := root.observed.writes) is not None:
@@ -229,24 +234,26 @@ def _exported(call: FlatCall, grads: Grads, dims: Dims, known: ExecutedCode | No
     if root.observed.changes or moved:
         undo(root.observed.changes)
         raise NotForLengths("it changes what it finds")
-    if watch.seen:
-        raise NotForLengths(watch.seen[0])
+    if recorder.uses:
+        raise NotForLengths(recorder.uses[0])
     ran = root.recorder.codes()
     if ran is not None:  # sympy ran only for the symbols
-        kept = {i: c for i, c in ran.codes.items() if not c.co_filename.startswith(_OTHERS)}
-        ran = ExecutedCode(kept, ran.calls)
-    if ran is None or (asks := watch.asks_for_type(ran)):
-        raise NotForLengths(f"{asks} asks for a type" if ran else "its Python was not seen")
+        codes = {
+            i: c for i, c in ran.codes.items() if not c.co_filename.startswith(_SYMBOLIC_LIBRARIES)
+        }
+        ran = ExecutedCode(codes, ran.calls)
+    if ran is None or (function := recorder.unwatched_type_check(ran)):
+        raise NotForLengths(f"{function} asks for a type" if ran else "its Python was not seen")
     if any(isinstance(leaf, _SYMBOLIC) for leaf in root.observed.out_tree.leaves):
         raise NotForLengths("it returns a length")
-    found = symbols.guards()
+    guards = symbols.guards()
     constants = tuple({id(x): x for x in _constants_of(forward, root)}.values())
     return ForLengths(
         module=forward,
         symbols=tuple(symbols.places),
         dims=dims,
         layouts=tuple(_layout(x, i, dims) for i, x in enumerate(call.tensors)),
-        guards=found,
+        guards=guards,
         out_tree=root.observed.out_tree,
         reads=Guards(
             call.roots,
@@ -259,13 +266,13 @@ def _exported(call: FlatCall, grads: Grads, dims: Dims, known: ExecutedCode | No
     )
 
 
-def _constants_of(plain: nn.Module, root: nn.Module) -> Iterator[torch.Tensor]:
+def _constants_of(exported: nn.Module, root: nn.Module) -> Iterator[torch.Tensor]:
     """Yield the tensors of an exported module that the modules of the call do not hold."""
-    own = {id(x) for x in (*root.parameters(), *root.buffers())}
-    for module in plain.modules():
+    state = {id(x) for x in (*root.parameters(), *root.buffers())}
+    for module in exported.modules():
         for value in (*vars(module).values(), *module._buffers.values()):
-            fake = isinstance(value, (FakeTensor, nn.Parameter))
-            if isinstance(value, torch.Tensor) and not fake and id(value) not in own:
+            is_state = isinstance(value, (FakeTensor, nn.Parameter))
+            if isinstance(value, torch.Tensor) and not is_state and id(value) not in state:
                 yield value
 
 
@@ -278,41 +285,44 @@ class _Symbols:
 
     def __init__(self, dims: Dims) -> None:
         self.dims = dims
-        self.env: Any = None
+        self.shape_env: Any = None
         self.places: list[tuple[sympy.Symbol, tuple[int, str, int]]] = []
 
     @contextmanager
-    def given(self) -> Iterator[None]:
+    def patch_export(self) -> Iterator[None]:
         """In this context, torch's export makes its fake arguments with our symbols."""
         trace = export_trace()
         plain: Any = vars(trace)["make_fake_inputs"]
 
-        def make(*args: Any, **kwargs: Any) -> Any:
-            mode, fakes, *rest = plain(*args, **kwargs)
-            self.env = mode.shape_env
-            return (mode, self._with_symbols(mode, fakes), *rest)
+        def make_fake_inputs(*args: Any, **kwargs: Any) -> Any:
+            mode, fakes, *other_results = plain(*args, **kwargs)
+            self.shape_env = mode.shape_env
+            return (mode, self._with_symbols(mode, fakes), *other_results)
 
-        def no_guards(*_args: Any, **_kwargs: Any) -> None:
+        def skip_guards(*_args: Any, **_kwargs: Any) -> None:
             pass  # `guards` returns all of them
 
-        names = (("make_fake_inputs", make), ("produce_guards_and_solve_constraints", no_guards))
-        with replaced([(trace, n, here_alone(f, vars(trace)[n])) for n, f in names]):
+        patches = (
+            ("make_fake_inputs", make_fake_inputs),
+            ("produce_guards_and_solve_constraints", skip_guards),
+        )
+        with replaced([(trace, n, here_alone(f, vars(trace)[n])) for n, f in patches]):
             yield
 
     def _with_symbols(self, mode: Any, fakes: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
         lengths: dict[int, Any] = {}
-        made: list[Any] = []
+        arguments: list[Any] = []
         for index, fake in enumerate(fakes):
             if all(i != index for i, _ in self.dims):
-                made.append(fake)
+                arguments.append(fake)
                 continue
             shape: list[Any] = list(fake.shape)
             for dim, size in enumerate(fake.shape):
-                if (number := self.dims.get((index, dim))) is not None:
-                    if number not in lengths:
-                        lengths[number] = self._symbol(f"length_{number}", size)
-                    shape[dim] = lengths[number]
-                    self.places.append((lengths[number].node.expr, (index, "size", dim)))
+                if (length := self.dims.get((index, dim))) is not None:
+                    if length not in lengths:
+                        lengths[length] = self._symbol(f"length_{length}", size)
+                    shape[dim] = lengths[length]
+                    self.places.append((lengths[length].node.expr, (index, "size", dim)))
             strides: list[Any] = list(fake.stride())
             if fake.is_contiguous():
                 for dim in reversed(range(len(shape) - 1)):
@@ -324,31 +334,31 @@ class _Symbols:
                         self.places.append((strides[dim].node.expr, (index, "stride", dim)))
             with mode:
                 new = torch.empty_strided(shape, strides, dtype=fake.dtype, device=fake.device)
-            made.append(new.requires_grad_(fake.requires_grad))
-        return tuple(made)
+            arguments.append(new.requires_grad_(fake.requires_grad))
+        return tuple(arguments)
 
     def _symbol(self, name: str, hint: int) -> Any:
         from torch.fx.experimental.symbolic_shapes import DimDynamic
 
         source = symbol_source(name)
-        symbol = self.env.create_symbol(hint, source, DimDynamic.DYNAMIC, None)
-        return self.env.create_symintnode(symbol, hint=hint, source=source)
+        symbol = self.shape_env.create_symbol(hint, source, DimDynamic.DYNAMIC, None)
+        return self.shape_env.create_symintnode(symbol, hint=hint, source=source)
 
     def guards(self) -> tuple[Any, ...]:
         """Return all conditions under which the export is valid.
 
         Raises NotForLengths if torch fixed a symbol or the conditions need other symbols.
         """
-        env = self.env
-        own = {symbol for symbol, _ in self.places}
+        env = self.shape_env
+        symbols = {symbol for symbol, _ in self.places}
         if any(not x.free_symbols for x in env.replacements.values()):
             raise NotForLengths("it needs one length")
         if env.deferred_runtime_asserts:
             raise NotForLengths("it asserts what is not known")
-        found = tuple(guard.expr for guard in env.guards)
-        if any(guard.free_symbols - own for guard in found):
+        conditions = tuple(guard.expr for guard in env.guards)
+        if any(guard.free_symbols - symbols for guard in conditions):
             raise NotForLengths("it has symbols of its own")
-        return found
+        return conditions
 
 
 # -- what Python does with a length ----------------------------------------------------------------
@@ -358,21 +368,21 @@ _LOGGING = _TORCH + "_logging" + os.sep
 _OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 _SYMPY = os.path.dirname(sympy.__file__) + os.sep
 _MPMATH = os.path.join(os.path.dirname(os.path.dirname(sympy.__file__)), "mpmath") + os.sep
-_OTHERS = (_SYMPY, _MPMATH)
-_INSIDES = (_TORCH, _OURS, *_OTHERS, "<frozen", "<eval_with_key>")
-_BETWEEN = ("abc.py", "functools.py", "capture/lengths.py", "capture/thread_patches.py")
+_SYMBOLIC_LIBRARIES = (_SYMPY, _MPMATH)
+_LIBRARIES = (_TORCH, _OURS, *_SYMBOLIC_LIBRARIES, "<frozen", "<eval_with_key>")
+_SKIPPED_FILES = ("abc.py", "functools.py", "capture/lengths.py", "capture/thread_patches.py")
 """Files whose frames are skipped: they act on behalf of their caller."""
 
 
-def _by_user() -> bool:
+def _called_by_user() -> bool:
     """Return whether the user's code (not torch, dtensor or sympy) is the caller."""
     frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.endswith(_BETWEEN):
+    while frame is not None and frame.f_code.co_filename.endswith(_SKIPPED_FILES):
         frame = frame.f_back
-    return frame is not None and not frame.f_code.co_filename.startswith(_INSIDES)
+    return frame is not None and not frame.f_code.co_filename.startswith(_LIBRARIES)
 
 
-def _by_logger() -> bool:
+def _called_by_logger() -> bool:
     """Return whether torch's logging is on the stack: it formats symbols for TORCH_TRACE."""
     frame = sys._getframe(1)
     while frame is not None and not frame.f_code.co_filename.startswith(_LOGGING):
@@ -380,26 +390,32 @@ def _by_logger() -> bool:
     return frame is not None
 
 
-class _Watch:
-    """A context that records in ``seen`` each use of a symbolic number that no guard can check."""
+class _UseRecorder:
+    """A context that records in ``uses`` each use of a symbolic number that no guard can check."""
 
-    def __init__(self, known: ExecutedCode | None) -> None:
-        self.seen: list[str] = []
-        codes = [c for c in known.codes.values() if _uses_type(c)] if known is not None else []
-        using = {code.co_filename for code in codes}
-        files = {f for f in using if not _IS_TYPE.search("".join(linecache.getlines(f)))}
-        held = [(raw_attributes(m), m) for m in list(sys.modules.values())]
+    def __init__(self, executed: ExecutedCode | None) -> None:
+        self.uses: list[str] = []
+        codes = (
+            [c for c in executed.codes.values() if _uses_type(c)] if executed is not None else []
+        )
+        files_with_type = {code.co_filename for code in codes}
+        watched_files = {
+            f for f in files_with_type if not _IS_TYPE.search("".join(linecache.getlines(f)))
+        }
+        modules = [(raw_attributes(m), m) for m in list(sys.modules.values())]
         self._modules = [
-            m for space, m in held if space.get("__file__") in files and "type" not in space
+            m
+            for space, m in modules
+            if space.get("__file__") in watched_files and "type" not in space
         ]
         self._files = {vars(module)["__file__"] for module in self._modules}
 
-    def asks_for_type(self, ran: ExecutedCode) -> str | None:
+    def unwatched_type_check(self, ran: ExecutedCode) -> str | None:
         """Return the name of a user's function that calls `type` in a file that is not watched, or
         that matches on classes: both give another result for a symbol. None if there is none."""
         for code in ran.codes.values():
-            unseen = code.co_filename not in self._files and _uses_type(code)
-            if unseen or _matches_classes(code):
+            is_unwatched = code.co_filename not in self._files and _uses_type(code)
+            if is_unwatched or _matches_classes(code):
                 return code.co_qualname
         return None
 
@@ -410,113 +426,117 @@ class _Watch:
         for cls in _SYMBOLIC:
             for name in ("__repr__", "__hash__"):
                 plain = getattr(cls, name)
-                changes.append((cls, name, here_alone(self._noted(name, plain), plain)))
-            changes.append((cls, "__format__", self._noted("__format__", cls.__format__)))
-            changes.append((cls, "__reduce_ex__", self._noted("__reduce_ex__", cls.__reduce_ex__)))
-            changes.append((cls, "__getattr__", self._missing()))
+                changes.append((cls, name, here_alone(self._recording(name, plain), plain)))
+            changes.append((cls, "__format__", self._recording("__format__", cls.__format__)))
+            changes.append(
+                (cls, "__reduce_ex__", self._recording("__reduce_ex__", cls.__reduce_ex__))
+            )
+            changes.append((cls, "__getattr__", self._recording_getattr()))
         for name in ("guard_int", "guard_float", "int_"):
             plain = getattr(SymNode, name)
-            changes.append((SymNode, name, here_alone(self._turned(name, plain), plain)))
+            changes.append(
+                (SymNode, name, here_alone(self._recording_conversion(name, plain), plain))
+            )
         for name in ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"):
             plain = getattr(torch.SymInt, name)
-            changes.append((torch.SymInt, name, here_alone(self._compared(plain), plain)))
+            changes.append((torch.SymInt, name, here_alone(self._comparison(plain), plain)))
         for cls in (torch.SymInt, torch.SymFloat):
             for name in _ARITHMETIC:
                 plain = getattr(cls, name)
-                changes.append((cls, name, here_alone(self._computed(plain), plain)))
+                changes.append((cls, name, here_alone(self._recording_floats(plain), plain)))
         plain = torch.SymInt.__round__
-        noted = here_alone(self._noted("__round__", plain), plain)
+        noted = here_alone(self._recording("__round__", plain), plain)
         changes.append((torch.SymInt, "__round__", noted))
-        changes.append((builtins, "isinstance", self._isinstance(isinstance)))
-        changes += [(module, "type", _watched_type(self)) for module in self._modules]
+        changes.append((builtins, "isinstance", self._recording_isinstance(isinstance)))
+        changes += [(module, "type", _recording_type(self)) for module in self._modules]
         self._changed = replaced(changes)
         self._changed.__enter__()
 
     def __exit__(self, *exc: Any) -> None:
         self._changed.__exit__(*exc)
 
-    def note(self, what: str) -> None:
+    def record(self, use: str) -> None:
         """Record a use, with the user's line."""
         line = source_here()
-        self.seen.append(what if line is None else f"{what} ({line}: {line.text})")
+        self.uses.append(use if line is None else f"{use} ({line}: {line.text})")
 
-    def _noted(self, name: str, plain: Any) -> Any:
+    def _recording(self, name: str, plain: Any) -> Any:
         """Wrap the method ``name`` of a symbolic number: record each call."""
 
-        def noted(value: Any, *args: Any) -> Any:
-            asked = _by_user() if name == "__hash__" else not _by_logger()
-            if is_capturing() and asked:
-                self.note(_NOTED[name])
+        def method(value: Any, *args: Any) -> Any:
+            is_use = _called_by_user() if name == "__hash__" else not _called_by_logger()
+            if is_capturing() and is_use:
+                self.record(_USES[name])
             return plain(value, *args)
 
-        return noted
+        return method
 
-    def _computed(self, plain: Any) -> Any:
+    def _recording_floats(self, plain: Any) -> Any:
         """Wrap an arithmetic method: record a float result, which sympy may round differently."""
 
-        def computed(value: Any, *args: Any) -> Any:
-            found = plain(value, *args)
-            if type(found) is torch.SymFloat and _by_user():
-                self.note("a length becomes a float")
-            return found
+        def method(value: Any, *args: Any) -> Any:
+            result = plain(value, *args)
+            if type(result) is torch.SymFloat and _called_by_user():
+                self.record("a length becomes a float")
+            return result
 
-        return computed
+        return method
 
-    def _compared(self, plain: Any) -> Any:
+    def _comparison(self, plain: Any) -> Any:
         """Wrap a comparison: in the user's code it returns a bool, and torch adds a guard."""
 
-        def compared(value: Any, other: Any) -> Any:
-            found = plain(value, other)
-            if not _by_user():
-                return found
-            if found is NotImplemented and not isinstance(other, _COMPARE_THEMSELVES):
-                self.note(f"a length is compared with a {type(other).__name__}")
-            return bool(found) if type(found) is torch.SymBool else found
+        def method(value: Any, other: Any) -> Any:
+            result = plain(value, other)
+            if not _called_by_user():
+                return result
+            if result is NotImplemented and not isinstance(other, _COMPARABLE_TYPES):
+                self.record(f"a length is compared with a {type(other).__name__}")
+            return bool(result) if type(result) is torch.SymBool else result
 
-        return compared
+        return method
 
-    def _turned(self, name: str, plain: Any) -> Any:
+    def _recording_conversion(self, name: str, plain: Any) -> Any:
         """Wrap a conversion to int, float or bool: record it if the number has symbols."""
 
-        def turned(node: Any, *args: Any) -> Any:
+        def method(node: Any, *args: Any) -> Any:
             if node.expr.free_symbols:
-                self.note("a length is made a plain number")
+                self.record("a length is made a plain number")
             return plain(node, *args)
 
-        return turned
+        return method
 
-    def _missing(self) -> Any:
+    def _recording_getattr(self) -> Any:
         """Return a `__getattr__` that records attributes that symbolic numbers do not have."""
-        watch = self
+        recorder = self
 
-        def missing(_value: Any, name: str) -> Any:
-            asked = not name.startswith("__torch") and is_capturing()  # torch's C++ asks for these
-            if asked and _by_user():
-                watch.note(f"a length is asked for its {name}")
+        def method(_value: Any, name: str) -> Any:
+            is_use = not name.startswith("__torch") and is_capturing()  # torch's C++ asks for these
+            if is_use and _called_by_user():
+                recorder.record(f"a length is asked for its {name}")
             raise AttributeError(name)
 
-        return missing
+        return method
 
-    def _isinstance(self, plain: Any) -> Any:
+    def _recording_isinstance(self, plain: Any) -> Any:
         """Wrap `isinstance`: record a call by the user's code on a symbolic number."""
-        watch, symbolic = self, frozenset(_SYMBOLIC)
+        recorder, symbolic = self, frozenset(_SYMBOLIC)
 
         def is_instance(value: Any, kind: Any, /) -> bool:
-            if type(value) in symbolic and is_capturing() and _by_user():
-                watch.note("a length is asked for its type")
+            if type(value) in symbolic and is_capturing() and _called_by_user():
+                recorder.record("a length is asked for its type")
             return plain(value, kind)
 
         return is_instance
 
 
-_NOTED = {
+_USES = {
     "__repr__": "a length is turned into text",
     "__format__": "a length is turned into text",
     "__hash__": "a length is looked up",
     "__reduce_ex__": "a length is copied",
     "__round__": "a length is rounded",
 }
-_COMPARE_THEMSELVES = (torch.Tensor, str, type(None))
+_COMPARABLE_TYPES = (torch.Tensor, str, type(None))
 """Types, besides plain numbers, with which a length may be compared. For an instance of another
 class (an IntEnum), the comparison with a symbol would be wrong."""
 _ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
@@ -530,9 +550,9 @@ _IS_TYPE = re.compile(r"\bis (not )?type\b")
 def _uses_type(code: CodeType) -> bool:
     """Return whether the code reads the name `type`, except in `type(self)`."""
     steps = list(dis.get_instructions(code))
-    for step, following in zip(steps, [*steps[1:], None], strict=True):
-        named = step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and step.argval == "type"
-        if named and (following is None or following.argval != "self"):
+    for step, next_step in zip(steps, [*steps[1:], None], strict=True):
+        is_type = step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and step.argval == "type"
+        if is_type and (next_step is None or next_step.argval != "self"):
             return True
     return False
 
@@ -541,7 +561,7 @@ def _matches_classes(code: CodeType) -> bool:
     return any(step.opname == "MATCH_CLASS" for step in dis.get_instructions(code))
 
 
-def _watched_type(watch: _Watch) -> type:
+def _recording_type(recorder: _UseRecorder) -> type:
     """Return a class that replaces `type` in a module of the user and behaves like it for all
     threads, but records calls on symbolic numbers."""
 
@@ -551,12 +571,12 @@ def _watched_type(watch: _Watch) -> type:
                 return super().__call__(*args, **kwargs)
             if len(args) == 1:
                 if type(args[0]) in _SYMBOLIC and is_capturing():
-                    watch.note("a length is asked for its type")
+                    recorder.record("a length is asked for its type")
                 return type(args[0])
-            made = type(*args, **kwargs)
+            new_class = type(*args, **kwargs)
             if "__module__" not in args[2]:
-                made.__module__ = sys._getframe(1).f_globals["__name__"]
-            return made
+                new_class.__module__ = sys._getframe(1).f_globals["__name__"]
+            return new_class
 
         def __eq__(cls, other: object) -> bool:
             return other is type if cls is Type else super().__eq__(other)
@@ -580,40 +600,42 @@ def _watched_type(watch: _Watch) -> type:
 # -- cut down to numbers ---------------------------------------------------------------------------
 
 
-class _Cut:
+class _StaticCopy:
     """Copies an exported graph with the sizes of given arguments in place of symbols."""
 
     def __init__(
         self, root: CallAsModule, mode: FakeTensorMode, constants: Mapping[int, torch.Tensor]
     ) -> None:
         self.root, self.mode, self.constants = root, mode, constants
-        self.known: dict[Hashable, Any] = {}  # results by call: repeated layers run once
+        self.results: dict[Hashable, Any] = {}  # results by call: repeated layers run once
 
-    def module(self, plain: fx.GraphModule, tensors: Sequence[torch.Tensor]) -> fx.GraphModule:
-        made = _held_as(plain, self.root, self.constants)
+    def copy_module(
+        self, original: fx.GraphModule, tensors: Sequence[torch.Tensor]
+    ) -> fx.GraphModule:
+        copy = _module_like(original, self.root, self.constants)
         with self.mode, torch.no_grad():
-            made.graph, _ = self._graph(plain, made, tuple(map(self._like, tensors)))
-        return made
+            copy.graph, _ = self._copy_graph(original, copy, tuple(map(self._empty_like, tensors)))
+        return copy
 
-    def _like(self, x: torch.Tensor) -> torch.Tensor:
+    def _empty_like(self, x: torch.Tensor) -> torch.Tensor:
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
 
-    def _graph(
-        self, plain: fx.GraphModule, made: fx.GraphModule, given: tuple[Any, ...]
+    def _copy_graph(
+        self, original: fx.GraphModule, copy: fx.GraphModule, values: tuple[Any, ...]
     ) -> tuple[fx.Graph, Any]:
-        """Return the static copy of ``plain.graph``, and the fake values of its outputs.
+        """Return the static copy of ``original.graph``, and the fake values of its outputs.
 
-        ``made``: the module that holds the copy's attributes; ``given``: the arguments' values.
+        ``copy``: the module that holds the new attributes; ``values``: of the placeholders.
         """
         graph = fx.Graph()
         env: dict[fx.Node, Any] = {}  # for each old node the new node, or a number
         vals: dict[fx.Node, Any] = {}
-        known: set[fx.Node] = set()
-        waiting = iter(given)
+        copied: set[fx.Node] = set()
+        remaining_values = iter(values)
         out: Any = None
-        for old in plain.graph.nodes:
+        for old in original.graph.nodes:
             if old.op == "placeholder":
-                value = next(waiting)
+                value = next(remaining_values)
                 if isinstance(value, (bool, int, float)):
                     env[old] = value
                     continue
@@ -621,11 +643,15 @@ class _Cut:
                 vals[new] = value
             elif old.op == "get_attr":
                 new = graph.get_attr(str(old.target))
-                held = attribute_of(made, new)
-                vals[new] = held
-                if isinstance(held, torch.Tensor):
-                    own = isinstance(held, (nn.Parameter, FakeTensor))
-                    vals[new] = self._like(held) if own else self.mode.from_tensor(held)
+                attribute = attribute_of(copy, new)
+                vals[new] = attribute
+                if isinstance(attribute, torch.Tensor):
+                    is_state = isinstance(attribute, (nn.Parameter, FakeTensor))
+                    vals[new] = (
+                        self._empty_like(attribute)
+                        if is_state
+                        else self.mode.from_tensor(attribute)
+                    )
             elif old.op == "output":
                 out = fx.map_arg(old.args[0], env.__getitem__)
                 if any(not isinstance(x, fx.Node) for x in _flat(out)):
@@ -635,23 +661,23 @@ class _Cut:
                 out = fx.map_arg(out, vals.__getitem__)
                 continue
             else:
-                new = self._call(graph, old, made, plain, env, vals)
-                if not isinstance(new, fx.Node) or new in known:
+                new = self._copy_call(graph, old, copy, original, env, vals)
+                if not isinstance(new, fx.Node) or new in copied:
                     env[old] = new
                     continue
             env[old] = new
-            known.add(new)
-            new.meta = {k: v for k, v in old.meta.items() if k not in _OF_VALUES}
+            copied.add(new)
+            new.meta = {k: v for k, v in old.meta.items() if k not in _VALUE_META}
             if "val" in old.meta:
                 new.meta["val"] = vals[new]
         return graph, out
 
-    def _call(
+    def _copy_call(
         self,
         graph: fx.Graph,
         old: fx.Node,
-        made: fx.GraphModule,
-        plain: fx.GraphModule,
+        copy: fx.GraphModule,
+        original: fx.GraphModule,
         env: dict[fx.Node, Any],
         vals: dict[fx.Node, Any],
     ) -> Any:
@@ -674,40 +700,44 @@ class _Cut:
                 raise NotForLengths(f"{target} gives no number")
             return number
         if isinstance(target, HigherOrderOperator):
-            return self._region(graph, old, made, plain, args, vals)
-        if target is torch.ops.aten.slice.Tensor and _is_whole(vals[args[0]], *args[1:], **kwargs):
-            if not _is_alone(old):
+            return self._copy_region(graph, old, copy, original, args, vals)
+        if target is torch.ops.aten.slice.Tensor and _is_full_slice(
+            vals[args[0]], *args[1:], **kwargs
+        ):
+            if not _is_only_indexing(old):
                 return args[0]  # static indexing records no slice of a whole dim
             target, args = torch.ops.aten.alias.default, args[:1]
         new = graph.create_node("call_function", target, args, kwargs)
-        vals[new] = self._run(target, args, kwargs, vals)
+        vals[new] = self._run_op(target, args, kwargs, vals)
         return new
 
-    def _region(
+    def _copy_region(
         self,
         graph: fx.Graph,
         old: fx.Node,
-        made: fx.GraphModule,
-        plain: fx.GraphModule,
+        copy: fx.GraphModule,
+        original: fx.GraphModule,
         args: Any,
         vals: dict[fx.Node, Any],
     ) -> fx.Node:
         """Copy a no_grad or autocast region, and make the graph inside it static, too."""
-        at = [i for i, x in enumerate(args) if isinstance(x, fx.Node) and x.op == "get_attr"]
-        graphs = [i for i in at if isinstance(vals[args[i]], fx.GraphModule)]
+        positions = [i for i, x in enumerate(args) if isinstance(x, fx.Node) and x.op == "get_attr"]
+        graphs = [i for i in positions if isinstance(vals[args[i]], fx.GraphModule)]
         if old.target.__name__ not in _REGIONS or len(graphs) != 1:  # type: ignore[union-attr]
             raise NotForLengths(f"it has {old.target}")
-        first = graphs[0]
-        child = vals[args[first]]
-        inner = attribute_of(plain, args[first])
-        given = tuple(vals[x] if isinstance(x, fx.Node) else x for x in args[first + 1 :])
-        child.graph, out = self._graph(inner, child, given)
-        kept = tuple(x for x in args[first + 1 :] if isinstance(x, fx.Node))
-        new = graph.create_node("call_function", old.target, (*args[: first + 1], *kept), {})
+        position = graphs[0]
+        child = vals[args[position]]
+        inner = attribute_of(original, args[position])
+        values = tuple(vals[x] if isinstance(x, fx.Node) else x for x in args[position + 1 :])
+        child.graph, out = self._copy_graph(inner, child, values)
+        node_args = tuple(x for x in args[position + 1 :] if isinstance(x, fx.Node))
+        new = graph.create_node(
+            "call_function", old.target, (*args[: position + 1], *node_args), {}
+        )
         vals[new] = out
         return new
 
-    def _run(self, target: Any, args: Any, kwargs: Any, vals: dict[fx.Node, Any]) -> Any:
+    def _run_op(self, target: Any, args: Any, kwargs: Any, vals: dict[fx.Node, Any]) -> Any:
         """Run an op on fake tensors; an equal call of an op without side effects runs once."""
 
         def value(x: fx.Node) -> Any:
@@ -727,9 +757,9 @@ class _Cut:
         fx.map_arg((args, kwargs), lambda n: nodes.append(n))
         layouts = {n: layout_of(vals[n]) for n in nodes}
         key = (target, exact(args, layouts), exact(kwargs, layouts))
-        if key not in self.known:
-            self.known[key] = run()
-        return self.known[key]
+        if key not in self.results:
+            self.results[key] = run()
+        return self.results[key]
 
 
 _INDEXING = (
@@ -738,54 +768,54 @@ _INDEXING = (
 )
 
 
-def _is_alone(old: fx.Node) -> bool:
+def _is_only_indexing(old: fx.Node) -> bool:
     """Return whether the op is the only one of its indexing expression (x[:n], not x[:n, None])."""
     trace = old.meta.get("stack_trace")
-    others = (n for n in (*old.all_input_nodes, *old.users) if n.target in _INDEXING)
-    return all(n.meta.get("stack_trace") != trace for n in others)
+    neighbours = (n for n in (*old.all_input_nodes, *old.users) if n.target in _INDEXING)
+    return all(n.meta.get("stack_trace") != trace for n in neighbours)
 
 
-def _is_whole(
+def _is_full_slice(
     x: torch.Tensor, dim: int = 0, start: int | None = 0, end: int | None = None, step: int = 1
 ) -> bool:
     return start in (0, None) and step == 1 and (end is None or end >= x.shape[dim])
 
 
-_OF_VALUES = ("val", "tensor_meta", "unbacked_bindings", "example_value")
+_VALUE_META = ("val", "tensor_meta", "unbacked_bindings", "example_value")
 
 
 def _flat(value: Any) -> list[Any]:
     return [y for x in value for y in _flat(x)] if isinstance(value, (list, tuple)) else [value]
 
 
-def _held_as(
-    plain: fx.GraphModule, root: nn.Module, constants: Mapping[int, torch.Tensor]
+def _module_like(
+    original: fx.GraphModule, root: nn.Module, constants: Mapping[int, torch.Tensor]
 ) -> fx.GraphModule:
-    """Return a module with an empty graph and the attributes of ``plain`` in the same order: the
+    """Return a module with an empty graph and the attributes of ``original`` in the same order: the
     root's parameters and buffers, and ``constants``."""
-    made = fx.GraphModule(nn.Module(), fx.Graph())
-    _fill(made, plain, "", root, constants)
-    return made
+    copy = fx.GraphModule(nn.Module(), fx.Graph())
+    _copy_attributes(copy, original, "", root, constants)
+    return copy
 
 
-def _fill(
-    made: nn.Module,
-    plain: nn.Module,
+def _copy_attributes(
+    copy: nn.Module,
+    original: nn.Module,
     path: str,
     root: nn.Module,
     constants: Mapping[int, torch.Tensor],
 ) -> None:
-    for name in plain._parameters:
-        made.register_parameter(name, root.get_parameter(f"{path}{name}"))
-    for name in plain._buffers:
-        made.register_buffer(name, root.get_buffer(f"{path}{name}"))
-    for name, value in vars(plain).items():
+    for name in original._parameters:
+        copy.register_parameter(name, root.get_parameter(f"{path}{name}"))
+    for name in original._buffers:
+        copy.register_buffer(name, root.get_buffer(f"{path}{name}"))
+    for name, value in vars(original).items():
         if isinstance(value, torch.Tensor):
-            object.__setattr__(made, name, constants[id(value)])
-    for name, child in plain._modules.items():
+            object.__setattr__(copy, name, constants[id(value)])
+    for name, child in original._modules.items():
         if isinstance(child, fx.GraphModule):
-            made.add_module(name, _held_as(child, root, constants))
+            copy.add_module(name, _module_like(child, root, constants))
         elif child is not None:
             inner = nn.Module()
-            made.add_module(name, inner)
-            _fill(inner, child, f"{path}{name}.", root, constants)
+            copy.add_module(name, inner)
+            _copy_attributes(inner, child, f"{path}{name}.", root, constants)

@@ -160,7 +160,7 @@ def _packed(
 ) -> tuple[Packed, BatchSizes]:
     rows = x.transpose(0, 1) if batch_first else x
     steps, batch = rows.shape[:2]
-    known = reads.known(lengths)
+    known = reads.known_value(lengths)
     numbers: list[int] = []
     if known is not None:
         with disable_current_modes():

@@ -61,7 +61,7 @@ from torch.utils._pytree import tree_leaves
 from dtensor.frontend.call_lock import CALL_LOCK, PerThread, is_capturing, started
 from dtensor.frontend.capture import forward_mode
 from dtensor.frontend.capture.autocast import AUTOCAST, CAPTURED_ON, program_device
-from dtensor.frontend.capture.refusals import ASSIGNED, is_same_memory, planning_error
+from dtensor.frontend.capture.refusals import STORED_WARNING, is_same_memory, planning_error
 from dtensor.frontend.capture.thread_patches import (
     answered_here,
     filtered,
@@ -144,8 +144,8 @@ def patched(*, below: FunctionType) -> Iterator[list[AppliedFunctions]]:
                 ("ignore", "", r"torch\..*"),
                 # nn.LSTM and its like keep their parameters a second time in a list, which the
                 # export itself swaps.
-                ("ignore", ASSIGNED, ""),
-                ("error", ASSIGNED + r".*self\.(?!\S*_flat_weights)", ""),
+                ("ignore", STORED_WARNING, ""),
+                ("error", STORED_WARNING + r".*self\.(?!\S*_flat_weights)", ""),
             )
         )
         stack.callback(torch.set_autocast_enabled, "cuda", torch.is_autocast_enabled("cuda"))
@@ -249,9 +249,9 @@ def _unmoved(
     named = [*module.named_parameters(recurse=recurse), *module.named_buffers(recurse=recurse)]
     alone: Callable[[], AbstractContextManager[object]] = torch._C.DisableTorchFunction
     if (device := program_device()) != CAPTURED_ON:
-        from dtensor.frontend.capture.seen_device import DevicesAlone
+        from dtensor.frontend.capture.seen_device import DeviceMode
 
-        alone = partial(DevicesAlone, device)
+        alone = partial(DeviceMode, device)
     for name, x in named:
         with disable_proxy_modes_tracing(), alone(), torch.no_grad():
             made = fn(x)

@@ -29,11 +29,11 @@ from dtensor.frontend.capture.forward_mode import made_outside
 from dtensor.frontend.capture.packed_sequences import RECURRENT, packed_result
 from dtensor.frontend.capture.random_ops import DRAW
 from dtensor.frontend.capture.value_reads import (
-    GIVE_VALUES,
+    VALUE_FUNCTIONS,
     ValueReads,
     base_of,
     is_in_place,
-    is_shown,
+    is_text_for_people,
 )
 from dtensor.frontend.graph import bound, type_text
 from dtensor.frontend.guards.executed_code import CodeRecorder
@@ -56,7 +56,7 @@ from dtensor.signals import act, noted
 
 if TYPE_CHECKING:
     from dtensor.frontend.capture.data_assignment import DataAssignments
-    from dtensor.frontend.capture.seen_device import DevicesOfCalls
+    from dtensor.frontend.capture.seen_device import ProgramDevice
 
 
 def data_dependent_errors() -> tuple[type[Exception], ...]:
@@ -86,7 +86,7 @@ def planning_error(fact: str, *operands: str, source: Source | None, fix: str) -
 
 # -- what the user's code asks of a value ------------------------------------------------------
 
-_ASKS: dict[Callable[..., Any], str] = {
+_VALUE_READS: dict[Callable[..., Any], str] = {
     torch.Tensor.item: ".item()",
     torch.Tensor.tolist: ".tolist()",
     torch.Tensor.numpy: ".numpy()",
@@ -96,14 +96,14 @@ _ASKS: dict[Callable[..., Any], str] = {
     torch.Tensor.__index__: "a tensor as an index of Python",
 }
 
-_SEE = 'to see it, return (loss, {"name": value}) and read loss.metrics'
-_NUMBERS = (torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__float__)
-_KEEP = "keep it a tensor (torch.where, a mask that multiplies), or pass it in as a number"
-_TEXTS: dict[Callable[..., Any], str] = {
+_RETURN_VALUE = 'to see it, return (loss, {"name": value}) and read loss.metrics'
+_NUMBER_READS = (torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__float__)
+_KEEP_TENSOR = "keep it a tensor (torch.where, a mask that multiplies), or pass it in as a number"
+_TEXT_READS: dict[Callable[..., Any], str] = {
     torch.Tensor.__repr__: "the text of a tensor (str, repr)",
     torch.Tensor.__format__: 'the text of a tensor (f"{tensor}", format)',
 }
-_GIVE_VALUES = GIVE_VALUES - _ASKS.keys()
+_OTHER_READS = VALUE_FUNCTIONS - _VALUE_READS.keys()
 _DATA: Any = torch.Tensor.data
 _DERIVATIVES = {torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward}
 
@@ -119,9 +119,9 @@ class RefusalMode(TorchFunctionMode):
     """Intercept each torch call of the user's function, and refuse calls that capture cannot
     handle.
 
-    recorder: records the executed code; paused while torch runs. own: the parameters and buffers.
-    inputs: the tensor arguments. given: the assignments `x.data = y`, None before the first one.
-    device: the device type that the program sees.
+    recorder: records the executed code; paused while torch runs. parameters: parameters and buffers.
+    inputs: the tensor arguments. data_assignments: the assignments `x.data = y`; None before the
+    first one. device: the device type that the program sees.
     """
 
     def __init__(
@@ -133,15 +133,15 @@ class RefusalMode(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.recorder = recorder
-        self.devices: DevicesOfCalls | None = None
+        self.devices: ProgramDevice | None = None
         if device != "cpu":
             # Imported here because only programs for GPUs need it.
-            from dtensor.frontend.capture.seen_device import DevicesOfCalls
+            from dtensor.frontend.capture.seen_device import ProgramDevice
 
-            self.devices = DevicesOfCalls(device)
+            self.devices = ProgramDevice(device)
         self.values = ValueReads()
-        self.own, self.inputs = parameters, inputs
-        self.given: DataAssignments | None = None
+        self.parameters, self.inputs = parameters, inputs
+        self.data_assignments: DataAssignments | None = None
 
     def __torch_function__(
         self,
@@ -156,7 +156,7 @@ class RefusalMode(TorchFunctionMode):
         if self.devices is not None:
             if (answered := self.devices.answer(func, args)) is not None:
                 return answered[0]
-            args, kwargs = self.devices.on_the_cpu(func, args, kwargs)
+            args, kwargs = self.devices.replace_devices(func, args, kwargs)
         if func in RECURRENT and torch.is_autocast_enabled("cuda"):
             raise planning_error(
                 f'Under torch.autocast("cuda"), {func.__name__} is a cuDNN op with its own casts, '
@@ -164,10 +164,10 @@ class RefusalMode(TorchFunctionMode):
                 source=source_here(),
                 fix='torch.autocast("cuda", enabled=False) around it, and a cast of its input',
             )
-        packed = packed_result(func, args, kwargs, self.values, packed_data)
+        packed = packed_result(func, args, kwargs, self.values, packed_data_error)
         if packed is not None:
             return packed[0]
-        if func in _ASKS and not _is_constant(args[0]):
+        if func in _VALUE_READS and not _is_constant(args[0]):
             check = check_of_torch() if func is torch.Tensor.__bool__ else None
             if check is not None and functorch_depth():
                 raise planning_error(
@@ -179,7 +179,7 @@ class RefusalMode(TorchFunctionMode):
             if check is not None:
                 torch.ops.dt.ask(args[0], check.passes, check.message)
                 return check.passes
-            value = self.values.known(args[0])
+            value = self.values.known_value(args[0])
             if value is not None:
                 with disable_current_modes():
                     return func(value)
@@ -192,21 +192,27 @@ class RefusalMode(TorchFunctionMode):
                     source=source_here(),
                     fix="state a momentum, as in BatchNorm1d(n, momentum=0.1)",
                 )
-            fix = f"{_KEEP}; {_SEE}" if func in _NUMBERS else _KEEP
-            raise asks_for_data(f"{_ASKS[func]} of {type_text(args[0])}", source_here(), fix)
-        if func in _GIVE_VALUES and any(isinstance(x, FakeTensor) for x in args):
-            values = [self.values.known(x) if isinstance(x, torch.Tensor) else x for x in args]
+            fix = f"{_KEEP_TENSOR}; {_RETURN_VALUE}" if func in _NUMBER_READS else _KEEP_TENSOR
+            raise value_dependent_error(
+                f"{_VALUE_READS[func]} of {type_text(args[0])}", source_here(), fix
+            )
+        if func in _OTHER_READS and any(isinstance(x, FakeTensor) for x in args):
+            values = [
+                self.values.known_value(x) if isinstance(x, torch.Tensor) else x for x in args
+            ]
             if all(v is not None or x is None for v, x in zip(values, args, strict=True)):
                 with disable_current_modes():
                     return func(*values, **kwargs)
-            if func in _TEXTS and (any(args[1:]) or not is_shown()):
-                raise asks_for_data(f"{_TEXTS[func]} of {type_text(args[0])}", source_here(), _SEE)
+            if func in _TEXT_READS and (any(args[1:]) or not is_text_for_people()):
+                raise value_dependent_error(
+                    f"{_TEXT_READS[func]} of {type_text(args[0])}", source_here(), _RETURN_VALUE
+                )
         if func == _DATA.__get__:  # the export would not see a tensor that .data returns
-            return self._made(args[0].detach())
+            return self._record_result(args[0].detach())
         if func == _DATA.__set__:
-            if is_same_memory(args[1], args[0]) or self._gives(args[0], args[1]):
+            if is_same_memory(args[1], args[0]) or self._assign_data(args[0], args[1]):
                 return None
-            raise other_memory(args[0], source_here())
+            raise data_assignment_error(args[0], source_here())
         if func in _DERIVATIVES:
             raise planning_error(
                 "A gradient inside the program is not supported yet.",
@@ -215,7 +221,7 @@ class RefusalMode(TorchFunctionMode):
                 "direction: torch.func.jvp; a second derivative: jvp of jvp",
             )
         if func in _HOOKS:
-            raise hooks_on_gradients([type_text(args[0])], source_here(), _HOOKS[func])
+            raise gradient_hooks_error([type_text(args[0])], source_here(), _HOOKS[func])
         if func in _CTC:
             raise planning_error(
                 "CTC loss is not supported: what it computes depends on the values of the lengths.",
@@ -232,12 +238,12 @@ class RefusalMode(TorchFunctionMode):
         if (tensor := made_outside(func, args, kwargs)) is not None:
             return tensor
         calls_back = False
-        if self.given is not None:
-            stale = self.given.stale(_opened((*args, *kwargs.values())))
+        if self.data_assignments is not None:
+            stale = self.data_assignments.stale(_flatten((*args, *kwargs.values())))
             if stale is not None:
-                raise other_memory(stale, source_here())
+                raise data_assignment_error(stale, source_here())
         untraced: list[torch.Tensor] = []
-        for value in _opened((*args, *kwargs.values())):
+        for value in _flatten((*args, *kwargs.values())):
             calls_back |= isinstance(value, FunctionType)
             if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
                 continue
@@ -245,7 +251,7 @@ class RefusalMode(TorchFunctionMode):
             if not is_dense(value):
                 line = f"  {source}: {source.text}\n" if (source := source_here()) else ""
                 check_dense("a tensor that the program uses", value, line, name="x")
-            if _is_stray(value):
+            if _loses_gradient(value):
                 raise planning_error(
                     "A tensor that requires grad is used but was not passed in: its gradient "
                     "would be lost.",
@@ -257,29 +263,31 @@ class RefusalMode(TorchFunctionMode):
                     else "model.z = nn.Parameter(z), read from the model; or z.detach()",
                 )
         if untraced:
-            return self._made(self.values.watched(func, args, kwargs, untraced))
+            return self._record_result(self.values.call_and_record(func, args, kwargs, untraced))
         if calls_back:
-            return self._made(func(*args, **kwargs))
+            return self._record_result(func(*args, **kwargs))
         with self.recorder.paused():
-            return self._made(func(*args, **kwargs))
+            return self._record_result(func(*args, **kwargs))
 
-    def _gives(self, x: torch.Tensor, y: object) -> bool:
+    def _assign_data(self, x: torch.Tensor, y: object) -> bool:
         """Replace `x.data = y` by a copy; return False if a copy would behave differently."""
-        if self.given is None:
+        if self.data_assignments is None:
             from dtensor.frontend.capture.data_assignment import DataAssignments  # few programs do
 
-            self.given = DataAssignments(self.own, self.inputs)
-        return self.given.gives(x, y)
+            self.data_assignments = DataAssignments(self.parameters, self.inputs)
+        return self.data_assignments.assign(x, y)
 
-    def _made(self, result: Any) -> Any:
-        return result if self.given is None else self.given.made(result)
+    def _record_result(self, result: Any) -> Any:
+        return (
+            result if self.data_assignments is None else self.data_assignments.record_result(result)
+        )
 
 
-def _opened(values: Iterable[Any]) -> Iterator[Any]:
+def _flatten(values: Iterable[Any]) -> Iterator[Any]:
     """Yield the values; of lists, tuples and slices yield the items."""
     for value in values:
         if type(value) in (list, tuple):
-            yield from _opened(value)
+            yield from _flatten(value)
         elif type(value) is slice:
             yield from (value.start, value.stop, value.step)
         else:
@@ -294,7 +302,7 @@ def _is_constant(x: torch.Tensor) -> bool:
     return not isinstance(x, FakeTensor) or x.constant is not None
 
 
-def _is_stray(x: torch.Tensor) -> bool:
+def _loses_gradient(x: torch.Tensor) -> bool:
     """Return whether x requires grad but is not traced, so that its gradient would be lost."""
     if not x.requires_grad or isinstance(x, FakeTensor):
         return False
@@ -315,7 +323,7 @@ _GAUSSIAN_NLL = FunctionType(
 
 
 @dataclass(frozen=True, slots=True)
-class AskedByTorch:
+class TorchCheck:
     """A check of tensor values by torch, which raises ``message`` unless the result is
     ``passes``."""
 
@@ -323,18 +331,25 @@ class AskedByTorch:
     message: str
 
 
-def check_of_torch() -> AskedByTorch | None:
+def check_of_torch() -> TorchCheck | None:
     """Return the check that the calling torch function makes, or None for an unknown function."""
     frame = sys._getframe(2)
-    code, of = frame.f_code, frame.f_locals
+    code, variables = frame.f_code, frame.f_locals
     if code is F.gaussian_nll_loss.__code__:
-        return AskedByTorch(False, "var has negative entry/entries: variances are to be 0 or more")
+        return TorchCheck(False, "var has negative entry/entries: variances are to be 0 or more")
     if code is Distribution.__init__.__code__:
-        return AskedByTorch(True, _unmet(of["self"], f"parameter {of['param']}", of["constraint"]))
+        return TorchCheck(
+            True,
+            _constraint_message(
+                variables["self"], f"parameter {variables['param']}", variables["constraint"]
+            ),
+        )
     if code is Distribution._validate_sample.__code__:
-        return AskedByTorch(True, _unmet(of["self"], "value argument", of["support"]))
+        return TorchCheck(
+            True, _constraint_message(variables["self"], "value argument", variables["support"])
+        )
     if code in _CONSTRAINTS:
-        return AskedByTorch(True, f"Expected matrices to satisfy {of['self']}")
+        return TorchCheck(True, f"Expected matrices to satisfy {variables['self']}")
     return None
 
 
@@ -345,7 +360,7 @@ _CONSTRAINTS = {
 }
 
 
-def _unmet(distribution: Distribution, what: str, constraint: object) -> str:
+def _constraint_message(distribution: Distribution, what: str, constraint: object) -> str:
     kind = type(distribution).__name__
     return f"Expected {what} of distribution {kind} to satisfy the constraint {constraint}"
 
@@ -360,7 +375,7 @@ def is_same_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
         ) and x.untyped_storage()._cdata == y.untyped_storage()._cdata
 
 
-def other_memory(x: torch.Tensor, source: Source | None) -> PlanningError:
+def data_assignment_error(x: torch.Tensor, source: Source | None) -> PlanningError:
     """Return the error for an assignment `x.data = y` that a copy cannot replace."""
     return planning_error(
         "The program assigns other memory to a tensor (x.data = y), and something else reads or "
@@ -371,7 +386,9 @@ def other_memory(x: torch.Tensor, source: Source | None) -> PlanningError:
     )
 
 
-def asks_for_data(what: str, source: Source | None, fix: str = _KEEP) -> PlanningError:
+def value_dependent_error(
+    what: str, source: Source | None, fix: str = _KEEP_TENSOR
+) -> PlanningError:
     return planning_error(
         "The program depends on a tensor's value, which is not known when it is planned.",
         what,
@@ -380,18 +397,18 @@ def asks_for_data(what: str, source: Source | None, fix: str = _KEEP) -> Plannin
     )
 
 
-def data_dependent(error: Exception, source: Source | None) -> PlanningError:
+def data_dependent_error(error: Exception, source: Source | None) -> PlanningError:
     """Return the error for one of the exceptions of `data_dependent_errors`."""
-    return asks_for_data(f"{type(error).__name__}: {str(error).splitlines()[0]}", source)
+    return value_dependent_error(f"{type(error).__name__}: {str(error).splitlines()[0]}", source)
 
 
-def assigned_attribute(
-    names: Sequence[str], source: Source | None, stored: StoredByTorch | None = None
+def assigned_attribute_error(
+    names: Sequence[str], source: Source | None, stored: StoringHook | None = None
 ) -> PlanningError:
     """Return the error for tensors that forward stored in attributes ``names`` of a module.
     ``stored``: the torch function that stores them, if known."""
-    if {name.rpartition(".")[2] for name in names} == _OF_A_SCALER:
-        stored = StoredByTorch("torch.amp.GradScaler", f"leave it out: {_NO_SCALER}")
+    if {name.rpartition(".")[2] for name in names} == _SCALER_ATTRIBUTES:
+        stored = StoringHook("torch.amp.GradScaler", f"leave it out: {_SCALER_FIX}")
     fix = (
         "return it from forward; if it needs no gradient, register it as a buffer and change it in "
         "place; a cache that stays as it is: let one call of the module fill it before"
@@ -399,50 +416,50 @@ def assigned_attribute(
     return planning_error(
         "The program stores a tensor in an attribute of a module, which would be lost.",
         *names,
-        *([] if stored is None else [f"stored by {stored.by}"]),
+        *([] if stored is None else [f"stored by {stored.name}"]),
         source=source,
         fix=fix if stored is None else stored.fix,
     )
 
 
 @dataclass(frozen=True, slots=True)
-class StoredByTorch:
+class StoringHook:
     """A torch function that makes a module store a weight, and the fix that avoids it."""
 
-    by: str
+    name: str
     fix: str
 
 
 _HOOK = "a hook before its forward"
-_OF_A_SCALER = {"_scale", "_growth_tracker"}
-_NO_SCALER = "dt.train_step(..., grad_scaler=scaler) scales the loss; torch.bfloat16 needs none"
+_SCALER_ATTRIBUTES = {"_scale", "_growth_tracker"}
+_SCALER_FIX = "dt.train_step(..., grad_scaler=scaler) scales the loss; torch.bfloat16 needs none"
 
 
-def stored_by_torch(module: nn.Module, name: str) -> StoredByTorch | None:
+def storing_hook(module: nn.Module, name: str) -> StoringHook | None:
     """Return the torch hook that stores this attribute at each forward, or None."""
     # Imported here because only errors need it.
     from torch.nn.utils.prune import BasePruningMethod
     from torch.nn.utils.spectral_norm import SpectralNorm
     from torch.nn.utils.weight_norm import WeightNorm
 
-    which, nn_utils = f'(module, "{name}")', "torch.nn.utils"
+    args, nn_utils = f'(module, "{name}")', "torch.nn.utils"
     for hook in module._forward_pre_hooks.values():
         match hook:
             case WeightNorm() | SpectralNorm() if hook.name == name:
                 kind = "weight_norm" if isinstance(hook, WeightNorm) else "spectral_norm"
-                fix = f"{nn_utils}.remove_{kind}{which}; {nn_utils}.parametrizations.{kind}{which}"
-                return StoredByTorch(f"{nn_utils}.{kind}, {_HOOK}", fix)
+                fix = f"{nn_utils}.remove_{kind}{args}; {nn_utils}.parametrizations.{kind}{args}"
+                return StoringHook(f"{nn_utils}.{kind}, {_HOOK}", fix)
             case BasePruningMethod() if hook._tensor_name == name:
-                fix = f"{nn_utils}.prune.remove{which}; to go on with the mask: {nn_utils}."
+                fix = f"{nn_utils}.prune.remove{args}; to go on with the mask: {nn_utils}."
                 fix += f'parametrize.register_parametrization(module, "{name}", a module that '
-                by = f"{nn_utils}.prune, {_HOOK}"
-                return StoredByTorch(by, f"{fix}multiplies by the mask)")
+                hook_name = f"{nn_utils}.prune, {_HOOK}"
+                return StoringHook(hook_name, f"{fix}multiplies by the mask)")
             case _:
                 pass
     return None
 
 
-def packed_data(
+def packed_data_error(
     fact: str = "The shape and order of a packed sequence depend on the lengths, whose values are "
     "not known when the program is planned.",
     *operands: str,
@@ -457,7 +474,7 @@ def packed_data(
 FLEX = "torch.nn.attention.flex_attention"
 
 
-def flex_attention(source: Source | None) -> PlanningError:
+def flex_attention_error(source: Source | None) -> PlanningError:
     return planning_error(
         f"{FLEX} is not supported: its score_mod and mask_mod are programs of their own.",
         source=source,
@@ -465,7 +482,7 @@ def flex_attention(source: Source | None) -> PlanningError:
     )
 
 
-def requires_grad_kept(name: str, source: Source | None) -> PlanningError:
+def buffer_requires_grad_error(name: str, source: Source | None) -> PlanningError:
     return planning_error(
         "A buffer is changed to a value that requires grad: steps would share gradients.",
         f"buffer {name}",
@@ -474,7 +491,7 @@ def requires_grad_kept(name: str, source: Source | None) -> PlanningError:
     )
 
 
-def hooks_on_gradients(
+def gradient_hooks_error(
     where: Sequence[str], source: Source | None, what: str = "a hook on a gradient"
 ) -> PlanningError:
     return planning_error(
@@ -486,12 +503,12 @@ def hooks_on_gradients(
     )
 
 
-def changes_outside(changes: Sequence[object], source: Source | None) -> PlanningError:
+def side_effects_error(changes: Sequence[object], source: Source | None) -> PlanningError:
     """Return the error for a program that changes Python objects at each call: a captured step
     would change them only once."""
     return planning_error(
-        "The program changes objects that outlive the call, each time that it is called; a captured "
-        "step runs this Python once.",
+        "The program changes objects that outlive the call, each time that it is called; a "
+        "captured step runs this Python once.",
         *map(str, changes[:4]),
         source=source,
         fix="keep it in a buffer that is changed in place (register_buffer), return it, or change "
@@ -499,7 +516,7 @@ def changes_outside(changes: Sequence[object], source: Source | None) -> Plannin
     )
 
 
-def draws(generators: Sequence[str], source: Source | None) -> PlanningError:
+def random_state_error(generators: Sequence[str], source: Source | None) -> PlanningError:
     """Return the error for a program that draws from random generators of Python or numpy, or from
     iterators: a captured step would draw only once."""
     return planning_error(
@@ -511,11 +528,11 @@ def draws(generators: Sequence[str], source: Source | None) -> PlanningError:
     )
 
 
-ASSIGNED = r"The tensor attributes? "
+STORED_WARNING = r"The tensor attributes? "
 """A pattern for the start of torch's warning about tensors that forward stored in a module."""
 
 
-def assigned_names(warning: str) -> list[str]:
+def stored_names(warning: str) -> list[str]:
     """Return the attributes that torch's warning about stored tensors names."""
     return re.findall(r"self\.(?:module_\d+\.)?([\w.\[\]]+)", warning)
 
@@ -526,7 +543,7 @@ _DROPOUTS = {"dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropo
 _INDICES = {"where", "nonzero", "nonzero_numpy", "argwhere", "masked_select"}
 _ITEMS = {"item", "_local_scalar_dense"}
 _PRODUCTS = {"linear", "matmul", "mm", "bmm", "addmm", "mv", "dot"}
-_TABLES = {"embedding", "embedding_bag"}
+_EMBEDDINGS = {"embedding", "embedding_bag"}
 _STRIDED = {"as_strided", "as_strided_copy", "as_strided_scatter", "resize", "resize_as"}
 
 
@@ -541,30 +558,33 @@ def check_forward(module: fx.GraphModule, differentiated: bool) -> None:
     """Raise PlanningError for the first node of the exported graph that cannot be planned: its
     value or size depends on data, its gradient would be sparse, or it writes to a captured tensor.
     ``differentiated``: whether the graph gets a backward."""
-    quiet: list[str] = []  # names of the graphs of no_grad regions
+    no_grad_graphs: list[str] = []  # names of the graphs of no_grad regions
     for node in module.graph.nodes:
         if _op_name(node) in _ITEMS or _has_symbols(node.meta.get("val")):
             source = source_of_trace(node.meta.get("stack_trace") or "")
-            what, fix = f"{_op_name(node)}: a value or size that depends on data", _KEEP
+            description, fix = (
+                f"{_op_name(node)}: a value or size that depends on data",
+                _KEEP_TENSOR,
+            )
             if _op_name(node) in _INDICES:
                 fix = "torch.where(condition, x, 0) with three arguments, or x * condition: a mask"
-            raise asks_for_data(what, source, fix)
+            raise value_dependent_error(description, source, fix)
         if is_in_place(node):
-            _check_written(node, module)
+            _check_write(node, module)
         if _op_name(node) in _PRODUCTS:
             _check_product(node)
         if _op_name(node) == "_sample_dirichlet":  # Beta uses it, too; it has no derivative
-            raise _no_form(node)
-        if differentiated and _op_name(node) in _TABLES and bound(node)["sparse"]:
-            _check_table(node)
+            raise _random_op_error(node)
+        if differentiated and _op_name(node) in _EMBEDDINGS and bound(node)["sparse"]:
+            _check_embedding(node)
         if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled and not node.args[0]:
-            quiet.append(node.args[1].target)
+            no_grad_graphs.append(node.args[1].target)
     for name, child in module.named_children():
         if isinstance(child, fx.GraphModule):
-            check_forward(child, differentiated and name not in quiet)
+            check_forward(child, differentiated and name not in no_grad_graphs)
 
 
-def _check_written(node: fx.Node, module: fx.GraphModule) -> None:
+def _check_write(node: fx.Node, module: fx.GraphModule) -> None:
     """Raise PlanningError if an in-place op changes a tensor that the program closed over."""
     target: Any = node.target
     written = [a.name for a in target._schema.arguments if a.alias_info and a.alias_info.is_write]
@@ -574,9 +594,9 @@ def _check_written(node: fx.Node, module: fx.GraphModule) -> None:
             continue
         state = (*module.named_parameters(), *module.named_buffers())
         if base.target not in dict(state):
-            what = f"{_op_name(node)} of {type_text(x.meta['val'])}, no parameter or buffer"
+            description = f"{_op_name(node)} of {type_text(x.meta['val'])}, no parameter or buffer"
             source = source_of_trace(node.meta.get("stack_trace") or "")
-            raise changes_outside([what], source)
+            raise side_effects_error([description], source)
 
 
 def _check_product(node: fx.Node) -> None:
@@ -591,15 +611,15 @@ def _check_product(node: fx.Node) -> None:
         )
 
 
-def _check_table(node: fx.Node) -> None:
+def _check_embedding(node: fx.Node) -> None:
     """Raise PlanningError if the gradient of an embedding table would be sparse."""
-    table = bound(node)["weight"]
-    if table.op in ("get_attr", "placeholder") and not table.meta["val"].requires_grad:
+    weight = bound(node)["weight"]
+    if weight.op in ("get_attr", "placeholder") and not weight.meta["val"].requires_grad:
         return
     raise planning_error(
         "The gradient of an embedding with sparse=True is a sparse tensor, and a step's gradients "
         "are dense.",
-        f"{_op_name(node)} of {type_text(table.meta['val'])}",
+        f"{_op_name(node)} of {type_text(weight.meta['val'])}",
         source=source_of_trace(node.meta.get("stack_trace") or ""),
         fix="set sparse=False: the same numbers, and an optimizer that takes dense gradients",
     )
@@ -612,7 +632,7 @@ def check_joint(graph: fx.Graph) -> None:
         source = source_of_trace(node.meta.get("stack_trace") or "")
         if isinstance(node.target, HigherOrderOperator):
             if "flex_attention" in node.target.name():
-                raise flex_attention(source)
+                raise flex_attention_error(source)
             raise planning_error(
                 f"Control flow inside the graph is not supported yet: {node.target.name()}.",
                 source=source,
@@ -621,7 +641,7 @@ def check_joint(graph: fx.Graph) -> None:
         if not isinstance(node.target, OpOverload):
             continue
         if torch.Tag.nondeterministic_seeded in node.target.tags:
-            raise _no_form(node)
+            raise _random_op_error(node)
         if _op_name(node) in _STRIDED and not node.args[0].meta["val"].is_contiguous():
             raise planning_error(
                 "The program reads a tensor that is not contiguous through strides; its shards "
@@ -632,7 +652,7 @@ def check_joint(graph: fx.Graph) -> None:
             )
 
 
-def _no_form(node: fx.Node) -> PlanningError:
+def _random_op_error(node: fx.Node) -> PlanningError:
     return planning_error(
         f"This random op has no counter-based form: {_op_name(node)}.",
         source=source_of_trace(node.meta.get("stack_trace") or ""),

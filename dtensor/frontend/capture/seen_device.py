@@ -27,7 +27,7 @@ _CPU = torch.device("cpu")
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-class DevicesOfCalls:
+class ProgramDevice:
     """Answers questions about devices. ``device``: the program's device type, which is not
     "cpu"."""
 
@@ -37,7 +37,7 @@ class DevicesOfCalls:
     def answer(self, func: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any] | None:
         """Return a 1-tuple with the result of a call that asks for the device of a tensor or moves
         a tensor to the program's device; None for any other call."""
-        if func == _TENSOR.device.__get__:  # `of_fakes` answers for fake tensors
+        if func == _TENSOR.device.__get__:  # `patch_fake_tensors` answers for fake tensors
             return (self.device,)
         if func == _TENSOR.is_cuda.__get__:
             return (self.device.type == "cuda",)
@@ -52,21 +52,21 @@ class DevicesOfCalls:
                 return (args[0].type().replace("torch.", f"torch.{self.device.type}."),)
         return None
 
-    def on_the_cpu(
+    def replace_devices(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of a call with the program's device replaced by the CPU."""
         if func is torch.device:
             return args, dict(kwargs)
-        moved = [self._moved(value) for value in args]
+        new_args = [self._replace_device(value) for value in args]
         if func is _TENSOR.to and len(args) > 1:
-            moved[1] = self._moved(self._device(args[1]))
-        named = {name: self._moved(value) for name, value in kwargs.items()}
-        if "device" in named:
-            named["device"] = self._moved(self._device(named["device"]))
-        return tuple(moved), named
+            new_args[1] = self._replace_device(self._as_device(args[1]))
+        new_kwargs = {name: self._replace_device(value) for name, value in kwargs.items()}
+        if "device" in new_kwargs:
+            new_kwargs["device"] = self._replace_device(self._as_device(new_kwargs["device"]))
+        return tuple(new_args), new_kwargs
 
-    def _device(self, value: Any) -> Any:
+    def _as_device(self, value: Any) -> Any:
         """Convert an argument that denotes a device (an index, a name) to a device, as torch
         does."""
         match value:
@@ -77,31 +77,31 @@ class DevicesOfCalls:
             case _:
                 return value
 
-    def _moved(self, value: Any) -> Any:
-        is_ours = isinstance(value, torch.device) and value.type == self.device.type
-        return _CPU if is_ours else value
+    def _replace_device(self, value: Any) -> Any:
+        is_program_device = isinstance(value, torch.device) and value.type == self.device.type
+        return _CPU if is_program_device else value
 
     @contextmanager
-    def of_fakes(self, mode: TorchFunctionMode) -> Iterator[None]:
+    def patch_fake_tensors(self, mode: TorchFunctionMode) -> Iterator[None]:
         """In this context, `x.device` of a fake tensor is the program's device while ``mode`` is
         active. `FakeTensor.device` is a Python property, which modes do not intercept."""
         plain: Any = vars(FakeTensor)["device"]
 
-        def said(x: FakeTensor) -> torch.device:
+        def reported_device(x: FakeTensor) -> torch.device:
             if is_capturing() and mode in function_modes():
                 return self.device
             return plain.fget(x)
 
-        with replaced([(FakeTensor, "device", property(said, plain.fset))]):
+        with replaced([(FakeTensor, "device", property(reported_device, plain.fset))]):
             yield
 
 
-class DevicesAlone(TorchFunctionMode):
-    """A mode that only applies `DevicesOfCalls`; code of torch runs under it."""
+class DeviceMode(TorchFunctionMode):
+    """A mode that only applies `ProgramDevice`; code of torch runs under it."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
-        self.devices = DevicesOfCalls(device)
+        self.devices = ProgramDevice(device)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -109,6 +109,6 @@ class DevicesAlone(TorchFunctionMode):
         answered = self.devices.answer(func, args)
         if answered is not None:
             return answered[0]
-        args, kwargs = self.devices.on_the_cpu(func, args, kwargs or {})
+        args, kwargs = self.devices.replace_devices(func, args, kwargs or {})
         with DisableTorchFunction():
             return func(*args, **kwargs)

@@ -26,7 +26,11 @@ from dtensor.frontend.capture.call_as_module import CallAsModule, FlatCall
 from dtensor.frontend.capture.decompose import Held, decompose, lift_constants
 from dtensor.frontend.capture.layers import exact
 from dtensor.frontend.capture.names import annotate_nodes, name_nodes, order_phases, user_path
-from dtensor.frontend.capture.refusals import check_joint, planning_error, requires_grad_kept
+from dtensor.frontend.capture.refusals import (
+    buffer_requires_grad_error,
+    check_joint,
+    planning_error,
+)
 from dtensor.frontend.capture.simplify import order_sums, simplify
 from dtensor.frontend.graph import (
     Arg,
@@ -167,7 +171,7 @@ def _input(desc: Any, call: FlatCall, names: Mapping[str, str], forward: fx.Grap
         case aot.TangentAOTInput(output=aot.InputMutationAOTOutput(mutated_input=mutated)):
             name = _input(mutated, call, names, forward).name  # type: ignore[union-attr]
             line = _mutating_line(mutated, forward) or source_of_callable(call.fn)
-            raise requires_grad_kept(name, line)
+            raise buffer_requires_grad_error(name, line)
         case _:
             raise AssertionError(f"torch's joint export has an unknown input {desc!r}")
 

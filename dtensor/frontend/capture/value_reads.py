@@ -8,7 +8,7 @@ A value that Python reads becomes a number in the graph. So each value is record
 compare it before each later call (guards.py). `RefusalMode` (refusals.py) reports each torch call
 that has such a tensor as argument.
 
-A traced tensor has a value if the program computes it from constants: `known` then runs its ops.
+A traced tensor has a value if the program computes it from constants: `known_value` runs its ops.
 `RefusalMode` refuses a read of any other traced tensor.
 """
 
@@ -35,7 +35,7 @@ from dtensor.private_torch import (
     node_of_tensor,
 )
 
-GIVE_VALUES = {
+VALUE_FUNCTIONS = {
     *(torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__),
     *(torch.Tensor.__bool__, torch.Tensor.__float__, torch.Tensor.__int__, torch.Tensor.__index__),
     *(torch.Tensor.__complex__, torch.Tensor.__repr__, torch.Tensor.__format__),
@@ -43,32 +43,32 @@ GIVE_VALUES = {
     *(torch.Tensor.equal, torch.equal, torch.Tensor.allclose, torch.allclose),
 }
 """Functions that return a Python value or an array."""
-_READS = GIVE_VALUES | {
+_MEMORY_READS = VALUE_FUNCTIONS | {
     *(torch.Tensor.__deepcopy__, torch.Tensor.__reduce_ex__, torch.Tensor.untyped_storage),
     torch.Tensor.__dlpack__,
 }
 """Functions that return a value or memory. They run without the modes of the capture."""
-_BUILDS = {torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor}
+_LIST_READERS = {torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor}
 """Functions that read the values of tensors in a list without calling an op."""
-MAX_KNOWN = 1 << 26
-"""The maximum number of elements that `known` computes during capture."""
+MAX_COMPUTED_ELEMENTS = 1 << 26
+"""The maximum number of elements that `known_value` computes during capture."""
 
 
 class ValueReads:
     """The tensors that one capture read, each with its value at the first read."""
 
     def __init__(self) -> None:
-        self._found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._values: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        return list(self._found.values())
+        return list(self._values.values())
 
     def add(self, x: torch.Tensor) -> None:
-        if id(x) not in self._found:
+        if id(x) not in self._values:
             with disable_current_modes(), DisableTorchFunction():
-                self._found[id(x)] = (x, x.detach().clone())
+                self._values[id(x)] = (x, x.detach().clone())
 
-    def watched(
+    def call_and_record(
         self,
         func: Callable[..., Any],
         args: tuple[Any, ...],
@@ -77,17 +77,17 @@ class ValueReads:
     ) -> Any:
         """Return ``func(*args, **kwargs)``, and record the values that it reads. ``untraced``: the
         arguments that are tensors from before the capture."""
-        alone = func in _READS and not any(isinstance(x, FakeTensor) for x in args)
-        if alone or func in _BUILDS:
+        reads_memory = func in _MEMORY_READS and not any(isinstance(x, FakeTensor) for x in args)
+        if reads_memory or func in _LIST_READERS:
             for x in untraced:
                 self.add(x)
-        if alone:
+        if reads_memory:
             with disable_current_modes():
                 return func(*args, **kwargs)
-        with _Scalars(self):
+        with _ScalarReads(self):
             return func(*args, **kwargs)
 
-    def known(self, x: torch.Tensor) -> torch.Tensor | None:
+    def known_value(self, x: torch.Tensor) -> torch.Tensor | None:
         """Return the value of x if the program computes x from constants only, else None. Tensors
         from before the capture are constants, and are recorded as read."""
         if not isinstance(x, FakeTensor):
@@ -96,7 +96,7 @@ class ValueReads:
         node, root = node_of_tensor(x)
         if node is None or torch.is_autocast_enabled("cpu"):
             return None
-        needed = _needed(node)
+        needed = _needed_nodes(node)
         if needed is None:
             return None
         values: dict[fx.Node, Any] = {}
@@ -120,31 +120,34 @@ _SHOW = {"print", "write", "warn", "warning", "debug", "info", "error", "critica
 _TO_TEXT = {"str", "repr", "format", "join"}
 
 
-def is_shown() -> bool:
+def is_text_for_people() -> bool:
     """Return whether the text of a tensor is only for people to read: the calling `__repr__` or
     `__format__` is for print, a logger or an exception, or was called by Python or torch."""
     frame = sys._getframe(2)
     while frame.f_code not in (torch.Tensor.__repr__.__code__, torch.Tensor.__format__.__code__):
-        if (back := frame.f_back) is None:
+        if (outer := frame.f_back) is None:
             return False
-        frame = back
+        frame = outer
     frame = frame.f_back
     if frame is None or owner_of_frame(frame) is None:
         return True
     code, inner = frame.f_code, None
     for instruction in dis.get_instructions(code):
-        at = instruction.positions
-        if at is None or instruction.offset < frame.f_lasti:
+        position = instruction.positions
+        if position is None or instruction.offset < frame.f_lasti:
             continue
-        start, end = (at.lineno, at.col_offset), (at.end_lineno, at.end_col_offset)
+        start, end = (
+            (position.lineno, position.col_offset),
+            (position.end_lineno, position.end_col_offset),
+        )
         inner = inner or (start, end)
         if not instruction.opname.startswith("CALL") or start > inner[0] or end < inner[1]:
             continue
-        text = linecache.getline(code.co_filename, at.lineno or 0)
+        text = linecache.getline(code.co_filename, position.lineno or 0)
         if not text:  # the source is not available, as in an interactive session
             return "print" in code.co_names
         callee = re.match(
-            r"""("[^"]*"|'[^']*')?[\w.]*""", text.encode()[at.col_offset or 0 :].decode()
+            r"""("[^"]*"|'[^']*')?[\w.]*""", text.encode()[position.col_offset or 0 :].decode()
         )
         name = callee[0].rpartition(".")[2] if callee else ""
         if name not in _TO_TEXT:
@@ -152,7 +155,7 @@ def is_shown() -> bool:
     return False
 
 
-def _needed(node: fx.Node) -> set[fx.Node] | None:
+def _needed_nodes(node: fx.Node) -> set[fx.Node] | None:
     """Return the nodes from which ``node`` is computed, and the ops that change these in place.
     None if one of them is an argument, random or uninitialised, or if they are too large."""
     changes = [
@@ -167,7 +170,7 @@ def _needed(node: fx.Node) -> set[fx.Node] | None:
             continue
         value = each.meta.get("val")
         size += value.numel() if isinstance(value, torch.Tensor) else 0
-        if size > MAX_KNOWN or not (each.op == "get_attr" or _is_computable(each)):
+        if size > MAX_COMPUTED_ELEMENTS or not (each.op == "get_attr" or _is_computable(each)):
             return None
         needed.add(each)
         bases.add(base_of(each))
@@ -202,7 +205,7 @@ def base_of(node: fx.Node) -> fx.Node:
     return base_of(first) if isinstance(first, fx.Node) else node
 
 
-class _Scalars(TorchDispatchMode):
+class _ScalarReads(TorchDispatchMode):
     """Records reads by ops that return a Python value, such as the index of `x[:t]`."""
 
     def __init__(self, reads: ValueReads) -> None:
