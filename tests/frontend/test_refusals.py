@@ -48,7 +48,7 @@ def contexts() -> Any:
 
 def checkpoint_op_by_op(model: nn.Module, x: Tensor) -> Tensor:
     """
-    torch.utils.checkpoint with context_fn= cannot be captured: a plan saves what comes into a region, and not op by op.
+    torch.utils.checkpoint with context_fn= cannot be captured: a plan saves the inputs of a region, and cannot select ops.
       context_fn=<function>
       test_refusals.py:N: return checkpoint(model, x, use_reentrant=False, context_fn=contexts)
     fix: leave context_fn out, or checkpoint smaller parts

@@ -1,21 +1,16 @@
-"""Forward-mode derivatives (jvp, jacfwd, dual numbers) inside a program that is captured.
+"""Support forward-mode derivatives (jvp, jacfwd, dual numbers) inside a captured program.
 
     def loss_fn(model, x):
         return jvp(model, (x,), (v,))[1].square().mean()     # through norms, torch.ones, zeros_like
 
-torch's export records the calls of functorch; the joint export runs them again and differentiates
-them. The first has three faults, which this module mends:
+`torch.export` records the functorch calls, and the joint export differentiates them. `torch.export`
+has three faults for them, which this module fixes:
 
-- An operand without a tangent gets a tensor that torch knows to be zero. The kernels for it answer
-  on the meta device if tensors are fake. `PlainZeros` makes a plain zero tensor instead. The joint
-  export needs it only if one jvp is inside another (`is_nested`): inf * 0 differs.
-- A tensor that is made inside becomes a constant without values. `made_outside` makes it below
-  functorch's levels, and clones one that may get a tangent, because the program may write into it.
-- torch detaches the value of a node below functorch's levels, where the tensors of jacfwd cannot be
-  read: `batched_snapshot`.
+- Kernels for known-zero tangents return meta tensors if tensors are fake: see `PlainZeros`.
+- A factory inside a jvp becomes a constant without values: see `made_outside`.
+- The values of jacfwd's batched tensors cannot be read: see `batched_snapshot`.
 
-The operators of this project have no forward-mode derivative: a tangent would be lost. Therefore
-canonical.py writes none `inside` a jvp, and refuses those that the program calls there.
+The operators of this project have no forward-mode derivative; canonical.py refuses them `inside`.
 """
 
 from __future__ import annotations
@@ -57,8 +52,11 @@ _NEW_OF: dict[Callable[..., Any], Callable[..., Any]] = {
 
 
 def made_outside(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """Return the tensor that ``func`` makes inside a jvp; None for any other call, and for
-    functorch's own calls, which write into what they make."""
+    """Call a factory (torch.ones, zeros_like) below functorch's levels if it is called inside a
+    jvp, and return the tensor; None for any other call, and for calls by functorch itself.
+
+    Floats are cloned, because they may get a tangent if the program writes into them.
+    """
     if not functorch_depth() or forward_ad._current_level < 0:
         return None
     if sys._getframe(2).f_globals.get("__name__", "").startswith("torch._functorch"):
@@ -96,7 +94,8 @@ def is_nested(graph: fx.Graph) -> bool:
 
 
 class PlainZeros(TorchDispatchMode):
-    """Make a plain zero tensor where torch makes one that it knows to be zero."""
+    """Replaces zero tensors of a special type, which torch uses as tangents, by plain ones. The
+    joint export needs this only for nested jvps, because inf * 0 differs."""
 
     def __torch_dispatch__(
         self,
@@ -111,7 +110,7 @@ class PlainZeros(TorchDispatchMode):
 
 
 def entered(plain: Any) -> Any:
-    """`dual_level.__enter__` with `PlainZeros`."""
+    """Return `dual_level.__enter__` that also enters `PlainZeros`."""
 
     def enter(level: Any) -> Any:
         level.plain_zeros = PlainZeros()
@@ -122,7 +121,7 @@ def entered(plain: Any) -> Any:
 
 
 def left(plain: Any) -> Any:
-    """`dual_level.__exit__` with `PlainZeros`."""
+    """Return `dual_level.__exit__` that also leaves `PlainZeros`."""
 
     def leave(level: Any, *error: Any) -> Any:
         try:
@@ -134,7 +133,8 @@ def left(plain: Any) -> Any:
 
 
 def batched_snapshot(plain: Any) -> Any:
-    """`snapshot_fake`, which gives a node its value, for tensors of functorch's levels too."""
+    """Return torch's `snapshot_fake`, which copies the value of a node, extended to functorch's
+    wrapped tensors."""
 
     def snapshot(value: Tensor, include_real: bool = False) -> Tensor | None:
         # Not at the top: it loads torch's compiler, and with it triton where that is installed.

@@ -1,15 +1,11 @@
-"""Cuts an exported forward graph into its layers, and says which of them are the same program.
+"""Cut an exported forward graph into layers, and find the layers that are the same program.
 
-    model.layers.{0..31}    ->    [before, layer 0, ..., layer 31, after]; layers 0 to 31 are alike
+    model.layers.{0..31}    ->    [before, layer 0, ..., layer 31, after]; layers 0 to 31 are equal
 
-A layer is a run of nodes whose modules lie in one numbered module. Two are alike where they call
-the same ops in the same order with the same literals, on operands that come from the same places,
-from the same lines of the same modules, and leave the same values behind. It is the graph that is
-compared, which was captured layer by layer, not the user's classes: nothing is assumed of them.
-
-What may differ are the parameters' values, the names of numbered modules, and the numbers of random
-ops and of checkpoints, which are listed. Not here: shapes and strides of what a layer reads, which
-are known once the layers before it were differentiated (stitch.py).
+A layer is a run of nodes inside one numbered module. Two layers are equal if they call the same ops
+in the same order with the same literals, operands, lines, modules and outputs. Parameter values,
+the indices of numbered modules, and the numbers of random ops and checkpoints may differ. Shapes
+and strides of a layer's inputs are compared later (stitch.py).
 """
 
 from __future__ import annotations
@@ -29,19 +25,19 @@ from dtensor.private_torch import FakeTensor, OpOverload
 
 MAX_CONSTANT = 64  # elements
 EXPORT = 20
-"""Nodes that take as long to trace as an export takes by itself, about 50 ms."""
+"""The fixed cost of an export, about 50 ms, in nodes that are traced in the same time."""
 RANDOM = "random"
-"""The kind of a random op's number; a checkpoint's is CHECKPOINT."""
+"""The kind of the number of a random op. The kind of a checkpoint's number is CHECKPOINT."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class GraphSegment:
-    """A run of nodes.
+    """A run of nodes of a graph.
 
-    reads: values of other segments and arguments, in the order of first use; attributes: get_attr
-    nodes, likewise; makes: the values that others read, of the last segment the program's outputs;
-    numbers: kind and number of its random ops and checkpoints, in order; prefix: the layer's path,
-    "" for none; program: equal for segments that are alike.
+    reads: the arguments and values of other segments that it reads, in the order of first use.
+    attributes: the get_attr nodes that it reads, in the same order. makes: its values that others
+    read; for the last segment, the program's outputs. numbers: kind and number of its random ops
+    and checkpoints, in order. prefix: the layer's path, or "". program: equal for equal segments.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -57,7 +53,7 @@ Run = tuple[str, list[fx.Node]]  # the path of the layer, "" for none, and its n
 
 
 def segments_of(module: fx.GraphModule) -> tuple[GraphSegment, ...]:
-    """The segments of a program, or none where too little of it is repeated to be worth it."""
+    """Return the segments of a program; () if too little is repeated to save time."""
     cut = _segments(module, _runs(module.graph))
     count = Counter(segment.program for segment in cut)
     runs: list[Run] = []
@@ -80,7 +76,8 @@ def _segments(module: fx.GraphModule, runs: Sequence[Run]) -> list[GraphSegment]
 
 
 def layer_of(node: fx.Node) -> str | None:
-    """The outermost numbered module around a node ("model.layers.3"); "": none; None: unknown."""
+    """Return the path of the outermost numbered module around a node ("model.layers.3"), "" if
+    there is none, and None if the node's modules are unknown."""
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return None
@@ -88,7 +85,8 @@ def layer_of(node: fx.Node) -> str | None:
 
 
 def _runs(graph: fx.Graph) -> list[Run]:
-    """Layer and nodes; what stands between two layers of one list belongs to the former."""
+    """Return the runs of nodes of each layer. Nodes between two layers of one list belong to the
+    earlier layer."""
     runs: list[Run] = []
     for node in graph.nodes:
         if node.op != "call_function":
@@ -112,6 +110,7 @@ def _runs(graph: fx.Graph) -> list[Run]:
 
 
 def _list_of(layer: str) -> str:
+    """Return the path of the module list that holds a layer."""
     return layer.rpartition(".")[0]
 
 
@@ -153,8 +152,8 @@ def _segment(
 
 
 def _changes_what_crosses(node: fx.Node, crossing: Container[fx.Node]) -> bool:
-    """Whether an op changes in place what others may see: all but values of its own segment's,
-    which are no views. Where autograd reads those again depends on the readers."""
+    """Return whether an op changes in place a value that other segments may see. Only values of the
+    same segment that are not views are safe: autograd may save the others."""
     target = node.target
     if not isinstance(target, OpOverload) or not target._schema.is_mutable:
         return False
@@ -178,7 +177,8 @@ def _is_view(node: fx.Node) -> bool:
 def _attribute(
     module: fx.GraphModule, node: fx.Node, index: int, prefix: str, buffers: frozenset[str]
 ) -> tuple[Any, ...]:
-    """Where a parameter or buffer comes from: by position. A small constant is what it holds."""
+    """Return a key that is equal for corresponding attributes of equal segments: the position of a
+    parameter or buffer, the values of a small constant."""
     value = attribute_of(module, node)
     match value:
         case torch.nn.Parameter():
@@ -204,7 +204,7 @@ def attribute_of(module: fx.GraphModule, node: fx.Node) -> Any:
 
 
 def _nested(module: fx.GraphModule, prefix: str) -> Hashable:
-    """A graph that an op holds (no_grad, autocast): equal for equal code and lines."""
+    """Return a key of the graph of a no_grad or autocast region, equal for equal code and lines."""
     places = {node: ("here", i) for i, node in enumerate(module.graph.nodes)}
     inner: list[Hashable] = []
     numbers: list[tuple[str, int]] = []
@@ -220,6 +220,8 @@ def _nested(module: fx.GraphModule, prefix: str) -> Hashable:
 def _call(
     node: fx.Node, places: dict[fx.Node, Any], prefix: str, numbers: list[tuple[str, int]]
 ) -> Hashable:
+    """Return a key of a call, equal for the same call in equal layers. Appends the numbers of its
+    random op and checkpoint to ``numbers``."""
     kwargs: dict[str, Any] = dict(node.kwargs)
     if is_random(node):
         numbers.append((RANDOM, kwargs.pop("op")))
@@ -238,20 +240,21 @@ def _call(
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether a node is an op of the project's own that draws numbers, under the number ``op``."""
+    """Return whether a node is a random dt op; its keyword ``op`` is its number."""
     target = node.target
     return isinstance(target, OpOverload) and target.namespace == "dt" and "op" in node.kwargs
 
 
 def renamed(path: str, prefix: str, new: str) -> str:
-    """``path`` with ``new`` in the place of its beginning ``prefix``, if it begins so."""
+    """Return ``path`` with ``prefix`` replaced by ``new``; ``path`` if it is not below
+    ``prefix``."""
     if prefix and (path == prefix or path.startswith(f"{prefix}.")):
         return new + path[len(prefix) :]
     return path
 
 
 def exact(value: Any, places: Mapping[fx.Node, Any]) -> Hashable:
-    """A call's arguments with ``places`` for nodes: equal for the same, but not for 1 and True."""
+    """Return a key of a call's arguments, with ``places`` for nodes. 1 and True have other keys."""
     match value:
         case fx.Node():
             return places[value]
@@ -266,11 +269,11 @@ def exact(value: Any, places: Mapping[fx.Node, Any]) -> Hashable:
 # -- a whole program -------------------------------------------------------------------------------
 
 MAX_FINGERPRINT_BYTES = 2**20
-"""Bytes of a constant that are part of a print; a larger one makes it unlike any other."""
+"""The maximum size of a constant whose bytes are hashed. A larger one makes a graph unique."""
 
 
 def fingerprint(module: fx.GraphModule) -> str:
-    """A hash of an exported forward graph: what is made of two that have the same is the same."""
+    """Return a hash of an exported forward graph. Equal hashes mean equal joint graphs."""
     return hashlib.sha256(repr(_fingerprint_parts(module)).encode()).hexdigest()
 
 

@@ -1,18 +1,15 @@
-"""Packed sequences of a program that is captured, computed as padded sequences.
+"""Compute packed sequences of a captured program as padded sequences.
 
     packed = pack_padded_sequence(x, lengths, batch_first=True)   # x: f32[b,t,d], lengths: i64[b]
     output, state = gru(packed)                                   # over f32[t,b,d], with a mask
     y, lengths = pad_packed_sequence(output, batch_first=True, total_length=t)
 
-torch packs the rows that are in use, so the shape of `packed.data` is a value of the lengths. Here
-`Packed` stands for the data: the padded rows, and the lengths, which stay a tensor. A step beyond
-the end of a sequence leaves its state as it is, so results and gradients are torch's, one program
-serves all lengths, and each rank runs the sequences that it holds.
+In torch the shape of `packed.data` depends on the lengths' values. Here `Packed` replaces the data:
+padded rows, and lengths as a tensor. A step beyond the end of a sequence keeps the state, so
+results and gradients equal torch's, and one program serves all lengths.
 
-Invariants: the stand-ins answer what torch's own code asks; anything else is refused. The batch is
-never sorted: `Unsorted` stands for the permutation. A batch that is not sorted is computed too if
-`enforce_sorted` is True, where torch raises. If torch pads to the longest sequence, the program
-checks that one is as long as the padded rows.
+Invariants: the stand-ins support only what torch's own code calls; other uses are refused. The
+batch is never sorted (`Unsorted`), even if `enforce_sorted` is True, where torch may raise.
 """
 
 from __future__ import annotations
@@ -38,7 +35,8 @@ _OF_TORCH = {rnn.__name__, nn.RNNBase.__module__}
 
 
 class StandIn:
-    """A part of a packed sequence that is no tensor here."""
+    """Replaces a tensor of a packed sequence; raises ``refuse()`` for uses without a padded
+    form."""
 
     def __init__(self, refuse: Refuse) -> None:
         self.refuse = refuse
@@ -65,7 +63,7 @@ class StandIn:
 
 
 class Packed(StandIn):
-    """The data. ``rows``: [t, b, ...], zero beyond the ``lengths``, i64[b]."""
+    """Replaces the packed data. ``rows``: [t, b, ...], zero beyond the ``lengths``, i64[b]."""
 
     def __init__(self, refuse: Refuse, rows: Tensor, lengths: Tensor) -> None:
         super().__init__(refuse)
@@ -88,7 +86,7 @@ class Packed(StandIn):
 
 
 class BatchSizes(StandIn):
-    """How many sequences have each step. ``is_exact``: one of them is as long as the rows."""
+    """Replaces the batch size of each step. ``is_exact``: a sequence is as long as the rows."""
 
     def __init__(self, refuse: Refuse, steps: int, batch: int, is_exact: bool) -> None:
         super().__init__(refuse)
@@ -114,7 +112,7 @@ class BatchSizes(StandIn):
 
 
 class Unsorted(StandIn):
-    """The permutation that sorts a batch by length, and its inverse: the batch stays as it is."""
+    """Replaces the permutation that sorts a batch by length, and its inverse, by the identity."""
 
     def to(self, *_: Any, **__: Any) -> Unsorted:
         return self
@@ -129,8 +127,8 @@ class Unsorted(StandIn):
 def packed_result(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reads: ValueReads, refuse: Refuse
 ) -> tuple[Any] | None:
-    """Return the result of a call of torch that has to do with packed sequences, in a tuple; None
-    for any other call. Raises what ``refuse`` returns for a call that has no padded form."""
+    """Return a 1-tuple with the result of a torch call on packed sequences; None for other calls.
+    Raises ``refuse()`` for a call that has no padded form."""
     if func is pack_padded:
         return (_packed(*args, reads=reads, refuse=refuse),)
     caller = sys._getframe(2)
@@ -148,7 +146,7 @@ def packed_result(
             case _:
                 raise refuse()
     if func is pad_packed or (func is Tensor.__getitem__ and by_torch):
-        raise refuse()  # a packed sequence of tensors: an argument
+        raise refuse()  # the packed sequence was packed outside the program
     return None
 
 
@@ -158,6 +156,7 @@ _PERMUTES = (Tensor.index_select, Tensor.__getitem__, torch.empty_like)
 def _packed(
     x: Tensor, lengths: Tensor, batch_first: bool, *, reads: ValueReads, refuse: Refuse
 ) -> tuple[Packed, BatchSizes]:
+    """Pack padded rows; the program checks lengths whose values are unknown."""
     rows = x.transpose(0, 1) if batch_first else x
     steps, batch = rows.shape[:2]
     known = reads.known_value(lengths)
@@ -183,7 +182,7 @@ def _packed(
 
 
 def _in_use(rows: Tensor, lengths: Tensor) -> Tensor:
-    """Return which rows are within their sequence: bool[t, b, 1, ...]."""
+    """Return a mask of the rows before the end of their sequence: bool[t, b, 1, ...]."""
     mask = torch.arange(rows.shape[0])[:, None] < lengths
     return mask.reshape(*mask.shape, *[1] * (rows.dim() - 2))
 
@@ -191,6 +190,8 @@ def _in_use(rows: Tensor, lengths: Tensor) -> Tensor:
 def _padded(
     packed: Packed, sizes: BatchSizes, batch_first: bool, padding: float, total: int
 ) -> tuple[Tensor, Tensor]:
+    """Return padded rows and lengths. Without total_length= torch pads to the longest sequence; the
+    program then checks that the longest sequence is as long as the rows."""
     rows, lengths = packed.rows, packed.lengths
     caller = sys._getframe(3)
     stated = caller.f_code is not _PADS or caller.f_locals["total_length"] is not None
@@ -216,8 +217,8 @@ def _recurrent(
     train: bool,
     bidirectional: bool,
 ) -> tuple[Any, ...]:
-    """The layers of `torch.lstm` and the others, step by step; the states at the ends of the
-    sequences, h_n: [layers * directions, b, ...]."""
+    """Run the layers of `torch.lstm` and the like, step by step. Return the packed output and the
+    final states of the sequences, each [layers * directions, b, ...]."""
     starts = hx if func is torch.lstm else (hx,)
     directions = 2 if bidirectional else 1
     per_layer = len(weights) // (layers * directions)

@@ -1,34 +1,15 @@
-"""What is changed in torch while a program is captured, and put back.
+"""Patch torch while a program is captured, only for the thread that captures (thread_patches.py).
 
     with patched(below=CallAsModule.forward):
         forward = torch.export.export(...).module()
         with whole_layers():  # whole_layers.py
             joint = export_joint(forward, tensors)
 
-- Stack traces of nodes keep every frame that counts (source.py), not only those of `forward`.
-- A GraphModule is not turned into Python source unless it is called. Torch makes some forty on its
-  way and calls few; that took a fifth of the time. Torch has the same for its own use
-  (_LazyGraphModule), which its export does not take up.
-- Autocast follows the list of the device that it names (autocast.py).
-- A custom autograd Function is recorded with its backward (functions.py), below `Function.apply`,
-  which a program may have under another name: relu = MyRelu.apply.
-- What `torch.utils.checkpoint` runs is captured, under a number: meta["custom"][CHECKPOINT].
-- `module.to(x.device)`, `.float()` and the like do nothing where they change nothing; else they are
-  refused.
-- Forward-mode derivatives (forward_mode.py).
-- What `torch.nn.utils.parametrize.cached()` keeps is the capture's own.
+The patched parts are private to torch: tests check them for each supported version. The ops of each
+outermost `torch.utils.checkpoint` call get a number, meta["custom"][CHECKPOINT], which torch copies
+to the joint graph.
 
-The joint export of forward and backward, `export_joint`, is private to torch too.
-
-Checkpoints. That ops run again in the backward is lost unless it is marked: each outermost call
-gets a number, which torch carries from the traced op to the joint graph. With use_reentrant=True
-torch makes no gradients where no argument requires grad: refused. So is `context_fn`, which says op
-by op what is saved. `preserve_rng_state` needs nothing: random numbers are counted.
-
-Invariants: outside a capture, and for other threads, nothing behaves otherwise (thread_patches.py);
-what another thread compiles with `torch.compile` waits for the end, as it waits for others that
-compile. These are private parts of torch, which the tests hold for each supported version. Not
-here: what a region saves (sharding/plan/passes/recompute.py), what else is refused (refusals.py).
+Invariants: other threads see torch unchanged, but `torch.compile` in another thread waits.
 """
 
 from __future__ import annotations
@@ -77,12 +58,13 @@ if TYPE_CHECKING:
     from dtensor.frontend.capture.functions import AppliedFunctions
 
 CHECKPOINT = "dtensor_checkpoint"
-"""The key of torch's node annotations under which the number of a checkpoint stands."""
+"""The key of the checkpoint's number in torch's node annotations."""
 
 
 @contextmanager
 def patched(*, below: FunctionType) -> Iterator[list[AppliedFunctions]]:
-    """Within a capture. ``below``: the function whose callees' lines are the user's."""
+    """Apply all patches in this context; yield the list of the applied custom autograd Functions.
+    ``below``: the function whose callees are the user's code."""
     # Not at the top: they load torch's compiler, and with it triton where that is installed.
     from torch._decomp import decompositions
     from torch.export import _trace
@@ -90,7 +72,7 @@ def patched(*, below: FunctionType) -> Iterator[list[AppliedFunctions]]:
     from torch.fx.experimental import proxy_tensor, symbolic_shapes
 
     numbers = itertools.count()  # of checkpoints
-    functions: list[AppliedFunctions] = []  # at most one, where there is a custom Function
+    functions: list[AppliedFunctions] = []  # empty until a custom Function is applied, then one
     explaining = ExitStack()
     changed: list[tuple[Any, str, Callable[[Any], Any]]] = [
         (TracerBase, "_filter_traceback_frames", lambda _: _whole_traces(below)),
@@ -103,14 +85,13 @@ def patched(*, below: FunctionType) -> Iterator[list[AppliedFunctions]]:
         (forward_ad.dual_level, "__exit__", forward_mode.left),
         (proxy_tensor, "snapshot_fake", forward_mode.batched_snapshot),
         (_trace, "_override_builtin_ops", lambda _: _builtins_here),
-        # It would put back what other threads have assigned; what the program has, side_effects.py
-        # sees.
+        # Torch's function would undo assignments of other threads. side_effects.py records the
+        # program's assignments.
         (_trace, "_detect_attribute_assignment", lambda _: lambda _: nullcontext()),
-        (_trace, "_ignore_backend_decomps", lambda _: nullcontext),  # flags of the process
-        # What torch logs with a traceback it raises too; of a program that depends on data it
-        # prints the graph so far.
+        (_trace, "_ignore_backend_decomps", lambda _: nullcontext),  # sets process-wide flags
+        # For a data-dependent program torch prints the graph so far; it raises an error, too.
         (_trace, "print", lambda _: _prints_nothing),
-        (graph_module, "print", lambda _: _prints_nothing),  # the line of a graph that raised
+        (graph_module, "print", lambda _: _prints_nothing),  # prints the line that raised
         *((torch.autocast, name, change) for name, change in AUTOCAST.items()),
         (
             checkpoints,
@@ -126,10 +107,10 @@ def patched(*, below: FunctionType) -> Iterator[list[AppliedFunctions]]:
     applying = _watched(numbers, functions, explaining)
     held: Any = parametrize._cache
     weights = PerThread(held)
-    weights.clear()  # to this thread: `cached()` around the call has weights that were computed
+    weights.clear()  # a `cached()` around the call may hold computed weights
     changes_here = [(_SingleLevelFunction, "apply", applying), (parametrize, "_cache", weights)]
     with ExitStack() as stack:
-        # Before anything is changed: torch changes the same as it compiles, in another thread.
+        # Take torch's lock first: another thread that compiles patches the same attributes.
         stack.enter_context(CALL_LOCK.and_then(compile_lock()))
         stack.enter_context(replaced([*changes, *changes_here]))
         stack.enter_context(answered_here(FLAGS))
@@ -142,8 +123,7 @@ def patched(*, below: FunctionType) -> Iterator[list[AppliedFunctions]]:
         stack.enter_context(
             filtered(
                 ("ignore", "", r"torch\..*"),
-                # nn.LSTM and its like keep their parameters a second time in a list, which the
-                # export itself swaps.
+                # Export itself assigns the second list of parameters of nn.RNNBase modules.
                 ("ignore", STORED_WARNING, ""),
                 ("error", STORED_WARNING + r".*self\.(?!\S*_flat_weights)", ""),
             )
@@ -159,11 +139,11 @@ def patched(*, below: FunctionType) -> Iterator[list[AppliedFunctions]]:
 
 FLAGS = (torch.compiler.is_compiling, torch.compiler.is_exporting)
 FLAGS += (symbolic_trace.is_fx_tracing, symbolic_trace.is_fx_symbolic_tracing)
-"""What torch asks of the process, and another thread's compiled functions at each call."""
+"""Process-wide flags that torch, and compiled functions of other threads, read at each call."""
 
 
 def _patched_here(plain: Any) -> Any:
-    """While it traces, torch replaces `__call__` and `__getattr__` of all modules."""
+    """Make torch's patches of `Module.__call__` and `__getattr__` apply to this thread only."""
 
     def patch_method(patcher: Any, cls: type, name: str, new: Any, **options: Any) -> None:
         plain(patcher, cls, name, here_alone(new, getattr(cls, name)), **options)
@@ -172,7 +152,7 @@ def _patched_here(plain: Any) -> Any:
 
 
 def _noted(plain: Any) -> Any:
-    """What a thread of the program does, the program does."""
+    """Wrap Thread.start: a thread that the program starts counts as a part of the program."""
 
     def start(thread: Thread) -> None:
         started(thread)
@@ -183,7 +163,7 @@ def _noted(plain: Any) -> Any:
 
 @contextmanager
 def _builtins_here() -> Iterator[None]:
-    """As torch has it, but for `math.pow`: to the program that is the plain one."""
+    """Patch `max` and `min` for this thread as torch does for the process, but leave `math.pow`."""
     from torch._export.non_strict_utils import _tensor_min_max
 
     pairs = (("max", max, torch.maximum), ("min", min, torch.minimum))
@@ -196,8 +176,8 @@ def _builtins_here() -> Iterator[None]:
 
 
 def _written_lstm(*_: object) -> Any:
-    """An LSTM without gradients is one op of mkldnn where the CPU has it; here it is the ops that
-    it is with gradients, and on every machine."""
+    """Return torch's decomposition of an LSTM layer into plain ops. Without gradients, torch
+    selects one mkldnn op on CPUs that support it."""
     from torch._decomp.decompositions import one_layer_lstm
 
     return one_layer_lstm
@@ -208,6 +188,8 @@ def _prints_nothing(*_: object, **__: object) -> None:
 
 
 def _whole_traces(below: FunctionType) -> Any:
+    """Return a replacement of torch's filter of frames: keep all user frames (source.py)."""
+
     def keep(_tracer: Any, _frames: Any) -> python_traceback.StackSummary:
         return python_traceback.StackSummary.from_list(
             [
@@ -220,10 +202,11 @@ def _whole_traces(below: FunctionType) -> Any:
 
 
 def _when_called(compiled: Any) -> Any:
-    """A module that is called runs what its graph was at its last `recompile`, or is now."""
+    """Wrap GraphModule.recompile: generate Python source only when the module is called. Export
+    makes some forty modules and calls few; generating all took a fifth of the time."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        compiled(self)  # puts the real forward in the place of this one
+        compiled(self)  # replaces this forward by the generated one
         return self.forward(*args, **kwargs)
 
     def recompile(self: Any) -> None:
@@ -242,7 +225,8 @@ def _when_called(compiled: Any) -> Any:
 def _unmoved(
     module: torch.nn.Module, fn: Callable[[Any], Any], recurse: bool = True
 ) -> torch.nn.Module:
-    """Torch would swap each parameter for what `.to` returns, itself or not."""
+    """Replace Module._apply (`.to`, `.float()`): do nothing if fn changes no parameter or buffer.
+    Raises PlanningError if fn would move or cast one."""
     # Not at the top: it loads torch's compiler, and with it triton where that is installed.
     from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
@@ -267,23 +251,25 @@ def _unmoved(
     return module
 
 
-# -- checkpoints, and Functions of the user's ------------------------------------------------------
+# -- checkpoints and custom autograd Functions -----------------------------------------------------
 
 
 def _outermost(numbers: Iterator[int]) -> AbstractContextManager[object]:
-    """A region of its own, unless it is within one."""
+    """Return a context that numbers the ops of a checkpoint, unless it is inside another one."""
     if CHECKPOINT in traceback.current_meta.get("custom", {}):
         return nullcontext()
     return traceback.annotate({CHECKPOINT: next(numbers)})
 
 
 def _numbered(numbers: Iterator[int]) -> Any:
+    """Return a replacement of torch's generator for checkpoints that only numbers their ops."""
+
     def generator(function: Any, preserve: bool, context_fn: Any, *args: Any, **kw: Any) -> Any:
-        """Torch runs the function where the generator stands still."""
+        """Torch runs the function while this generator is suspended at its yield."""
         if context_fn is not checkpoints.noop_context_fn:
             raise planning_error(
-                "torch.utils.checkpoint with context_fn= cannot be captured: a plan saves what "
-                "comes into a region, and not op by op.",
+                "torch.utils.checkpoint with context_fn= cannot be captured: a plan saves the "
+                "inputs of a region, and cannot select ops.",
                 f"context_fn={context_fn!r}",
                 source=source_here(),
                 fix="leave context_fn out, or checkpoint smaller parts",
@@ -295,6 +281,9 @@ def _numbered(numbers: Iterator[int]) -> Any:
 
 
 def _watched(numbers: Iterator[int], functions: list[AppliedFunctions], stack: ExitStack) -> Any:
+    """Return a replacement of the `apply` below `Function.apply` that records custom Functions and
+    reentrant checkpoints. Patching below also covers aliases: relu = MyRelu.apply."""
+
     def watched(cls: type, *args: Any) -> Any:
         plain = super(_SingleLevelFunction, cls).apply  # type: ignore[misc]
         if is_capturing() and cls is checkpoints.CheckpointFunction:
@@ -303,7 +292,7 @@ def _watched(numbers: Iterator[int], functions: list[AppliedFunctions], stack: E
                 made = function(*given)
             _check_reentrant(given, made)
             return made
-        # torch's own, those of custom ops, are exact
+        # Torch's own Functions, which implement custom ops, need no recording.
         if is_capturing() and cls.__module__.split(".", 1)[0] != "torch":
             return _met(functions, stack).apply(plain, cls, args)
         return plain(*args)
@@ -312,7 +301,7 @@ def _watched(numbers: Iterator[int], functions: list[AppliedFunctions], stack: E
 
 
 def _met(functions: list[AppliedFunctions], stack: ExitStack) -> AppliedFunctions:
-    """Loaded by the few programs that have any."""
+    """Return the record of applied Functions; make it at the first call."""
     from dtensor.frontend.capture.functions import AppliedFunctions
 
     if not functions:
@@ -322,7 +311,8 @@ def _met(functions: list[AppliedFunctions], stack: ExitStack) -> AppliedFunction
 
 
 def _check_reentrant(given: list[Any], made: Any) -> None:
-    """Raises where torch would leave out gradients that this capture would make."""
+    """Raise PlanningError if torch makes no gradients for a reentrant checkpoint, but capture
+    would."""
     lost = any(isinstance(x, torch.Tensor) and x.requires_grad for x in tree_leaves(made))
     if lost and not any(isinstance(x, torch.Tensor) and x.requires_grad for x in given):
         raise planning_error(
@@ -334,8 +324,8 @@ def _check_reentrant(given: list[Any], made: Any) -> None:
 
 @cache
 def load_compiler() -> None:
-    """Torch's compiler, where it is not loaded yet. Torch looks up the module of each op that it
-    defines by asking all modules for their file; one that is imported late may raise then."""
+    """Import torch's compiler. While it defines ops, torch asks all modules for their file. A lazy
+    module may raise then, so such errors are ignored."""
     getmodule: Any = inspect.getmodule
 
     def found(*args: Any) -> Any:
@@ -351,12 +341,12 @@ def load_compiler() -> None:
 
 
 def export_joint(module: torch.nn.Module, tensors: Sequence[torch.Tensor]) -> fx.GraphModule:
-    """Forward and backward in one graph, its placeholders and output with meta "desc"."""
+    """Return forward and backward in one graph. Placeholders and output have meta "desc"."""
     # Not at the top: it loads torch's compiler, and with it triton where that is installed.
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
     from torch._higher_order_ops import effects
 
-    # Torch before 2.13 drops it as dead code, and a singular matrix gives numbers without a word.
+    # Torch before 2.13 drops this check as dead code: a singular matrix would raise no error.
     if effects._get_effect("aten::_linalg_check_errors") is None:
         effects._register_effectful_op("aten::_linalg_check_errors", effects._EffectType.ORDERED)
     with ExitStack() as stack:

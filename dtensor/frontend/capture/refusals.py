@@ -119,10 +119,9 @@ class RefusalMode(TorchFunctionMode):
     """Intercept each torch call of the user's function, and refuse calls that capture cannot
     handle.
 
-    recorder: records the executed code; paused while torch runs. parameters: parameters and buffers.
-    inputs: the tensor arguments. data_assignments: the assignments `x.data = y`; None before the
-    first one. device: the device type that the program sees.
-    """
+    recorder: records the executed code; paused while torch runs. parameters: parameters and
+    buffers. inputs: the tensor arguments. data_assignments: the assignments `x.data = y`; None
+    before the first one. device: the device type that the program sees."""
 
     def __init__(
         self,

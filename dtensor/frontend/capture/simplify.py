@@ -1,37 +1,14 @@
-"""Simplifies the joint graph, so that few ops remain and each means one thing.
+"""Simplify the joint graph to few kinds of ops, and order the sums of gradients.
 
-    detach, alias, clone, lift; casts, expands and powers that change nothing   ->  erased
-    view, _unsafe_view, squeeze*, unsqueeze        ->  reshape(x, sizes), chains merged
-    t, transpose, permute, numpy_T                 ->  permute(x, dims), chains merged
-    addmm(b, x, w), baddbmm(b, x, w)               ->  add(mm(x, w), b), add(bmm(x, w), b); whole in
-                                                       16 bits, where a sum of two rounds twice
-    casts of a parameter to one dtype, in a phase  ->  one cast, as autocast's cache has it
-    zeros, ones, scalar_tensor                     ->  full(sizes, value)
-    new_empty, empty_strided                       ->  empty(sizes): of no other tensor
-    _conj(1j), what autograd computes of numbers   ->  full([], -1j)
-    add.Scalar, sub.Scalar, mul.Scalar, div.Scalar ->  add.Tensor(x, number), ...
-    as_strided, its gradient: of all, in order     ->  reshape(x, sizes), permute(x, dims)
-    slice(x, -1, 2, None)                          ->  slice(x, dim, start, stop, step), resolved
-    cat([x, empty])                                ->  x
-    cross_entropy_rows(logits, target)             ->  ce_stats, ce_loss
-
-and orders the sums in which gradients are accumulated (`order_sums`): products of matrices first.
-
+    detach, alias, clone, ops that change nothing  ->  erased
+    view, squeeze, unsqueeze, ...                  ->  reshape(x, sizes): local strides may differ
+    t, transpose, permute, numpy_T                 ->  permute(x, dims)
+    addmm(b, x, w), baddbmm(b, x, w)               ->  add(mm(x, w), b), add(bmm(x, w), b)
+    zeros, ones, new_full, ...; new_empty, ...     ->  full(sizes, value); empty(sizes)
     ((residual + dq) + dk) + dv                    ->  residual + ((dq + dk) + dv)
 
-A tensor that several layers read has one gradient from each. Where those layers' weights are split
-by columns, each product is pending, and a sum of pending values alone may stay pending: so the
-projections of one attention cost one reduction together and not one each, whatever order autograd
-met them in (after a residual, in models that normalise last).
-
-`reshape` and not `view`, because a rank's local tensor may have other strides than the global one
-that was captured. Erasing `clone` is sound as the graph is functional; whoever runs it must expect
-an output that is an input. Factories keep `device=cpu`, to be replaced by a rank's device.
-
-Invariants: values and shapes are unchanged; new nodes take the meta of the node they replace. Of a
-sum the same terms are added, in another order, whatever the placement; sums of two, and sums whose
-products come first, stay as they are. Not here: names, sources and phases (names.py); when a sum is
-reduced, which the planner decides.
+Invariants: values and shapes are unchanged, except for the rounding of reordered sums; new nodes
+take the meta of the node that they replace. An output may be an input, because clones are erased.
 """
 
 from __future__ import annotations
@@ -103,7 +80,7 @@ _NO_MEANING = ("layout", "pin_memory", "memory_format")
 
 
 def simplify(graph: fx.Graph) -> None:
-    """In place. Every node must have meta "val"."""
+    """Simplify the graph in place. Every node must have meta "val"."""
     for node in list(graph.nodes):
         if node.op == "call_function":
             _rewrite(graph, node)
@@ -112,6 +89,8 @@ def simplify(graph: fx.Graph) -> None:
 
 
 def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
+    """Rewrite one node by the table of the module docstring."""
+
     def call(target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         with graph.inserting_before(node):
             new = graph.call_function(target, args, kwargs)
@@ -155,7 +134,7 @@ def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
         same = dims == list(range(len(dims)))
         _become(graph, node, base if same else call(aten.permute.default, base, dims))
     elif target is aten.cat.default:
-        # torch lets a tensor of shape (0,) be joined to any: what an empty cache begins with
+        # cat ignores tensors of shape (0,), such as an empty cache.
         parts: Any = node.args[0]
         kept = [x for x in parts if tuple(x.meta["val"].shape) != (0,)]
         if len(kept) == 1 and _same_shape(node, kept[0]):
@@ -163,7 +142,7 @@ def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
         elif 0 < len(kept) < len(parts):
             node.args = (kept, *node.args[1:])
     elif target in (aten.addmm.default, aten.baddbmm.default):
-        a = bound(node)
+        a = bound(node)  # in 16 bits the op stays: the rewritten form would round twice
         if a["beta"] == 1 and a["alpha"] == 1 and node.meta["val"].dtype.itemsize >= 4:
             mm = aten.mm.default if target is aten.addmm.default else aten.bmm.default
             left, right = ("mat1", "mat2") if mm is aten.mm.default else ("batch1", "batch2")
@@ -194,7 +173,8 @@ def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _is_of_number(node: fx.Node) -> bool:
-    """An op that is given Python's numbers alone where it takes tensors."""
+    """Return whether the op takes tensors and its arguments here are Python numbers only:
+    _conj(1j). Autograd records such ops."""
     target, val = node.target, node.meta.get("val")
     if not isinstance(target, OpOverload) or node.all_input_nodes or not node.args:
         return False
@@ -203,13 +183,15 @@ def _is_of_number(node: fx.Node) -> bool:
 
 
 def _is_idle(node: fx.Node) -> bool:
-    """An expand to the shape that is there, a power of 1 (what differentiating x ** 2 gives)."""
+    """Return whether the op is an expand to the same shape, or a power of 1 (from the gradient of
+    x ** 2)."""
     if node.target is aten.pow.Tensor_Scalar:
         return bool(node.args[1] == 1 and node.meta["val"].dtype == _input(node).meta["val"].dtype)
     return node.target is aten.expand.default and _same_shape(node, node.args[0])
 
 
 def _rewrite_cast(graph: fx.Graph, node: fx.Node) -> None:
+    """Erase a cast to the same dtype; drop all options but the dtype of others."""
     x, dtype = _input(node), node.meta["val"].dtype
     if x.meta["val"].dtype == dtype:
         _become(graph, node, x)
@@ -218,11 +200,10 @@ def _rewrite_cast(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _share_casts(graph: fx.Graph) -> None:
-    """The casts of an input to one dtype become the first of them.
+    """Replace the casts of an input to one dtype by the first of them, once per phase.
 
-    Its gradient stays a sum of float32 terms, one for each use: autocast's cache would have the
-    terms added in 16 bits.
-    """
+    The gradient of the input stays a sum of float32 terms, one per cast. With autocast's cache,
+    torch adds these terms in 16 bits."""
     first: dict[tuple[fx.Node, torch.dtype, bool], fx.Node] = {}
     for node in list(graph.find_nodes(op="call_function", target=aten._to_copy.default)):
         x, backward = _input(node), node.meta.get("partitioner_tag") == "is_backward"
@@ -233,6 +214,7 @@ def _share_casts(graph: fx.Graph) -> None:
 
 
 def _rewrite_rows(node: fx.Node, call: Callable[..., fx.Node]) -> None:
+    """Split dt.cross_entropy_rows into dt.ce_stats and dt.ce_loss."""
     logits, target, ignore_index = node.args
     assert isinstance(logits, fx.Node)
     num_classes = int(logits.meta["val"].shape[1])
@@ -251,7 +233,7 @@ def _input(node: fx.Node) -> fx.Node:
 
 
 def _dims(node: fx.Node) -> list[int]:
-    """The order of the input's dims in a permutation's result."""
+    """Return the order of the dims of the input in the result of a permutation."""
     rank = _input(node).meta["val"].dim()
     order = list(range(rank))
     if node.target is aten.permute.default:
@@ -274,7 +256,7 @@ def _become(graph: fx.Graph, node: fx.Node, new: Any) -> None:
 
 
 def _eliminate_dead(graph: fx.Graph) -> None:
-    """All ops are functional here, so a node without users is dead, whatever its tags."""
+    """Erase nodes without users. All ops in the graph are functional, so such nodes are dead."""
     for node in reversed(list(graph.nodes)):
         if node.op in ("call_function", "get_attr") and not node.users:
             graph.erase_node(node)
@@ -287,7 +269,10 @@ _PASSING = (aten.reshape.default, aten.permute.default, aten._to_copy.default)
 
 
 def order_sums(graph: fx.Graph) -> None:
-    """In place, on the simplified joint graph; of the backward only."""
+    """Reorder sums of gradients in the simplified joint graph, in place: add matrix products first.
+
+    Such products may be `Partial`, and a sum of partial values needs only one reduction: those of
+    the projections of one attention are then reduced together."""
     for node in list(graph.nodes):
         if _is_sum(node) and not _goes_on(node):
             terms = _terms(node)
@@ -303,7 +288,7 @@ def order_sums(graph: fx.Graph) -> None:
 
 
 def _is_sum(node: fx.Node) -> bool:
-    """A plain sum of two tensors of one shape and dtype, in the backward."""
+    """Return whether the node is a sum of two tensors of equal shape and dtype in the backward."""
     if node.target is not aten.add.Tensor or node.kwargs or len(node.args) != 2:
         return False
     if node.meta.get("partitioner_tag") != "is_backward":
@@ -318,11 +303,12 @@ def _is_sum(node: fx.Node) -> bool:
 
 
 def _goes_on(node: fx.Node) -> bool:
-    """Whether the sum is but a term of a larger one."""
+    """Return whether the sum is only a term of a larger sum."""
     return len(node.users) == 1 and _is_sum(next(iter(node.users)))
 
 
 def _terms(node: fx.Node) -> list[fx.Node]:
+    """Return the terms of a sum and of the partial sums that only it reads, in order."""
     terms: list[fx.Node] = []
     for term in node.args:
         assert isinstance(term, fx.Node)
@@ -334,6 +320,7 @@ def _terms(node: fx.Node) -> list[fx.Node]:
 
 
 def _is_product(node: fx.Node) -> bool:
+    """Return whether the value is a matrix product, perhaps reshaped, permuted or cast."""
     while node.target in _PASSING:
         source = node.args[0]
         assert isinstance(source, fx.Node)
@@ -356,7 +343,7 @@ def _add(graph: fx.Graph, at: fx.Node, a: fx.Node, b: fx.Node) -> fx.Node:
 
 
 def _erase(graph: fx.Graph, node: fx.Node) -> None:
-    """The sum and the partial sums that only it read."""
+    """Erase a sum and the partial sums that only it read."""
     operands = node.all_input_nodes
     graph.erase_node(node)
     for operand in operands:

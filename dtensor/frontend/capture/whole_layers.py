@@ -1,11 +1,11 @@
-"""Layers that torch takes apart while it differentiates, and that have rules, stay whole.
+"""Keep ops that have rules from being decomposed by torch during differentiation.
 
     with whole_layers():
         joint = export_joint(forward, tensors)
 
-Torch registers Python decompositions under autograd for a few ops, for which the joint export has
-no switch. Resizing is one fused kernel otherwise. Those of the margin losses differ from their
-kernels: multilabel_margin_loss with targets that end early (-1) comes out wrong.
+Torch registers Python decompositions under autograd for a few ops, and the joint export cannot
+disable them. Resizing would lose its fused kernel. The decompositions of the margin losses differ
+from their kernels: multilabel_margin_loss is wrong for targets that end early (-1).
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 
 @contextmanager
 def undecomposed() -> Iterator[None]:
-    """Within it these ops are called as they are; may be nested. Only who traces asks for these
-    kernels, and only one traces (`patched`)."""
+    """Disable the decompositions of these ops in this context; may be nested. The change is global,
+    but only tracing uses these kernels, and only one thread traces (`patched`)."""
     import torch._decomp
 
     packets = [getattr(torch.ops.aten, name) for name in _WHOLE]
@@ -70,8 +70,8 @@ def _put_kernels_back(before: list[tuple[Any, dict[Any, Any]]]) -> None:
 
 @contextmanager
 def whole_layers() -> Iterator[None]:
-    """Within it these ops reach the joint graph as they are, and attention that is left in the
-    forward as the ops that it is on every machine; not reentrant."""
+    """In this context, these ops reach the joint graph undecomposed. Attention that is still in the
+    forward decomposes into the same ops on every machine. Must not be nested."""
     attention = torch.ops.aten.scaled_dot_product_attention.default
     with undecomposed():
         before = [(attention, dict(attention.py_kernels))]
