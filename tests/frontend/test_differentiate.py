@@ -96,7 +96,7 @@ def exports(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     for module in (capture_module, stitch):
         monkeypatch.setattr(module, "export_joint", counted)
-    monkeypatch.setattr(layers, "EXPORT", 0)
+    monkeypatch.setattr(layers, "EXPORT_COST_NODES", 0)
     return found
 
 

@@ -118,10 +118,10 @@ def _checked_enter(enter: Any) -> Any:
         if self._enabled and name == "cuda":
             # Not at the top: few programs need it.
             from dtensor.frontend.capture.cuda_casts import cuda_casts
-            from dtensor.frontend.capture.whole_layers import undecomposed
+            from dtensor.frontend.capture.whole_layers import without_decompositions
 
             self.casts = ExitStack()
-            self.casts.enter_context(undecomposed())  # torch would resize past the list
+            self.casts.enter_context(without_decompositions())  # torch would resize past the list
             self.casts.enter_context(cuda_casts())
         return enter(self)
 

@@ -39,7 +39,7 @@ from dtensor.frontend.capture.refusals import (
     planning_error,
     storing_hook,
 )
-from dtensor.frontend.capture.thread_patches import replaced
+from dtensor.frontend.capture.thread_patches import replace_attributes
 from dtensor.frontend.graph import Arg, OutTree, type_text
 from dtensor.frontend.guards.executed_code import CodeRecorder
 from dtensor.frontend.guards.program_writes import ProgramWrites, is_alone
@@ -405,7 +405,7 @@ def held_per_thread(modules: Sequence[nn.Module]) -> Iterator[None]:
     try:
         for attributes, name, tensors in saved:
             attributes[name] = PerThread(tensors)
-        with replaced([(nn.RNNBase, "_flat_weights", _FlatWeights())]):
+        with replace_attributes([(nn.RNNBase, "_flat_weights", _FlatWeights())]):
             yield
     finally:
         for attributes, name, tensors in saved:

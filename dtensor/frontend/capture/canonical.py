@@ -29,7 +29,7 @@ import torch
 from torch import fx
 
 import dtensor.sharding.ops.attention  # noqa: F401  (registers the dt ops)
-from dtensor.frontend.capture.forward_mode import inside
+from dtensor.frontend.capture.forward_mode import nodes_inside_jvp
 from dtensor.frontend.capture.random_ops import RANDOM_OPS, randomise
 from dtensor.frontend.capture.refusals import is_idle_dropout, planning_error, value_dependent_error
 from dtensor.frontend.graph import USERS_META, Writer, bound, type_text
@@ -60,7 +60,7 @@ def canonicalise(
     patterns that it met. ``numbers``: of random ops, one each; else they stay as they are.
     ``forward_mode``: all of it may be derived in forward mode."""
     met: list[Any] = []
-    derived = set(module.graph.nodes) if forward_mode else inside(module.graph)
+    derived = set(module.graph.nodes) if forward_mode else nodes_inside_jvp(module.graph)
     for child in module.children():
         if isinstance(child, fx.GraphModule):
             met += canonicalise(child, numbers, forward_mode=bool(derived))

@@ -7,11 +7,11 @@
 has three faults for them, which this module fixes:
 
 - Kernels for known-zero tangents return meta tensors if tensors are fake: see `PlainZeros`.
-- A factory inside a jvp becomes a constant without values: see `made_outside`.
+- A factory inside a jvp becomes a constant without values: see `make_below_jvp`.
 - The values of jacfwd's batched tensors cannot be read: see `batched_snapshot`.
 
-The operators of this project have no forward-mode derivative; canonical.py refuses them `inside`.
-"""
+The operators of this project have no forward-mode derivative; canonical.py refuses them
+`nodes_inside_jvp`."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ from dtensor.private_torch import (
 )
 
 _ZEROS = torch.ops.aten._efficientzerotensor.default
-_NEW: set[Callable[..., Any]] = {
+_FACTORIES: set[Callable[..., Any]] = {
     *(torch.zeros, torch.ones, torch.full, torch.empty, torch.eye, torch.arange),
     *(torch.linspace, torch.logspace, torch.tril_indices, torch.triu_indices),
 }
-_LIKE: dict[Callable[..., Any], Callable[..., Any]] = {
+_LIKE_FACTORIES: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.zeros_like: torch.zeros,
     torch.ones_like: torch.ones,
     torch.full_like: torch.full,
     torch.empty_like: torch.empty,
 }
-_NEW_OF: dict[Callable[..., Any], Callable[..., Any]] = {
+_NEW_FACTORIES: dict[Callable[..., Any], Callable[..., Any]] = {
     Tensor.new_zeros: torch.zeros,
     Tensor.new_ones: torch.ones,
     Tensor.new_full: torch.full,
@@ -51,7 +51,7 @@ _NEW_OF: dict[Callable[..., Any], Callable[..., Any]] = {
 }
 
 
-def made_outside(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+def make_below_jvp(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
     """Call a factory (torch.ones, zeros_like) below functorch's levels if it is called inside a
     jvp, and return the tensor; None for any other call, and for calls by functorch itself.
 
@@ -62,19 +62,19 @@ def made_outside(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     if sys._getframe(2).f_globals.get("__name__", "").startswith("torch._functorch"):
         return None
     options = {k: v for k, v in kwargs.items() if k != "memory_format"}
-    if like := _LIKE.get(func) or _NEW_OF.get(func):
+    if like := _LIKE_FACTORIES.get(func) or _NEW_FACTORIES.get(func):
         x, *rest = args
-        args = (x.shape, *rest) if func in _LIKE else tuple(rest)
+        args = (x.shape, *rest) if func in _LIKE_FACTORIES else tuple(rest)
         func = like
         options["dtype"] = options.get("dtype") or x.dtype
-    elif func not in _NEW:
+    elif func not in _FACTORIES:
         return None
     with temporarily_clear_interpreter_stack():
         tensor = func(*args, **options)
     return tensor.clone() if tensor.is_floating_point() or tensor.is_complex() else tensor
 
 
-def inside(graph: fx.Graph) -> set[fx.Node]:
+def nodes_inside_jvp(graph: fx.Graph) -> set[fx.Node]:
     """Return the nodes of an exported graph that run while a dual level is open."""
     nodes: set[fx.Node] = set()
     level = 0
@@ -109,7 +109,7 @@ class PlainZeros(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def entered(plain: Any) -> Any:
+def enter_with_plain_zeros(plain: Any) -> Any:
     """Return `dual_level.__enter__` that also enters `PlainZeros`."""
 
     def enter(level: Any) -> Any:
@@ -120,7 +120,7 @@ def entered(plain: Any) -> Any:
     return enter
 
 
-def left(plain: Any) -> Any:
+def exit_with_plain_zeros(plain: Any) -> Any:
     """Return `dual_level.__exit__` that also leaves `PlainZeros`."""
 
     def leave(level: Any, *error: Any) -> Any:

@@ -24,7 +24,7 @@ from dtensor.frontend.capture.patches import CHECKPOINT
 from dtensor.private_torch import FakeTensor, OpOverload
 
 MAX_CONSTANT = 64  # elements
-EXPORT = 20
+EXPORT_COST_NODES = 20
 """The fixed cost of an export, about 50 ms, in nodes that are traced in the same time."""
 RANDOM = "random"
 """The kind of the number of a random op. The kind of a checkpoint's number is CHECKPOINT."""
@@ -35,7 +35,7 @@ class GraphSegment:
     """A run of nodes of a graph.
 
     reads: the arguments and values of other segments that it reads, in the order of first use.
-    attributes: the get_attr nodes that it reads, in the same order. makes: its values that others
+    attributes: the get_attr nodes that it reads, in the same order. outputs: its values that others
     read; for the last segment, the program's outputs. numbers: kind and number of its random ops
     and checkpoints, in order. prefix: the layer's path, or "". program: equal for equal segments.
     """
@@ -43,7 +43,7 @@ class GraphSegment:
     nodes: tuple[fx.Node, ...]
     reads: tuple[fx.Node, ...]
     attributes: tuple[fx.Node, ...]
-    makes: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
     numbers: tuple[tuple[str, int], ...]
     prefix: str
     program: Hashable
@@ -54,19 +54,19 @@ Run = tuple[str, list[fx.Node]]  # the path of the layer, "" for none, and its n
 
 def segments_of(module: fx.GraphModule) -> tuple[GraphSegment, ...]:
     """Return the segments of a program; () if too little is repeated to save time."""
-    cut = _segments(module, _runs(module.graph))
-    count = Counter(segment.program for segment in cut)
+    segments_of_runs = _segments(module, _runs(module.graph))
+    count = Counter(segment.program for segment in segments_of_runs)
     runs: list[Run] = []
-    for segment in cut:
-        alone = count[segment.program] == 1
-        if alone and runs and not runs[-1][0]:
+    for segment in segments_of_runs:
+        is_unique = count[segment.program] == 1
+        if is_unique and runs and not runs[-1][0]:
             runs[-1][1].extend(segment.nodes)
         else:
-            runs.append(("" if alone else segment.prefix, list(segment.nodes)))
+            runs.append(("" if is_unique else segment.prefix, list(segment.nodes)))
     segments = _segments(module, runs)
     first = {segment.program: segment for segment in reversed(segments)}
-    spared = sum(len(s.nodes) for s in segments if first[s.program] is not s)
-    return tuple(segments) if spared > EXPORT * len(first) else ()
+    saved_nodes = sum(len(s.nodes) for s in segments if first[s.program] is not s)
+    return tuple(segments) if saved_nodes > EXPORT_COST_NODES * len(first) else ()
 
 
 def _segments(module: fx.GraphModule, runs: Sequence[Run]) -> list[GraphSegment]:
@@ -122,36 +122,36 @@ def _segment(
     *,
     last: bool,
 ) -> GraphSegment:
-    inside = dict.fromkeys(nodes)
-    outer = dict.fromkeys(x for node in nodes for x in node.all_input_nodes if x not in inside)
+    own_nodes = dict.fromkeys(nodes)
+    outer = dict.fromkeys(x for node in nodes for x in node.all_input_nodes if x not in own_nodes)
     outputs: Any = module.graph.output_node().args[0] if last else ()
     if last:
-        outer.update(dict.fromkeys(x for x in outputs if x not in inside))
-    crossing_values = (
-        outputs if last else [n for n in nodes if any(u not in inside for u in n.users)]
+        outer.update(dict.fromkeys(x for x in outputs if x not in own_nodes))
+    shared_values = (
+        outputs if last else [n for n in nodes if any(u not in own_nodes for u in n.users)]
     )
     reads = tuple(x for x in outer if x.op != "get_attr")
     attributes = tuple(x for x in outer if x.op == "get_attr")
-    crossing = {*outer, *crossing_values}
-    changed = any(_changes_what_crosses(node, crossing) for node in nodes)
+    shared = {*outer, *shared_values}
+    writes_shared = any(_writes_shared_value(node, shared) for node in nodes)
     numbers: list[tuple[str, int]] = []
-    places = {node: ("here", i) for i, node in enumerate(nodes)}
-    places.update({node: ("read", i) for i, node in enumerate(reads)})
+    keys = {node: ("here", i) for i, node in enumerate(nodes)}
+    keys.update({node: ("read", i) for i, node in enumerate(reads)})
     for index, node in enumerate(attributes):
-        places[node] = _attribute(module, node, index, prefix, buffers)
-    calls = tuple(_call(node, places, prefix, numbers) for node in nodes)
+        keys[node] = _attribute_key(module, node, index, prefix, buffers)
+    calls = tuple(_call_key(node, keys, prefix, numbers) for node in nodes)
     return GraphSegment(
         nodes=tuple(nodes),
         reads=reads,
         attributes=attributes,
-        makes=tuple(crossing_values),
+        outputs=tuple(shared_values),
         numbers=tuple(numbers),
         prefix=prefix,
-        program=object() if changed else (calls, tuple(places[n] for n in crossing_values), last),
+        program=object() if writes_shared else (calls, tuple(keys[n] for n in shared_values), last),
     )
 
 
-def _changes_what_crosses(node: fx.Node, crossing: Container[fx.Node]) -> bool:
+def _writes_shared_value(node: fx.Node, shared: Container[fx.Node]) -> bool:
     """Return whether an op changes in place a value that other segments may see. Only values of the
     same segment that are not views are safe: autograd may save the others."""
     target = node.target
@@ -160,11 +160,11 @@ def _changes_what_crosses(node: fx.Node, crossing: Container[fx.Node]) -> bool:
     if target is torch.ops.aten.detach_.default:
         return False
     for argument, value in zip(target._schema.arguments, node.args, strict=False):
-        written = argument.alias_info is not None and argument.alias_info.is_write
-        own = isinstance(value, fx.Node) and value not in crossing and not _is_view(value)
-        if written and not own:
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        is_private = isinstance(value, fx.Node) and value not in shared and not _is_view(value)
+        if is_written and not is_private:
             return True
-    return node in crossing
+    return node in shared
 
 
 def _is_view(node: fx.Node) -> bool:
@@ -174,7 +174,7 @@ def _is_view(node: fx.Node) -> bool:
     return any(result.alias_info is not None for result in target._schema.returns)
 
 
-def _attribute(
+def _attribute_key(
     module: fx.GraphModule, node: fx.Node, index: int, prefix: str, buffers: frozenset[str]
 ) -> tuple[Any, ...]:
     """Return a key that is equal for corresponding attributes of equal segments: the position of a
@@ -188,10 +188,10 @@ def _attribute(
         case FakeTensor():
             return ("constant", str(node.target))
         case torch.Tensor() if value.numel() <= MAX_CONSTANT:
-            held = (tuple(value.shape), value.stride(), value.dtype, repr(value.tolist()))
-            return ("constant", index, held)
+            content = (tuple(value.shape), value.stride(), value.dtype, repr(value.tolist()))
+            return ("constant", index, content)
         case fx.GraphModule():
-            return ("graph", index, _nested(value, prefix))
+            return ("graph", index, _region_key(value, prefix))
         case _:
             return ("constant", str(node.target))
 
@@ -203,22 +203,22 @@ def attribute_of(module: fx.GraphModule, node: fx.Node) -> Any:
     return value
 
 
-def _nested(module: fx.GraphModule, prefix: str) -> Hashable:
+def _region_key(module: fx.GraphModule, prefix: str) -> Hashable:
     """Return a key of the graph of a no_grad or autocast region, equal for equal code and lines."""
-    places = {node: ("here", i) for i, node in enumerate(module.graph.nodes)}
-    inner: list[Hashable] = []
+    keys = {node: ("here", i) for i, node in enumerate(module.graph.nodes)}
+    parts: list[Hashable] = []
     numbers: list[tuple[str, int]] = []
     for node in module.graph.nodes:
-        inner.append((node.op, _call(node, places, prefix, numbers)))
+        parts.append((node.op, _call_key(node, keys, prefix, numbers)))
         if node.op == "get_attr":
             child = attribute_of(module, node)
-            graph = isinstance(child, fx.GraphModule)
-            inner.append(_nested(child, prefix) if graph else ("constant", id(child)))
-    return (*inner, *numbers)
+            is_graph = isinstance(child, fx.GraphModule)
+            parts.append(_region_key(child, prefix) if is_graph else ("constant", id(child)))
+    return (*parts, *numbers)
 
 
-def _call(
-    node: fx.Node, places: dict[fx.Node, Any], prefix: str, numbers: list[tuple[str, int]]
+def _call_key(
+    node: fx.Node, keys: dict[fx.Node, Any], prefix: str, numbers: list[tuple[str, int]]
 ) -> Hashable:
     """Return a key of a call, equal for the same call in equal layers. Appends the numbers of its
     random op and checkpoint to ``numbers``."""
@@ -231,10 +231,10 @@ def _call(
     stack = node.meta.get("nn_module_stack") or {}
     return (
         node.target if node.op == "call_function" else None,
-        exact(node.args, places),
-        exact(tuple(kwargs.items()), places),
+        arguments_key(node.args, keys),
+        arguments_key(tuple(kwargs.items()), keys),
         node.meta.get("stack_trace"),
-        tuple((renamed(path, prefix, "*"), cls) for path, cls in stack.values()),
+        tuple((replace_prefix(path, prefix, "*"), cls) for path, cls in stack.values()),
         checkpoint is None or numbers.index((CHECKPOINT, checkpoint)),
     )
 
@@ -245,7 +245,7 @@ def is_random(node: fx.Node) -> bool:
     return isinstance(target, OpOverload) and target.namespace == "dt" and "op" in node.kwargs
 
 
-def renamed(path: str, prefix: str, new: str) -> str:
+def replace_prefix(path: str, prefix: str, new: str) -> str:
     """Return ``path`` with ``prefix`` replaced by ``new``; ``path`` if it is not below
     ``prefix``."""
     if prefix and (path == prefix or path.startswith(f"{prefix}.")):
@@ -253,15 +253,15 @@ def renamed(path: str, prefix: str, new: str) -> str:
     return path
 
 
-def exact(value: Any, places: Mapping[fx.Node, Any]) -> Hashable:
-    """Return a key of a call's arguments, with ``places`` for nodes. 1 and True have other keys."""
+def arguments_key(value: Any, keys: Mapping[fx.Node, Any]) -> Hashable:
+    """Return a key of a call's arguments, with ``keys`` for nodes. 1 and True have other keys."""
     match value:
         case fx.Node():
-            return places[value]
+            return keys[value]
         case list() | tuple():
-            return (type(value).__name__, *(exact(v, places) for v in value))
+            return (type(value).__name__, *(arguments_key(v, keys) for v in value))
         case dict():
-            return ("dict", *((k, exact(v, places)) for k, v in value.items()))
+            return ("dict", *((k, arguments_key(v, keys)) for k, v in value.items()))
         case _:
             return (type(value), repr(value))
 
@@ -278,19 +278,19 @@ def fingerprint(module: fx.GraphModule) -> str:
 
 
 def _fingerprint_parts(module: fx.GraphModule) -> list[Any]:
-    places: dict[fx.Node, Any] = {}
-    found: list[Any] = []
+    keys: dict[fx.Node, Any] = {}
+    parts: list[Any] = []
     for node in module.graph.nodes:
         meta, val = node.meta, node.meta.get("val")
         stack = tuple(meta.get("nn_module_stack", {}).values())
-        around = meta.get("stack_trace"), stack, meta.get("custom")
-        call = str(node.target), exact(node.args, places), exact(node.kwargs, places)
+        context = meta.get("stack_trace"), stack, meta.get("custom")
+        call = str(node.target), arguments_key(node.args, keys), arguments_key(node.kwargs, keys)
         attribute = (
             _attribute_fingerprint(attribute_of(module, node)) if node.op == "get_attr" else None
         )
-        found.append((node.op, *call, attribute, _layouts(val), around))
-        places[node] = len(places)
-    return found
+        parts.append((node.op, *call, attribute, _layouts(val), context))
+        keys[node] = len(keys)
+    return parts
 
 
 def _attribute_fingerprint(value: Any) -> Any:
@@ -306,10 +306,10 @@ def _attribute_fingerprint(value: Any) -> Any:
             held = held.clone(memory_format=torch.contiguous_format)  # numpy() forbids resize_
             return _layouts(value), bytes(held.reshape(-1).view(torch.uint8).numpy())
         case _:
-            return next(_unlike)
+            return next(_unique_numbers)
 
 
-_unlike = itertools.count()
+_unique_numbers = itertools.count()
 
 
 def _layouts(val: Any) -> Any:

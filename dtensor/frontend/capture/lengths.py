@@ -43,7 +43,7 @@ from dtensor.frontend.capture.call_as_module import (
 from dtensor.frontend.capture.capture import export_call, graph_of, in_capture
 from dtensor.frontend.capture.layers import attribute_of, fingerprint
 from dtensor.frontend.capture.patches import load_compiler
-from dtensor.frontend.capture.thread_patches import here_alone, replaced
+from dtensor.frontend.capture.thread_patches import for_capturing_thread, replace_attributes
 from dtensor.frontend.graph import Const, Graph, OutTree
 from dtensor.frontend.guards.executed_code import ExecutedCode
 from dtensor.frontend.guards.guards import Guards, custom_ops
@@ -306,7 +306,9 @@ class _Symbols:
             ("make_fake_inputs", make_fake_inputs),
             ("produce_guards_and_solve_constraints", skip_guards),
         )
-        with replaced([(trace, n, here_alone(f, vars(trace)[n])) for n, f in patches]):
+        with replace_attributes(
+            [(trace, n, for_capturing_thread(f, vars(trace)[n])) for n, f in patches]
+        ):
             yield
 
     def _with_symbols(self, mode: Any, fakes: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
@@ -426,7 +428,9 @@ class _UseRecorder:
         for cls in _SYMBOLIC:
             for name in ("__repr__", "__hash__"):
                 plain = getattr(cls, name)
-                changes.append((cls, name, here_alone(self._recording(name, plain), plain)))
+                changes.append(
+                    (cls, name, for_capturing_thread(self._recording(name, plain), plain))
+                )
             changes.append((cls, "__format__", self._recording("__format__", cls.__format__)))
             changes.append(
                 (cls, "__reduce_ex__", self._recording("__reduce_ex__", cls.__reduce_ex__))
@@ -435,21 +439,29 @@ class _UseRecorder:
         for name in ("guard_int", "guard_float", "int_"):
             plain = getattr(SymNode, name)
             changes.append(
-                (SymNode, name, here_alone(self._recording_conversion(name, plain), plain))
+                (
+                    SymNode,
+                    name,
+                    for_capturing_thread(self._recording_conversion(name, plain), plain),
+                )
             )
         for name in ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"):
             plain = getattr(torch.SymInt, name)
-            changes.append((torch.SymInt, name, here_alone(self._comparison(plain), plain)))
+            changes.append(
+                (torch.SymInt, name, for_capturing_thread(self._comparison(plain), plain))
+            )
         for cls in (torch.SymInt, torch.SymFloat):
             for name in _ARITHMETIC:
                 plain = getattr(cls, name)
-                changes.append((cls, name, here_alone(self._recording_floats(plain), plain)))
+                changes.append(
+                    (cls, name, for_capturing_thread(self._recording_floats(plain), plain))
+                )
         plain = torch.SymInt.__round__
-        noted = here_alone(self._recording("__round__", plain), plain)
+        noted = for_capturing_thread(self._recording("__round__", plain), plain)
         changes.append((torch.SymInt, "__round__", noted))
         changes.append((builtins, "isinstance", self._recording_isinstance(isinstance)))
         changes += [(module, "type", _recording_type(self)) for module in self._modules]
-        self._changed = replaced(changes)
+        self._changed = replace_attributes(changes)
         self._changed.__enter__()
 
     def __exit__(self, *exc: Any) -> None:
@@ -750,13 +762,13 @@ class _StaticCopy:
         changes = isinstance(target, OpOverload) and target._schema.is_mutable
         if target is operator.getitem or changes:
             return run()
-        from dtensor.frontend.capture.layers import exact
+        from dtensor.frontend.capture.layers import arguments_key
         from dtensor.frontend.capture.to_graph import layout_of
 
         nodes: list[fx.Node] = []
         fx.map_arg((args, kwargs), lambda n: nodes.append(n))
         layouts = {n: layout_of(vals[n]) for n in nodes}
-        key = (target, exact(args, layouts), exact(kwargs, layouts))
+        key = (target, arguments_key(args, layouts), arguments_key(kwargs, layouts))
         if key not in self.results:
             self.results[key] = run()
         return self.results[key]

@@ -31,7 +31,7 @@ Refuse = Callable[..., PlanningError]
 RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 _PACKS = rnn.pack_padded_sequence.__code__
 _PADS = rnn.pad_packed_sequence.__code__
-_OF_TORCH = {rnn.__name__, nn.RNNBase.__module__}
+_TORCH_MODULES = {rnn.__name__, nn.RNNBase.__module__}
 
 
 class StandIn:
@@ -53,12 +53,12 @@ class StandIn:
         leaves = pytree.tree_leaves((args, kwargs))
         raise next(x for x in leaves if isinstance(x, StandIn)).refuse()
 
-    def refused(self, *_: Any) -> Any:
+    def raise_refusal(self, *_: Any) -> Any:
         raise self.refuse()
 
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __neg__ = __pow__ = refused
-    __truediv__ = __rtruediv__ = __matmul__ = __rmatmul__ = __getitem__ = refused
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __len__ = __iter__ = refused
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __neg__ = __pow__ = raise_refusal
+    __truediv__ = __rtruediv__ = __matmul__ = __rmatmul__ = __getitem__ = raise_refusal
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __len__ = __iter__ = raise_refusal
     __hash__ = object.__hash__
 
 
@@ -130,22 +130,22 @@ def packed_result(
     """Return a 1-tuple with the result of a torch call on packed sequences; None for other calls.
     Raises ``refuse()`` for a call that has no padded form."""
     if func is pack_padded:
-        return (_packed(*args, reads=reads, refuse=refuse),)
+        return (_pack(*args, reads=reads, refuse=refuse),)
     caller = sys._getframe(2)
-    by_torch = caller.f_globals.get("__name__") in _OF_TORCH
+    is_torch_call = caller.f_globals.get("__name__") in _TORCH_MODULES
     if func is torch.sort and caller.f_code is _PACKS:
         return ((args[0], Unsorted(refuse)),)
     if any(isinstance(x, StandIn) for x in (*args, *kwargs.values())):
         match args:
-            case (Packed(), *_) if func in RECURRENT and by_torch:
+            case (Packed(), *_) if func in RECURRENT and is_torch_call:
                 return (_recurrent(func, *args),)
             case (Packed(), *_) if func is pad_packed:
-                return (_padded(*args),)
-            case (x, *_) if func in _PERMUTES and by_torch:
+                return (_pad(*args),)
+            case (x, *_) if func in _PERMUTES and is_torch_call:
                 return (x,)
             case _:
                 raise refuse()
-    if func is pad_packed or (func is Tensor.__getitem__ and by_torch):
+    if func is pad_packed or (func is Tensor.__getitem__ and is_torch_call):
         raise refuse()  # the packed sequence was packed outside the program
     return None
 
@@ -153,17 +153,17 @@ def packed_result(
 _PERMUTES = (Tensor.index_select, Tensor.__getitem__, torch.empty_like)
 
 
-def _packed(
+def _pack(
     x: Tensor, lengths: Tensor, batch_first: bool, *, reads: ValueReads, refuse: Refuse
 ) -> tuple[Packed, BatchSizes]:
     """Pack padded rows; the program checks lengths whose values are unknown."""
     rows = x.transpose(0, 1) if batch_first else x
     steps, batch = rows.shape[:2]
-    known = reads.known_value(lengths)
+    known_lengths = reads.known_value(lengths)
     numbers: list[int] = []
-    if known is not None:
+    if known_lengths is not None:
         with disable_current_modes():
-            numbers = known.tolist()
+            numbers = known_lengths.tolist()
     if lengths.shape != (batch,) or any(not 0 < n <= steps for n in numbers):
         raise refuse(
             f"A packed sequence has one length of 1 to {steps} for each of {batch} sequences.",
@@ -176,32 +176,32 @@ def _packed(
     else:
         fits = (lengths > 0) & (lengths <= steps)
         torch.ops.dt.ask(fits.all(), True, f"Lengths of packed sequences are to be 1 to {steps}")
-    rows = torch.where(_in_use(rows, lengths), rows, 0)
+    rows = torch.where(_mask(rows, lengths), rows, 0)
     sizes = BatchSizes(refuse, steps, batch, bool(numbers))
     return Packed(refuse, rows, lengths), sizes
 
 
-def _in_use(rows: Tensor, lengths: Tensor) -> Tensor:
+def _mask(rows: Tensor, lengths: Tensor) -> Tensor:
     """Return a mask of the rows before the end of their sequence: bool[t, b, 1, ...]."""
     mask = torch.arange(rows.shape[0])[:, None] < lengths
     return mask.reshape(*mask.shape, *[1] * (rows.dim() - 2))
 
 
-def _padded(
+def _pad(
     packed: Packed, sizes: BatchSizes, batch_first: bool, padding: float, total: int
 ) -> tuple[Tensor, Tensor]:
     """Return padded rows and lengths. Without total_length= torch pads to the longest sequence; the
     program then checks that the longest sequence is as long as the rows."""
     rows, lengths = packed.rows, packed.lengths
     caller = sys._getframe(3)
-    stated = caller.f_code is not _PADS or caller.f_locals["total_length"] is not None
-    if not (sizes.is_exact or stated):
+    is_total_stated = caller.f_code is not _PADS or caller.f_locals["total_length"] is not None
+    if not (sizes.is_exact or is_total_stated):
         longest = (lengths.max() == sizes.steps).expand(lengths.shape)
         message = f"pad_packed_sequence: no sequence has {sizes.steps} steps, as the padded rows do"
         torch.ops.dt.ask(longest.all(), True, f"{message}; state total_length={sizes.steps}")
-    rows = torch.where(_in_use(rows, lengths), rows, padding)
-    after = [0, 0] * (rows.dim() - 1) + [0, total - sizes.steps]
-    rows = F.pad(rows, after, value=padding) if after[-1] else rows
+    rows = torch.where(_mask(rows, lengths), rows, padding)
+    padding_sizes = [0, 0] * (rows.dim() - 1) + [0, total - sizes.steps]
+    rows = F.pad(rows, padding_sizes, value=padding) if padding_sizes[-1] else rows
     return rows.transpose(0, 1) if batch_first else rows, lengths
 
 
@@ -219,33 +219,35 @@ def _recurrent(
 ) -> tuple[Any, ...]:
     """Run the layers of `torch.lstm` and the like, step by step. Return the packed output and the
     final states of the sequences, each [layers * directions, b, ...]."""
-    starts = hx if func is torch.lstm else (hx,)
+    initial_states = hx if func is torch.lstm else (hx,)
     directions = 2 if bidirectional else 1
     per_layer = len(weights) // (layers * directions)
-    x, in_use = packed.rows, _in_use(packed.rows, packed.lengths)
-    ends: list[tuple[Tensor, ...]] = []
+    x, mask = packed.rows, _mask(packed.rows, packed.lengths)
+    final_states: list[tuple[Tensor, ...]] = []
     for layer in range(layers):
         outputs = []
         for direction in range(directions):
             n = layer * directions + direction
-            w_ih, w_hh, *others = weights[n * per_layer : (n + 1) * per_layer]
-            b_ih, b_hh = others[:2] if biased else (None, None)
-            projection = others[-1] if len(others) % 2 else None
+            w_ih, w_hh, *remaining_weights = weights[n * per_layer : (n + 1) * per_layer]
+            b_ih, b_hh = remaining_weights[:2] if biased else (None, None)
+            projection = remaining_weights[-1] if len(remaining_weights) % 2 else None
             inputs = F.linear(x, w_ih, b_ih)
-            state = tuple(start[n] for start in starts)
-            steps: list[Tensor] = [x] * len(x)
+            state = tuple(start[n] for start in initial_states)
+            step_outputs: list[Tensor] = [x] * len(x)
             for t in range(len(x))[:: -1 if direction else 1]:
                 hidden = F.linear(state[0], w_hh, b_hh)
                 new = _CELLS[func](inputs[t], hidden, state, projection)
                 pairs = zip(new, state, strict=True)
-                state = tuple(torch.where(in_use[t], now, before) for now, before in pairs)
-                steps[t] = state[0]
-            ends.append(state)
-            outputs.append(torch.stack(steps))
+                state = tuple(
+                    torch.where(mask[t], new_value, old_value) for new_value, old_value in pairs
+                )
+                step_outputs[t] = state[0]
+            final_states.append(state)
+            outputs.append(torch.stack(step_outputs))
         x = torch.cat(outputs, -1) if bidirectional else outputs[0]
         if dropout and train and layer < layers - 1:
             x = F.dropout(x, dropout)
-    finals = [torch.stack(states) for states in zip(*ends, strict=True)]
+    finals = [torch.stack(states) for states in zip(*final_states, strict=True)]
     return Packed(packed.refuse, x, packed.lengths), *finals
 
 

@@ -45,10 +45,10 @@ from dtensor.frontend.capture.autocast import AUTOCAST, CAPTURED_ON, program_dev
 from dtensor.frontend.capture.refusals import STORED_WARNING, is_same_memory, planning_error
 from dtensor.frontend.capture.thread_patches import (
     answered_here,
-    filtered,
-    here_alone,
-    replaced,
-    unlogged,
+    filter_logs,
+    filter_warnings,
+    for_capturing_thread,
+    replace_attributes,
 )
 from dtensor.frontend.graph import type_text
 from dtensor.frontend.source import places_below, source_here
@@ -71,57 +71,60 @@ def patched(*, below: FunctionType) -> Iterator[list[AppliedFunctions]]:
     from torch.fx import graph_module
     from torch.fx.experimental import proxy_tensor, symbolic_shapes
 
-    numbers = itertools.count()  # of checkpoints
+    checkpoint_numbers = itertools.count()  # of checkpoints
     functions: list[AppliedFunctions] = []  # empty until a custom Function is applied, then one
-    explaining = ExitStack()
-    changed: list[tuple[Any, str, Callable[[Any], Any]]] = [
-        (TracerBase, "_filter_traceback_frames", lambda _: _whole_traces(below)),
-        (fx.GraphModule, "recompile", _when_called),
-        (torch.nn.Module, "_apply", lambda _: _unmoved),
-        (decompositions, "select_one_layer_lstm_function", lambda _: _written_lstm),
-        (_Patcher, "patch_method", _patched_here),
-        (Thread, "start", _noted),
-        (forward_ad.dual_level, "__enter__", forward_mode.entered),
-        (forward_ad.dual_level, "__exit__", forward_mode.left),
+    error_context = ExitStack()
+    replacements: list[tuple[Any, str, Callable[[Any], Any]]] = [
+        (TracerBase, "_filter_traceback_frames", lambda _: _keep_user_frames(below)),
+        (fx.GraphModule, "recompile", _recompile_lazily),
+        (torch.nn.Module, "_apply", lambda _: _apply_unless_moved),
+        (decompositions, "select_one_layer_lstm_function", lambda _: _decomposed_lstm),
+        (_Patcher, "patch_method", _patch_for_thread),
+        (Thread, "start", _register_thread),
+        (forward_ad.dual_level, "__enter__", forward_mode.enter_with_plain_zeros),
+        (forward_ad.dual_level, "__exit__", forward_mode.exit_with_plain_zeros),
         (proxy_tensor, "snapshot_fake", forward_mode.batched_snapshot),
-        (_trace, "_override_builtin_ops", lambda _: _builtins_here),
+        (_trace, "_override_builtin_ops", lambda _: _patch_builtins),
         # Torch's function would undo assignments of other threads. side_effects.py records the
         # program's assignments.
         (_trace, "_detect_attribute_assignment", lambda _: lambda _: nullcontext()),
         (_trace, "_ignore_backend_decomps", lambda _: nullcontext),  # sets process-wide flags
         # For a data-dependent program torch prints the graph so far; it raises an error, too.
-        (_trace, "print", lambda _: _prints_nothing),
-        (graph_module, "print", lambda _: _prints_nothing),  # prints the line that raised
+        (_trace, "print", lambda _: _print_nothing),
+        (graph_module, "print", lambda _: _print_nothing),  # prints the line that raised
         *((torch.autocast, name, change) for name, change in AUTOCAST.items()),
         (
             checkpoints,
             "_checkpoint_without_reentrant_generator",
-            lambda _: _numbered(numbers),
+            lambda _: _checkpoint_generator(checkpoint_numbers),
         ),
     ]
-    plains = [vars(owner).get(name, print) for owner, name, _ in changed]
+    originals = [vars(owner).get(name, print) for owner, name, _ in replacements]
     changes = [
-        (owner, name, here_alone(change(plain), plain))
-        for (owner, name, change), plain in zip(changed, plains, strict=True)
+        (owner, name, for_capturing_thread(change(plain), plain))
+        for (owner, name, change), plain in zip(replacements, originals, strict=True)
     ]
-    applying = _watched(numbers, functions, explaining)
-    held: Any = parametrize._cache
-    weights = PerThread(held)
-    weights.clear()  # a `cached()` around the call may hold computed weights
-    changes_here = [(_SingleLevelFunction, "apply", applying), (parametrize, "_cache", weights)]
+    recorded_apply = _recorded_apply(checkpoint_numbers, functions, error_context)
+    parametrize_cache: Any = parametrize._cache
+    thread_cache = PerThread(parametrize_cache)
+    thread_cache.clear()  # a `cached()` around the call may hold computed weights
+    more_changes = [
+        (_SingleLevelFunction, "apply", recorded_apply),
+        (parametrize, "_cache", thread_cache),
+    ]
     with ExitStack() as stack:
         # Take torch's lock first: another thread that compiles patches the same attributes.
         stack.enter_context(CALL_LOCK.and_then(compile_lock()))
-        stack.enter_context(replaced([*changes, *changes_here]))
-        stack.enter_context(answered_here(FLAGS))
+        stack.enter_context(replace_attributes([*changes, *more_changes]))
+        stack.enter_context(answered_here(PROCESS_FLAGS))
         stack.enter_context(
-            unlogged(
+            filter_logs(
                 (symbolic_shapes.log, lambda _: True),
                 (fake_tensor.log, lambda record: record.exc_info is not None),
             )
         )
         stack.enter_context(
-            filtered(
+            filter_warnings(
                 ("ignore", "", r"torch\..*"),
                 # Export itself assigns the second list of parameters of nn.RNNBase modules.
                 ("ignore", STORED_WARNING, ""),
@@ -133,25 +136,25 @@ def patched(*, below: FunctionType) -> Iterator[list[AppliedFunctions]]:
         stack.enter_context(torch.autocast(CAPTURED_ON, enabled=False))
         if torch.get_default_device().type != CAPTURED_ON:  # `with torch.device("meta"):`
             stack.enter_context(torch.device(CAPTURED_ON))
-        with explaining:
+        with error_context:
             yield functions
 
 
-FLAGS = (torch.compiler.is_compiling, torch.compiler.is_exporting)
-FLAGS += (symbolic_trace.is_fx_tracing, symbolic_trace.is_fx_symbolic_tracing)
+PROCESS_FLAGS = (torch.compiler.is_compiling, torch.compiler.is_exporting)
+PROCESS_FLAGS += (symbolic_trace.is_fx_tracing, symbolic_trace.is_fx_symbolic_tracing)
 """Process-wide flags that torch, and compiled functions of other threads, read at each call."""
 
 
-def _patched_here(plain: Any) -> Any:
+def _patch_for_thread(plain: Any) -> Any:
     """Make torch's patches of `Module.__call__` and `__getattr__` apply to this thread only."""
 
     def patch_method(patcher: Any, cls: type, name: str, new: Any, **options: Any) -> None:
-        plain(patcher, cls, name, here_alone(new, getattr(cls, name)), **options)
+        plain(patcher, cls, name, for_capturing_thread(new, getattr(cls, name)), **options)
 
     return patch_method
 
 
-def _noted(plain: Any) -> Any:
+def _register_thread(plain: Any) -> Any:
     """Wrap Thread.start: a thread that the program starts counts as a part of the program."""
 
     def start(thread: Thread) -> None:
@@ -162,20 +165,25 @@ def _noted(plain: Any) -> Any:
 
 
 @contextmanager
-def _builtins_here() -> Iterator[None]:
+def _patch_builtins() -> Iterator[None]:
     """Patch `max` and `min` for this thread as torch does for the process, but leave `math.pow`."""
     from torch._export.non_strict_utils import _tensor_min_max
 
     pairs = (("max", max, torch.maximum), ("min", min, torch.minimum))
-    made = [
-        (name, here_alone(partial(_tensor_min_max, real_callable=f, tensor_callable=of), f))
-        for name, f, of in pairs
+    patches = [
+        (
+            name,
+            for_capturing_thread(
+                partial(_tensor_min_max, real_callable=f, tensor_callable=tensor_function), f
+            ),
+        )
+        for name, f, tensor_function in pairs
     ]
-    with replaced([(builtins, name, f) for name, f in made]):
+    with replace_attributes([(builtins, name, f) for name, f in patches]):
         yield
 
 
-def _written_lstm(*_: object) -> Any:
+def _decomposed_lstm(*_: object) -> Any:
     """Return torch's decomposition of an LSTM layer into plain ops. Without gradients, torch
     selects one mkldnn op on CPUs that support it."""
     from torch._decomp.decompositions import one_layer_lstm
@@ -183,14 +191,14 @@ def _written_lstm(*_: object) -> Any:
     return one_layer_lstm
 
 
-def _prints_nothing(*_: object, **__: object) -> None:
+def _print_nothing(*_: object, **__: object) -> None:
     pass
 
 
-def _whole_traces(below: FunctionType) -> Any:
+def _keep_user_frames(below: FunctionType) -> Any:
     """Return a replacement of torch's filter of frames: keep all user frames (source.py)."""
 
-    def keep(_tracer: Any, _frames: Any) -> python_traceback.StackSummary:
+    def user_frames(_tracer: Any, _frames: Any) -> python_traceback.StackSummary:
         return python_traceback.StackSummary.from_list(
             [
                 python_traceback.FrameSummary(*place, lookup_line=False)
@@ -198,10 +206,10 @@ def _whole_traces(below: FunctionType) -> Any:
             ]
         )
 
-    return keep
+    return user_frames
 
 
-def _when_called(compiled: Any) -> Any:
+def _recompile_lazily(compiled: Any) -> Any:
     """Wrap GraphModule.recompile: generate Python source only when the module is called. Export
     makes some forty modules and calls few; generating all took a fifth of the time."""
 
@@ -222,7 +230,7 @@ def _when_called(compiled: Any) -> Any:
 # -- modules that are moved ------------------------------------------------------------------------
 
 
-def _unmoved(
+def _apply_unless_moved(
     module: torch.nn.Module, fn: Callable[[Any], Any], recurse: bool = True
 ) -> torch.nn.Module:
     """Replace Module._apply (`.to`, `.float()`): do nothing if fn changes no parameter or buffer.
@@ -230,20 +238,20 @@ def _unmoved(
     # Not at the top: it loads torch's compiler, and with it triton where that is installed.
     from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
-    named = [*module.named_parameters(recurse=recurse), *module.named_buffers(recurse=recurse)]
-    alone: Callable[[], AbstractContextManager[object]] = torch._C.DisableTorchFunction
+    tensors = [*module.named_parameters(recurse=recurse), *module.named_buffers(recurse=recurse)]
+    mode: Callable[[], AbstractContextManager[object]] = torch._C.DisableTorchFunction
     if (device := program_device()) != CAPTURED_ON:
         from dtensor.frontend.capture.seen_device import DeviceMode
 
-        alone = partial(DeviceMode, device)
-    for name, x in named:
-        with disable_proxy_modes_tracing(), alone(), torch.no_grad():
-            made = fn(x)
-        if not is_same_memory(made, x):
-            now, then = (f"{type_text(y)} on {y.device}" for y in (x, made))
+        mode = partial(DeviceMode, device)
+    for name, x in tensors:
+        with disable_proxy_modes_tracing(), mode(), torch.no_grad():
+            result = fn(x)
+        if not is_same_memory(result, x):
+            old, new = (f"{type_text(y)} on {y.device}" for y in (x, result))
             raise planning_error(
                 "The program moves a module or changes its dtype.",
-                f"{name}: {now} -> {then if then != now else 'other strides'}",
+                f"{name}: {old} -> {new if new != old else 'other strides'}",
                 source=source_here(),
                 fix="do it once, before dt.parallelize; within the program, x.to(...) of "
                 "tensors alone",
@@ -254,14 +262,14 @@ def _unmoved(
 # -- checkpoints and custom autograd Functions -----------------------------------------------------
 
 
-def _outermost(numbers: Iterator[int]) -> AbstractContextManager[object]:
+def _number_checkpoint(checkpoint_numbers: Iterator[int]) -> AbstractContextManager[object]:
     """Return a context that numbers the ops of a checkpoint, unless it is inside another one."""
     if CHECKPOINT in traceback.current_meta.get("custom", {}):
         return nullcontext()
-    return traceback.annotate({CHECKPOINT: next(numbers)})
+    return traceback.annotate({CHECKPOINT: next(checkpoint_numbers)})
 
 
-def _numbered(numbers: Iterator[int]) -> Any:
+def _checkpoint_generator(checkpoint_numbers: Iterator[int]) -> Any:
     """Return a replacement of torch's generator for checkpoints that only numbers their ops."""
 
     def generator(function: Any, preserve: bool, context_fn: Any, *args: Any, **kw: Any) -> Any:
@@ -274,33 +282,35 @@ def _numbered(numbers: Iterator[int]) -> Any:
                 source=source_here(),
                 fix="leave context_fn out, or checkpoint smaller parts",
             )
-        with _outermost(numbers):
+        with _number_checkpoint(checkpoint_numbers):
             yield
 
     return generator
 
 
-def _watched(numbers: Iterator[int], functions: list[AppliedFunctions], stack: ExitStack) -> Any:
+def _recorded_apply(
+    checkpoint_numbers: Iterator[int], functions: list[AppliedFunctions], stack: ExitStack
+) -> Any:
     """Return a replacement of the `apply` below `Function.apply` that records custom Functions and
     reentrant checkpoints. Patching below also covers aliases: relu = MyRelu.apply."""
 
-    def watched(cls: type, *args: Any) -> Any:
+    def apply(cls: type, *args: Any) -> Any:
         plain = super(_SingleLevelFunction, cls).apply  # type: ignore[misc]
         if is_capturing() and cls is checkpoints.CheckpointFunction:
-            function, _, *given = args
-            with _outermost(numbers):
-                made = function(*given)
-            _check_reentrant(given, made)
-            return made
+            function, _, *inputs = args
+            with _number_checkpoint(checkpoint_numbers):
+                result = function(*inputs)
+            _check_reentrant(inputs, result)
+            return result
         # Torch's own Functions, which implement custom ops, need no recording.
         if is_capturing() and cls.__module__.split(".", 1)[0] != "torch":
-            return _met(functions, stack).apply(plain, cls, args)
+            return _applied_functions(functions, stack).apply(plain, cls, args)
         return plain(*args)
 
-    return classmethod(watched)
+    return classmethod(apply)
 
 
-def _met(functions: list[AppliedFunctions], stack: ExitStack) -> AppliedFunctions:
+def _applied_functions(functions: list[AppliedFunctions], stack: ExitStack) -> AppliedFunctions:
     """Return the record of applied Functions; make it at the first call."""
     from dtensor.frontend.capture.functions import AppliedFunctions
 
@@ -310,11 +320,13 @@ def _met(functions: list[AppliedFunctions], stack: ExitStack) -> AppliedFunction
     return functions[0]
 
 
-def _check_reentrant(given: list[Any], made: Any) -> None:
+def _check_reentrant(inputs: list[Any], result: Any) -> None:
     """Raise PlanningError if torch makes no gradients for a reentrant checkpoint, but capture
     would."""
-    lost = any(isinstance(x, torch.Tensor) and x.requires_grad for x in tree_leaves(made))
-    if lost and not any(isinstance(x, torch.Tensor) and x.requires_grad for x in given):
+    has_gradients = any(
+        isinstance(x, torch.Tensor) and x.requires_grad for x in tree_leaves(result)
+    )
+    if has_gradients and not any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs):
         raise planning_error(
             "torch.utils.checkpoint makes no gradients here: no argument of it requires grad.",
             source=source_here(),
@@ -328,13 +340,13 @@ def load_compiler() -> None:
     module may raise then, so such errors are ignored."""
     getmodule: Any = inspect.getmodule
 
-    def found(*args: Any) -> Any:
+    def getmodule_or_none(*args: Any) -> Any:
         try:
             return getmodule(*args)
         except Exception:
             return None
 
-    with mock.patch.object(inspect, "getmodule", found):
+    with mock.patch.object(inspect, "getmodule", getmodule_or_none):
         import torch._dynamo
         import torch._functorch.aot_autograd
         import torch.export  # noqa: F401

@@ -25,7 +25,7 @@ from torch.distributions import Distribution, constraints
 from torch.overrides import TorchFunctionMode
 
 from dtensor.errors import PlanningError, check_dense, is_dense
-from dtensor.frontend.capture.forward_mode import made_outside
+from dtensor.frontend.capture.forward_mode import make_below_jvp
 from dtensor.frontend.capture.packed_sequences import RECURRENT, packed_result
 from dtensor.frontend.capture.random_ops import DRAW
 from dtensor.frontend.capture.value_reads import (
@@ -234,7 +234,7 @@ class RefusalMode(TorchFunctionMode):
         if func is F.gaussian_nll_loss:  # re-enter the mode to see the calls inside this function
             with self:
                 return _GAUSSIAN_NLL(*args, **kwargs)
-        if (tensor := made_outside(func, args, kwargs)) is not None:
+        if (tensor := make_below_jvp(func, args, kwargs)) is not None:
             return tensor
         calls_back = False
         if self.data_assignments is not None:

@@ -60,7 +60,7 @@ _FILLS: dict[Any, Callable[[dict[str, Any]], tuple[Any, Any]]] = {
     aten.new_ones.default: lambda a: (a["size"], 1),
     aten.new_full.default: lambda a: (a["size"], a["fill_value"]),
 }
-_UNFILLED = {
+_EMPTIES = {
     aten.new_empty.default,
     aten.new_empty_strided.default,
     aten.empty_strided.default,
@@ -76,7 +76,7 @@ _STRIDED = {
     aten.as_strided_copy.default,
     aten.as_strided_scatter.default,
 }
-_NO_MEANING = ("layout", "pin_memory", "memory_format")
+_IGNORED_OPTIONS = ("layout", "pin_memory", "memory_format")
 
 
 def simplify(graph: fx.Graph) -> None:
@@ -97,13 +97,13 @@ def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
         new.meta.update(node.meta)
         return new
 
-    if any(k in node.kwargs for k in _NO_MEANING):
-        node.kwargs = {k: v for k, v in node.kwargs.items() if k not in _NO_MEANING}
+    if any(k in node.kwargs for k in _IGNORED_OPTIONS):
+        node.kwargs = {k: v for k, v in node.kwargs.items() if k not in _IGNORED_OPTIONS}
     target = node.target
     if target is aten._assert_tensor_metadata.default:
         graph.erase_node(node)
     elif target in _IDENTITY:
-        _become(graph, node, node.args[0])
+        _replace(graph, node, node.args[0])
     elif target is aten._to_copy.default:
         _rewrite_cast(graph, node)
     elif target in _SCALAR_FORMS:
@@ -115,64 +115,64 @@ def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
         start, stop, step = slice(a["start"], a["end"], a["step"]).indices(size[dim])
         node.args = (node.args[0], dim, start, max(start, stop), step)
         if _same_shape(node, node.args[0]):
-            _become(graph, node, node.args[0])
-    elif _is_idle(node):
-        _become(graph, node, node.args[0])
+            _replace(graph, node, node.args[0])
+    elif _is_no_op(node):
+        _replace(graph, node, node.args[0])
     elif target in _VIEWS:
         base = _input(node)
         while base.target is aten.reshape.default:
             base = _input(base)
         if _same_shape(node, base):
-            _become(graph, node, base)
+            _replace(graph, node, base)
         else:
-            _become(graph, node, call(aten.reshape.default, base, list(node.meta["val"].shape)))
+            _replace(graph, node, call(aten.reshape.default, base, list(node.meta["val"].shape)))
     elif target in _PERMUTES:
         base, dims = _input(node), _dims(node)
         while base.target is aten.permute.default:
             inner = _dims(base)
             base, dims = _input(base), [inner[d] for d in dims]
-        same = dims == list(range(len(dims)))
-        _become(graph, node, base if same else call(aten.permute.default, base, dims))
+        is_identity = dims == list(range(len(dims)))
+        _replace(graph, node, base if is_identity else call(aten.permute.default, base, dims))
     elif target is aten.cat.default:
         # cat ignores tensors of shape (0,), such as an empty cache.
         parts: Any = node.args[0]
-        kept = [x for x in parts if tuple(x.meta["val"].shape) != (0,)]
-        if len(kept) == 1 and _same_shape(node, kept[0]):
-            _become(graph, node, kept[0])
-        elif 0 < len(kept) < len(parts):
-            node.args = (kept, *node.args[1:])
+        non_empty = [x for x in parts if tuple(x.meta["val"].shape) != (0,)]
+        if len(non_empty) == 1 and _same_shape(node, non_empty[0]):
+            _replace(graph, node, non_empty[0])
+        elif 0 < len(non_empty) < len(parts):
+            node.args = (non_empty, *node.args[1:])
     elif target in (aten.addmm.default, aten.baddbmm.default):
         a = bound(node)  # in 16 bits the op stays: the rewritten form would round twice
         if a["beta"] == 1 and a["alpha"] == 1 and node.meta["val"].dtype.itemsize >= 4:
             mm = aten.mm.default if target is aten.addmm.default else aten.bmm.default
             left, right = ("mat1", "mat2") if mm is aten.mm.default else ("batch1", "batch2")
-            _become(graph, node, call(aten.add.Tensor, call(mm, a[left], a[right]), a["self"]))
+            _replace(graph, node, call(aten.add.Tensor, call(mm, a[left], a[right]), a["self"]))
     elif target in _FILLS:
         a = bound(node)
         size, value = _FILLS[target](a)
         dtype = node.meta["val"].dtype
         full = call(aten.full.default, list(size), value, dtype=dtype, device=torch.device("cpu"))
-        _become(graph, node, full)
-    elif target in _UNFILLED:
+        _replace(graph, node, full)
+    elif target in _EMPTIES:
         kwargs = dict(dtype=node.meta["val"].dtype, device=torch.device("cpu"))
-        _become(graph, node, call(aten.empty.memory_format, bound(node)["size"], **kwargs))
+        _replace(graph, node, call(aten.empty.memory_format, bound(node)["size"], **kwargs))
     elif target is dt.cross_entropy_rows.default:
         _rewrite_rows(node, call)
     elif target in _STRIDED:
-        from dtensor.frontend.capture.strides import rearranged  # few programs need it
+        from dtensor.frontend.capture.strides import as_permutation  # few programs need it
 
-        if nodes := rearranged(node, call):
-            _become(graph, node, nodes[-1])
+        if nodes := as_permutation(node, call):
+            _replace(graph, node, nodes[-1])
             for new in nodes:
                 _rewrite(graph, new)
-    elif _is_of_number(node):
-        bare: Any = target
-        number = bare(*node.args, **{k: v for k, v in node.kwargs.items() if k != "device"})
-        how = dict(dtype=node.meta["val"].dtype, device=torch.device("cpu"))
-        _become(graph, node, call(aten.full.default, [], number.item(), **how))
+    elif _has_only_numbers(node):
+        op: Any = target
+        number = op(*node.args, **{k: v for k, v in node.kwargs.items() if k != "device"})
+        options = dict(dtype=node.meta["val"].dtype, device=torch.device("cpu"))
+        _replace(graph, node, call(aten.full.default, [], number.item(), **options))
 
 
-def _is_of_number(node: fx.Node) -> bool:
+def _has_only_numbers(node: fx.Node) -> bool:
     """Return whether the op takes tensors and its arguments here are Python numbers only:
     _conj(1j). Autograd records such ops."""
     target, val = node.target, node.meta.get("val")
@@ -182,7 +182,7 @@ def _is_of_number(node: fx.Node) -> bool:
     return takes_tensor and isinstance(val, torch.Tensor) and val.dim() == 0
 
 
-def _is_idle(node: fx.Node) -> bool:
+def _is_no_op(node: fx.Node) -> bool:
     """Return whether the op is an expand to the same shape, or a power of 1 (from the gradient of
     x ** 2)."""
     if node.target is aten.pow.Tensor_Scalar:
@@ -194,7 +194,7 @@ def _rewrite_cast(graph: fx.Graph, node: fx.Node) -> None:
     """Erase a cast to the same dtype; drop all options but the dtype of others."""
     x, dtype = _input(node), node.meta["val"].dtype
     if x.meta["val"].dtype == dtype:
-        _become(graph, node, x)
+        _replace(graph, node, x)
     else:
         node.kwargs = {"dtype": dtype}
 
@@ -204,13 +204,13 @@ def _share_casts(graph: fx.Graph) -> None:
 
     The gradient of the input stays a sum of float32 terms, one per cast. With autocast's cache,
     torch adds these terms in 16 bits."""
-    first: dict[tuple[fx.Node, torch.dtype, bool], fx.Node] = {}
+    first_casts: dict[tuple[fx.Node, torch.dtype, bool], fx.Node] = {}
     for node in list(graph.find_nodes(op="call_function", target=aten._to_copy.default)):
         x, backward = _input(node), node.meta.get("partitioner_tag") == "is_backward"
         if x.op == "placeholder":
-            kept = first.setdefault((x, node.meta["val"].dtype, backward), node)
-            if kept is not node:
-                _become(graph, node, kept)
+            first_cast = first_casts.setdefault((x, node.meta["val"].dtype, backward), node)
+            if first_cast is not node:
+                _replace(graph, node, first_cast)
 
 
 def _rewrite_rows(node: fx.Node, call: Callable[..., fx.Node]) -> None:
@@ -250,7 +250,7 @@ def _same_shape(a: fx.Node, b: Any) -> bool:
     return bool(a.meta["val"].shape == b.meta["val"].shape)
 
 
-def _become(graph: fx.Graph, node: fx.Node, new: Any) -> None:
+def _replace(graph: fx.Graph, node: fx.Node, new: Any) -> None:
     node.replace_all_uses_with(new)
     graph.erase_node(node)
 
@@ -265,7 +265,7 @@ def _eliminate_dead(graph: fx.Graph) -> None:
 # -- sums ------------------------------------------------------------------------------------------
 
 _PRODUCTS = (aten.mm.default, aten.bmm.default)
-_PASSING = (aten.reshape.default, aten.permute.default, aten._to_copy.default)
+_PRODUCT_WRAPPERS = (aten.reshape.default, aten.permute.default, aten._to_copy.default)
 
 
 def order_sums(graph: fx.Graph) -> None:
@@ -274,17 +274,17 @@ def order_sums(graph: fx.Graph) -> None:
     Such products may be `Partial`, and a sum of partial values needs only one reduction: those of
     the projections of one attention are then reduced together."""
     for node in list(graph.nodes):
-        if _is_sum(node) and not _goes_on(node):
+        if _is_sum(node) and not _is_term(node):
             terms = _terms(node)
             products = [t for t in terms if _is_product(t)]
             if len(products) < 2 or terms[: len(products)] == products:
                 continue
-            others = [t for t in terms if not _is_product(t)]
+            other_terms = [t for t in terms if not _is_product(t)]
             total = _left_fold(graph, node, products)
-            if others:
-                total = _add(graph, node, _left_fold(graph, node, others), total)
+            if other_terms:
+                total = _add(graph, node, _left_fold(graph, node, other_terms), total)
             node.replace_all_uses_with(total)
-            _erase(graph, node)
+            _erase_sum(graph, node)
 
 
 def _is_sum(node: fx.Node) -> bool:
@@ -302,7 +302,7 @@ def _is_sum(node: fx.Node) -> bool:
     )
 
 
-def _goes_on(node: fx.Node) -> bool:
+def _is_term(node: fx.Node) -> bool:
     """Return whether the sum is only a term of a larger sum."""
     return len(node.users) == 1 and _is_sum(next(iter(node.users)))
 
@@ -321,31 +321,31 @@ def _terms(node: fx.Node) -> list[fx.Node]:
 
 def _is_product(node: fx.Node) -> bool:
     """Return whether the value is a matrix product, perhaps reshaped, permuted or cast."""
-    while node.target in _PASSING:
+    while node.target in _PRODUCT_WRAPPERS:
         source = node.args[0]
         assert isinstance(source, fx.Node)
         node = source
     return node.target in _PRODUCTS
 
 
-def _left_fold(graph: fx.Graph, at: fx.Node, terms: list[fx.Node]) -> fx.Node:
+def _left_fold(graph: fx.Graph, before: fx.Node, terms: list[fx.Node]) -> fx.Node:
     total = terms[0]
     for term in terms[1:]:
-        total = _add(graph, at, total, term)
+        total = _add(graph, before, total, term)
     return total
 
 
-def _add(graph: fx.Graph, at: fx.Node, a: fx.Node, b: fx.Node) -> fx.Node:
-    with graph.inserting_before(at):
+def _add(graph: fx.Graph, before: fx.Node, a: fx.Node, b: fx.Node) -> fx.Node:
+    with graph.inserting_before(before):
         new = graph.call_function(aten.add.Tensor, (a, b))
-    new.meta.update(at.meta)
+    new.meta.update(before.meta)
     return new
 
 
-def _erase(graph: fx.Graph, node: fx.Node) -> None:
+def _erase_sum(graph: fx.Graph, node: fx.Node) -> None:
     """Erase a sum and the partial sums that only it read."""
     operands = node.all_input_nodes
     graph.erase_node(node)
     for operand in operands:
         if not operand.users and _is_sum(operand):
-            _erase(graph, operand)
+            _erase_sum(graph, operand)

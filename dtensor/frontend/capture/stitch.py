@@ -43,7 +43,7 @@ from dtensor.frontend.capture.layers import (
     GraphSegment,
     attribute_of,
     is_random,
-    renamed,
+    replace_prefix,
 )
 from dtensor.frontend.capture.patches import CHECKPOINT, export_joint
 from dtensor.private_torch import FakeTensorMode, aot_descriptors
@@ -117,10 +117,10 @@ def _occurrences(
         kind = kinds[key]
         parts.append(_Occurrence(segment=segment, kind=kind))
         if segment is not segments[-1]:
-            wanted = [node for node, (_, w) in zip(segment.makes, kind.made, strict=True) if w]
+            wanted = [node for node, (_, w) in zip(segment.outputs, kind.made, strict=True) if w]
             if len(wanted) > 1 or any(readers[node] > 1 for node in wanted):
                 raise NotAlone
-            for node, (like, wants) in zip(segment.makes, kind.made, strict=True):
+            for node, (like, wants) in zip(segment.outputs, kind.made, strict=True):
                 if like.is_conj() or like.is_neg():
                     raise NotAlone  # a bit of the tensor that a made one would not have
                 values[node] = _fake(like, wants, mode)
@@ -162,12 +162,12 @@ def _kind(
         for node in joint.graph.find_nodes(op="placeholder")
         if isinstance(node.meta["desc"], aot.TangentAOTInput)
     }
-    if len(made) != len(segment.makes):
+    if len(made) != len(segment.outputs):
         raise NotAlone
     return _Kind(
         segment=segment,
         joint=joint,
-        made=tuple((made[i], i in wanted) for i in range(len(segment.makes))),
+        made=tuple((made[i], i in wanted) for i in range(len(segment.outputs))),
     )
 
 
@@ -179,7 +179,7 @@ def _module(forward: fx.GraphModule, segment: GraphSegment) -> fx.GraphModule:
     for node in (*segment.attributes, *segment.nodes):
         env[node] = graph.node_copy(node, env.__getitem__)
     outputs: list[fx.Node] = []
-    for node in segment.makes:
+    for node in segment.outputs:
         if not isinstance(node, fx.Node) or not isinstance(node.meta.get("val"), torch.Tensor):
             raise NotAlone
         outputs.append(graph.call_function(torch.ops.aten.clone.default, (env[node],)))
@@ -338,7 +338,7 @@ class _Copy:
             if isinstance(desc, aot.PlainAOTOutput):
                 self.outputs[desc] = self.env[value]  # type: ignore[index]
         if self.part is not self.whole.parts[-1]:
-            for index, node in enumerate(segment.makes):
+            for index, node in enumerate(segment.outputs):
                 self.whole.values[node] = self.outputs[aot.PlainAOTOutput(index)]
 
     def backward(self, tangents: dict[fx.Node, fx.Node], *, last: bool) -> None:
@@ -347,7 +347,7 @@ class _Copy:
         for node in graph.find_nodes(op="placeholder"):
             desc = node.meta["desc"]
             if isinstance(desc, aot.TangentAOTInput):
-                made = segment.makes[desc.output.idx]  # type: ignore[union-attr]
+                made = segment.outputs[desc.output.idx]  # type: ignore[union-attr]
                 if not last and made not in tangents:
                     raise NotAlone  # it is read where no gradient comes from
                 self.env[node] = self.whole.inputs[desc] if last else tangents[made]
@@ -409,6 +409,6 @@ class _Copy:
         if id(stack) not in self.stacks:
             old, new = self.part.kind.segment.prefix, self.part.segment.prefix
             self.stacks[id(stack)] = {
-                key: (renamed(path, old, new), cls) for key, (path, cls) in stack.items()
+                key: (replace_prefix(path, old, new), cls) for key, (path, cls) in stack.items()
             }
         return self.stacks[id(stack)]

@@ -24,28 +24,28 @@ from dtensor.frontend.graph import bound
 aten: Any = torch.ops.aten
 
 
-def rearranged(node: fx.Node, call: Callable[..., fx.Node]) -> list[fx.Node]:
+def as_permutation(node: fx.Node, call: Callable[..., fx.Node]) -> list[fx.Node]:
     """The new calls in order, of which the last is the node's value; none: it stays.
 
     ``call`` writes one, with the node's meta.
     """
     a = bound(node)
     x, size = a["self"].meta["val"], a["size"]
-    order = _in_memory(size, a["stride"])
+    order = _memory_order(size, a["stride"])
     if order is None or a["storage_offset"] or not 0 < x.numel() == torch.Size(size).numel():
         return []
     if node.target is aten.as_strided_scatter.default:
-        first = call(aten.permute.default, a["src"], order)
-        first.meta["val"] = a["src"].meta["val"].permute(order)
-        return [first, call(aten.reshape.default, first, list(x.shape))]
+        new = call(aten.permute.default, a["src"], order)
+        new.meta["val"] = a["src"].meta["val"].permute(order)
+        return [new, call(aten.reshape.default, new, list(x.shape))]
     sizes = [size[d] for d in order]
-    first = call(aten.reshape.default, a["self"], sizes)
-    first.meta["val"] = x.reshape(sizes)
-    back = [order.index(d) for d in range(len(order))]
-    return [first, call(aten.permute.default, first, back)]
+    new = call(aten.reshape.default, a["self"], sizes)
+    new.meta["val"] = x.reshape(sizes)
+    inverse = [order.index(d) for d in range(len(order))]
+    return [new, call(aten.permute.default, new, inverse)]
 
 
-def _in_memory(size: list[int], stride: list[int]) -> list[int] | None:
+def _memory_order(size: list[int], stride: list[int]) -> list[int] | None:
     """The dims as they lie in memory, outer ones first; None where they leave gaps or overlap."""
     order = sorted(range(len(size)), key=lambda d: (size[d] == 1, -stride[d]))
     count = 1

@@ -28,32 +28,32 @@ from dtensor.signals import defer_signals
 _ABSENT = object()
 
 
-def here_alone(ours: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+def for_capturing_thread(ours: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
     """``ours`` for the thread that captures, ``plain`` for others."""
 
     @functools.wraps(plain)
-    def chosen(*args: Any, **kwargs: Any) -> Any:
+    def dispatch(*args: Any, **kwargs: Any) -> Any:
         return (ours if is_capturing() else plain)(*args, **kwargs)
 
-    return chosen
+    return dispatch
 
 
 @contextmanager
-def replaced(changes: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
+def replace_attributes(changes: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
     """Within, owners have these attributes; those that they did not have go at the end."""
-    before = [(owner, name, vars(owner).get(name, _ABSENT)) for owner, name, _ in changes]
+    originals = [(owner, name, vars(owner).get(name, _ABSENT)) for owner, name, _ in changes]
     try:
         for owner, name, value in changes:
             setattr(owner, name, value)
         yield
     finally:
         with defer_signals():
-            _put_back(before)
+            _restore_attributes(originals)
 
 
-def _put_back(before: list[tuple[Any, str, Any]]) -> None:
-    while before:
-        owner, name, value = before.pop()
+def _restore_attributes(originals: list[tuple[Any, str, Any]]) -> None:
+    while originals:
+        owner, name, value = originals.pop()
         if value is not _ABSENT:
             setattr(owner, name, value)
         elif name in vars(owner):
@@ -67,27 +67,30 @@ def answered_here(functions: Sequence[FunctionType]) -> Iterator[None]:
     changes: list[tuple[Any, str, Any]] = []
     for function in functions:
         plain = FunctionType(function.__code__, function.__globals__)
-        held = {"_here": is_capturing, "_plain": plain}
+        defaults = {"_here": is_capturing, "_plain": plain}
         # put back from the last: code that takes no such arguments first
-        changes += [(function, "__kwdefaults__", held), (function, "__code__", _answer.__code__)]
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
+        changes += [
+            (function, "__kwdefaults__", defaults),
+            (function, "__code__", _flag_for_thread.__code__),
+        ]
+    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
     try:
         for owner, name, value in changes:
             setattr(owner, name, value)
         yield
     finally:
         with defer_signals():
-            _put_back(before)
+            _restore_attributes(originals)
 
 
-def _answer(*, _here: Callable[[], bool], _plain: Callable[[], bool]) -> bool:
+def _flag_for_thread(*, _here: Callable[[], bool], _plain: Callable[[], bool]) -> bool:
     return _here() and _plain()
 
 
 # -- warnings and logs -----------------------------------------------------------------------------
 
 
-class _Here:
+class _ThreadPattern:
     """Stands for a pattern in a filter of warnings: that of C and Python ask it for `match`."""
 
     def __init__(self, pattern: str) -> None:
@@ -99,24 +102,24 @@ class _Here:
 
 
 @contextmanager
-def filtered(*filters: tuple[str, str, str]) -> Iterator[None]:
+def filter_warnings(*filters: tuple[str, str, str]) -> Iterator[None]:
     """Within, what the thread that captures warns of: (action, message, module), the last first.
 
     The list of filters is the process's, and stays the same one: `warnings.catch_warnings` would
     put another thread's filters back.
     """
-    made: list[Any] = [
-        (action, _Here(message), Warning, _Here(module) if module else None, 0)
+    thread_filters: list[Any] = [
+        (action, _ThreadPattern(message), Warning, _ThreadPattern(module) if module else None, 0)
         for action, message, module in reversed(filters)
     ]
     try:
-        warnings.filters[:0] = made  # type: ignore[index]
+        warnings.filters[:0] = thread_filters  # type: ignore[index]
         _filters_changed()
         yield
     finally:
-        for one in made:
-            while one in warnings.filters:
-                warnings.filters.remove(one)  # type: ignore[attr-defined]
+        for thread_filter in thread_filters:
+            while thread_filter in warnings.filters:
+                warnings.filters.remove(thread_filter)  # type: ignore[attr-defined]
         _filters_changed()
 
 
@@ -125,19 +128,19 @@ def _filters_changed() -> None:
 
 
 @contextmanager
-def unlogged(
+def filter_logs(
     *silences: tuple[logging.Logger, Callable[[logging.LogRecord], bool]],
 ) -> Iterator[None]:
     """Within, these loggers do not say what the thread that captures logs, where the function is
     true of it."""
-    added = [
+    log_filters = [
         (log, lambda record, silent=silent: not (is_capturing() and silent(record)))
         for log, silent in silences
     ]
     try:
-        for log, keeps in added:
-            log.addFilter(keeps)
+        for log, log_filter in log_filters:
+            log.addFilter(log_filter)
         yield
     finally:
-        for log, keeps in added:
-            log.removeFilter(keeps)
+        for log, log_filter in log_filters:
+            log.removeFilter(log_filter)

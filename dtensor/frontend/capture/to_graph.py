@@ -24,7 +24,7 @@ from torch import fx
 import dtensor.sharding.ops.attention  # noqa: F401  (registers the op)
 from dtensor.frontend.capture.call_as_module import CallAsModule, FlatCall
 from dtensor.frontend.capture.decompose import Held, decompose, lift_constants
-from dtensor.frontend.capture.layers import exact
+from dtensor.frontend.capture.layers import arguments_key
 from dtensor.frontend.capture.names import annotate_nodes, name_nodes, order_phases, user_path
 from dtensor.frontend.capture.refusals import (
     buffer_requires_grad_error,
@@ -322,7 +322,11 @@ def _refresh_vals(graph: fx.Graph, mode: FakeTensorMode) -> None:
     with mode, torch.no_grad():
         for node in graph.nodes:
             if node.op == "call_function":
-                call = (node.target, exact(node.args, layouts), exact(node.kwargs, layouts))
+                call = (
+                    node.target,
+                    arguments_key(node.args, layouts),
+                    arguments_key(node.kwargs, layouts),
+                )
                 if call not in results:
                     result = node.target(
                         *fx.map_arg(node.args, val), **fx.map_arg(node.kwargs, val)

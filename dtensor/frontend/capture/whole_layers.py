@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch._C import DispatchKey
 
-_WHOLE = (
+_UNDECOMPOSED_OPS = (
     "multi_margin_loss",
     "multilabel_margin_loss_forward",
     "upsample_nearest1d",
@@ -38,19 +38,19 @@ _KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 
 
 @contextmanager
-def undecomposed() -> Iterator[None]:
+def without_decompositions() -> Iterator[None]:
     """Disable the decompositions of these ops in this context; may be nested. The change is global,
     but only tracing uses these kernels, and only one thread traces (`patched`)."""
     import torch._decomp
 
-    packets = [getattr(torch.ops.aten, name) for name in _WHOLE]
+    packets = [getattr(torch.ops.aten, name) for name in _UNDECOMPOSED_OPS]
     ops = [
         getattr(packet, name)
         for packet in packets
         for name in packet.overloads()
         if "out" not in name
     ]
-    before = [(op, dict(op.py_kernels)) for op in ops]
+    original_kernels = [(op, dict(op.py_kernels)) for op in ops]
     try:
         for op in ops:
             for key in _KEYS:
@@ -58,11 +58,11 @@ def undecomposed() -> Iterator[None]:
             op._dispatch_cache.clear()
         yield
     finally:
-        _put_kernels_back(before)
+        _restore_kernels(original_kernels)
 
 
-def _put_kernels_back(before: list[tuple[Any, dict[Any, Any]]]) -> None:
-    for op, kernels in before:
+def _restore_kernels(original_kernels: list[tuple[Any, dict[Any, Any]]]) -> None:
+    for op, kernels in original_kernels:
         op.py_kernels.clear()
         op.py_kernels.update(kernels)
         op._dispatch_cache.clear()
@@ -73,17 +73,17 @@ def whole_layers() -> Iterator[None]:
     """In this context, these ops reach the joint graph undecomposed. Attention that is still in the
     forward decomposes into the same ops on every machine. Must not be nested."""
     attention = torch.ops.aten.scaled_dot_product_attention.default
-    with undecomposed():
-        before = [(attention, dict(attention.py_kernels))]
+    with without_decompositions():
+        original_kernels = [(attention, dict(attention.py_kernels))]
         try:
-            attention.py_kernels.update(dict.fromkeys(_KEYS, _written_attention))
+            attention.py_kernels.update(dict.fromkeys(_KEYS, _math_attention))
             attention._dispatch_cache.clear()
             yield
         finally:
-            _put_kernels_back(before)
+            _restore_kernels(original_kernels)
 
 
-def _written_attention(
+def _math_attention(
     query: Any,
     key: Any,
     value: Any,
@@ -97,8 +97,8 @@ def _written_attention(
     """Call the op that SDPBackend.MATH selects; the backend is a setting of the process. The op
     adds its mask to the scores, so a bool mask becomes 0 and -inf."""
     if attn_mask is not None and attn_mask.dtype == torch.bool:
-        added = torch.zeros_like(attn_mask, dtype=query.dtype)
-        attn_mask = added.masked_fill(~attn_mask, -math.inf)
-    written = torch.ops.aten._scaled_dot_product_attention_math.default
-    return written(query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
+        float_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
+        attn_mask = float_mask.masked_fill(~attn_mask, -math.inf)
+    math_op = torch.ops.aten._scaled_dot_product_attention_math.default
+    return math_op(query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
                    enable_gqa=enable_gqa)[0]  # fmt: skip
