@@ -1,13 +1,13 @@
-"""Autocast in a program, and around its call.
+"""Capture autocast in a program and around its call.
 
     with torch.autocast("cuda", dtype=torch.bfloat16):     # in the user's function, or around it
         x = torch.softmax(x, -1)                           # float32 by CUDA's list of ops
 
-A program is captured on fake CPU tensors, whatever runs it. A region follows the list of the device
-type that it names: torch itself writes the casts of the CPU's, and cuda_casts.py those of CUDA's,
-also where torch sees no GPU and would switch the region off. One around the call is a region around
-the user's function and nothing else: the backward runs in the dtypes that the forward left, as in
-torch. Autocast for another device, or for both at once, is refused, as it would be lost in silence.
+A region casts by torch's list of ops for the device type that it names. Programs are captured on
+fake CPU tensors, so torch writes the casts of the CPU's list, and cuda_casts.py those of CUDA's,
+also on machines without a GPU. Autocast around the call becomes a region around the user's function
+only: as in torch, the backward uses the dtypes of the forward. Autocast for other devices, or for
+both at once, would be ignored, so it is refused.
 """
 
 from __future__ import annotations
@@ -29,34 +29,36 @@ from dtensor.provider import Provider
 CAPTURED_ON = "cpu"
 _LISTS = ("cpu", "cuda")
 DEVICE = Provider[Callable[[], str]]("program_device")
-"""Gives the device type that programs of this thread are for, one of the lists'."""
-_provided = cache(DEVICE.get)  # each call of a step asks
+"""Returns the device type on which programs of this thread will run: "cpu" or "cuda"."""
+_provided = cache(DEVICE.get)  # cached, because each call of a step needs it
 
 
 def program_device() -> str:
+    """Return the device type on which programs of this thread will run."""
     return _provided()()
 
 
 class Surrounding(NamedTuple):
-    """What a program depends on of where it is called: ``device``: the type of what runs it;
-    ``autocast``: the list and the dtype of the autocast around the call."""
+    """The context of a call on which its program depends. ``device``: the device type that runs the
+    program; ``autocast``: device type and dtype of the autocast around the call, or None."""
 
     device: str
     autocast: tuple[str, torch.dtype] | None
 
 
 def surrounding() -> Surrounding:
-    """Of two lists around the call, that of the program's device holds, as in torch."""
+    """Return the current context. If autocast is on for both device types, the one of the program's
+    device counts, as in torch."""
     device = program_device()
     if not (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
-        return Surrounding(device, None)  # each call of a step asks
+        return Surrounding(device, None)  # the fast path: each call of a step comes here
     on = [name for name in _LISTS if torch.is_autocast_enabled(name)]
     name = device if device in on else on[0]
     return Surrounding(device, (name, torch.get_autocast_dtype(name)))
 
 
 def region(around: Surrounding) -> AbstractContextManager[object]:
-    """The autocast of `surrounding`, entered around the user's function alone."""
+    """Return the autocast of ``around`` as a context for the user's function."""
     if around.autocast is None:
         return nullcontext()
     name, dtype = around.autocast
@@ -64,7 +66,7 @@ def region(around: Surrounding) -> AbstractContextManager[object]:
 
 
 def lists_of(forward: fx.GraphModule) -> set[str]:
-    """Which lists an exported forward follows, each with the dtype: "cuda, bf16"."""
+    """Return device types and dtypes of the autocast regions of an exported graph: "cuda, bf16"."""
     found: set[str] = set()
     for module in forward.modules():
         if isinstance(module, fx.GraphModule):
@@ -76,6 +78,8 @@ def lists_of(forward: fx.GraphModule) -> set[str]:
 
 
 def _checked_init(init: Any) -> Any:
+    """Wrap `autocast.__init__`: refuse other devices, and keep CUDA enabled without a GPU."""
+
     def checked(
         self: Any,
         device_type: str,
@@ -85,7 +89,7 @@ def _checked_init(init: Any) -> Any:
     ) -> None:
         if device_type not in _LISTS and enabled:
             raise _lost(device_type, "" if dtype is None else f"dtype={dtype}")
-        is_cuda = device_type == "cuda"  # which torch switches off where it sees no GPU
+        is_cuda = device_type == "cuda"  # torch would disable it on a machine without a GPU
         init(self, device_type, dtype, enabled and not is_cuda, cache_enabled)
         if is_cuda:
             self._enabled = enabled
@@ -95,13 +99,15 @@ def _checked_init(init: Any) -> Any:
 
 
 def _checked_enter(enter: Any) -> Any:
+    """Wrap `autocast.__enter__`: refuse two device types at once, and apply CUDA's casts."""
+
     def checked(self: Any) -> Any:
         name, device = self.device, program_device()
         others = [other for other in _LISTS if other != name and torch.is_autocast_enabled(other)]
         self.casts, self.put_back = None, ()
         if self._enabled:
             given = f"dtype={self.fast_dtype}"
-            if name not in _LISTS:  # made before the capture, as a decorator is
+            if name not in _LISTS:  # constructed before the capture, for example as a decorator
                 raise _lost(name, given)
             if others:
                 raise _two_lists(name, others[0], given)
@@ -112,16 +118,18 @@ def _checked_enter(enter: Any) -> Any:
                 matters = device == "cuda" or torch.is_autocast_enabled("cuda")
                 if matters and not torch.cuda.is_available():
                     raise _perhaps_off()
-            self.put_back = others  # the list that the program's tensors follow
+            self.put_back = others  # enabled=False on the program's device also ends the other one
         for other in self.put_back:
             torch.set_autocast_enabled(other, False)
         if self._enabled and name == "cuda":
-            # Not at the top: few programs need it.
+            # Imported here because few programs need it.
             from dtensor.frontend.capture.cuda_casts import cuda_casts
             from dtensor.frontend.capture.whole_layers import without_decompositions
 
             self.casts = ExitStack()
-            self.casts.enter_context(without_decompositions())  # torch would resize past the list
+            self.casts.enter_context(
+                without_decompositions()
+            )  # decomposed resizing would not be cast
             self.casts.enter_context(cuda_casts())
         return enter(self)
 
@@ -129,6 +137,8 @@ def _checked_enter(enter: Any) -> Any:
 
 
 def _ended(leave: Any) -> Any:
+    """Wrap `autocast.__exit__`: undo what `_checked_enter` did."""
+
     def ended(self: Any, *raised: Any) -> Any:
         result = leave(self, *raised)
         if self.casts is not None:
@@ -145,7 +155,7 @@ AUTOCAST: Mapping[str, Callable[[Any], Any]] = {
     "__enter__": _checked_enter,
     "__exit__": _ended,
 }
-"""What replaces methods of `torch.autocast` while a program is captured, by name."""
+"""The wrappers of methods of `torch.autocast` during capture, by name."""
 
 
 def _lost(device_type: str, given: str) -> PlanningError:
@@ -178,8 +188,8 @@ def _ends_nothing(name: str, other: str) -> PlanningError:
 
 def _perhaps_off() -> PlanningError:
     return planning_error(
-        'An autocast for "cuda" was made before the program ran, where torch sees no GPU, and is '
-        "off: torch switches off what is on there.",
+        'An autocast for "cuda" that was made before the program ran is disabled, perhaps because '
+        "torch found no GPU when it was made.",
         source=source_here(),
         fix='make it within the program: with torch.autocast("cuda", ...): in the function',
     )

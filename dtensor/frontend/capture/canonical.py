@@ -1,23 +1,16 @@
-"""Rewrites of the exported forward graph into ops that have a one-line rule.
+"""Rewrite the exported forward graph into ops that have simple sharding rules.
 
     sdpa(q, k, v, is_causal=True)       ->  dt.attention(q, k, v, True, scale)[0]     (recognise/)
     cross_entropy_loss(logits, target)  ->  rows = dt.cross_entropy_rows(logits, target, -100)[0]
                                             sum(rows) / dt.ce_count(target, -100)
-    dropout(x, p, False)  ->  x
-    embedding_bag(w, ids [b k])  ->  sum(embedding(w, ids), 1)      (embedding_bags.py)
-    det(x.mT)             ->  det(x.mT.contiguous()); slogdet, solve likewise
-    valid = x > 0; dt.ask(valid.all())  ->  later uses of x read dt.checked(x, valid)
-    x[mask] = value       ->  x.copy_(where(mask, value, x))      one value for all its places
+    embedding_bag(w, ids [b k])         ->  sum(embedding(w, ids), 1)         (embedding_bags.py)
+    dt.ask((x > 0).all())               ->  later uses of x read dt.checked(x, x > 0)
 
-and of random ops into the project's own, which count (random_ops.py). It happens here, before
-differentiation, because the ops of the project bring their own backward, and a backward reuses the
-mask. Calls that the project's ops do not cover (attention with dropout, class weights) stay as
-they are and decompose into plain ATen ops later.
+This happens before differentiation, because dt ops have their own backward. Calls that dt ops do
+not cover (such as cross entropy with class weights) stay, and are decomposed into ATen ops later.
 
-Invariants: dtypes of results are the exported ones, so autocast's choices stay. New nodes carry the
-line and module of the node that they replace, and the one that takes its place its "val". Not here:
-the joint graph (simplify.py).
-"""
+Invariants: results keep their dtypes, as autocast chose them. New nodes carry the line and module
+of the node that they replace."""
 
 from __future__ import annotations
 
@@ -50,22 +43,22 @@ _FACTORED = {
     aten.linalg_tensorsolve.default,
 }  # fmt: skip
 _MADE = {aten.mul.Tensor, aten.add.Tensor}
-"""Of what is recognised; the anchors that are elementwise count where one of these reads them."""
+"""An elementwise anchor counts only if one of these ops reads it."""
 
 
 def canonicalise(
     module: fx.GraphModule, numbers: Iterator[int] | None = None, *, forward_mode: bool = False
 ) -> list[Any]:
-    """Rewrites `module` and the graphs nested in it (no_grad, autocast), in place; returns the
-    patterns that it met. ``numbers``: of random ops, one each; else they stay as they are.
-    ``forward_mode``: all of it may be derived in forward mode."""
+    """Rewrite `module` and its nested graphs (no_grad, autocast) in place, and return the list of
+    pattern matches. ``numbers``: numbers for the random ops, which stay unchanged if it is None.
+    ``forward_mode``: all nodes may be differentiated in forward mode."""
     met: list[Any] = []
     derived = set(module.graph.nodes) if forward_mode else nodes_inside_jvp(module.graph)
     for child in module.children():
         if isinstance(child, fx.GraphModule):
             met += canonicalise(child, numbers, forward_mode=bool(derived))
-            # Differentiation calls it as a module: run node by node, its ops keep their own lines,
-            # modules and checkpoints, which they would lose to those of the region.
+            # Differentiation calls this module. Interpreted node by node, its ops keep their own
+            # lines, modules and checkpoints instead of those of the region.
             child.forward = fx.Interpreter(child).run
     met += _recognise(module.graph) if _has_anchor(module.graph) and not derived else []
     for node in list(module.graph.nodes):
@@ -115,7 +108,8 @@ def _check_derivative(node: fx.Node) -> None:
 
 
 def _borrow_line(module: fx.GraphModule, node: fx.Node) -> None:
-    """A no_grad or autocast region is one node without a line: it takes its first op's."""
+    """Give the node of a no_grad or autocast region, which has no line, the line of its first
+    op."""
     for arg in node.args:
         if not (isinstance(arg, fx.Node) and arg.op == "get_attr"):
             continue
@@ -134,14 +128,15 @@ def _bag_as_rows(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _factor_in_order(graph: fx.Graph, node: fx.Node) -> None:
-    """Torch factors the transpose of a matrix that is contiguous, and the backward that is recorded
-    solves with what it expects of that: so it is contiguous here, as on the ranks."""
+    """Make the matrix of det or solve contiguous, as it is on the ranks: torch factors the
+    transpose of a contiguous matrix, and the recorded backward depends on that."""
     matrix: Any = node.args[0]
     if not matrix.meta["val"].is_contiguous():
         node.replace_input_with(matrix, Writer(graph, node)(aten.contiguous.default, matrix))
 
 
 def _has_anchor(graph: fx.Graph) -> bool:
+    """Return whether the graph has an op with which a pattern of recognise/ may start."""
     anchors = (n for t in _ANCHORS for n in graph.find_nodes(op="call_function", target=t))
     return any(n.target not in _ANCHORS[5:] or _MADE & {u.target for u in n.users} for n in anchors)
 
@@ -170,7 +165,10 @@ _ALL, _ANY = {aten.all.default, aten._is_all_true.default}, {aten.any.default}
 
 
 def _settle_check(graph: fx.Graph, node: fx.Node) -> None:
-    """What is checked goes through the check on its way to all that reads it later."""
+    """Replace a check (dt.ask) by dt.checked: later nodes read the checked value from this op.
+
+    Raises PlanningError if no value of the graph fits the check.
+    """
     answer, wanted, message = node.args
     assert isinstance(answer, fx.Node)
     checked_value, later = None, _later(node)
@@ -191,6 +189,7 @@ def _settle_check(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _later(node: fx.Node) -> set[fx.Node]:
+    """Return all nodes after ``node``."""
     later: set[fx.Node] = set()
     while node.op != "output":
         node = node.next
@@ -199,8 +198,8 @@ def _later(node: fx.Node) -> set[fx.Node]:
 
 
 def _carriers(ok: fx.Node, node: fx.Node) -> Iterator[fx.Node]:
-    """What may go through the check: what ok is computed from, the nearest first, and then all else
-    that is computed before, the last first."""
+    """Yield the values that may be the checked one: those from which ok is computed, the nearest
+    first, then all earlier values, the last first."""
     waiting, seen = [ok], {ok}
     for one in waiting:
         new = [x for x in one.all_input_nodes if x not in seen]
@@ -213,8 +212,8 @@ def _carriers(ok: fx.Node, node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _fits(x: fx.Node, ok: fx.Node) -> bool:
-    """Whether ok has a flag for each of x's items, or of its leading dims, and no op writes to x:
-    it would write to a copy."""
+    """Return whether ok has a flag for each element of x or of its leading dims. False if an op
+    writes to x in place, because it would write to a copy."""
     val, flags = x.meta.get("val"), ok.meta["val"]
     written = any(isinstance(u.target, OpOverload) and u.target._schema.is_mutable for u in x.users)
     return isinstance(val, torch.Tensor) and val.shape[: flags.dim()] == flags.shape and not written
@@ -224,6 +223,7 @@ def _fits(x: fx.Node, ok: fx.Node) -> bool:
 
 
 def _cross_entropy(graph: fx.Graph, node: fx.Node) -> None:
+    """Rewrite a cross entropy with class ids, and without class weights or label smoothing."""
     a = bound(node)
     logits, target = a["self"].meta["val"], a["target"].meta["val"]
     covered = (

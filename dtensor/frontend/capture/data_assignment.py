@@ -1,13 +1,10 @@
-"""`x.data = y` of a parameter or buffer x: a copy of y's values, where nobody can tell.
+"""Replace `x.data = y` for a parameter or buffer x by a copy, and refuse uses that would differ.
 
     k.data = k.data * m + q.data * (1 - m)     ->  k.detach().copy_(k.detach() * m + ...)
 
-In torch x takes y's memory, and leaves its own to what looks at it. A copy is the same, but for who
-reads the old memory later, and for who reads y once x was changed, or changes y: these are refused.
-So are y of the program's inputs, and one for two tensors: what is done to one later is done to the
-other.
-
-Not here: x of another shape or dtype afterwards, which is refused (refusals.py).
+In torch, x then shares the memory of y, and old aliases of x keep the old memory. A copy gives the
+same results unless an old alias is read, y is read after x changed, or y is changed. It is also
+refused if y is an input of the program, is assigned to two tensors, or has another shape or dtype.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ from dtensor.private_torch import DisableTorchFunction, FakeTensor, pytree
 
 @dataclass(frozen=True, slots=True)
 class _Assignment:
-    """``x`` was given the memory of ``y`` when these were their versions."""
+    """The assignment ``x.data = y``, with the version counters of both tensors at that time."""
 
     x: torch.Tensor
     y: torch.Tensor
@@ -45,7 +42,7 @@ class DataAssignments:
     # The dict keeps these tensors alive, so that no id is reused.
 
     def assign(self, x: torch.Tensor, y: object) -> bool:
-        """x has the values of y from now on; False where that would not be as in torch."""
+        """Copy the values of y to x; return False, and copy nothing, if torch would differ."""
         if not isinstance(y, FakeTensor) or not any(x is p for p in self.parameters):
             return False
         if (x.shape, x.dtype, x.device) != (y.shape, y.dtype, y.device):
@@ -63,7 +60,7 @@ class DataAssignments:
         return True
 
     def stale(self, values: Iterable[object]) -> torch.Tensor | None:
-        """A tensor among these that is not in torch what it is here."""
+        """Return a tensor among ``values`` that has other values in torch than here, or None."""
         for tensor in _tensors(values):
             memory = _memory(tensor)
             to_target, from_source = self._by_target.get(memory), self._by_source.get(memory)
@@ -79,13 +76,14 @@ class DataAssignments:
         return None
 
     def stale_at_end(self, values: Iterable[object]) -> torch.Tensor | None:
-        """As `stale`, of what the call leaves: its x too, where their y was changed since."""
+        """Like `stale`, for the values that the call leaves; also return an x whose y has
+        changed."""
         changed = (g.x for g in self._by_source.values() if g.y._version != g.y_version)
         stale = next(changed, None)
         return self.stale(values) if stale is None else stale
 
     def record_result(self, result: Any) -> Any:
-        """The result of a call, which may look at an x."""
+        """Return the result of a torch call; record tensors in it that are views of an x."""
         aliases = (t for t in _tensors(pytree.tree_leaves(result)) if _memory(t) in self._by_target)
         self._aliases.update((id(tensor), tensor) for tensor in aliases)
         return result

@@ -1,12 +1,11 @@
-"""Rewrites of what an exported program does with memory, loaded by the few that do it.
+"""Rewrite masked writes, attention outputs and float32 logits of an exported graph.
 
     x[mask] = value                        ->  x.copy_(where(mask, value, x))
-    attention(q, k, v) with a view of it   ->  the same, laid out as torch's kernel lays it out
+    attention(q, k, v).transpose.view      ->  the same, with the strides of torch's kernel
     cross_entropy(x.float().view(n, v))    ->  cross_entropy(x.view(n, v)), x of 16 bits
 
-Invariants: values are unchanged. New nodes carry the line and module of the node that they replace.
-Not here: the rewrites that all programs need (canonical.py).
-"""
+Few programs need these rewrites (canonical.py imports them lazily). Invariants: values are
+unchanged. New nodes carry the line and module of the node that they replace."""
 
 from __future__ import annotations
 
@@ -24,7 +23,8 @@ aten: Any = torch.ops.aten
 
 
 def fill_masked(graph: fx.Graph, node: fx.Node) -> None:
-    """What a mask names in an index_put counts with its values; a where has no such size."""
+    """Rewrite index_put with a bool mask as `where`: the number of elements that a mask selects
+    depends on its values, but the size of a `where` does not."""
     a = bound(node)
     x, value = a["self"], a["values"]
     if len(a["indices"]) != 1 or a["indices"][0] is None or a["accumulate"]:
@@ -42,8 +42,8 @@ def fill_masked(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def keep_layout(graph: fx.Graph, node: fx.Node) -> None:
-    """Rows of all heads after each other, as torch's kernel leaves them and what takes its place
-    does not; in the final graph it is no op."""
+    """Give the output of attention the strides of torch's kernel [b, t, h, d] if the program views
+    it: our op has other strides. The copy is erased in the final graph."""
     out = node.meta["val"]
     if not _is_viewed(node) or out.dim() != 4 or not out.transpose(1, 2).is_contiguous():
         return
@@ -61,11 +61,8 @@ def keep_layout(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def read_narrow(graph: fx.Graph, logits: Any) -> None:
-    """Where the logits of a cross entropy are (views of) a float32 copy that nothing else reads, it
-    reads the original: its statistics are float32 anyway.
-
-    Not where anything is written in place later: the original might be read after that.
-    """
+    """Remove the cast to float32 of the logits of a cross entropy, whose statistics are float32
+    anyway. The cast stays if other nodes read it, or if a later op writes in place."""
     views: list[fx.Node] = []
     while isinstance(logits, fx.Node) and logits.target in _VIEWS and len(logits.users) == 1:
         views.append(logits)
@@ -103,20 +100,21 @@ _VIEWS = {
 
 
 def _writes_after(node: fx.Node) -> bool:
-    """Whether an op after it may change what it read."""
+    """Return whether an op after ``node`` may write in place."""
     later = node.next
     while later.op != "output":
         if isinstance(later.target, OpOverload):
             if later.target._schema.is_mutable:
                 return True
         elif later.op == "call_function" and later.target is not operator.getitem:
-            return True  # a region with a graph of its own
+            return True  # an op with a nested graph
         later = later.next
     return False
 
 
 def _is_viewed(node: fx.Node) -> bool:
-    """Whether the program views heads and rows of it together, as its strides in memory allow."""
+    """Return whether the program merges dims of the transposed output with `view`, which needs the
+    strides of torch's kernel."""
     turns = (aten.transpose.int, aten.permute.default)
     for user in node.users:
         if user.target in turns and any(u.target is aten.view.default for u in user.users):

@@ -1,18 +1,15 @@
-"""Random ops of the exported forward graph as the project's own, which count.
+"""Replace random ops of the exported forward graph by counter-based dt ops.
 
     dropout(x, 0.1, True)          ->  dt.dropout(x, 0.1, op=0)[0]
-    dt.dropout_add(x, r, 0.1)      ->  dt.dropout_add(x, r, 0.1, op=0), as recognition leaves it
+
     randn_like(x)                  ->  dt.random_normal([4, 8], f32, op=1)
     bernoulli(q)                   ->  dt.random_uniform([4, 8], f32, op=2) < q
     scaled_dot_product_attention(q, k, v, dropout_p=0.1)
                                    ->  dropout(softmax(q @ k.T * scale), 0.1, op=3) @ v
 
-``op`` counts the random ops in program order: capturing again for another batch size keeps it. Seed
-and step are 0 here; a program reads what it is fed (`with_run_numbers`).
-
-Invariants: those of canonical.py, which calls this. As in torch, no gradient flows into
-probabilities, means and deviations. A random op that is not in the table stays and is refused later
-(refusals.py). Not here: what the random numbers are.
+``op`` numbers the random ops in program order, so it does not depend on the batch size. Seed and
+step are 0 here; a program gets the real ones at run time (`with_run_numbers`). As in torch,
+probabilities, means and deviations have no gradients. refusals.py refuses other random ops.
 """
 
 from __future__ import annotations
@@ -39,14 +36,17 @@ DRAW = (
     "torch.argmax(p / torch.empty_like(p).exponential_(), -1) draws one of each row of p, and "
     ".topk(n, -1).indices of the quotient n without replacement"
 )
-"""torch.multinomial with random numbers that are drawn element by element."""
+"""The fix for torch.multinomial."""
 
 
 def randomise(
     graph: fx.Graph, node: fx.Node, numbers: Iterator[int], *, forward_mode: bool = False
 ) -> bool:
-    """Rewrites a call of one of `RANDOM_OPS`, in place; whether it was random. ``forward_mode``: it
-    may be derived in forward mode, which `dt.dropout` cannot be: ones are dropped from instead."""
+    """Rewrite a call of one of `RANDOM_OPS` in place; return whether it was rewritten.
+
+    forward_mode: the call may be differentiated in forward mode. `dt.dropout` has no such
+    derivative, so a dropout becomes a product with a dropped tensor of ones.
+    """
     target: Any = node.target
     if target is dt.dropout_add.default:
         node.update_kwarg("op", next(numbers))
@@ -67,7 +67,7 @@ def randomise(
 
 
 def _can_be_drawn(node: fx.Node) -> bool:
-    """Not numbers of a generator that the user keeps, nor of a dtype without randomness here."""
+    """Return whether dt ops can draw the numbers: without a user's generator, in a known dtype."""
     if bound(node).get("generator") is not None:
         return False
     target: Any = node.target
@@ -75,10 +75,10 @@ def _can_be_drawn(node: fx.Node) -> bool:
 
 
 class _RandomCall(Writer):
-    """A `Writer` with a call's arguments, its result, and the numbers still to be given.
+    """A `Writer` that replaces one random call.
 
-    ``x``: the tensor that is dropped from, drawn like or drawn into.
-    """
+    a: the call's arguments by name. out: its fake result. x: its first tensor argument. numbers:
+    the numbers of later random ops."""
 
     def __init__(
         self, graph: fx.Graph, node: fx.Node, numbers: Iterator[int], forward_mode: bool
@@ -92,16 +92,17 @@ class _RandomCall(Writer):
         self.out: torch.Tensor = val[0] if isinstance(val, (tuple, list)) else val
 
     def key(self) -> dict[str, int]:
+        """Return the keywords of the next random op."""
         return {"at_seed": 0, "at_step": 0, "op": next(self.numbers)}
 
     def dropout(self, x: fx.Node, p: float) -> fx.Node:
         if self.forward_mode:
-            self.forward_mode = False  # the ones have no tangent
+            self.forward_mode = False  # for the dropout of ones, which have no tangent
             return self(aten.mul.Tensor, x, self.dropout(self(aten.ones_like.default, x), p))
         return self(operator.getitem, self(dt.dropout.default, x, p, **self.key()), 0)
 
     def factory(self, op: Any, *args: Any, shape: Any = None, dtype: Any = None) -> fx.Node:
-        """``op`` of the call's own shape and dtype unless others are given."""
+        """Call a dt factory. Shape and dtype default to those of the call's result."""
         size = list(self.out.shape if shape is None else shape)
         device = torch.device("cpu")
         made = self(op, size, *args, dtype or self.out.dtype, device=device, **self.key())
@@ -115,11 +116,12 @@ class _RandomCall(Writer):
         return self.factory(dt.random_normal.default)
 
     def scaled(self, x: fx.Node, factor: float, offset: float) -> fx.Node:
+        """Return x * factor + offset."""
         x = x if factor == 1 else self(aten.mul.Tensor, x, factor)
         return x if offset == 0 else self(aten.add.Tensor, x, offset)
 
     def flags(self, yes: fx.Node) -> fx.Node:
-        """A mask in the dtype of the call's result."""
+        """Cast a mask to the dtype of the call's result."""
         return self.cast(yes, torch.bool, self.out.dtype)
 
 
@@ -131,7 +133,7 @@ def _dropout(c: _RandomCall) -> fx.Node:
 
 
 def _feature_dropout(c: _RandomCall) -> fx.Node:
-    """One number for each channel of each sample."""
+    """Drop whole channels: draw one number for each channel of each sample."""
     ones = c(aten.full.default, _features(c), 1.0, dtype=c.out.dtype, device=torch.device("cpu"))
     return c(aten.mul.Tensor, c.x, c.dropout(ones, c.a["p"]))
 
@@ -141,7 +143,8 @@ def _features(c: _RandomCall) -> list[int]:
 
 
 def _alpha(c: _RandomCall, shape: list[int] | None) -> fx.Node:
-    """What is dropped becomes the negative limit; mean and variance are kept."""
+    """Alpha dropout: set dropped elements to the limit of SELU for -inf, and scale and shift the
+    result so that mean and variance stay the same."""
     p = c.a["p"]
     if p == 1:
         return c(aten.mul.Tensor, c.x, 0.0)
@@ -153,7 +156,7 @@ def _alpha(c: _RandomCall, shape: list[int] | None) -> fx.Node:
 
 
 def _native_dropout(c: _RandomCall) -> None:
-    """It returns the mask too; not in training it does nothing."""
+    """Replace native_dropout, which also returns its mask. It is the identity unless ``train``."""
     x, p = c.x, c.a["p"]
     if c.a["train"] is False:
         ones = c(aten.ones_like.default, x, dtype=torch.bool)
@@ -169,7 +172,7 @@ def _native_dropout(c: _RandomCall) -> None:
 
 
 def _written_attention(c: _RandomCall) -> fx.Node:
-    """Written out, for the weights are dropped one by one."""
+    """Return attention as matmul and softmax, because dropout is applied to the weights."""
     q, k, v, mask = (c.a[n] for n in ("query", "key", "value", "attn_mask"))
     dtype = c.out.dtype
     q, k, v = (c.cast(x, x.meta["val"].dtype, dtype) for x in (q, k, v))
@@ -205,7 +208,7 @@ def _integers(c: _RandomCall) -> fx.Node:
 
 
 def _below(c: _RandomCall, p: Any) -> fx.Node:
-    """True with probability p, a number or a tensor."""
+    """Draw 1 with probability p, a number or a tensor; else 0."""
     if not isinstance(p, fx.Node):
         return c.flags(c(aten.lt.Scalar, c.uniform(dtype=torch.float32), p))
     dtype = p.meta["val"].dtype
@@ -215,6 +218,7 @@ def _below(c: _RandomCall, p: Any) -> fx.Node:
 
 
 def _normal(c: _RandomCall) -> fx.Node:
+    """Draw mean + std * z."""
     z = c.normal()
     for op, value in ((aten.mul.Tensor, c.a["std"]), (aten.add.Tensor, c.a["mean"])):
         if isinstance(value, fx.Node):
@@ -230,7 +234,7 @@ def _uniform(c: _RandomCall) -> fx.Node:
 
 
 def _exponential(c: _RandomCall) -> fx.Node:
-    """-log(1 - u) / rate, and never 0: the logarithm of what comes out is finite."""
+    """Draw -log(1 - u) / rate, clamped above 0 so that the logarithm of the result is finite."""
     u = c(aten.neg.default, c.uniform())
     waited = c(aten.neg.default, c(aten.log1p.default, u))
     waited = c(aten.clamp.default, waited, torch.finfo(c.out.dtype).tiny)
@@ -243,7 +247,7 @@ def _cauchy(c: _RandomCall) -> fx.Node:
 
 
 def _rrelu(c: _RandomCall) -> fx.Node:
-    """In training a slope is drawn for each item; else it is the mean of the two."""
+    """Draw a slope for each element in training; else use the mean slope."""
     low, high = c.a["lower"], c.a["upper"]
     if not c.a["training"]:
         return c(aten.leaky_relu.default, c.x, (low + high) / 2)

@@ -1,28 +1,14 @@
-"""The joint graph of repeated layers: each kind is differentiated once, and its copies stitched.
+"""Build the joint graph of repeated layers: differentiate each kind of layer once, copy, connect.
 
     joint = stitch(forward, segments_of(forward), tensors, mode)
-    joint.graph         # placeholders and output with meta "desc", as torch's joint export gives
+    # forward of segments 0, 1, ..., n, then backward of segments n, ..., 1, 0
 
-Torch's joint export runs every op of the program through autograd, about a millisecond each, and a
-model of 32 layers is 32 times the same. Where the exported graph is a chain of segments, alike up
-to the names of their parameters (layers.py), each kind is exported by itself, with the tangents
-of what it makes as inputs, copied for each segment with the parameters, the lines' modules and the
-numbers of its own, and put together:
+Torch's joint export takes about a millisecond per op. So each kind of segment (layers.py) is
+exported once. Each copy gets its own parameters, modules and random numbers.
 
-    forward of 0, 1, ..., n, then backward of n, ..., 1, 0; the gradient of what a segment reads is
-    the tangent of what the segment before it made
-
-A parameter that several segments read has the sum of their gradients, added in the order of
-autograd, from the last segment to the first. The result is that of the whole export, node by node;
-where that is not certain, `NotAlone` is raised, and the whole is to be exported:
-
-- a value that requires grad is read by two segments, or two of them leave one segment: autograd
-  would add their gradients in the order in which it comes by;
-- a segment changes in place what others see.
-
-Invariants: placeholders and output carry the meta "desc" of torch's joint export of the whole, in
-its order. Sequence numbers link a copy's backward to its forward. Not here: what makes segments
-alike (layers.py), what the nodes mean (to_graph.py).
+Invariants: nodes, order and meta "desc" equal those of torch's export of the whole program. If the
+order in which autograd adds gradients is not certain, or a segment changes in place a value that
+other segments see, `NotAlone` is raised, and the caller exports the whole program.
 """
 
 from __future__ import annotations
@@ -54,13 +40,13 @@ _KEPT = ("val", "stack_trace", "partitioner_tag")
 
 
 class NotAlone(Exception):
-    """A segment has to do with others in ways that its own joint graph does not show."""
+    """A segment cannot be differentiated separately: its gradients interact with other segments."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class _Kind:
-    """The joint graph of a segment. made: of each value that it makes, a tensor like it and
-    whether it has a tangent."""
+    """The joint graph of a segment and of all equal ones. made: for each output of the segment, a
+    tensor like it, and whether it has a tangent."""
 
     segment: GraphSegment
     joint: fx.GraphModule
@@ -69,7 +55,7 @@ class _Kind:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class _Occurrence:
-    """A segment where it stands, and the kind that it is of."""
+    """A segment of the program, and its kind."""
 
     segment: GraphSegment
     kind: _Kind
@@ -81,11 +67,10 @@ def stitch(
     tensors: Sequence[torch.Tensor],
     mode: FakeTensorMode,
 ) -> GraphAndConstants:
-    """The joint graph of ``forward``: the exported graph, of fake parameters, of which ``segments``
-    are the parts in order; ``tensors``: its fake arguments.
+    """Return the joint graph of an exported graph ``forward`` with fake parameters.
 
-    Raises NotAlone where gradients meet in a way that needs the whole.
-    """
+    segments: its parts in order. tensors: its fake arguments. Raises NotAlone if the segments
+    cannot be differentiated separately."""
     parts = _occurrences(forward, segments, tensors, mode)
     _check(forward, parts)
     return _Stitcher(forward, parts).run()
@@ -100,9 +85,9 @@ def _occurrences(
     tensors: Sequence[torch.Tensor],
     mode: FakeTensorMode,
 ) -> list[_Occurrence]:
-    """Each segment with its kind, which is exported where it comes first.
+    """Return each segment with its kind; export each kind at its first segment.
 
-    Raises NotAlone.
+    Raises NotAlone if several differentiable values leave a segment, or several segments read one.
     """
     values = dict(zip(forward.graph.find_nodes(op="placeholder"), tensors, strict=True))
     readers = Counter(node for segment in segments for node in segment.reads)
@@ -122,13 +107,13 @@ def _occurrences(
                 raise NotAlone
             for node, (like, wants) in zip(segment.outputs, kind.made, strict=True):
                 if like.is_conj() or like.is_neg():
-                    raise NotAlone  # a bit of the tensor that a made one would not have
+                    raise NotAlone  # `_fake` does not copy these bits
                 values[node] = _fake(like, wants, mode)
     return parts
 
 
 def _layout(value: Any) -> Hashable:
-    """What an export depends on of a tensor."""
+    """Return the properties of a tensor on which an export depends; None for other values."""
     if not isinstance(value, torch.Tensor):
         return None
     return tuple(value.shape), value.stride(), value.dtype, value.requires_grad
@@ -146,13 +131,14 @@ def _kind(
     reads: Sequence[torch.Tensor],
     mode: FakeTensorMode,
 ) -> _Kind:
+    """Export a segment as a program of its own. ``reads``: its fake inputs."""
     joint = export_joint(_module(forward, segment), reads)
     outputs: Any = joint.graph.output_node().args[0]
     made: dict[int, torch.Tensor] = {}
     for node, desc in zip(outputs, joint.graph.output_node().meta["desc"], strict=True):
         match desc:
             case aot.PlainAOTOutput(idx=index):
-                made[index] = node.args[0].meta["val"]  # of what was cloned, see _module
+                made[index] = node.args[0].meta["val"]  # `_module` cloned this value
             case aot.GradAOTOutput() | None:
                 pass
             case _:
@@ -172,8 +158,8 @@ def _kind(
 
 
 def _module(forward: fx.GraphModule, segment: GraphSegment) -> fx.GraphModule:
-    """The segment as a program. What it makes is cloned: an output that is a view of an input, or
-    of another output, would have no tangent. The clones are erased later (simplify.py)."""
+    """Return the segment as a module. Outputs are cloned, because an output that is a view of an
+    input or of another output has no tangent. simplify.py erases the clones."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {node: graph.placeholder(node.name) for node in segment.reads}
     for node in (*segment.attributes, *segment.nodes):
@@ -188,7 +174,7 @@ def _module(forward: fx.GraphModule, segment: GraphSegment) -> fx.GraphModule:
     module = fx.GraphModule(forward, graph)
     named = {name for name, _ in forward.named_parameters(remove_duplicate=False)}
     named |= {name for name, _ in forward.named_buffers(remove_duplicate=False)}
-    for node in segment.attributes:  # fx makes buffers of constants
+    for node in segment.attributes:  # fx turned constants into buffers: undo it
         name = str(node.target)
         value = attribute_of(forward, node)
         if isinstance(value, torch.Tensor) and name not in named:
@@ -199,11 +185,12 @@ def _module(forward: fx.GraphModule, segment: GraphSegment) -> fx.GraphModule:
     return module
 
 
-# -- put together --------------------------------------------------------------------------------
+# -- connecting the copies -----------------------------------------------------------------------
 
 
 def _check(forward: fx.GraphModule, parts: Sequence[_Occurrence]) -> None:
-    """That what several segments read has gradients that are added one a segment."""
+    """Raise NotAlone unless the gradients of values that several segments read are added in a known
+    order: one gradient per segment."""
     readers: dict[fx.Node, list[_Occurrence]] = {}
     uses: dict[int, dict[str, None]] = {}
     for part in parts:
@@ -225,7 +212,7 @@ def _check(forward: fx.GraphModule, parts: Sequence[_Occurrence]) -> None:
 
 
 def _wants(node: fx.Node, part: _Occurrence) -> bool:
-    """Whether an argument of the program requires grad."""
+    """Return whether an argument of the program that ``part`` reads requires grad."""
     index = part.segment.reads.index(node)
     return any(
         isinstance(desc, aot.GradAOTOutput) and desc.grad_of == aot.PlainAOTInput(index)
@@ -234,23 +221,26 @@ def _wants(node: fx.Node, part: _Occurrence) -> bool:
 
 
 def _sums(node: fx.Node, occurrences: Sequence[_Occurrence]) -> bool:
-    """Whether autograd would not add a parameter's gradients segment by segment: one but the last
-    has several of its own, which it would add one by one to those of later segments."""
+    """Return whether autograd would not add the gradients of a parameter segment by segment: a
+    segment before the last reads it several times, and autograd adds these terms one by one."""
     inside = [sum(user in part.segment.nodes for user in node.users) for part in occurrences]
     return any(count > 1 for count in inside[:-1])
 
 
 class _Stitcher:
+    """Builds the joint graph of the whole program from copies of the kinds' graphs."""
+
     def __init__(self, forward: fx.GraphModule, parts: Sequence[_Occurrence]) -> None:
         self.forward, self.parts = forward, parts
         self.graph = fx.Graph()
         self.constants: dict[str, torch.Tensor] = {}
-        self.inputs: dict[Any, fx.Node] = {}  # by torch's descriptor
-        self.values: dict[fx.Node, fx.Node] = {}  # of the exported graph: what holds it here
+        self.inputs: dict[Any, fx.Node] = {}  # placeholders by torch's descriptor
+        self.values: dict[fx.Node, fx.Node] = {}  # by node of the exported graph
         self.gradients: dict[Any, fx.Node] = {}  # by the descriptor of the input
         self.sequence = itertools.count()
 
     def run(self) -> GraphAndConstants:
+        """Return the joint graph."""
         for name, _ in self.forward.named_parameters(remove_duplicate=False):
             self._placeholder(aot.ParamAOTInput(name))
         for name, _ in self.forward.named_buffers(remove_duplicate=False):
@@ -288,7 +278,7 @@ class _Stitcher:
         self.graph.output(tuple(values)).meta["desc"] = descs
 
     def accumulate(self, of: Any, gradient: fx.Node) -> None:
-        """Adds to the gradient of an input, as autograd does with what comes by."""
+        """Add a gradient to the sum of the gradients of an input, as autograd does."""
         if of in self.gradients:
             total = self.graph.call_function(
                 torch.ops.aten.add.Tensor, (self.gradients[of], gradient)
@@ -301,7 +291,7 @@ class _Stitcher:
 
 
 class _Copy:
-    """One segment's copy of its kind's graph."""
+    """The copy of a kind's joint graph for one segment."""
 
     def __init__(self, stitcher: _Stitcher, part: _Occurrence) -> None:
         self.whole, self.part = stitcher, part
@@ -314,6 +304,7 @@ class _Copy:
         self.late: list[fx.Node] = []
 
     def forward(self) -> None:
+        """Copy the forward nodes."""
         segment, graph = self.part.segment, self.part.kind.joint.graph
         names = {str(n.target): i for i, n in enumerate(self.part.kind.segment.attributes)}
         for node in graph.nodes:
@@ -342,14 +333,15 @@ class _Copy:
                 self.whole.values[node] = self.outputs[aot.PlainAOTOutput(index)]
 
     def backward(self, tangents: dict[fx.Node, fx.Node], *, last: bool) -> None:
-        """``tangents``: by value of the exported graph, of what later segments read."""
+        """Copy the backward nodes. ``tangents``: the gradients of values that later segments read,
+        by node of the exported graph; the gradients of this segment's inputs are added."""
         segment, graph = self.part.segment, self.part.kind.joint.graph
         for node in graph.find_nodes(op="placeholder"):
             desc = node.meta["desc"]
             if isinstance(desc, aot.TangentAOTInput):
                 made = segment.outputs[desc.output.idx]  # type: ignore[union-attr]
                 if not last and made not in tangents:
-                    raise NotAlone  # it is read where no gradient comes from
+                    raise NotAlone  # no later segment has a gradient for this value
                 self.env[node] = self.whole.inputs[desc] if last else tangents[made]
                 self._like(self.env[node], node)
         for node in self.late:
@@ -372,7 +364,7 @@ class _Copy:
                     self.whole.accumulate(self.env[node].meta["desc"], gradient)
 
     def _like(self, copied: fx.Node, node: fx.Node) -> None:
-        """An input of the whole is what the first segment that reads it knows it to be."""
+        """Copy the meta of an input from the first segment that reads it."""
         if copied.op == "placeholder" and "val" not in copied.meta:
             copied.meta |= {k: v for k, v in node.meta.items() if k != "desc"}
 
@@ -390,6 +382,7 @@ class _Copy:
         self.env[node] = new
 
     def _meta(self, node: fx.Node) -> dict[str, Any]:
+        """Return the meta of a copied node, with the segment's modules and numbers."""
         meta = {k: node.meta[k] for k in _KEPT if k in node.meta}
         sequence = node.meta.get("seq_nr")
         if sequence is not None:
@@ -405,7 +398,7 @@ class _Copy:
         return meta
 
     def _stack(self, stack: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
-        """The modules around a node, of this segment's layer."""
+        """Return the module stack of a node with the path of this segment's layer."""
         if id(stack) not in self.stacks:
             old, new = self.part.kind.segment.prefix, self.part.segment.prefix
             self.stacks[id(stack)] = {

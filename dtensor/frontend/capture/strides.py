@@ -1,14 +1,13 @@
-"""Tensors that are read through strides, as reshapes and permutations, which split.
+"""Rewrite as_strided as reshape and permute, which have sharding rules.
 
     as_strided(x [n c 1 1], [n, c, 1, 1], [c, 1, c, c])   ->   x
     as_strided(x [a b], [b, a], [1, b])                   ->   permute(x, [1, 0])
     as_strided_scatter(x, src, ..)                        ->   reshape(permute(src, ..), sizes of x)
 
-The first is what pooling to one place ends in where channels are last in memory; the last is the
-gradient of such a view.
+Global pooling of a channels-last tensor ends in the first; the gradient of such a view is the last.
 
-Invariants: x lies in order, as `refusals.check_joint` has it, and each of its elements is seen
-once; what is read through other strides stays as it is.
+Invariants: x is contiguous (`refusals.check_joint`). Only views that contain each element of x
+exactly once are rewritten.
 """
 
 from __future__ import annotations
@@ -25,9 +24,10 @@ aten: Any = torch.ops.aten
 
 
 def as_permutation(node: fx.Node, call: Callable[..., fx.Node]) -> list[fx.Node]:
-    """The new calls in order, of which the last is the node's value; none: it stays.
+    """Return the new nodes in order, the last of which replaces ``node``; [] if it has no such
+    form.
 
-    ``call`` writes one, with the node's meta.
+    ``call`` adds a node with the meta of ``node``.
     """
     a = bound(node)
     x, size = a["self"].meta["val"], a["size"]
@@ -46,11 +46,11 @@ def as_permutation(node: fx.Node, call: Callable[..., fx.Node]) -> list[fx.Node]
 
 
 def _memory_order(size: list[int], stride: list[int]) -> list[int] | None:
-    """The dims as they lie in memory, outer ones first; None where they leave gaps or overlap."""
+    """Return the dims by decreasing stride; None if the elements have gaps or overlap in memory."""
     order = sorted(range(len(size)), key=lambda d: (size[d] == 1, -stride[d]))
     count = 1
     for d in reversed(order):
-        if size[d] != 1 and stride[d] != count:  # the stride of a single place says nothing
+        if size[d] != 1 and stride[d] != count:  # the stride of a dim of size 1 is arbitrary
             return None
         count *= size[d]
     return order

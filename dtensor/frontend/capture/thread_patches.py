@@ -1,14 +1,13 @@
-"""How torch is changed for the thread that captures, and for no other; put back whatever happens.
+"""Patch torch for the thread that captures and for no other, and undo the patches in all cases.
 
     with replaced([(fx.GraphModule, "recompile", here_alone(ours, plain))]):
         ...
 
-Attributes, functions that others have by value, warning filters and log filters. Each replacement
-asks `is_capturing` and else does what was there before.
+Each replacement calls the original unless `is_capturing()`. There are patches for attributes, for
+functions that torch has imported by name, for warning filters and for log filters.
 
-Invariants: what was there is noted before anything is changed, so that an exception, an interrupt
-too, at any place leaves nothing behind. One capture at a time (call_lock.py). Not here: what is
-replaced (patches.py).
+Invariants: all originals are saved before the first change, so an exception or interrupt at any
+point leaves nothing patched. Only one thread captures at a time (call_lock.py).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _ABSENT = object()
 
 
 def for_capturing_thread(ours: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
-    """``ours`` for the thread that captures, ``plain`` for others."""
+    """Return a function that calls ``ours`` in the thread that captures, else ``plain``."""
 
     @functools.wraps(plain)
     def dispatch(*args: Any, **kwargs: Any) -> Any:
@@ -40,7 +39,7 @@ def for_capturing_thread(ours: Callable[..., Any], plain: Callable[..., Any]) ->
 
 @contextmanager
 def replace_attributes(changes: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Within, owners have these attributes; those that they did not have go at the end."""
+    """Set attributes, given as (owner, name, value), in this context."""
     originals = [(owner, name, vars(owner).get(name, _ABSENT)) for owner, name, _ in changes]
     try:
         for owner, name, value in changes:
@@ -62,13 +61,14 @@ def _restore_attributes(originals: list[tuple[Any, str, Any]]) -> None:
 
 @contextmanager
 def answered_here(functions: Sequence[FunctionType]) -> Iterator[None]:
-    """Within, these flags of the process, functions without arguments, are False for all threads
-    but the one that captures. They are changed themselves: torch has handed them out."""
+    """In this context, these functions without arguments, which return process-wide flags, return
+    False in all threads but the one that captures. Their code is replaced, because torch's modules
+    have imported them by name."""
     changes: list[tuple[Any, str, Any]] = []
     for function in functions:
         plain = FunctionType(function.__code__, function.__globals__)
         defaults = {"_here": is_capturing, "_plain": plain}
-        # put back from the last: code that takes no such arguments first
+        # Restored in reverse order: the old code does not take these keyword arguments.
         changes += [
             (function, "__kwdefaults__", defaults),
             (function, "__code__", _flag_for_thread.__code__),
@@ -91,7 +91,7 @@ def _flag_for_thread(*, _here: Callable[[], bool], _plain: Callable[[], bool]) -
 
 
 class _ThreadPattern:
-    """Stands for a pattern in a filter of warnings: that of C and Python ask it for `match`."""
+    """A regular expression for warning filters that only matches in the thread that captures."""
 
     def __init__(self, pattern: str) -> None:
         self.pattern = pattern
@@ -103,10 +103,11 @@ class _ThreadPattern:
 
 @contextmanager
 def filter_warnings(*filters: tuple[str, str, str]) -> Iterator[None]:
-    """Within, what the thread that captures warns of: (action, message, module), the last first.
+    """Add filters, given as (action, message, module), for warnings of the thread that captures.
+    The last one has precedence.
 
-    The list of filters is the process's, and stays the same one: `warnings.catch_warnings` would
-    put another thread's filters back.
+    The list of filters is shared by all threads. `warnings.catch_warnings` would undo changes by
+    other threads.
     """
     thread_filters: list[Any] = [
         (action, _ThreadPattern(message), Warning, _ThreadPattern(module) if module else None, 0)
@@ -131,8 +132,8 @@ def _filters_changed() -> None:
 def filter_logs(
     *silences: tuple[logging.Logger, Callable[[logging.LogRecord], bool]],
 ) -> Iterator[None]:
-    """Within, these loggers do not say what the thread that captures logs, where the function is
-    true of it."""
+    """In this context, drop the records for which ``silent(record)`` is true, given as (logger,
+    silent), if the thread that captures logs them."""
     log_filters = [
         (log, lambda record, silent=silent: not (is_capturing() and silent(record)))
         for log, silent in silences

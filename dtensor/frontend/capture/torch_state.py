@@ -1,13 +1,11 @@
-"""Torch's modes and levels, put back after a capture that fails.
+"""Restore torch's modes and levels after a capture that fails.
 
     with restored_on_failure():
-        export(...)                  # raises inside torch.func.jvp: its level is closed again
+        export(...)                  # raises inside torch.func.jvp, whose level is then closed
 
-A context manager of torch's that is left while a program is traced may itself be traced, and not
-run. So after a failure the state of the process is compared with the one before, and put back:
-functorch's and forward AD's levels, modes of functions and of dispatch, gradients, autocast, the
-default dtype. The default device is a mode of functions. Inference mode has one guard, which C++
-ends. Not here: what the program of the user changes (guards/side_effects.py).
+While torch traces, leaving a context manager may be recorded and not executed. So after a failure,
+this module restores the levels of functorch and forward AD, the function and dispatch modes (the
+default device is one), the gradient modes, autocast, and the default dtype.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ _C: Any = torch._C
 
 @contextmanager
 def restored_on_failure() -> Iterator[None]:
-    """Within: torch's state is as it was if an exception leaves the block."""
+    """Restore torch's state if an exception leaves the block."""
     depth, jvps, level = functorch_depth(), eager_transforms.JVP_NESTING, forward_ad._current_level
     num_function_modes, num_dispatch_modes = len(function_modes()), len(dispatch_modes())
     grad, forward_grad = torch.is_grad_enabled(), _C._is_fwd_grad_enabled()
@@ -64,6 +62,7 @@ _DEVICES = ("cpu", "cuda")
 
 
 def _autocast() -> tuple[Any, ...]:
+    """Return the autocast state: of each device, whether the cache is on, the nesting depth."""
     of_devices = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _DEVICES]
     nesting = torch.autocast_increment_nesting() - 1
     torch.autocast_decrement_nesting()
