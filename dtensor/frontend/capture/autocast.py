@@ -26,8 +26,8 @@ from dtensor.frontend.source import source_here
 from dtensor.numerics import dtype_name
 from dtensor.provider import Provider
 
-CAPTURED_ON = "cpu"
-_LISTS = ("cpu", "cuda")
+CAPTURE_DEVICE = "cpu"
+_DEVICE_TYPES = ("cpu", "cuda")
 DEVICE = Provider[Callable[[], str]]("program_device")
 """Returns the device type on which programs of this thread will run: "cpu" or "cuda"."""
 _provided = cache(DEVICE.get)  # cached, because each call of a step needs it
@@ -52,29 +52,29 @@ def surrounding() -> Surrounding:
     device = program_device()
     if not (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
         return Surrounding(device, None)  # the fast path: each call of a step comes here
-    on = [name for name in _LISTS if torch.is_autocast_enabled(name)]
+    on = [name for name in _DEVICE_TYPES if torch.is_autocast_enabled(name)]
     name = device if device in on else on[0]
     return Surrounding(device, (name, torch.get_autocast_dtype(name)))
 
 
-def region(around: Surrounding) -> AbstractContextManager[object]:
-    """Return the autocast of ``around`` as a context for the user's function."""
-    if around.autocast is None:
+def region(surrounding: Surrounding) -> AbstractContextManager[object]:
+    """Return the autocast of ``surrounding`` as a context for the user's function."""
+    if surrounding.autocast is None:
         return nullcontext()
-    name, dtype = around.autocast
+    name, dtype = surrounding.autocast
     return torch.autocast(name, dtype=dtype)
 
 
-def lists_of(forward: fx.GraphModule) -> set[str]:
+def autocast_regions(forward: fx.GraphModule) -> set[str]:
     """Return device types and dtypes of the autocast regions of an exported graph: "cuda, bf16"."""
-    found: set[str] = set()
+    descriptions: set[str] = set()
     for module in forward.modules():
         if isinstance(module, fx.GraphModule):
             regions = module.graph.find_nodes(
                 op="call_function", target=torch.ops.higher_order.wrap_with_autocast
             )
-            found |= {f"{n.args[0]}, {dtype_name(n.args[1])}" for n in regions if n.args[2]}  # type: ignore[arg-type]
-    return found
+            descriptions |= {f"{n.args[0]}, {dtype_name(n.args[1])}" for n in regions if n.args[2]}  # type: ignore[arg-type]
+    return descriptions
 
 
 def _checked_init(init: Any) -> Any:
@@ -87,8 +87,8 @@ def _checked_init(init: Any) -> Any:
         enabled: bool = True,
         cache_enabled: bool | None = None,
     ) -> None:
-        if device_type not in _LISTS and enabled:
-            raise _lost(device_type, "" if dtype is None else f"dtype={dtype}")
+        if device_type not in _DEVICE_TYPES and enabled:
+            raise _unsupported_device(device_type, "" if dtype is None else f"dtype={dtype}")
         is_cuda = device_type == "cuda"  # torch would disable it on a machine without a GPU
         init(self, device_type, dtype, enabled and not is_cuda, cache_enabled)
         if is_cuda:
@@ -103,21 +103,25 @@ def _checked_enter(enter: Any) -> Any:
 
     def checked(self: Any) -> Any:
         name, device = self.device, program_device()
-        others = [other for other in _LISTS if other != name and torch.is_autocast_enabled(other)]
+        others = [
+            other for other in _DEVICE_TYPES if other != name and torch.is_autocast_enabled(other)
+        ]
         self.casts, self.put_back = None, ()
         if self._enabled:
-            given = f"dtype={self.fast_dtype}"
-            if name not in _LISTS:  # constructed before the capture, for example as a decorator
-                raise _lost(name, given)
+            dtype_text = f"dtype={self.fast_dtype}"
+            if (
+                name not in _DEVICE_TYPES
+            ):  # constructed before the capture, for example as a decorator
+                raise _unsupported_device(name, dtype_text)
             if others:
-                raise _two_lists(name, others[0], given)
+                raise _two_lists(name, others[0], dtype_text)
         else:
             if others and name != device:
-                raise _ends_nothing(name, others[0])
+                raise _ends_no_autocast(name, others[0])
             if name == "cuda" and not hasattr(self, "made_in_capture"):
                 matters = device == "cuda" or torch.is_autocast_enabled("cuda")
                 if matters and not torch.cuda.is_available():
-                    raise _perhaps_off()
+                    raise _disabled_early()
             self.put_back = others  # enabled=False on the program's device also ends the other one
         for other in self.put_back:
             torch.set_autocast_enabled(other, False)
@@ -136,10 +140,10 @@ def _checked_enter(enter: Any) -> Any:
     return checked
 
 
-def _ended(leave: Any) -> Any:
+def _restoring_exit(leave: Any) -> Any:
     """Wrap `autocast.__exit__`: undo what `_checked_enter` did."""
 
-    def ended(self: Any, *raised: Any) -> Any:
+    def restoring(self: Any, *raised: Any) -> Any:
         result = leave(self, *raised)
         if self.casts is not None:
             self.casts.close()
@@ -147,37 +151,38 @@ def _ended(leave: Any) -> Any:
             torch.set_autocast_enabled(other, True)
         return result
 
-    return ended
+    return restoring
 
 
 AUTOCAST: Mapping[str, Callable[[Any], Any]] = {
     "__init__": _checked_init,
     "__enter__": _checked_enter,
-    "__exit__": _ended,
+    "__exit__": _restoring_exit,
 }
 """The wrappers of methods of `torch.autocast` during capture, by name."""
 
 
-def _lost(device_type: str, given: str) -> PlanningError:
-    given = given and f", {given}"
+def _unsupported_device(device_type: str, dtype_text: str) -> PlanningError:
+    dtype_text = dtype_text and f", {dtype_text}"
     return planning_error(
-        f'torch.autocast("{device_type}"{given}) would change no op: a program is captured for the '
-        f"CPU or for CUDA.",
+        f'torch.autocast("{device_type}"{dtype_text}) would change no op: a program is captured for '
+        f"the CPU or for CUDA.",
         source=source_here(),
-        fix=f'torch.autocast("{CAPTURED_ON}"{given}) or torch.autocast("cuda"{given}), whose lists '
-        f"of ops differ",
+        fix=f'torch.autocast("{CAPTURE_DEVICE}"{dtype_text}) or torch.autocast("cuda"{dtype_text}), '
+        f"whose lists of ops differ",
     )
 
 
-def _two_lists(name: str, other: str, given: str) -> PlanningError:
+def _two_lists(name: str, other: str, dtype_text: str) -> PlanningError:
     return planning_error(
-        f'torch.autocast("{name}", {given}) is within one for "{other}": two lists of ops at once.',
+        f'torch.autocast("{name}", {dtype_text}) is within one for "{other}": two lists of ops at '
+        f"once.",
         source=source_here(),
-        fix=f'torch.autocast("{other}", {given}), or end that one first',
+        fix=f'torch.autocast("{other}", {dtype_text}), or end that one first',
     )
 
 
-def _ends_nothing(name: str, other: str) -> PlanningError:
+def _ends_no_autocast(name: str, other: str) -> PlanningError:
     return planning_error(
         f'torch.autocast("{name}", enabled=False) would end nothing: the autocast around it is for '
         f'"{other}".',
@@ -186,7 +191,7 @@ def _ends_nothing(name: str, other: str) -> PlanningError:
     )
 
 
-def _perhaps_off() -> PlanningError:
+def _disabled_early() -> PlanningError:
     return planning_error(
         'An autocast for "cuda" that was made before the program ran is disabled, perhaps because '
         "torch found no GPU when it was made.",

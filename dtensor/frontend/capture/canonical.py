@@ -36,13 +36,13 @@ _ANCHORS = (
     aten.cat.default, aten.softmax.int, aten.rsqrt.default, aten.silu.default, aten.gelu.default,
     aten.tanh.default, aten.dropout.default,
 )  # fmt: skip
-_FACTORED = {
+_FACTORIZATIONS = {
     aten.linalg_det.default, aten.det.default, aten._linalg_det.default, aten.logdet.default,
     aten.linalg_slogdet.default, aten.slogdet.default, aten._linalg_slogdet.default,
     aten.linalg_solve.default, aten.linalg_solve_ex.default, aten._linalg_solve_ex.default,
     aten.linalg_tensorsolve.default,
 }  # fmt: skip
-_MADE = {aten.mul.Tensor, aten.add.Tensor}
+_COMBINERS = {aten.mul.Tensor, aten.add.Tensor}
 """An elementwise anchor counts only if one of these ops reads it."""
 
 
@@ -52,15 +52,15 @@ def canonicalise(
     """Rewrite `module` and its nested graphs (no_grad, autocast) in place, and return the list of
     pattern matches. ``numbers``: numbers for the random ops, which stay unchanged if it is None.
     ``forward_mode``: all nodes may be differentiated in forward mode."""
-    met: list[Any] = []
-    derived = set(module.graph.nodes) if forward_mode else nodes_inside_jvp(module.graph)
+    matches: list[Any] = []
+    in_jvp = set(module.graph.nodes) if forward_mode else nodes_inside_jvp(module.graph)
     for child in module.children():
         if isinstance(child, fx.GraphModule):
-            met += canonicalise(child, numbers, forward_mode=bool(derived))
+            matches += canonicalise(child, numbers, forward_mode=bool(in_jvp))
             # Differentiation calls this module. Interpreted node by node, its ops keep their own
             # lines, modules and checkpoints instead of those of the region.
             child.forward = fx.Interpreter(child).run
-    met += _recognise(module.graph) if _has_anchor(module.graph) and not derived else []
+    matches += _recognise(module.graph) if _has_anchor(module.graph) and not in_jvp else []
     for node in list(module.graph.nodes):
         if is_idle_dropout(node):
             node.replace_all_uses_with(node.args[0])
@@ -70,29 +70,29 @@ def canonicalise(
         if (
             is_random
             and numbers is not None
-            and randomise(module.graph, node, numbers, forward_mode=node in derived)
+            and randomise(module.graph, node, numbers, forward_mode=node in in_jvp)
         ):
             continue
-        if node in derived and isinstance(node.target, OpOverload):
-            _check_derivative(node)
+        if node in in_jvp and isinstance(node.target, OpOverload):
+            _refuse_forward_mode(node)
         elif node.target is dt.ask.default:
-            _settle_check(module.graph, node)
+            _replace_check(module.graph, node)
         elif node.target is aten.cross_entropy_loss.default:
             _cross_entropy(module.graph, node)
         elif node.target in (aten.index_put.default, aten.index_put_.default):
-            _fill_masked(module.graph, node)
+            _masked_fill(module.graph, node)
         elif node.target in (aten.embedding_bag.default, aten.embedding_bag.padding_idx):
-            _bag_as_rows(module.graph, node)
-        elif node.target in _FACTORED:
-            _factor_in_order(module.graph, node)
+            _rewrite_embedding_bag(module.graph, node)
+        elif node.target in _FACTORIZATIONS:
+            _make_contiguous(module.graph, node)
         elif node.op == "call_function" and not node.meta.get("stack_trace"):
             _borrow_line(module, node)
     module.graph.lint()
     module.recompile()
-    return met
+    return matches
 
 
-def _check_derivative(node: fx.Node) -> None:
+def _refuse_forward_mode(node: fx.Node) -> None:
     """Raise PlanningError if the node calls an operator of this project with tensors: none of these
     operators has a forward-mode derivative."""
     name = node.target.name()  # type: ignore[union-attr]
@@ -121,13 +121,15 @@ def _borrow_line(module: fx.GraphModule, node: fx.Node) -> None:
                     return
 
 
-def _bag_as_rows(graph: fx.Graph, node: fx.Node) -> None:
-    from dtensor.frontend.capture.embedding_bags import as_rows  # few programs need it
+def _rewrite_embedding_bag(graph: fx.Graph, node: fx.Node) -> None:
+    from dtensor.frontend.capture.embedding_bags import (
+        rewrite_embedding_bag,  # few programs need it
+    )
 
-    as_rows(graph, node)
+    rewrite_embedding_bag(graph, node)
 
 
-def _factor_in_order(graph: fx.Graph, node: fx.Node) -> None:
+def _make_contiguous(graph: fx.Graph, node: fx.Node) -> None:
     """Make the matrix of det or solve contiguous, as it is on the ranks: torch factors the
     transpose of a contiguous matrix, and the recorded backward depends on that."""
     matrix: Any = node.args[0]
@@ -138,7 +140,9 @@ def _factor_in_order(graph: fx.Graph, node: fx.Node) -> None:
 def _has_anchor(graph: fx.Graph) -> bool:
     """Return whether the graph has an op with which a pattern of recognise/ may start."""
     anchors = (n for t in _ANCHORS for n in graph.find_nodes(op="call_function", target=t))
-    return any(n.target not in _ANCHORS[5:] or _MADE & {u.target for u in n.users} for n in anchors)
+    return any(
+        n.target not in _ANCHORS[5:] or _COMBINERS & {u.target for u in n.users} for n in anchors
+    )
 
 
 def _recognise(graph: fx.Graph) -> list[Any]:
@@ -147,16 +151,16 @@ def _recognise(graph: fx.Graph) -> list[Any]:
     return recognise(graph)
 
 
-def _read_narrow(graph: fx.Graph, logits: fx.Node) -> None:
-    from dtensor.frontend.capture.memory_rewrites import read_narrow  # few programs need it
+def _remove_logits_cast(graph: fx.Graph, logits: fx.Node) -> None:
+    from dtensor.frontend.capture.memory_rewrites import remove_logits_cast  # few programs need it
 
-    read_narrow(graph, logits)
+    remove_logits_cast(graph, logits)
 
 
-def _fill_masked(graph: fx.Graph, node: fx.Node) -> None:
-    from dtensor.frontend.capture.memory_rewrites import fill_masked  # few programs need it
+def _masked_fill(graph: fx.Graph, node: fx.Node) -> None:
+    from dtensor.frontend.capture.memory_rewrites import masked_fill  # few programs need it
 
-    fill_masked(graph, node)
+    masked_fill(graph, node)
 
 
 # -- checks ----------------------------------------------------------------------------------------
@@ -164,31 +168,36 @@ def _fill_masked(graph: fx.Graph, node: fx.Node) -> None:
 _ALL, _ANY = {aten.all.default, aten._is_all_true.default}, {aten.any.default}
 
 
-def _settle_check(graph: fx.Graph, node: fx.Node) -> None:
+def _replace_check(graph: fx.Graph, node: fx.Node) -> None:
     """Replace a check (dt.ask) by dt.checked: later nodes read the checked value from this op.
 
     Raises PlanningError if no value of the graph fits the check.
     """
     answer, wanted, message = node.args
     assert isinstance(answer, fx.Node)
-    checked_value, later = None, _later(node)
+    value, later_nodes = None, _later_nodes(node)
     if answer.target in (_ALL if wanted else _ANY):
         ok: Any = answer.args[0]
-        checked_value = next(
-            (x for x in _carriers(ok, node) if later & x.users.keys() and _fits(x, ok)), None
+        value = next(
+            (
+                x
+                for x in _candidates(ok, node)
+                if later_nodes & x.users.keys() and _can_carry_check(x, ok)
+            ),
+            None,
         )
-    if checked_value is None:
+    if value is None:
         source = source_of_trace(node.meta.get("stack_trace") or "")
         raise value_dependent_error(f"a check of torch's: {message}", source)
     call = Writer(graph, node)
     ok = ok if wanted else call(aten.logical_not.default, ok)
-    checked = call(dt.checked.default, checked_value, ok, message)
-    checked.meta["val"] = checked_value.meta["val"]
-    checked_value.replace_all_uses_with(checked, delete_user_cb=later.__contains__)
+    checked_value = call(dt.checked.default, value, ok, message)
+    checked_value.meta["val"] = value.meta["val"]
+    value.replace_all_uses_with(checked_value, delete_user_cb=later_nodes.__contains__)
     graph.erase_node(node)
 
 
-def _later(node: fx.Node) -> set[fx.Node]:
+def _later_nodes(node: fx.Node) -> set[fx.Node]:
     """Return all nodes after ``node``."""
     later: set[fx.Node] = set()
     while node.op != "output":
@@ -197,26 +206,30 @@ def _later(node: fx.Node) -> set[fx.Node]:
     return later
 
 
-def _carriers(ok: fx.Node, node: fx.Node) -> Iterator[fx.Node]:
+def _candidates(ok: fx.Node, node: fx.Node) -> Iterator[fx.Node]:
     """Yield the values that may be the checked one: those from which ok is computed, the nearest
     first, then all earlier values, the last first."""
-    waiting, seen = [ok], {ok}
-    for one in waiting:
-        new = [x for x in one.all_input_nodes if x not in seen]
-        seen.update(new)
-        waiting += new
-        yield from new
+    waiting, visited = [ok], {ok}
+    for node_in_cone in waiting:
+        operands = [x for x in node_in_cone.all_input_nodes if x not in visited]
+        visited.update(operands)
+        waiting += operands
+        yield from operands
     while node.prev.op != "root":
         node = node.prev
         yield node
 
 
-def _fits(x: fx.Node, ok: fx.Node) -> bool:
+def _can_carry_check(x: fx.Node, ok: fx.Node) -> bool:
     """Return whether ok has a flag for each element of x or of its leading dims. False if an op
     writes to x in place, because it would write to a copy."""
     val, flags = x.meta.get("val"), ok.meta["val"]
-    written = any(isinstance(u.target, OpOverload) and u.target._schema.is_mutable for u in x.users)
-    return isinstance(val, torch.Tensor) and val.shape[: flags.dim()] == flags.shape and not written
+    is_written = any(
+        isinstance(u.target, OpOverload) and u.target._schema.is_mutable for u in x.users
+    )
+    return (
+        isinstance(val, torch.Tensor) and val.shape[: flags.dim()] == flags.shape and not is_written
+    )
 
 
 # -- cross entropy ---------------------------------------------------------------------------------
@@ -226,16 +239,16 @@ def _cross_entropy(graph: fx.Graph, node: fx.Node) -> None:
     """Rewrite a cross entropy with class ids, and without class weights or label smoothing."""
     a = bound(node)
     logits, target = a["self"].meta["val"], a["target"].meta["val"]
-    covered = (
+    is_covered = (
         a["weight"] is None
         and a["label_smoothing"] == 0
         and not target.dtype.is_floating_point
         and logits.dim() >= 1
     )
-    if not covered:
+    if not is_covered:
         return
     if graph.find_nodes(op="call_function", target=aten.to.dtype):
-        _read_narrow(graph, a["self"])
+        _remove_logits_cast(graph, a["self"])
         a = bound(node)
         logits = a["self"].meta["val"]
     call = Writer(graph, node)

@@ -26,7 +26,7 @@ from torch import fx, nn
 from torch.fx.traceback import preserve_node_meta
 
 from dtensor.frontend.call_lock import CALL_LOCK, capturing
-from dtensor.frontend.capture.autocast import lists_of, surrounding
+from dtensor.frontend.capture.autocast import autocast_regions, surrounding
 from dtensor.frontend.capture.call_as_module import (
     CallAsModule,
     FlatCall,
@@ -265,7 +265,7 @@ def graph_of(
     with whole_layers():
         joint = _differentiate(forward, tensors, mode)
         graph = to_graph(root, joint, forward, mode)
-        graph = replace(graph, exported=exported, autocast=tuple(sorted(lists_of(forward))))
+        graph = replace(graph, exported=exported, autocast=tuple(sorted(autocast_regions(forward))))
     return _with_fusion_report(graph, matches, root.call) if matches else graph
 
 

@@ -78,8 +78,8 @@ class DataAssignments:
     def stale_at_end(self, values: Iterable[object]) -> torch.Tensor | None:
         """Like `stale`, for the values that the call leaves; also return an x whose y has
         changed."""
-        changed = (g.x for g in self._by_source.values() if g.y._version != g.y_version)
-        stale = next(changed, None)
+        changed_targets = (g.x for g in self._by_source.values() if g.y._version != g.y_version)
+        stale = next(changed_targets, None)
         return self.stale(values) if stale is None else stale
 
     def record_result(self, result: Any) -> Any:

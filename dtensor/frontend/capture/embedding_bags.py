@@ -26,56 +26,58 @@ aten: Any = torch.ops.aten
 _SUM, _MEAN, _MAX = range(3)
 
 
-def as_rows(graph: fx.Graph, node: fx.Node) -> None:
+def rewrite_embedding_bag(graph: fx.Graph, node: fx.Node) -> None:
     """In place of an `embedding_bag` whose bags are of one size."""
     a = bound(node)
-    width, uses = _width(a), list(node.users)
-    used = [u for u in uses if u.users]
-    plain = not a["scale_grad_by_freq"] and not a["include_last_offset"]
-    if not width or not plain or any(u.args[1] != 0 for u in used):
+    bag_size, items = _bag_size(a), list(node.users)
+    read_items = [u for u in items if u.users]
+    is_supported = not a["scale_grad_by_freq"] and not a["include_last_offset"]
+    if not bag_size or not is_supported or any(u.args[1] != 0 for u in read_items):
         return
     call = Writer(graph, node)
     pad, mode = a.get("padding_idx"), a["mode"]
-    ids = call(aten.reshape.default, a["indices"], [-1, width])
-    how = (-1 if pad is None else pad, False, a["sparse"])
-    rows = call(aten.embedding.default, a["weight"], ids, *how)
+    ids = call(aten.reshape.default, a["indices"], [-1, bag_size])
+    options = (-1 if pad is None else pad, False, a["sparse"])
+    rows = call(aten.embedding.default, a["weight"], ids, *options)
     if a["per_sample_weights"] is not None:
-        weights = call(aten.reshape.default, a["per_sample_weights"], [-1, width, 1])
+        weights = call(aten.reshape.default, a["per_sample_weights"], [-1, bag_size, 1])
         rows = call(aten.mul.Tensor, rows, weights)
-    kept = None if pad is None else call(aten.ne.Scalar, ids, pad)
-    here = None if kept is None else call(aten.unsqueeze.default, kept, -1)
+    is_not_padding = None if pad is None else call(aten.ne.Scalar, ids, pad)
+    row_mask = None if is_not_padding is None else call(aten.unsqueeze.default, is_not_padding, -1)
     if mode == _MAX:
-        if here is not None:
-            rows = call(aten.where.ScalarOther, here, rows, -math.inf)
+        if row_mask is not None:
+            rows = call(aten.where.ScalarOther, row_mask, rows, -math.inf)
         out = call(operator.getitem, call(aten.max.dim, rows, 1), 0)
-        if here is not None:
-            out = call(aten.where.ScalarOther, call(aten.any.dim, here, 1), out, 0.0)
+        if row_mask is not None:
+            out = call(aten.where.ScalarOther, call(aten.any.dim, row_mask, 1), out, 0.0)
     else:
-        if here is not None:
-            rows = call(aten.where.ScalarOther, here, rows, 0.0)
+        if row_mask is not None:
+            rows = call(aten.where.ScalarOther, row_mask, rows, 0.0)
         out = call(aten.sum.dim_IntList, rows, [1])
-        if mode == _MEAN and kept is None:
-            out = call(aten.div.Tensor, out, width)
+        if mode == _MEAN and is_not_padding is None:
+            out = call(aten.div.Tensor, out, bag_size)
         elif mode == _MEAN:
-            count = call(aten.clamp.default, call(aten.sum.dim_IntList, kept, [1], True), 1)
+            count = call(
+                aten.clamp.default, call(aten.sum.dim_IntList, is_not_padding, [1], True), 1
+            )
             out = call(aten.div.Tensor, out, count)
     dtype = a["weight"].meta["val"].dtype
     if is_narrow(dtype):  # on CUDA's list a sum is float32, and a bag is not on it
         out = call(aten.to.dtype, out, dtype)
-    for user in uses:
-        if user in used:
+    for user in items:
+        if user in read_items:
             out.meta["val"] = user.meta["val"]
             user.replace_all_uses_with(out)
         graph.erase_node(user)
     graph.erase_node(node)
 
 
-def _width(a: dict[str, Any]) -> int:
+def _bag_size(a: dict[str, Any]) -> int:
     """How many ids each bag has; 0 where they differ, or where it is not known."""
     offsets, count = a["offsets"], a["indices"].meta["val"].numel()
     if offsets.target is not aten.arange.start_step:
         return 0
-    given = bound(offsets)
-    start, end, step = given["start"], given["end"], given["step"]
-    fits = start == 0 and end == count and step > 0 and count % step == 0
-    return step if fits and isinstance(step, int) else 0
+    offsets_args = bound(offsets)
+    start, end, step = offsets_args["start"], offsets_args["end"], offsets_args["step"]
+    is_uniform = start == 0 and end == count and step > 0 and count % step == 0
+    return step if is_uniform and isinstance(step, int) else 0

@@ -22,7 +22,7 @@ from dtensor.private_torch import OpOverload
 aten: Any = torch.ops.aten
 
 
-def fill_masked(graph: fx.Graph, node: fx.Node) -> None:
+def masked_fill(graph: fx.Graph, node: fx.Node) -> None:
     """Rewrite index_put with a bool mask as `where`: the number of elements that a mask selects
     depends on its values, but the size of a `where` does not."""
     a = bound(node)
@@ -30,37 +30,37 @@ def fill_masked(graph: fx.Graph, node: fx.Node) -> None:
     if len(a["indices"]) != 1 or a["indices"][0] is None or a["accumulate"]:
         return
     (mask,) = a["indices"]
-    rest = x.meta["val"].dim() - mask.meta["val"].dim()
-    if mask.meta["val"].dtype != torch.bool or value.meta["val"].dim() > rest:
+    trailing_dims = x.meta["val"].dim() - mask.meta["val"].dim()
+    if mask.meta["val"].dtype != torch.bool or value.meta["val"].dim() > trailing_dims:
         return
     call = Writer(graph, node)
-    if rest:
-        mask = call(aten.reshape.default, mask, [*mask.meta["val"].shape, *[1] * rest])
-    chosen = call(aten.where.self, mask, value, x)
+    if trailing_dims:
+        mask = call(aten.reshape.default, mask, [*mask.meta["val"].shape, *[1] * trailing_dims])
+    new_values = call(aten.where.self, mask, value, x)
     in_place = node.target is aten.index_put_.default
-    call.replace(call(aten.copy_.default, x, chosen) if in_place else chosen)
+    call.replace(call(aten.copy_.default, x, new_values) if in_place else new_values)
 
 
-def keep_layout(graph: fx.Graph, node: fx.Node) -> None:
+def keep_strides(graph: fx.Graph, node: fx.Node) -> None:
     """Give the output of attention the strides of torch's kernel [b, t, h, d] if the program views
     it: our op has other strides. The copy is erased in the final graph."""
     out = node.meta["val"]
-    if not _is_viewed(node) or out.dim() != 4 or not out.transpose(1, 2).is_contiguous():
+    if not _has_merging_view(node) or out.dim() != 4 or not out.transpose(1, 2).is_contiguous():
         return
     users = list(node.users)
     with graph.inserting_after(node):
-        across = graph.call_function(aten.transpose.int, (node, 1, 2))
-    with graph.inserting_after(across):
+        transposed = graph.call_function(aten.transpose.int, (node, 1, 2))
+    with graph.inserting_after(transposed):
         kwargs: dict[str, Any] = {"memory_format": torch.contiguous_format}
-        dense = graph.call_function(aten.clone.default, (across,), kwargs)
-    with graph.inserting_after(dense):
-        back = graph.call_function(aten.transpose.int, (dense, 1, 2))
-    for new in (across, dense, back):
+        contiguous = graph.call_function(aten.clone.default, (transposed,), kwargs)
+    with graph.inserting_after(contiguous):
+        result = graph.call_function(aten.transpose.int, (contiguous, 1, 2))
+    for new in (transposed, contiguous, result):
         new.meta.update({k: node.meta[k] for k in USERS_META if k in node.meta})
-    node.replace_all_uses_with(back, delete_user_cb=users.__contains__)
+    node.replace_all_uses_with(result, delete_user_cb=users.__contains__)
 
 
-def read_narrow(graph: fx.Graph, logits: Any) -> None:
+def remove_logits_cast(graph: fx.Graph, logits: Any) -> None:
     """Remove the cast to float32 of the logits of a cross entropy, whose statistics are float32
     anyway. The cast stays if other nodes read it, or if a later op writes in place."""
     views: list[fx.Node] = []
@@ -76,7 +76,11 @@ def read_narrow(graph: fx.Graph, logits: Any) -> None:
     original = logits.args[0]
     assert isinstance(original, fx.Node)
     dtype = original.meta["val"].dtype
-    if not is_narrow(dtype) or logits.meta["val"].dtype != torch.float32 or _writes_after(logits):
+    if (
+        not is_narrow(dtype)
+        or logits.meta["val"].dtype != torch.float32
+        or _may_write_after(logits)
+    ):
         return
     logits.replace_all_uses_with(original)
     graph.erase_node(logits)
@@ -99,7 +103,7 @@ _VIEWS = {
 }
 
 
-def _writes_after(node: fx.Node) -> bool:
+def _may_write_after(node: fx.Node) -> bool:
     """Return whether an op after ``node`` may write in place."""
     later = node.next
     while later.op != "output":
@@ -112,13 +116,13 @@ def _writes_after(node: fx.Node) -> bool:
     return False
 
 
-def _is_viewed(node: fx.Node) -> bool:
+def _has_merging_view(node: fx.Node) -> bool:
     """Return whether the program merges dims of the transposed output with `view`, which needs the
     strides of torch's kernel."""
-    turns = (aten.transpose.int, aten.permute.default)
+    transposes = (aten.transpose.int, aten.permute.default)
     for user in node.users:
-        if user.target in turns and any(u.target is aten.view.default for u in user.users):
+        if user.target in transposes and any(u.target is aten.view.default for u in user.users):
             return True
-        if user.target in (*turns, aten.reshape.default) and _is_viewed(user):
+        if user.target in (*transposes, aten.reshape.default) and _has_merging_view(user):
             return True
     return False

@@ -41,7 +41,7 @@ from torch.utils._pytree import tree_leaves
 
 from dtensor.frontend.call_lock import CALL_LOCK, PerThread, is_capturing, started
 from dtensor.frontend.capture import forward_mode
-from dtensor.frontend.capture.autocast import AUTOCAST, CAPTURED_ON, program_device
+from dtensor.frontend.capture.autocast import AUTOCAST, CAPTURE_DEVICE, program_device
 from dtensor.frontend.capture.refusals import STORED_WARNING, is_same_memory, planning_error
 from dtensor.frontend.capture.thread_patches import (
     answered_here,
@@ -133,9 +133,9 @@ def patched(*, below: FunctionType) -> Iterator[list[AppliedFunctions]]:
         )
         stack.callback(torch.set_autocast_enabled, "cuda", torch.is_autocast_enabled("cuda"))
         torch.set_autocast_enabled("cuda", False)
-        stack.enter_context(torch.autocast(CAPTURED_ON, enabled=False))
-        if torch.get_default_device().type != CAPTURED_ON:  # `with torch.device("meta"):`
-            stack.enter_context(torch.device(CAPTURED_ON))
+        stack.enter_context(torch.autocast(CAPTURE_DEVICE, enabled=False))
+        if torch.get_default_device().type != CAPTURE_DEVICE:  # `with torch.device("meta"):`
+            stack.enter_context(torch.device(CAPTURE_DEVICE))
         with error_context:
             yield functions
 
@@ -240,7 +240,7 @@ def _apply_unless_moved(
 
     tensors = [*module.named_parameters(recurse=recurse), *module.named_buffers(recurse=recurse)]
     mode: Callable[[], AbstractContextManager[object]] = torch._C.DisableTorchFunction
-    if (device := program_device()) != CAPTURED_ON:
+    if (device := program_device()) != CAPTURE_DEVICE:
         from dtensor.frontend.capture.seen_device import DeviceMode
 
         mode = partial(DeviceMode, device)

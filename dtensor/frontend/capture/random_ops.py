@@ -32,7 +32,7 @@ _FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 _ANY_DTYPE = {aten.randint, aten.randint_like, aten.bernoulli, aten.bernoulli_}
 _ALPHA = 1.7580993408473766  # of self-normalising networks, as in torch
 
-DRAW = (
+MULTINOMIAL_FIX = (
     "torch.argmax(p / torch.empty_like(p).exponential_(), -1) draws one of each row of p, and "
     ".topk(n, -1).indices of the quotient n without replacement"
 )
@@ -54,8 +54,8 @@ def randomise(
         _native_dropout(_RandomCall(graph, node, numbers, forward_mode))
     elif target is aten.scaled_dot_product_attention.default and bound(node)["dropout_p"] > 0:
         c = _RandomCall(graph, node, numbers, forward_mode)
-        c.replace(_written_attention(c))
-    elif target in _FORMS and _can_be_drawn(node):
+        c.replace(_attention_with_dropout(c))
+    elif target in _FORMS and _is_supported(node):
         c = _RandomCall(graph, node, numbers, forward_mode)
         if not target._schema.is_mutable:
             c.replace(_FORMS[target](c))
@@ -66,7 +66,7 @@ def randomise(
     return True
 
 
-def _can_be_drawn(node: fx.Node) -> bool:
+def _is_supported(node: fx.Node) -> bool:
     """Return whether dt ops can draw the numbers: without a user's generator, in a known dtype."""
     if bound(node).get("generator") is not None:
         return False
@@ -101,26 +101,26 @@ class _RandomCall(Writer):
             return self(aten.mul.Tensor, x, self.dropout(self(aten.ones_like.default, x), p))
         return self(operator.getitem, self(dt.dropout.default, x, p, **self.key()), 0)
 
-    def factory(self, op: Any, *args: Any, shape: Any = None, dtype: Any = None) -> fx.Node:
+    def call_factory(self, op: Any, *args: Any, shape: Any = None, dtype: Any = None) -> fx.Node:
         """Call a dt factory. Shape and dtype default to those of the call's result."""
         size = list(self.out.shape if shape is None else shape)
         device = torch.device("cpu")
-        made = self(op, size, *args, dtype or self.out.dtype, device=device, **self.key())
-        made.meta["val"] = self.out.new_empty(size, dtype=dtype or self.out.dtype)
-        return made
+        node = self(op, size, *args, dtype or self.out.dtype, device=device, **self.key())
+        node.meta["val"] = self.out.new_empty(size, dtype=dtype or self.out.dtype)
+        return node
 
     def uniform(self, shape: Any = None, dtype: torch.dtype | None = None) -> fx.Node:
-        return self.factory(dt.random_uniform.default, shape=shape, dtype=dtype)
+        return self.call_factory(dt.random_uniform.default, shape=shape, dtype=dtype)
 
     def normal(self) -> fx.Node:
-        return self.factory(dt.random_normal.default)
+        return self.call_factory(dt.random_normal.default)
 
-    def scaled(self, x: fx.Node, factor: float, offset: float) -> fx.Node:
+    def scale_and_shift(self, x: fx.Node, factor: float, offset: float) -> fx.Node:
         """Return x * factor + offset."""
         x = x if factor == 1 else self(aten.mul.Tensor, x, factor)
         return x if offset == 0 else self(aten.add.Tensor, x, offset)
 
-    def flags(self, yes: fx.Node) -> fx.Node:
+    def cast_mask(self, yes: fx.Node) -> fx.Node:
         """Cast a mask to the dtype of the call's result."""
         return self.cast(yes, torch.bool, self.out.dtype)
 
@@ -134,24 +134,26 @@ def _dropout(c: _RandomCall) -> fx.Node:
 
 def _feature_dropout(c: _RandomCall) -> fx.Node:
     """Drop whole channels: draw one number for each channel of each sample."""
-    ones = c(aten.full.default, _features(c), 1.0, dtype=c.out.dtype, device=torch.device("cpu"))
+    ones = c(
+        aten.full.default, _channel_shape(c), 1.0, dtype=c.out.dtype, device=torch.device("cpu")
+    )
     return c(aten.mul.Tensor, c.x, c.dropout(ones, c.a["p"]))
 
 
-def _features(c: _RandomCall) -> list[int]:
+def _channel_shape(c: _RandomCall) -> list[int]:
     return [*c.out.shape[:2], *[1] * (c.out.dim() - 2)]
 
 
-def _alpha(c: _RandomCall, shape: list[int] | None) -> fx.Node:
+def _alpha_dropout(c: _RandomCall, shape: list[int] | None) -> fx.Node:
     """Alpha dropout: set dropped elements to the limit of SELU for -inf, and scale and shift the
     result so that mean and variance stay the same."""
     p = c.a["p"]
     if p == 1:
         return c(aten.mul.Tensor, c.x, 0.0)
     a = 1 / math.sqrt((_ALPHA * _ALPHA * p + 1) * (1 - p))
-    kept = c.flags(c(aten.ge.Scalar, c.uniform(shape, torch.float32), p))
-    offset = c.scaled(kept, _ALPHA * a, _ALPHA * a * (p - 1))
-    noise = c(aten.mul.Tensor, kept, a)
+    mask = c.cast_mask(c(aten.ge.Scalar, c.uniform(shape, torch.float32), p))
+    offset = c.scale_and_shift(mask, _ALPHA * a, _ALPHA * a * (p - 1))
+    noise = c(aten.mul.Tensor, mask, a)
     return c(aten.add.Tensor, c(aten.mul.Tensor, c.x, noise), offset)
 
 
@@ -171,19 +173,19 @@ def _native_dropout(c: _RandomCall) -> None:
     c.graph.erase_node(c.node)
 
 
-def _written_attention(c: _RandomCall) -> fx.Node:
+def _attention_with_dropout(c: _RandomCall) -> fx.Node:
     """Return attention as matmul and softmax, because dropout is applied to the weights."""
     q, k, v, mask = (c.a[n] for n in ("query", "key", "value", "attn_mask"))
     dtype = c.out.dtype
     q, k, v = (c.cast(x, x.meta["val"].dtype, dtype) for x in (q, k, v))
-    shape, other = c.a["query"].meta["val"].shape, c.a["key"].meta["val"].shape
-    if c.a["enable_gqa"] and shape[-3] != other[-3]:
-        times = shape[-3] // other[-3]
-        k, v = (c(aten.repeat_interleave.self_int, x, times, -3) for x in (k, v))
-    scale = c.a["scale"] if c.a["scale"] is not None else 1 / math.sqrt(shape[-1])
+    query_shape, key_shape = c.a["query"].meta["val"].shape, c.a["key"].meta["val"].shape
+    if c.a["enable_gqa"] and query_shape[-3] != key_shape[-3]:
+        repeats = query_shape[-3] // key_shape[-3]
+        k, v = (c(aten.repeat_interleave.self_int, x, repeats, -3) for x in (k, v))
+    scale = c.a["scale"] if c.a["scale"] is not None else 1 / math.sqrt(query_shape[-1])
     scores = c(aten.matmul.default, c(aten.mul.Tensor, q, scale), c(aten.transpose.int, k, -2, -1))
     if c.a["is_causal"]:
-        size, device = [shape[-2], other[-2]], torch.device("cpu")
+        size, device = [query_shape[-2], key_shape[-2]], torch.device("cpu")
         ones = c(aten.full.default, size, True, dtype=torch.bool, device=device)
         above = c(aten.triu.default, ones, 1)
         scores = c(aten.masked_fill.Scalar, scores, above, -math.inf)
@@ -193,10 +195,10 @@ def _written_attention(c: _RandomCall) -> fx.Node:
     elif mask is not None:
         scores = c(aten.add.Tensor, scores, mask)
     half = dtype in (torch.float16, torch.bfloat16)
-    wide = torch.float32 if half else dtype
-    rows = c(aten._safe_softmax.default, c.cast(scores, dtype, wide), -1)
-    kept = c.dropout(c.cast(rows, wide, dtype), c.a["dropout_p"])
-    return c(aten.matmul.default, kept, v)
+    softmax_dtype = torch.float32 if half else dtype
+    weights = c(aten._safe_softmax.default, c.cast(scores, dtype, softmax_dtype), -1)
+    dropped = c.dropout(c.cast(weights, softmax_dtype, dtype), c.a["dropout_p"])
+    return c(aten.matmul.default, dropped, v)
 
 
 # -- numbers -------------------------------------------------------------------------------------
@@ -204,17 +206,17 @@ def _written_attention(c: _RandomCall) -> fx.Node:
 
 def _integers(c: _RandomCall) -> fx.Node:
     low, high = c.a.get("low", 0), c.a["high"]
-    return c.factory(dt.random_integers.default, low, high)
+    return c.call_factory(dt.random_integers.default, low, high)
 
 
-def _below(c: _RandomCall, p: Any) -> fx.Node:
+def _bernoulli(c: _RandomCall, p: Any) -> fx.Node:
     """Draw 1 with probability p, a number or a tensor; else 0."""
     if not isinstance(p, fx.Node):
-        return c.flags(c(aten.lt.Scalar, c.uniform(dtype=torch.float32), p))
+        return c.cast_mask(c(aten.lt.Scalar, c.uniform(dtype=torch.float32), p))
     dtype = p.meta["val"].dtype
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    p = c.cast(c(aten.detach.default, p), dtype, wide)
-    return c.flags(c(aten.lt.Tensor, c.uniform(dtype=wide), p))
+    uniform_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    p = c.cast(c(aten.detach.default, p), dtype, uniform_dtype)
+    return c.cast_mask(c(aten.lt.Tensor, c.uniform(dtype=uniform_dtype), p))
 
 
 def _normal(c: _RandomCall) -> fx.Node:
@@ -230,20 +232,20 @@ def _normal(c: _RandomCall) -> fx.Node:
 
 def _uniform(c: _RandomCall) -> fx.Node:
     low, high = c.a["from"], c.a["to"]
-    return c.scaled(c.uniform(), high - low, low)
+    return c.scale_and_shift(c.uniform(), high - low, low)
 
 
 def _exponential(c: _RandomCall) -> fx.Node:
     """Draw -log(1 - u) / rate, clamped above 0 so that the logarithm of the result is finite."""
     u = c(aten.neg.default, c.uniform())
-    waited = c(aten.neg.default, c(aten.log1p.default, u))
-    waited = c(aten.clamp.default, waited, torch.finfo(c.out.dtype).tiny)
-    return c.scaled(waited, 1 / c.a["lambd"], 0)
+    sample = c(aten.neg.default, c(aten.log1p.default, u))
+    sample = c(aten.clamp.default, sample, torch.finfo(c.out.dtype).tiny)
+    return c.scale_and_shift(sample, 1 / c.a["lambd"], 0)
 
 
 def _cauchy(c: _RandomCall) -> fx.Node:
-    turned = c(aten.tan.default, c.scaled(c.uniform(), math.pi, -math.pi / 2))
-    return c.scaled(turned, c.a["sigma"], c.a["median"])
+    sample = c(aten.tan.default, c.scale_and_shift(c.uniform(), math.pi, -math.pi / 2))
+    return c.scale_and_shift(sample, c.a["sigma"], c.a["median"])
 
 
 def _rrelu(c: _RandomCall) -> fx.Node:
@@ -251,9 +253,9 @@ def _rrelu(c: _RandomCall) -> fx.Node:
     low, high = c.a["lower"], c.a["upper"]
     if not c.a["training"]:
         return c(aten.leaky_relu.default, c.x, (low + high) / 2)
-    slopes = c.scaled(c.uniform(), high - low, low)
-    sloped = c(aten.mul.Tensor, c.x, slopes)
-    return c(aten.where.self, c(aten.gt.Scalar, c.x, 0), c.x, sloped)
+    slopes = c.scale_and_shift(c.uniform(), high - low, low)
+    negative_part = c(aten.mul.Tensor, c.x, slopes)
+    return c(aten.where.self, c(aten.gt.Scalar, c.x, 0), c.x, negative_part)
 
 
 _FORMS: dict[Any, Callable[[_RandomCall], fx.Node]] = {
@@ -261,10 +263,10 @@ _FORMS: dict[Any, Callable[[_RandomCall], fx.Node]] = {
     aten.dropout_.default: _dropout,
     aten.feature_dropout.default: _feature_dropout,
     aten.feature_dropout_.default: _feature_dropout,
-    aten.alpha_dropout.default: lambda c: _alpha(c, None),
-    aten.alpha_dropout_.default: lambda c: _alpha(c, None),
-    aten.feature_alpha_dropout.default: lambda c: _alpha(c, _features(c)),
-    aten.feature_alpha_dropout_.default: lambda c: _alpha(c, _features(c)),
+    aten.alpha_dropout.default: lambda c: _alpha_dropout(c, None),
+    aten.alpha_dropout_.default: lambda c: _alpha_dropout(c, None),
+    aten.feature_alpha_dropout.default: lambda c: _alpha_dropout(c, _channel_shape(c)),
+    aten.feature_alpha_dropout_.default: lambda c: _alpha_dropout(c, _channel_shape(c)),
     aten.cauchy.default: _cauchy,
     aten.cauchy_.default: _cauchy,
     aten.log_normal_.default: lambda c: c(aten.exp.default, _normal(c)),
@@ -281,10 +283,10 @@ _FORMS: dict[Any, Callable[[_RandomCall], fx.Node]] = {
     aten.normal.Tensor_Tensor: _normal,
     aten.normal_.default: _normal,
     aten.exponential_.default: _exponential,
-    aten.bernoulli.default: lambda c: _below(c, c.x),
-    aten.bernoulli.p: lambda c: _below(c, c.a["p"]),
-    aten.bernoulli_.float: lambda c: _below(c, c.a["p"]),
-    aten.bernoulli_.Tensor: lambda c: _below(c, c.a["p"]),
+    aten.bernoulli.default: lambda c: _bernoulli(c, c.x),
+    aten.bernoulli.p: lambda c: _bernoulli(c, c.a["p"]),
+    aten.bernoulli_.float: lambda c: _bernoulli(c, c.a["p"]),
+    aten.bernoulli_.Tensor: lambda c: _bernoulli(c, c.a["p"]),
     aten.randint.default: _integers,
     aten.randint.low: _integers,
     aten.randint_like.default: _integers,

@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from dtensor.errors import PlanningError, check_dense, is_dense
 from dtensor.frontend.capture.forward_mode import make_below_jvp
 from dtensor.frontend.capture.packed_sequences import RECURRENT, packed_result
-from dtensor.frontend.capture.random_ops import DRAW
+from dtensor.frontend.capture.random_ops import MULTINOMIAL_FIX
 from dtensor.frontend.capture.value_reads import (
     VALUE_FUNCTIONS,
     ValueReads,
@@ -655,7 +655,7 @@ def _random_op_error(node: fx.Node) -> PlanningError:
     return planning_error(
         f"This random op has no counter-based form: {_op_name(node)}.",
         source=source_of_trace(node.meta.get("stack_trace") or ""),
-        fix=DRAW
+        fix=MULTINOMIAL_FIX
         if _op_name(node) == "multinomial"
         else "write it with dropout, rand, randn, randint, bernoulli or their _like forms, "
         "or pass the random tensor as an argument",

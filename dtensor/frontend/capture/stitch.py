@@ -36,7 +36,7 @@ from dtensor.private_torch import FakeTensorMode, aot_descriptors
 
 aot = aot_descriptors()
 
-_KEPT = ("val", "stack_trace", "partitioner_tag")
+_COPIED_META = ("val", "stack_trace", "partitioner_tag")
 
 
 class NotAlone(Exception):
@@ -72,7 +72,7 @@ def stitch(
     segments: its parts in order. tensors: its fake arguments. Raises NotAlone if the segments
     cannot be differentiated separately."""
     parts = _occurrences(forward, segments, tensors, mode)
-    _check(forward, parts)
+    _check_gradient_order(forward, parts)
     return _Stitcher(forward, parts).run()
 
 
@@ -90,20 +90,22 @@ def _occurrences(
     Raises NotAlone if several differentiable values leave a segment, or several segments read one.
     """
     values = dict(zip(forward.graph.find_nodes(op="placeholder"), tensors, strict=True))
-    readers = Counter(node for segment in segments for node in segment.reads)
+    reader_count = Counter(node for segment in segments for node in segment.reads)
     kinds: dict[Hashable, _Kind] = {}
     parts: list[_Occurrence] = []
     for segment in segments:
         reads = [values[node] for node in segment.reads]
-        held = [attribute_of(forward, node) for node in segment.attributes]
-        key = (segment.program, *map(_layout, reads), *map(_layout, held))
+        attributes = [attribute_of(forward, node) for node in segment.attributes]
+        key = (segment.program, *map(_export_key, reads), *map(_export_key, attributes))
         if key not in kinds:
-            kinds[key] = _kind(forward, segment, reads, mode)
+            kinds[key] = _export_kind(forward, segment, reads, mode)
         kind = kinds[key]
         parts.append(_Occurrence(segment=segment, kind=kind))
         if segment is not segments[-1]:
-            wanted = [node for node, (_, w) in zip(segment.outputs, kind.made, strict=True) if w]
-            if len(wanted) > 1 or any(readers[node] > 1 for node in wanted):
+            differentiable = [
+                node for node, (_, w) in zip(segment.outputs, kind.made, strict=True) if w
+            ]
+            if len(differentiable) > 1 or any(reader_count[node] > 1 for node in differentiable):
                 raise NotAlone
             for node, (like, wants) in zip(segment.outputs, kind.made, strict=True):
                 if like.is_conj() or like.is_neg():
@@ -112,7 +114,7 @@ def _occurrences(
     return parts
 
 
-def _layout(value: Any) -> Hashable:
+def _export_key(value: Any) -> Hashable:
     """Return the properties of a tensor on which an export depends; None for other values."""
     if not isinstance(value, torch.Tensor):
         return None
@@ -121,29 +123,29 @@ def _layout(value: Any) -> Hashable:
 
 def _fake(like: torch.Tensor, requires_grad: bool, mode: FakeTensorMode) -> torch.Tensor:
     with mode:
-        made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="cpu")
-    return made.requires_grad_(requires_grad)
+        tensor = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="cpu")
+    return tensor.requires_grad_(requires_grad)
 
 
-def _kind(
+def _export_kind(
     forward: fx.GraphModule,
     segment: GraphSegment,
     reads: Sequence[torch.Tensor],
     mode: FakeTensorMode,
 ) -> _Kind:
     """Export a segment as a program of its own. ``reads``: its fake inputs."""
-    joint = export_joint(_module(forward, segment), reads)
+    joint = export_joint(_segment_module(forward, segment), reads)
     outputs: Any = joint.graph.output_node().args[0]
     made: dict[int, torch.Tensor] = {}
     for node, desc in zip(outputs, joint.graph.output_node().meta["desc"], strict=True):
         match desc:
             case aot.PlainAOTOutput(idx=index):
-                made[index] = node.args[0].meta["val"]  # `_module` cloned this value
+                made[index] = node.args[0].meta["val"]  # `_segment_module` cloned this value
             case aot.GradAOTOutput() | None:
                 pass
             case _:
                 raise NotAlone  # it changes one of its inputs
-    wanted = {
+    with_tangent = {
         node.meta["desc"].output.idx
         for node in joint.graph.find_nodes(op="placeholder")
         if isinstance(node.meta["desc"], aot.TangentAOTInput)
@@ -153,11 +155,11 @@ def _kind(
     return _Kind(
         segment=segment,
         joint=joint,
-        made=tuple((made[i], i in wanted) for i in range(len(segment.outputs))),
+        made=tuple((made[i], i in with_tangent) for i in range(len(segment.outputs))),
     )
 
 
-def _module(forward: fx.GraphModule, segment: GraphSegment) -> fx.GraphModule:
+def _segment_module(forward: fx.GraphModule, segment: GraphSegment) -> fx.GraphModule:
     """Return the segment as a module. Outputs are cloned, because an output that is a view of an
     input or of another output has no tangent. simplify.py erases the clones."""
     graph = fx.Graph()
@@ -172,12 +174,12 @@ def _module(forward: fx.GraphModule, segment: GraphSegment) -> fx.GraphModule:
         outputs[-1].meta.update(node.meta)
     graph.output(tuple(outputs))
     module = fx.GraphModule(forward, graph)
-    named = {name for name, _ in forward.named_parameters(remove_duplicate=False)}
-    named |= {name for name, _ in forward.named_buffers(remove_duplicate=False)}
+    state_names = {name for name, _ in forward.named_parameters(remove_duplicate=False)}
+    state_names |= {name for name, _ in forward.named_buffers(remove_duplicate=False)}
     for node in segment.attributes:  # fx turned constants into buffers: undo it
         name = str(node.target)
         value = attribute_of(forward, node)
-        if isinstance(value, torch.Tensor) and name not in named:
+        if isinstance(value, torch.Tensor) and name not in state_names:
             path, _, leaf = name.rpartition(".")
             owner = module.get_submodule(path)
             del owner._buffers[leaf]
@@ -188,30 +190,36 @@ def _module(forward: fx.GraphModule, segment: GraphSegment) -> fx.GraphModule:
 # -- connecting the copies -----------------------------------------------------------------------
 
 
-def _check(forward: fx.GraphModule, parts: Sequence[_Occurrence]) -> None:
+def _check_gradient_order(forward: fx.GraphModule, parts: Sequence[_Occurrence]) -> None:
     """Raise NotAlone unless the gradients of values that several segments read are added in a known
     order: one gradient per segment."""
     readers: dict[fx.Node, list[_Occurrence]] = {}
-    uses: dict[int, dict[str, None]] = {}
+    names_of_tensors: dict[int, dict[str, None]] = {}
     for part in parts:
         for node in (*part.segment.reads, *part.segment.attributes):
             readers.setdefault(node, []).append(part)
         for node in part.segment.attributes:
-            uses.setdefault(id(attribute_of(forward, node)), {})[str(node.target)] = None
-    if any(len(names) > 1 for names in uses.values()):
+            names_of_tensors.setdefault(id(attribute_of(forward, node)), {})[str(node.target)] = (
+                None
+            )
+    if any(len(names) > 1 for names in names_of_tensors.values()):
         raise NotAlone  # one tensor under two names
     for node, occurrences in readers.items():
         value = attribute_of(forward, node) if node.op == "get_attr" else None
-        argument = (
-            node.op == "placeholder" and len(occurrences) > 1 and _wants(node, occurrences[0])
+        shares_gradient = (
+            node.op == "placeholder"
+            and len(occurrences) > 1
+            and _requires_grad(node, occurrences[0])
         )
-        if argument or (
-            isinstance(value, torch.Tensor) and value.requires_grad and _sums(node, occurrences)
+        if shares_gradient or (
+            isinstance(value, torch.Tensor)
+            and value.requires_grad
+            and _has_mixed_sums(node, occurrences)
         ):
             raise NotAlone
 
 
-def _wants(node: fx.Node, part: _Occurrence) -> bool:
+def _requires_grad(node: fx.Node, part: _Occurrence) -> bool:
     """Return whether an argument of the program that ``part`` reads requires grad."""
     index = part.segment.reads.index(node)
     return any(
@@ -220,11 +228,11 @@ def _wants(node: fx.Node, part: _Occurrence) -> bool:
     )
 
 
-def _sums(node: fx.Node, occurrences: Sequence[_Occurrence]) -> bool:
+def _has_mixed_sums(node: fx.Node, occurrences: Sequence[_Occurrence]) -> bool:
     """Return whether autograd would not add the gradients of a parameter segment by segment: a
     segment before the last reads it several times, and autograd adds these terms one by one."""
-    inside = [sum(user in part.segment.nodes for user in node.users) for part in occurrences]
-    return any(count > 1 for count in inside[:-1])
+    use_counts = [sum(user in part.segment.nodes for user in node.users) for part in occurrences]
+    return any(count > 1 for count in use_counts[:-1])
 
 
 class _Stitcher:
@@ -277,31 +285,31 @@ class _Stitcher:
                 descs.append(aot.GradAOTOutput(desc))
         self.graph.output(tuple(values)).meta["desc"] = descs
 
-    def accumulate(self, of: Any, gradient: fx.Node) -> None:
+    def accumulate(self, input_desc: Any, gradient: fx.Node) -> None:
         """Add a gradient to the sum of the gradients of an input, as autograd does."""
-        if of in self.gradients:
+        if input_desc in self.gradients:
             total = self.graph.call_function(
-                torch.ops.aten.add.Tensor, (self.gradients[of], gradient)
+                torch.ops.aten.add.Tensor, (self.gradients[input_desc], gradient)
             )
-            total.meta = {k: gradient.meta[k] for k in _KEPT if k in gradient.meta}
+            total.meta = {k: gradient.meta[k] for k in _COPIED_META if k in gradient.meta}
             trace = f"{gradient.meta.get('stack_trace') or ''}{GRADIENT_ACC_SPECIAL_STACK}"
             total.meta |= {"stack_trace": trace, "partitioner_tag": "is_backward"}
             gradient = total
-        self.gradients[of] = gradient
+        self.gradients[input_desc] = gradient
 
 
 class _Copy:
     """The copy of a kind's joint graph for one segment."""
 
     def __init__(self, stitcher: _Stitcher, part: _Occurrence) -> None:
-        self.whole, self.part = stitcher, part
+        self.stitcher, self.part = stitcher, part
         self.env: dict[fx.Node, fx.Node] = {}
         self.outputs: dict[Any, fx.Node] = {}
         numbers = zip(part.kind.segment.numbers, part.segment.numbers, strict=True)
         self.numbers = {old: number for old, (_, number) in numbers}
         self.sequence: dict[int, int] = {}
         self.stacks: dict[int, dict[str, Any]] = {}
-        self.late: list[fx.Node] = []
+        self.backward_nodes: list[fx.Node] = []
 
     def forward(self) -> None:
         """Copy the forward nodes."""
@@ -313,24 +321,24 @@ class _Copy:
                 match desc:
                     case aot.ParamAOTInput(target) | aot.BufferAOTInput(target) if target in names:
                         attribute = str(segment.attributes[names[target]].target)
-                        self.env[node] = self.whole.inputs[type(desc)(attribute)]
-                        self._like(self.env[node], node)
+                        self.env[node] = self.stitcher.inputs[type(desc)(attribute)]
+                        self._copy_input_meta(self.env[node], node)
                     case aot.PlainAOTInput(idx=index):
-                        self.env[node] = self.whole.values[segment.reads[index]]
-                        self._like(self.env[node], node)
+                        self.env[node] = self.stitcher.values[segment.reads[index]]
+                        self._copy_input_meta(self.env[node], node)
                     case _:
                         pass  # tangents come later
             elif node.meta.get("partitioner_tag") == "is_backward":
-                self.late.append(node)
+                self.backward_nodes.append(node)
             elif node.op != "output":
                 self._copy(node)
-        made = graph.output_node()
-        for value, desc in zip(made.args[0], made.meta["desc"], strict=True):  # type: ignore[arg-type]
+        output = graph.output_node()
+        for value, desc in zip(output.args[0], output.meta["desc"], strict=True):  # type: ignore[arg-type]
             if isinstance(desc, aot.PlainAOTOutput):
                 self.outputs[desc] = self.env[value]  # type: ignore[index]
-        if self.part is not self.whole.parts[-1]:
+        if self.part is not self.stitcher.parts[-1]:
             for index, node in enumerate(segment.outputs):
-                self.whole.values[node] = self.outputs[aot.PlainAOTOutput(index)]
+                self.stitcher.values[node] = self.outputs[aot.PlainAOTOutput(index)]
 
     def backward(self, tangents: dict[fx.Node, fx.Node], *, last: bool) -> None:
         """Copy the backward nodes. ``tangents``: the gradients of values that later segments read,
@@ -339,12 +347,12 @@ class _Copy:
         for node in graph.find_nodes(op="placeholder"):
             desc = node.meta["desc"]
             if isinstance(desc, aot.TangentAOTInput):
-                made = segment.outputs[desc.output.idx]  # type: ignore[union-attr]
-                if not last and made not in tangents:
+                output_node = segment.outputs[desc.output.idx]  # type: ignore[union-attr]
+                if not last and output_node not in tangents:
                     raise NotAlone  # no later segment has a gradient for this value
-                self.env[node] = self.whole.inputs[desc] if last else tangents[made]
-                self._like(self.env[node], node)
-        for node in self.late:
+                self.env[node] = self.stitcher.inputs[desc] if last else tangents[output_node]
+                self._copy_input_meta(self.env[node], node)
+        for node in self.backward_nodes:
             self._copy(node)
         output = graph.output_node()
         for value, desc in zip(output.args[0], output.meta["desc"], strict=True):  # type: ignore[arg-type]
@@ -355,26 +363,26 @@ class _Copy:
                 case aot.PlainAOTInput(idx=index):
                     read = segment.reads[index]
                     if read.op == "placeholder":
-                        description = self.whole.values[read].meta["desc"]
-                        self.whole.accumulate(description, gradient)
+                        argument_desc = self.stitcher.values[read].meta["desc"]
+                        self.stitcher.accumulate(argument_desc, gradient)
                     else:
                         tangents[read] = gradient
-                case of:
-                    node = next(n for n in self.env if n.meta.get("desc") == of)
-                    self.whole.accumulate(self.env[node].meta["desc"], gradient)
+                case input_desc:
+                    node = next(n for n in self.env if n.meta.get("desc") == input_desc)
+                    self.stitcher.accumulate(self.env[node].meta["desc"], gradient)
 
-    def _like(self, copied: fx.Node, node: fx.Node) -> None:
+    def _copy_input_meta(self, copied: fx.Node, node: fx.Node) -> None:
         """Copy the meta of an input from the first segment that reads it."""
         if copied.op == "placeholder" and "val" not in copied.meta:
             copied.meta |= {k: v for k, v in node.meta.items() if k != "desc"}
 
     def _copy(self, node: fx.Node) -> None:
         if node.op == "get_attr":
-            name = f"_constant_{len(self.whole.constants)}"
-            self.whole.constants[name] = self.part.kind.joint.get_buffer(str(node.target))
-            new = self.whole.graph.get_attr(name)
+            name = f"_constant_{len(self.stitcher.constants)}"
+            self.stitcher.constants[name] = self.part.kind.joint.get_buffer(str(node.target))
+            new = self.stitcher.graph.get_attr(name)
         else:
-            new = self.whole.graph.node_copy(node, self.env.__getitem__)
+            new = self.stitcher.graph.node_copy(node, self.env.__getitem__)
         new.meta = self._meta(node)
         if is_random(new):
             number = self.numbers[RANDOM, new.kwargs["op"]]  # type: ignore[index]
@@ -383,11 +391,11 @@ class _Copy:
 
     def _meta(self, node: fx.Node) -> dict[str, Any]:
         """Return the meta of a copied node, with the segment's modules and numbers."""
-        meta = {k: node.meta[k] for k in _KEPT if k in node.meta}
+        meta = {k: node.meta[k] for k in _COPIED_META if k in node.meta}
         sequence = node.meta.get("seq_nr")
         if sequence is not None:
             if sequence not in self.sequence:
-                self.sequence[sequence] = next(self.whole.sequence)
+                self.sequence[sequence] = next(self.stitcher.sequence)
             meta["seq_nr"] = self.sequence[sequence]
         for key in ("nn_module_stack", "fwd_nn_module_stack"):
             if node.meta.get(key):

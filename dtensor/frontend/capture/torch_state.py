@@ -36,7 +36,7 @@ def restored_on_failure() -> Iterator[None]:
     depth, jvps, level = functorch_depth(), eager_transforms.JVP_NESTING, forward_ad._current_level
     num_function_modes, num_dispatch_modes = len(function_modes()), len(dispatch_modes())
     grad, forward_grad = torch.is_grad_enabled(), _C._is_fwd_grad_enabled()
-    dtype, autocast = torch.get_default_dtype(), _autocast()
+    dtype, autocast = torch.get_default_dtype(), _autocast_state()
     try:
         yield
     except BaseException:
@@ -61,7 +61,7 @@ def restored_on_failure() -> Iterator[None]:
 _DEVICES = ("cpu", "cuda")
 
 
-def _autocast() -> tuple[Any, ...]:
+def _autocast_state() -> tuple[Any, ...]:
     """Return the autocast state: of each device, whether the cache is on, the nesting depth."""
     of_devices = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _DEVICES]
     nesting = torch.autocast_increment_nesting() - 1
@@ -75,5 +75,5 @@ def _set_autocast(state: tuple[Any, ...]) -> None:
         torch.set_autocast_enabled(device, enabled)
         torch.set_autocast_dtype(device, dtype)
     torch.set_autocast_cache_enabled(cached)
-    while _autocast()[2] > nesting:
+    while _autocast_state()[2] > nesting:
         torch.autocast_decrement_nesting()
