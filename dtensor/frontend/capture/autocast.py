@@ -165,11 +165,11 @@ AUTOCAST: Mapping[str, Callable[[Any], Any]] = {
 def _unsupported_device(device_type: str, dtype_text: str) -> PlanningError:
     dtype_text = dtype_text and f", {dtype_text}"
     return planning_error(
-        f'torch.autocast("{device_type}"{dtype_text}) would change no op: a program is captured for '
-        f"the CPU or for CUDA.",
+        f'torch.autocast("{device_type}"{dtype_text}) would change no op: a program is captured '
+        f"for the CPU or for CUDA.",
         source=source_here(),
-        fix=f'torch.autocast("{CAPTURE_DEVICE}"{dtype_text}) or torch.autocast("cuda"{dtype_text}), '
-        f"whose lists of ops differ",
+        fix=f'torch.autocast("{CAPTURE_DEVICE}"{dtype_text}) or torch.autocast("cuda"{dtype_text}),'
+        f" whose lists of ops differ",
     )
 
 

@@ -1,16 +1,14 @@
-"""The casts of `torch.autocast("cuda")` on CPU tensors, on which torch's own kernels cast nothing.
+"""Apply the casts of `torch.autocast("cuda")` to CPU tensors, which torch itself would not cast.
 
     with cuda_casts():
-        torch.softmax(x, -1)                 # bf16[8,16] -> f32[8,16]; by the CPU's list bf16
+        torch.softmax(x, -1)                 # bf16[8,16] -> f32[8,16]; on the CPU's list: bf16
 
-A program is captured on fake CPU tensors, whatever runs it. Which ops are on CUDA's list is asked
-of torch: those that have a kernel for its dispatch key. What happens to their operands is said here
-as in torch's autocast_mode.h; an op that this file does not know is refused. Within, every call in
-this thread meets the key, and a kernel in Python before that of C++.
+Programs are captured on fake CPU tensors. The ops on CUDA's list are those for which torch has a
+kernel with the dispatch key AutocastCUDA. How their operands are cast is written here, as in
+torch's autocast_mode.h; unknown ops are refused.
 
-Invariants: an op on the list runs with the key excluded, so that ops within it cast nothing more,
-as in torch. Whether autocast is on, and its dtype, is torch's state. Nothing is cached: simplify.py
-has a parameter cast once. Not here: which region follows which list (autocast.py).
+Invariants: a listed op runs with the key excluded, so that nested ops cast nothing, as in torch.
+Casts are not cached; simplify.py merges the casts of a parameter.
 """
 
 from __future__ import annotations
@@ -64,15 +62,15 @@ _WIDEST = """
 """
 _WITH_DTYPE = {"norm.Scalar": "ScalarOpt_dtype", "norm.ScalarOpt_dim": "ScalarOpt_dim_dtype"}
 _AS_TORCH_HAS_IT = {"binary_cross_entropy", "_cudnn_rnn"}
-"""The first raises, and the second is of CUDA alone."""
+"""Ops that get no kernel here: the first raises in torch, and the second runs only on CUDA."""
 
 _Kernel = Callable[..., Any]
 
 
 @contextmanager
 def cuda_casts() -> Iterator[None]:
-    """Within, in this thread; may be nested. Only one thread captures at a time, and only who
-    traces asks for kernels in Python."""
+    """Apply CUDA's casts in this context and thread; may be nested. The kernels are global, but
+    only tracing uses Python kernels, and only one thread traces."""
     was_included = _dispatch_tls_is_dispatch_key_included(_KEY)
     kernels = {} if was_included else _kernels(_on_the_list())
     try:
@@ -90,14 +88,14 @@ def cuda_casts() -> Iterator[None]:
 
 
 def _on_the_list() -> frozenset[str]:
-    """The ops of now: programs define their own."""
+    """Return the names of all ops on the list. It changes when a library defines ops."""
     return frozenset(_dispatch_get_registrations_for_dispatch_key("AutocastCUDA"))
 
 
 @cache
 def _kernels(on_the_list: frozenset[str]) -> dict[Any, _Kernel]:
-    """By op, what the list does to it. One of another library is refused: it has its own casts, of
-    tensors on GPUs."""
+    """Return the casting kernel of each op. The kernel of an op of another library raises, because
+    its casts are unknown."""
     makers = {name: _narrow for name in _NARROW.split()}
     makers |= {name: _float32 for name in _FLOAT32.split()}
     makers |= {name: _float32_result for name in _FLOAT32_RESULT.split()}
@@ -116,7 +114,7 @@ def _kernels(on_the_list: frozenset[str]) -> dict[Any, _Kernel]:
 
 
 def _fits(x: object) -> bool:
-    """Whether autocast casts it."""
+    """Return whether autocast casts x: a floating-point tensor that is not float64."""
     return isinstance(x, Tensor) and x.dtype.is_floating_point and x.dtype != torch.float64
 
 
@@ -135,7 +133,7 @@ def _excluded() -> Any:
 
 
 def _called(op: Any, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
-    """The op, of operands of the dtype."""
+    """Call the op with its operands cast to ``dtype``."""
     with _excluded():
         cast_args = [_cast(value, dtype) for value in args]
         return op(*cast_args, **{name: _cast(value, dtype) for name, value in kwargs.items()})
@@ -153,7 +151,7 @@ def _float32(op: Any) -> _Kernel:
 
 
 def _float32_result(op: Any) -> _Kernel:
-    """The operand stays as it is; a dtype that was stated holds."""
+    """Return a kernel that computes in float32 with dtype=, unless the call states a dtype."""
     names = [argument.name for argument in op._schema.arguments]
     place = names.index("dtype")
 
@@ -168,7 +166,7 @@ def _float32_result(op: Any) -> _Kernel:
 
 
 def _with_dtype(op: Any) -> _Kernel:
-    """By another overload, which is given the dtype of the result."""
+    """Return a kernel that calls the overload with dtype= of an op without one."""
     overload = _WITH_DTYPE[op._schema.name.removeprefix("aten::") + f".{op._overloadname}"]
     stated = getattr(op._overloadpacket, overload)
     names = [argument.name for argument in op._schema.arguments]
@@ -184,7 +182,7 @@ def _with_dtype(op: Any) -> _Kernel:
 
 
 def _widest(op: Any) -> _Kernel:
-    """In the widest dtype among the operands: that of autocast, or float32."""
+    """Return a kernel that casts to the autocast dtype, or to float32 if an operand is float32."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         narrow = dtype = torch.get_autocast_dtype("cuda")

@@ -1,17 +1,14 @@
-"""Ops that no rule covers, written as ops that rules cover, by torch's own decompositions.
+"""Decompose ops that have no sharding rule, with torch's decompositions.
 
     logaddexp(a, b)   ->   max = maximum(a, b); where(isinf(max) & (a == b), max, ...)
 
-An op is expanded only where `rule_for` has nothing to say of this call, so an op with a rule of its
-own stays whole, with its fused kernel. The expansion is repeated until all has a rule or nothing is
-left to expand; what then lacks a rule is refused by the planner, under the user's line.
+Only calls for which `rule_for` finds no rule are decomposed, so that ops with rules keep their
+fused kernels. This repeats until all ops have rules or nothing can be decomposed; the planner
+refuses ops that still have no rule.
 
-Invariants: values are those of torch's decomposition; the new nodes have the line, the phase and
-the module of the op that they replace. Random ops are never expanded: their numbers would depend
-on the placement. Tensors that a decomposition makes are constants of the graph, which become inputs
-(`lift_constants`). Not here: rewrites to ops of the project (canonical.py), alternatives that the
-planner prices (dataflow/composites.py).
-"""
+Invariants: new nodes have the line, phase and module of the op that they replace. Random ops are
+not decomposed: their numbers would depend on the placement. Tensors that a decomposition creates
+are constants of the graph, which `lift_constants` turns into inputs."""
 
 from __future__ import annotations
 
@@ -40,7 +37,7 @@ Table = Mapping[Any, Callable[..., Any]]
 
 
 class GraphAndConstants(torch.nn.Module):
-    """A graph and the tensors that its get_attr nodes name: a GraphModule that is never called."""
+    """A graph with the tensors that its get_attr nodes name; unlike a GraphModule, not callable."""
 
     def __init__(self, graph: fx.Graph, constants: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
@@ -53,7 +50,8 @@ Held = GraphAndConstants | fx.GraphModule
 
 
 def decompose(module: Held, mode: FakeTensorMode) -> bool:
-    """In place; whether anything changed. Every node must have meta "val" of this mode."""
+    """Decompose ops without rules in place; return whether anything changed. Every node must have a
+    meta "val" of this mode."""
     changed = False
     waiting = [node for node in module.graph.nodes if node.op == "call_function"]
     while waiting:
@@ -68,7 +66,8 @@ def decompose(module: Held, mode: FakeTensorMode) -> bool:
 
 
 def lift_constants(module: Held, mode: FakeTensorMode) -> dict[fx.Node, torch.Tensor]:
-    """Each tensor that get_attr nodes name becomes one placeholder after the others; its value."""
+    """Replace the get_attr nodes of each tensor by one new placeholder; return the tensors by
+    placeholder."""
     graph = module.graph
     constants: dict[fx.Node, torch.Tensor] = {}
     lifted: dict[str, fx.Node] = {}
@@ -76,7 +75,7 @@ def lift_constants(module: Held, mode: FakeTensorMode) -> dict[fx.Node, torch.Te
         target = str(node.target)
         if target not in lifted:
             value = module.get_buffer(target)
-            # in the words of torch's joint export, which asserts it where there are gradients
+            # The text of an assertion of torch's joint export; functions.py explains both.
             assert not isinstance(value, FakeTensor), f"Unexpected fake buffer {target}"
             before = graph.find_nodes(op="placeholder")
             with graph.inserting_after(before[-1] if before else None):
@@ -97,7 +96,8 @@ def has_rule(call: OpCall) -> bool:
 
 
 def _expansion(node: fx.Node, mode: FakeTensorMode) -> fx.GraphModule | None:
-    """The graph of the decomposed call, of its tensor arguments in order; None if there is none."""
+    """Return the decomposition of a call as a graph whose placeholders are its tensor arguments in
+    order; None if there is no usable decomposition."""
     # Not at the top: it loads torch's compiler, and with it triton where that is installed.
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -115,7 +115,7 @@ def _expansion(node: fx.Node, mode: FakeTensorMode) -> fx.GraphModule | None:
         args = _plain(fx.map_arg(node.args, values.__getitem__))
         kwargs = _plain(fx.map_arg(node.kwargs, values.__getitem__))
         out = known(*args, **kwargs)
-        return tuple(out) if isinstance(out, (tuple, list)) else out  # named tuples are calls
+        return tuple(out) if isinstance(out, (tuple, list)) else out  # make_fx traces named tuples
 
     try:
         with mode, torch.no_grad():
@@ -130,7 +130,7 @@ def _expansion(node: fx.Node, mode: FakeTensorMode) -> fx.GraphModule | None:
 
 
 def _plain(value: Any) -> Any:
-    """Lists that may be changed, as some decompositions do, in the place of torch.fx's."""
+    """Replace the immutable lists and dicts of torch.fx, which some decompositions change."""
     match value:
         case list():
             return [_plain(v) for v in value]
@@ -143,7 +143,7 @@ def _plain(value: Any) -> Any:
 
 
 def _is_simpler(graph: fx.Graph, target: Any) -> bool:
-    """False where torch's form comes back to the op, or ends in its private prims."""
+    """Return whether the decomposition contains neither the op itself nor torch's private prims."""
     targets = [n.target for n in graph.nodes if n.op == "call_function"]
     return not any(
         t is target or (isinstance(t, OpOverload) and t.namespace == "prims") for t in targets
@@ -151,7 +151,7 @@ def _is_simpler(graph: fx.Graph, target: Any) -> bool:
 
 
 def _same(node: fx.Node, inner: fx.GraphModule) -> bool:
-    """Whether the expansion gives tensors of the same shapes and dtypes, and is functional."""
+    """Return whether the decomposition is functional and returns the same shapes and dtypes."""
     if any(
         isinstance(n.target, OpOverload) and n.target._schema.is_mutable for n in inner.graph.nodes
     ):
@@ -168,7 +168,7 @@ def _same(node: fx.Node, inner: fx.GraphModule) -> bool:
 
 
 def _inline(module: Held, node: fx.Node, inner: fx.GraphModule) -> list[fx.Node]:
-    """Puts the expansion in the place of the node; the new calls, of ops that may need more."""
+    """Replace the node by its decomposition; return the new calls, which may need decomposition."""
     graph = module.graph
     values: dict[fx.Node, Any] = dict(
         zip(inner.graph.find_nodes(op="placeholder"), node.all_input_nodes, strict=True)
@@ -211,8 +211,7 @@ def _fresh_name(module: Held) -> str:
 
 @cache
 def table() -> Table:
-    """Return torch's decompositions by op, and ours of ops for which torch has none. A function,
-    because it loads torch's compiler."""
+    """Return torch's decompositions by op, and ours for ops without one. Loads torch's compiler."""
     added = {
         torch.ops.aten._weight_norm_interface_backward.default: _weight_norm_backward,
         torch.ops.aten._new_zeros_with_same_feature_meta.default: _zero_tangent,
@@ -223,10 +222,8 @@ def table() -> Table:
 def _weight_norm_backward(
     grad: torch.Tensor, v: torch.Tensor, g: torch.Tensor, norms: torch.Tensor, dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of w = g v / |v|, the norm over all dims but one: the gradients by v and by g.
-
-    ``norms`` may be float32 where v is of 16 bits.
-    """
+    """Return the gradients of w = g v / |v| with respect to v and g; the norm is over all dims but
+    ``dim``. ``norms`` may be float32 if v is of 16 bits."""
     others = [d for d in range(v.dim()) if d != dim % v.dim()]
     along = (grad.to(norms.dtype) * v).sum(others, keepdim=True) / norms
     across = grad - v * (along / norms)
@@ -236,7 +233,6 @@ def _weight_norm_backward(
 def _zero_tangent(
     tangent: torch.Tensor, x: torch.Tensor, *, self_num_batch_dims: int = 0
 ) -> torch.Tensor:
-    """Return zeros like ``x``. torch copies a tangent into them if its strides differ from those of
-    x."""
+    """Return zeros like ``x``, into which torch copies a tangent that has other strides than x."""
     shape = (*tangent.shape[:self_num_batch_dims], *x.shape)
     return torch.zeros(shape, dtype=x.dtype, device=x.device)

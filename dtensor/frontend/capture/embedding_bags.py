@@ -1,13 +1,11 @@
-"""Bags of one size, `nn.EmbeddingBag` of a matrix of ids, as rows that are looked up and reduced.
+"""Rewrite `nn.EmbeddingBag` of a matrix of ids as an embedding and a reduction.
 
     embedding_bag(w [v d], reshape(ids [b k]), arange(0, b k, k), mode="sum")
         ->   sum(embedding(w, ids) [b k d], 1)
 
-Where a bag ends is then a shape, and not a value among others: each bag is of its row alone.
-
-Invariants: values and gradients are those of the bag: ids that are padding count for nothing, a bag
-of padding alone is 0, and of equal maxima the first has the gradient. Not here: bags whose offsets
-the program gives, bags of no ids, gradients scaled by frequency: they stay as they are.
+The bag sizes are then part of the shape. Invariants: values and gradients are those of the original
+op: padding ids are ignored, a bag of padding is 0, and the first of equal maxima gets the gradient.
+Bags with other offsets, empty bags and scale_grad_by_freq=True are not rewritten.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ _SUM, _MEAN, _MAX = range(3)
 
 
 def rewrite_embedding_bag(graph: fx.Graph, node: fx.Node) -> None:
-    """In place of an `embedding_bag` whose bags are of one size."""
+    """Rewrite an `embedding_bag` whose bags have one size, in place; leave any other unchanged."""
     a = bound(node)
     bag_size, items = _bag_size(a), list(node.users)
     read_items = [u for u in items if u.users]
@@ -62,7 +60,7 @@ def rewrite_embedding_bag(graph: fx.Graph, node: fx.Node) -> None:
             )
             out = call(aten.div.Tensor, out, count)
     dtype = a["weight"].meta["val"].dtype
-    if is_narrow(dtype):  # on CUDA's list a sum is float32, and a bag is not on it
+    if is_narrow(dtype):  # CUDA autocast would return a float32 sum, but not a float32 bag
         out = call(aten.to.dtype, out, dtype)
     for user in items:
         if user in read_items:
@@ -73,7 +71,7 @@ def rewrite_embedding_bag(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _bag_size(a: dict[str, Any]) -> int:
-    """How many ids each bag has; 0 where they differ, or where it is not known."""
+    """Return the number of ids per bag; 0 if bags differ or the offsets are unknown."""
     offsets, count = a["offsets"], a["indices"].meta["val"].numel()
     if offsets.target is not aten.arange.start_step:
         return 0

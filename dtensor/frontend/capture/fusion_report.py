@@ -1,9 +1,7 @@
-"""What recognition met, under the user's names: paths of modules, lines.
+"""Report pattern matches with the user's names: module paths and lines.
 
-    PatternMatch("attention", "dt.attention", "", meta)
-        ->  Recognised("attention", "dt.attention", "", "layers.0.attn", "model.py:14")
-
-Not here: what is recognised (recognise/), how it is printed (sharding/plan/text/recognised.py).
+PatternMatch("attention", "dt.attention", "", meta)
+    ->  Recognised("attention", "dt.attention", "", "layers.0.attn", "model.py:14")
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from dtensor.sharding.plan.dataflow import Recognised
 def fusion_report(
     met: Iterable[PatternMatch], prefixes: Mapping[str, str]
 ) -> tuple[Recognised, ...]:
-    """``prefixes``: our wrapper's child name -> the user's prefix."""
+    """Return the matches with the user's paths and lines. ``prefixes``: see `FlatCall.prefixes`."""
     return tuple(_recognised(each, prefixes) for each in met)
 
 

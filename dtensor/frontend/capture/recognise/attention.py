@@ -1,19 +1,13 @@
-"""Attention as one op: which masks are needed, and which heads are grouped.
+"""Rewrite scaled_dot_product_attention as one dt op; drop masks and repeated heads if possible.
 
     sdpa(q[b h t d], k, v, i[None] <= i[:, None])   ->  dt.attention(q, k, v, True, scale)[0]
     sdpa(q[b h t d], k, v, mask[b 1 1 s])           ->  dt.attention_masked(q, k, v, mask, scale)[0]
     k[b g s d] repeated to [b h s d]                ->  both take k[b g s d]
 
-Libraries pass a mask where they could say `is_causal`. One that is the same at every call
-(constants.py) is looked at: where it hides nothing it is dropped, and where it hides what comes
-later, counted from the first position as torch counts, it is `is_causal`. So is a sliding window
-that is no shorter than the sequence. Keys and values that are repeated for their query heads, by
-`repeat_interleave` or by expanding, are taken as they were before. All other masks stay masks: what
-depends on an argument (padding, lengths), a parameter or a buffer, a window, a bias. One that wants
-a gradient stays written out: its gradient takes all scores.
-
-Invariants: the same numbers up to the rounding of another kernel. Not here: attention that the
-program writes itself, with matmul and softmax.
+A mask that is the same at every call (constants.py) is dropped if it hides nothing, and becomes
+`is_causal` if it hides exactly the later keys. A mask that requires grad is not rewritten, because
+its gradient needs all scores. Repeated keys and values are read before the repetition. Results are
+equal up to the rounding of another kernel.
 """
 
 from __future__ import annotations
@@ -40,14 +34,14 @@ _COPIES = (aten.contiguous.default, aten.clone.default, aten.alias.default, aten
 
 
 Mask = tuple[fx.Node, int, int]
-"""A mask, and how many queries and keys there are."""
+"""A mask, the number of queries and the number of keys."""
 
 
 def settle_mask(node: fx.Node, constants: Constants, known: dict[Mask, bool | None]) -> None:
-    """In place: a mask that hides nothing, or only what comes later, is said by `is_causal`.
+    """Remove a mask that hides nothing; replace one that hides only later keys by `is_causal`.
 
-    ``known``: what other attentions of the graph found of theirs: layers share a mask, and to
-    compute one of thousands of tokens takes a second.
+    ``known``: the results for masks of the graph, because layers share a mask, and computing a mask
+    of thousands of tokens takes a second.
     """
     a = bound(node)
     mask = a["attn_mask"]
@@ -66,7 +60,7 @@ def settle_mask(node: fx.Node, constants: Constants, known: dict[Mask, bool | No
 
 
 def _causality(mask: fx.Node, queries: int, keys: int, constants: Constants) -> bool | None:
-    """Whether a mask hides what comes later, False where it hides nothing; None for any other."""
+    """Return True for a causal mask, False for a mask that hides nothing, and None for others."""
     try:
         seen = _seen(constants.value(mask))
     except NotConstant:
@@ -81,25 +75,26 @@ def _causality(mask: fx.Node, queries: int, keys: int, constants: Constants) -> 
 
 
 def _causal(queries: int, keys: int) -> Tensor:
-    """As torch has it, also where there are more of the ones than of the others."""
+    """Return torch's causal mask: aligned to the first position if the two numbers differ."""
     return torch.ones(queries, keys, dtype=torch.bool).tril()
 
 
 def _seen(mask: Tensor) -> Tensor | None:
-    """Which keys a query sees; None where the mask does more than to hide keys."""
+    """Return which keys each query sees; None if the mask does more than hide keys."""
     for dim in range(mask.dim() - 2):
         if mask.stride(dim) == 0:
             mask = mask.narrow(dim, 0, min(1, mask.shape[dim]))
     if mask.dtype == torch.bool:
         return mask
     seen = mask == 0
-    # The lowest number of a dtype hides as -inf does where a query sees any key at all.
+    # The lowest number of a dtype has the effect of -inf if the query sees at least one key.
     hidden = (mask == -math.inf) | (mask == torch.finfo(mask.dtype).min)
     return seen if bool((seen | hidden).all()) and bool(seen.any(-1).all()) else None
 
 
 def attention(graph: fx.Graph, node: fx.Node, writes: Writes) -> str:
-    """In place: one op, whose name is returned; NoMatch says why not. Its mask is settled."""
+    """Rewrite the attention in place as one dt op, and return the op's name. Call `settle_mask`
+    before. Raises NoMatch with the reason if no dt op fits."""
     a = bound(node)
     q, k, v = (a[name].meta["val"] for name in ("query", "key", "value"))
     out = node.meta["val"]
@@ -128,15 +123,15 @@ def attention(graph: fx.Graph, node: fx.Node, writes: Writes) -> str:
     else:
         mask = _unexpanded(a["attn_mask"], node, writes)
         if mask.meta["val"].dtype != torch.bool and q.dtype != out.dtype:
-            mask = call.cast(mask, mask.meta["val"].dtype, out.dtype)  # as autocast has it
+            mask = call.cast(mask, mask.meta["val"].dtype, out.dtype)  # autocast casts it, too
         op, pair = "dt.attention_masked", call(_MASKED, *tensors, mask, scale)
     call.replace(call(operator.getitem, pair, 0))
     return op
 
 
 def read_copies(graph: fx.Graph) -> None:
-    """In place: heads that are picked from a cache and then repeated are picked once for each
-    query head, so that each rank may read its own copies."""
+    """Replace heads that are picked from a cache and then repeated by a pick of one head for each
+    query head, in place, so that each rank can read its own copies."""
     for pick in graph.find_nodes(op="call_function", target=dt.pick_heads.default):
         source, have, heads = pick.args
         repeats = [
@@ -162,7 +157,7 @@ def read_copies(graph: fx.Graph) -> None:
 
 
 def _learned(mask: fx.Node) -> str:
-    """A value that wants a gradient and that floats of the mask depend on; "" without one."""
+    """Return the name of a value that requires grad and on which the mask depends; "" if none."""
     waiting, met = [mask], {mask}
     while waiting:
         each = waiting.pop()
@@ -179,7 +174,7 @@ def _learned(mask: fx.Node) -> str:
 
 
 def _unexpanded(mask: fx.Node, node: fx.Node, writes: Writes) -> fx.Node:
-    """With dims of 1 where it was only repeated: the op repeats it as it reads it."""
+    """Return the mask before it was expanded: the op broadcasts it."""
     source = mask
     while source.target is aten.expand.default:
         source = _first(source)
@@ -187,7 +182,7 @@ def _unexpanded(mask: fx.Node, node: fx.Node, writes: Writes) -> fx.Node:
 
 
 def _grouped(node: fx.Node, key: fx.Node, value: fx.Node, writes: Writes) -> tuple[Any, Any]:
-    """Keys and values before they were repeated alike; themselves where they were not."""
+    """Return keys and values before both were repeated the same number of times; else unchanged."""
     if key.meta["val"].shape[1] != node.meta["val"].shape[1]:
         return key, value
     keys, values = _unrepeated(key), _unrepeated(value)
@@ -199,7 +194,8 @@ def _grouped(node: fx.Node, key: fx.Node, value: fx.Node, writes: Writes) -> tup
 
 
 def _unrepeated(x: fx.Node) -> fx.Node | None:
-    """b g s d of b (g r) s d in which each of g stands r times in a row; None for others."""
+    """Return the source [b g s d] of x [b (g r) s d] in which each head of g is repeated r times in
+    a row; None if x is not of this form."""
     while x.target in _COPIES:
         x = _first(x)
     if x.target is aten.repeat_interleave.self_int:

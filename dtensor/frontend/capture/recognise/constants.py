@@ -1,15 +1,14 @@
-"""What of an exported graph is the same at every call: it follows from numbers of the graph alone.
+"""Compute values of an exported graph that are the same at every call.
 
     i = arange(4); mask = i[None, :] <= i[:, None]   ->  Constants(graph).value(mask): bool[4,4]
     mask = argument[:, None, None, :]                ->  NotConstant: it depends on an argument
 
-Masks of causal attention are made so by whole libraries: of positions that count from 0, compared
-with each other, for each row of the batch once more. What is the same for all rows is computed for
-one of them.
+Libraries build causal masks by comparing positions, once for each row of the batch. Rows that are
+all equal are computed once.
 
-Invariants: a value that depends on an argument, a parameter, a buffer or a tensor that the program
-caught is no constant, nor is one that an op changes in place or draws. What is computed is what the
-program would compute, by the same ops. Not here: what a mask means (attention.py).
+Invariants: a value is not constant if it depends on an argument, a parameter, a buffer, a tensor
+that the program closed over, or random numbers, or if an op changes it in place. Constants are
+computed by the program's own ops.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ from dtensor.private_torch import OpOverload, unset_fake_temporarily
 aten: Any = torch.ops.aten
 
 MOST_ELEMENTS = 2**28
-"""Of a tensor that is computed here."""
+"""The maximum size of a tensor that is computed."""
 _COMPARED = 2**20
-"""Elements up to which the rows of a result are compared with each other."""
+"""The maximum number of elements of a result whose rows are compared with each other."""
 _CASTS = (aten.to.dtype, aten.to.dtype_layout, aten._to_copy.default, aten.clone.default)
 
 
 class NotConstant(Exception):
-    """Why a value is no constant, as the end of a sentence: "it depends on an argument"."""
+    """The value is not constant. The message is a reason: "it depends on an argument"."""
 
 
 class Constants:
-    """The constants of one graph, each computed when it is asked for."""
+    """The constants of one graph, computed on request."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.writes: Writes = Writes(graph)
@@ -47,9 +46,9 @@ class Constants:
         self._places = {node: i for i, node in enumerate(graph.nodes)}
 
     def value(self, node: fx.Node) -> Tensor:
-        """What ``node`` is at every call; a dim of which all rows are the same may have stride 0.
+        """Return the value of ``node``. A dim in which all rows are equal may have stride 0.
 
-        Raises NotConstant.
+        Raises NotConstant if the value may differ between calls.
         """
         cone = self._cone(node)
         waiting = Counter(x for n in cone for x in n.all_input_nodes)
@@ -66,7 +65,8 @@ class Constants:
         return constant
 
     def _cone(self, node: fx.Node) -> list[fx.Node]:
-        """``node`` and all that it is computed from, in order. Raises NotConstant."""
+        """Return ``node`` and all nodes from which it is computed, in the order of the graph.
+        Raises NotConstant."""
         cone, waiting, is_changed = {node: None}, [node], False
         while waiting:
             each = waiting.pop()
@@ -83,6 +83,7 @@ class Constants:
         return sorted(cone, key=self._places.__getitem__)
 
     def _check(self, node: fx.Node) -> None:
+        """Raise NotConstant if the node is an input, random, or not an ATen op."""
         if node.op == "placeholder":
             raise NotConstant("it depends on an argument")
         if node.op == "get_attr":
@@ -98,7 +99,7 @@ class Constants:
 
 
 class Writes:
-    """What ops of a graph change in place. ``changed``: the values of which the memory is."""
+    """The in-place writes of a graph. ``changed``: the values whose memory is written."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.changed: set[fx.Node] = set()
@@ -116,7 +117,7 @@ class Writes:
                     each = each.args[0] if _is_view(each) else None
 
     def between(self, first: fx.Node, last: fx.Node) -> bool:
-        """Whether anything is changed after ``first`` is computed and before ``last`` is."""
+        """Return whether any op between ``first`` and ``last`` writes in place."""
         if not self._at:
             return False
         start, stop = self._order.get(first), self._order.get(last)
@@ -126,7 +127,7 @@ class Writes:
 
 
 def _written(node: fx.Node) -> Iterator[Any]:
-    """The operands that an op changes."""
+    """Yield the operands that an op changes in place."""
     target = node.target
     if not isinstance(target, OpOverload) or not target._schema.is_mutable:
         return
@@ -136,7 +137,7 @@ def _written(node: fx.Node) -> Iterator[Any]:
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Whether its memory may be that of its first operand."""
+    """Return whether the result may be a view of the first operand."""
     target = node.target
     if target is operator.getitem:
         return True
@@ -149,6 +150,7 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _computed(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+    """Run the op of a node. An elementwise op runs once for dims in which all operands repeat."""
     target: Any = node.target
     args = fx.map_arg(node.args, values.__getitem__)
     kwargs = fx.map_arg(node.kwargs, values.__getitem__)
@@ -180,12 +182,13 @@ def _computed(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
 
 
 def _repeats(x: Tensor, dim: int) -> bool:
-    """Whether the dim, counted from the right, has one row or the same row over and over."""
+    """Return whether x has only one row, or the same row repeated, in a dim (negative)."""
     return -dim > x.dim() or x.shape[dim] == 1 or x.stride(dim) == 0
 
 
 def _as_one_row(value: Any) -> Any:
-    """A small tensor of which all rows are the same, as one row that is repeated."""
+    """Return a small tensor whose rows are all equal as one row, expanded; other values
+    unchanged."""
     if not isinstance(value, Tensor) or value.dim() < 2 or not 0 < value.numel() <= _COMPARED:
         return value
     first = value[:1].expand_as(value)

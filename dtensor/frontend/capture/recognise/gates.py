@@ -1,12 +1,11 @@
-"""Activations with what is multiplied beside them, found by the activation.
+"""Match gated activations: an activation that is multiplied by another value.
 
     silu(a) * b                     ->  dt.gated(a, b, "silu")
     gelu(a, approximate="tanh") * b ->  dt.gated(a, b, "gelu_tanh")
     0.5 * a * (1.0 + tanh(0.7978845608028654 * (a + 0.044715 * a ** 3)))
-                                    ->  "gelu_new", as transformers writes it
+                                    ->  "gelu_new" (transformers), which is then multiplied by b
 
-Invariants: both have one dtype and one shape, and the activation is used nowhere else. An
-activation by itself is no pattern.
+Invariants: a and b have the same dtype and shape, and only the product reads the activation.
 """
 
 from __future__ import annotations
@@ -40,7 +39,8 @@ _GELUS = {"none": "gelu", "tanh": "gelu_tanh"}
 
 
 def gate(graph: fx.Graph, anchor: fx.Node, writes: Writes) -> tuple[str, fx.Node]:
-    """In place; ``anchor``: a silu, gelu or tanh. Raises NoMatch."""
+    """Rewrite a gated activation in place; return the op's name and its output. ``anchor``: a silu,
+    gelu or tanh. Raises NoMatch."""
     a, active, kind, nodes = _activation(anchor)
     product = sole_user(active, aten.mul.Tensor)
     if product is None:
@@ -61,13 +61,13 @@ def gate(graph: fx.Graph, anchor: fx.Node, writes: Writes) -> tuple[str, fx.Node
 
 
 def _gates(product: fx.Node, active: fx.Node) -> bool:
-    """Whether the activation is multiplied with another value of its shape."""
+    """Return whether ``product`` multiplies the activation by another value of the same shape."""
     b = other(product, active)
     return is_tensor(b) and b is not active and shape(b) == shape(active)
 
 
 def _activation(anchor: fx.Node) -> tuple[fx.Node, fx.Node, str, list[fx.Node]]:
-    """What is activated, what comes of it, how, and the nodes before that."""
+    """Return the input of the activation, its result, its kind, and the nodes between them."""
     a: Any = anchor.args[0]
     if anchor.target is aten.silu.default:
         return a, anchor, "silu", []
@@ -77,7 +77,8 @@ def _activation(anchor: fx.Node) -> tuple[fx.Node, fx.Node, str, list[fx.Node]]:
 
 
 def _gelu_new(tanh: fx.Node) -> tuple[fx.Node, fx.Node, str, list[fx.Node]]:
-    """Each step by its number, in the order in which the op runs them."""
+    """Match the written-out gelu of transformers around its tanh. Returns what `_activation`
+    does."""
     inner = _scaled(tanh.args[0], SLOPE)
     if not is_op(inner, aten.add.Tensor) or not is_plain(inner):
         raise NoMatch("")
@@ -99,7 +100,7 @@ def _gelu_new(tanh: fx.Node) -> tuple[fx.Node, fx.Node, str, list[fx.Node]]:
 
 
 def _scaled(node: Any, factor: float) -> Any:
-    """What was multiplied by the number; None for others."""
+    """Return x if the node is x * factor, else None."""
     if not is_op(node, aten.mul.Tensor, aten.mul.Scalar) or node.args[1] != factor:
         return None
     return node.args[0]

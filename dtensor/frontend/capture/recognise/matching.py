@@ -1,10 +1,8 @@
-"""What patterns are matched with: ops under their names, past casts; who uses a value.
+"""Helpers for matching patterns in an exported graph.
 
     is_op(node, aten.rsqrt.default)    uncast(node)    sole_user(node, aten.mul.Tensor)
 
-Checks that torch's export leaves beside a value (`_assert_tensor_metadata`) are no users.
-Invariant: nothing is changed but by `erase`, which takes what nothing uses any more. Not here:
-patterns.
+The checks that torch's export adds (`_assert_tensor_metadata`) do not count as users of a value.
 """
 
 from __future__ import annotations
@@ -24,8 +22,8 @@ _CHECK = aten._assert_tensor_metadata.default
 
 
 class NoMatch(Exception):
-    """Why an anchor's surroundings are not the pattern, as a sentence; "" where it is nothing that
-    should be told."""
+    """The nodes around an anchor do not match the pattern. The message is the reason for the
+    report, or "" if it should not be reported."""
 
 
 def is_op(node: Any, *targets: Any) -> TypeGuard[fx.Node]:
@@ -37,13 +35,13 @@ def users(node: fx.Node) -> list[fx.Node]:
 
 
 def sole_user(node: fx.Node, *targets: Any) -> fx.Node | None:
-    """The one that uses the value, if it is alone and one of these ops."""
+    """Return the user of a value if there is only one and it is one of these ops; else None."""
     readers = users(node)
     return readers[0] if len(readers) == 1 and is_op(readers[0], *targets) else None
 
 
 def other(node: fx.Node, operand: fx.Node) -> Any:
-    """What a commutative op has beside an operand, which it may have twice."""
+    """Return the other operand of a binary op, which may be the same one."""
     a, b = node.args[:2]
     return b if a is operand else a
 
@@ -61,12 +59,13 @@ def is_tensor(node: Any) -> TypeGuard[fx.Node]:
 
 
 def is_plain(node: fx.Node) -> bool:
-    """No alpha, no dtype, nothing but operands."""
+    """Return whether the op has no keywords, such as alpha= or dtype=."""
     return not node.kwargs
 
 
 def uncast(node: fx.Node) -> fx.Node:
-    """The value before it was cast to a wider dtype, or to its own; itself where it was not."""
+    """Return the value before casts to a wider or the same dtype; the node if it is no such
+    cast."""
     while is_op(node, *CASTS) and is_tensor(node.args[0]):
         source = node.args[0]
         is_float = dtype(source).is_floating_point
@@ -77,14 +76,14 @@ def uncast(node: fx.Node) -> fx.Node:
 
 
 def check_together(nodes: Iterable[fx.Node]) -> None:
-    """Raises NoMatch where some of the nodes run again in the backward and others do not."""
+    """Raise NoMatch if the nodes are not all in the same checkpoint (or all in none)."""
     regions = {(node.meta.get("custom") or {}).get(CHECKPOINT) for node in nodes}
     if len(regions) > 1:
         raise NoMatch("a checkpoint begins or ends within it")
 
 
 def erase(graph: fx.Graph, node: fx.Node) -> None:
-    """The node, where nothing uses it, and then what it alone used."""
+    """Erase a node without users, and then the operands that have no other users."""
     if node.op != "call_function" or users(node):
         return
     for check in list(node.users):
@@ -96,7 +95,7 @@ def erase(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def take_place(graph: fx.Graph, old: fx.Node, new: fx.Node) -> None:
-    """The new node is used where the old one was, which goes with all that it alone used."""
+    """Replace all uses of ``old`` by ``new``; erase ``old`` and the nodes that only it used."""
     new.meta["val"] = old.meta["val"]
     old.replace_all_uses_with(new)
     erase(graph, old)

@@ -1,4 +1,4 @@
-"""RMS norms that a program writes out, found by their rsqrt.
+"""Match RMS norms that a program writes out, around their rsqrt, and sums before norms.
 
     wide = x.float()                                                 dt.rms_norm(x, weight, eps,
     normed = wide * rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)      0.0, bf16, bf16)[0]
@@ -6,14 +6,10 @@
 
     (normed * (1.0 + weight.float())).type_as(x)                     ..., 1.0, f32, bf16)[0]
 
-Operands may stand in either order, the square may be a power, a product or a square, and casts that
-do nothing may lie between. What is added right before, in the same layer, comes along:
+    norm(residual + x)                      total, y, _ = dt.add_rms_norm(x, residual, weight, ...)
 
-    total = residual + x; norm(total)      total, y, _ = dt.add_rms_norm(x, residual, weight, ...)
-    layer_norm(residual + x)               total, y, _, _ = dt.add_layer_norm(x, residual, ...)
-
-Invariants: the ops that are replaced are those that the op runs, in their order and dtypes; where
-one of them rounds elsewhere there is no match. None of their values is used elsewhere.
+Invariants: the dt op runs the replaced ops in the same order and dtypes, so it rounds equally. No
+intermediate value is used elsewhere. A sum is fused only with a norm of the same layer.
 """
 
 from __future__ import annotations
@@ -53,7 +49,8 @@ _ELSEWHERE = "what it computes on the way is used elsewhere"
 
 
 def rms_norm(graph: fx.Graph, rsqrt: fx.Node, writes: Writes) -> tuple[str, fx.Node]:
-    """In place. The op that it became, and the last node of what it was. Raises NoMatch."""
+    """Rewrite an RMS norm in place; return the op's name and the last replaced node. Raises
+    NoMatch."""
     wide, eps, nodes = _statistics(rsqrt)
     source = uncast(wide)
     if accumulation_dtype(dtype(source)) != dtype(wide):
@@ -92,10 +89,11 @@ def rms_norm(graph: fx.Graph, rsqrt: fx.Node, writes: Writes) -> tuple[str, fx.N
 
 
 def layer_norm(graph: fx.Graph, node: fx.Node, writes: Writes) -> tuple[str, fx.Node]:
-    """In place: one of a sum in its layer takes the sum along; else it stays the op that it is."""
+    """Fuse a layer norm with the sum that it reads, in place; return the op's name and the norm.
+    The norm stays unchanged if it reads no sum of its layer."""
     a = bound(node)
     x, weight, bias = a["input"], a["weight"], a["bias"]
-    # on CUDA's list of autocast the result is float32, whatever they are
+    # Under CUDA autocast the result is float32, whatever the dtypes of the operands.
     alike = [w is not None and dtype(w) == dtype(x) == dtype(node) for w in (weight, bias)]
     total = _sum_before(x, node, (weight, bias), writes) if all(alike) else None
     if total is None or len(a["normalized_shape"]) != 1:
@@ -105,7 +103,7 @@ def layer_norm(graph: fx.Graph, node: fx.Node, writes: Writes) -> tuple[str, fx.
 
 
 def _add_and_norm(graph: fx.Graph, total: fx.Node, norm: fx.Node, op: Any, *rest: Any) -> None:
-    """The op takes the place of both; its line, and so its name, is that of the sum."""
+    """Replace a sum and its norm by ``op``, which is named after the line of the sum."""
     call = Writer(graph, total)
     parts = call(op, *total.args, *rest)
     y = call(operator.getitem, parts, 1)
@@ -114,19 +112,19 @@ def _add_and_norm(graph: fx.Graph, total: fx.Node, norm: fx.Node, op: Any, *rest
 
 
 def _statistics(rsqrt: fx.Node) -> tuple[fx.Node, float, list[fx.Node]]:
-    """What is squared, eps, and the nodes between."""
+    """Match rsqrt(mean(x * x) + eps); return x, eps and the nodes between. Raises NoMatch."""
     shifted = rsqrt.args[0]
     if not is_op(shifted, *_ADDS) or not is_plain(shifted):
         raise NoMatch("")
     mean, eps = shifted.args[:2]
     if not is_op(mean, aten.mean.dim) or not isinstance(eps, (int, float)):
-        raise NoMatch("")  # a variance of another kind
+        raise NoMatch("")  # not a mean of squares with a fixed eps
     a = bound(mean)
     squared = a["self"]
     if list(a["dim"]) not in ([-1], [squared.meta["val"].dim() - 1]) or not a["keepdim"]:
         raise NoMatch("its mean is not over the last dim alone")
     if a["dtype"] is not None or isinstance(eps, bool):
-        raise NoMatch("its mean is taken in another dtype")
+        raise NoMatch("its mean sets another dtype")
     product = is_op(squared, aten.mul.Tensor) and squared.args[0] is squared.args[1]
     power = is_op(squared, aten.pow.Tensor_Scalar) and squared.args[1] == 2
     square = product or power or is_op(squared, aten.square.default)
@@ -139,7 +137,7 @@ def _statistics(rsqrt: fx.Node) -> tuple[fx.Node, float, list[fx.Node]]:
 
 
 def _weight(scale: fx.Node, wide: fx.Node) -> tuple[fx.Node, float, list[fx.Node]]:
-    """The weight, what is added to it, and the nodes that add it."""
+    """Match weight or weight + offset; return the weight, the offset and the nodes that add it."""
     offset, nodes = 0.0, []
     if is_op(scale, *_ADDS) and isinstance(scale.args[1], (int, float)) and scale.args[1]:
         offset, weight = float(scale.args[1]), scale.args[0]
@@ -152,7 +150,8 @@ def _weight(scale: fx.Node, wide: fx.Node) -> tuple[fx.Node, float, list[fx.Node
 def _sum_before(
     source: fx.Node, last: fx.Node, weights: Sequence[fx.Node], writes: Writes
 ) -> fx.Node | None:
-    """The sum of two values of one shape that is normed, if the op can stand in its place."""
+    """Return ``source`` if it is a sum of two tensors that can be fused with the norm; else
+    None."""
     if not is_op(source, aten.add.Tensor) or not is_plain(source):
         return None
     if not all(
@@ -165,7 +164,7 @@ def _sum_before(
     except NoMatch:
         return None
     alone = all(weight.op == "get_attr" for weight in weights) and not writes.between(source, last)
-    # Another layer's sum would be a value that two layers share: each has its own graph.
+    # A sum of another layer would couple two layers that are differentiated separately.
     return source if alone and layer_of(source) == layer_of(last) else None
 
 

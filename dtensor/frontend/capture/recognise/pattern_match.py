@@ -1,5 +1,4 @@
-"""A pattern that recognition met, as the rewrites leave it; fusion_report.py gives it the user's
-names."""
+"""The record of a pattern match, or of a match that failed."""
 
 from __future__ import annotations
 
@@ -7,7 +6,8 @@ from typing import Any, NamedTuple
 
 
 class PatternMatch(NamedTuple):
-    """``op``: what it became, or ""; ``reason``: why it did not; ``meta``: its last node's."""
+    """``what``: the pattern; ``op``: the op that replaced it, or ""; ``reason``: why it was not
+    replaced; ``meta``: the meta of its last node."""
 
     what: str
     op: str

@@ -1,13 +1,11 @@
-"""Recognition: what an exported forward graph writes out and the project has as one op.
+"""Replace patterns of an exported forward graph by the dt ops that compute the same.
 
     sdpa(q, k, v, mask of what comes later)  ->  dt.attention(q, k, v, True, scale)[0]
     sdpa(q, k, v, any other mask)            ->  dt.attention_masked(q, k, v, mask, scale)[0]
 
-Before differentiation, because the project's ops bring their own backward, and before random ops
-are numbered. What is met is told, recognised or not (`Plan.recognised`).
-
-Invariants: those of canonical.py. A pattern of which a value is used elsewhere stays as it is.
-Not here: the patterns.
+This runs before differentiation, because dt ops have their own backward, and before random ops are
+numbered. `Plan.recognised` reports all matches and the reasons for failed ones. A pattern whose
+intermediate values are used elsewhere is not replaced.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ _MATCHES: tuple[tuple[str, Match, tuple[Any, ...]], ...] = (
 
 
 def recognise(graph: fx.Graph) -> list[PatternMatch]:
-    """In place. Returns what was recognised and what was not, in the order of the program."""
+    """Rewrite all patterns in place; return the matches and failed matches in program order."""
     constants = Constants(graph)
     writes, order = constants.writes, {node: i for i, node in enumerate(graph.nodes)}
     met: list[tuple[int, PatternMatch]] = []
@@ -72,6 +70,7 @@ def recognise(graph: fx.Graph) -> list[PatternMatch]:
 def _attentions(
     graph: fx.Graph, constants: Constants, order: Mapping[fx.Node, int]
 ) -> Iterator[tuple[int, PatternMatch]]:
+    """Rewrite all attentions; yield the position of each in the program, and its match."""
     read_copies(graph)
     attentions = graph.find_nodes(op="call_function", target=_ATTENTION)
     known: dict[Mask, bool | None] = {}
@@ -89,7 +88,7 @@ def _attentions(
 
 
 def _weighs(softmax: fx.Node) -> bool:
-    """Whether what comes of it, cast or with some of it dropped, is multiplied with values."""
+    """Return whether a matmul reads the result, perhaps cast or with dropout: written attention."""
     for user in users(softmax):
         if is_op(user, aten.matmul.default, aten.bmm.default):
             return True

@@ -1,12 +1,10 @@
-"""Rotary positions that a program writes out, found by the halves that it joins.
+"""Match rotary position embeddings that a program writes out, around their cat of two halves.
 
     half = x.shape[-1] // 2
     x * cos + cat((-x[..., half:], x[..., :half]), -1) * sin       ->  dt.rope(x, cos, sin)
 
-The halves may be slices, or parts of a chunk or a split. Invariants: cos and sin have one shape and
-one dtype and are not larger than x; what is computed on the way is used nowhere else. Not here:
-pairs that lie beside each other, complex numbers.
-"""
+The halves may be slices, or items of a chunk or a split. Invariants: cos and sin have the same
+shape and dtype and broadcast to x; intermediate values are not used elsewhere."""
 
 from __future__ import annotations
 
@@ -37,7 +35,7 @@ dt: Any = torch.ops.dt
 
 
 def rope(graph: fx.Graph, cat: fx.Node, writes: Writes) -> tuple[str, fx.Node]:
-    """In place. Raises NoMatch."""
+    """Rewrite a rotary embedding in place; return the op's name and its output. Raises NoMatch."""
     a = bound(cat)
     parts = a["tensors"]
     if len(parts) != 2 or not is_op(parts[0], aten.neg.default):
@@ -69,6 +67,7 @@ def rope(graph: fx.Graph, cat: fx.Node, writes: Writes) -> tuple[str, fx.Node]:
 
 
 def _check_angles(x: fx.Node, cos: Any, sin: Any, total: fx.Node) -> None:
+    """Raise NoMatch unless cos and sin fit x."""
     if not (is_tensor(cos) and is_tensor(sin)):
         raise NoMatch("its angles are numbers")
     if dtype(cos) != dtype(sin) or shape(cos) != shape(sin):
@@ -80,7 +79,7 @@ def _check_angles(x: fx.Node, cos: Any, sin: Any, total: fx.Node) -> None:
 
 
 def _halved(first: Any, second: Any) -> fx.Node | None:
-    """What these are the first and the second half of, in the last dim."""
+    """Return the value whose halves in the last dim are ``first`` and ``second``, or None."""
     if is_op(first, operator.getitem) and is_op(second, operator.getitem):
         pieces: Any = first.args[0]
         if second.args[0] is not pieces or (first.args[1], second.args[1]) != (0, 1):
