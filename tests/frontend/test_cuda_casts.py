@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtensor.errors import PlanningError
-from dtensor.frontend.capture.cuda_casts import _kernels, _on_the_list, _unknown, cuda_casts
+from dtensor.frontend.capture.cuda_casts import _kernels, _listed_ops, _unknown, cuda_casts
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 aten: Any = torch.ops.aten
@@ -234,7 +234,7 @@ def _autocast(request: pytest.FixtureRequest) -> Any:
 
 
 def test_every_op_on_torchs_cuda_autocast_list_has_cast_kernel() -> None:
-    kernels = _kernels(_on_the_list()).items()
+    kernels = _kernels(_listed_ops()).items()
     unknown = [op for op, kernel in kernels if kernel.__qualname__.startswith("_unknown")]
     assert not [op for op in unknown if op.namespace == "aten"]
     assert on_the_list() == CALLS.keys() | NOT_HERE | RAISES
@@ -290,5 +290,5 @@ def test_cuda_casts_are_removed_after_context() -> None:
         torch.set_autocast_enabled("cuda", True)
     assert torch.softmax(x, -1).dtype == BF16
     assert not any(
-        torch._C.DispatchKey.AutocastCUDA in op.py_kernels for op in _kernels(_on_the_list())
+        torch._C.DispatchKey.AutocastCUDA in op.py_kernels for op in _kernels(_listed_ops())
     )

@@ -37,7 +37,7 @@ from dtensor.frontend.capture.call_as_module import (
     stored_tensor_error,
 )
 from dtensor.frontend.capture.canonical import canonicalise
-from dtensor.frontend.capture.decompose import Held
+from dtensor.frontend.capture.decompose import ModuleWithConstants
 from dtensor.frontend.capture.forward_mode import PlainZeros, is_nested
 from dtensor.frontend.capture.layers import fingerprint, segments_of
 from dtensor.frontend.capture.patches import (
@@ -302,7 +302,7 @@ def _buffers_to_constants(forward: fx.GraphModule, root: CallAsModule) -> fx.Gra
 
 def _differentiate(
     forward: fx.GraphModule, tensors: tuple[torch.Tensor, ...], mode: FakeTensorMode
-) -> Held:
+) -> ModuleWithConstants:
     """Return the joint graph of forward and backward. Repeated layers are differentiated once."""
     segments = segments_of(forward)
     try:

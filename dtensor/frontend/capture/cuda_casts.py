@@ -33,7 +33,7 @@ from torch._C import (
 from dtensor.errors import PlanningError
 
 _KEY = DispatchKey.AutocastCUDA
-_NARROW = """
+_NARROW_OPS = """
     _convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d
     conv_transpose2d.input conv_transpose3d.input convolution cudnn_convolution
     cudnn_convolution_transpose prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear
@@ -41,7 +41,7 @@ _NARROW = """
     lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell _scaled_dot_product_flash_attention
     scaled_dot_product_attention
 """
-_FLOAT32 = """
+_FLOAT32_OPS = """
     acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar
     pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm
     frobenius_norm.dim nuclear_norm nuclear_norm.dim cosine_similarity poisson_nll_loss
@@ -53,15 +53,15 @@ _FLOAT32 = """
     upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d
     _upsample_bicubic2d_aa
 """
-_FLOAT32_RESULT = """
+_FLOAT32_RESULT_OPS = """
     prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm
     linalg_matrix_norm linalg_matrix_norm.str_ord sum sum.dim_IntList
 """
-_WIDEST = """
+_WIDEST_OPS = """
     addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
 """
-_WITH_DTYPE = {"norm.Scalar": "ScalarOpt_dtype", "norm.ScalarOpt_dim": "ScalarOpt_dim_dtype"}
-_AS_TORCH_HAS_IT = {"binary_cross_entropy", "_cudnn_rnn"}
+_DTYPE_OVERLOADS = {"norm.Scalar": "ScalarOpt_dtype", "norm.ScalarOpt_dim": "ScalarOpt_dim_dtype"}
+_SKIPPED_OPS = {"binary_cross_entropy", "_cudnn_rnn"}
 """Ops that get no kernel here: the first raises in torch, and the second runs only on CUDA."""
 
 _Kernel = Callable[..., Any]
@@ -72,7 +72,7 @@ def cuda_casts() -> Iterator[None]:
     """Apply CUDA's casts in this context and thread; may be nested. The kernels are global, but
     only tracing uses Python kernels, and only one thread traces."""
     was_included = _dispatch_tls_is_dispatch_key_included(_KEY)
-    kernels = {} if was_included else _kernels(_on_the_list())
+    kernels = {} if was_included else _kernels(_listed_ops())
     try:
         for op, kernel in kernels.items():
             op.py_kernels[_KEY] = kernel
@@ -87,25 +87,25 @@ def cuda_casts() -> Iterator[None]:
             op._dispatch_cache.clear()
 
 
-def _on_the_list() -> frozenset[str]:
+def _listed_ops() -> frozenset[str]:
     """Return the names of all ops on the list. It changes when a library defines ops."""
     return frozenset(_dispatch_get_registrations_for_dispatch_key("AutocastCUDA"))
 
 
 @cache
-def _kernels(on_the_list: frozenset[str]) -> dict[Any, _Kernel]:
+def _kernels(listed_ops: frozenset[str]) -> dict[Any, _Kernel]:
     """Return the casting kernel of each op. The kernel of an op of another library raises, because
     its casts are unknown."""
-    makers = {name: _narrow for name in _NARROW.split()}
-    makers |= {name: _float32 for name in _FLOAT32.split()}
-    makers |= {name: _float32_result for name in _FLOAT32_RESULT.split()}
-    makers |= {name: _widest for name in _WIDEST.split()}
-    makers |= {name: _with_dtype for name in _WITH_DTYPE}
+    makers = {name: _narrow for name in _NARROW_OPS.split()}
+    makers |= {name: _float32 for name in _FLOAT32_OPS.split()}
+    makers |= {name: _float32_result for name in _FLOAT32_RESULT_OPS.split()}
+    makers |= {name: _widest for name in _WIDEST_OPS.split()}
+    makers |= {name: _with_dtype for name in _DTYPE_OVERLOADS}
     kernels: dict[Any, _Kernel] = {}
-    for full in sorted(on_the_list):
+    for full in sorted(listed_ops):
         namespace, _, name = full.partition("::")
         packet, _, overload = name.partition(".")
-        if namespace == "aten" and name in _AS_TORCH_HAS_IT:
+        if namespace == "aten" and name in _SKIPPED_OPS:
             continue
         op = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
         maker = makers.get(name, _unknown) if namespace == "aten" else _unknown
@@ -113,7 +113,7 @@ def _kernels(on_the_list: frozenset[str]) -> dict[Any, _Kernel]:
     return kernels
 
 
-def _fits(x: object) -> bool:
+def _is_castable(x: object) -> bool:
     """Return whether autocast casts x: a floating-point tensor that is not float64."""
     return isinstance(x, Tensor) and x.dtype.is_floating_point and x.dtype != torch.float64
 
@@ -121,45 +121,45 @@ def _fits(x: object) -> bool:
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     match value:
         case Tensor():
-            return value.to(dtype) if _fits(value) and value.dtype != dtype else value
+            return value.to(dtype) if _is_castable(value) and value.dtype != dtype else value
         case list() | tuple():
             return [_cast(item, dtype) for item in value]
         case _:
             return value
 
 
-def _excluded() -> Any:
+def _without_autocast() -> Any:
     return _ExcludeDispatchKeyGuard(DispatchKeySet(_KEY))
 
 
-def _called(op: Any, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
+def _call_with_casts(op: Any, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
     """Call the op with its operands cast to ``dtype``."""
-    with _excluded():
+    with _without_autocast():
         cast_args = [_cast(value, dtype) for value in args]
         return op(*cast_args, **{name: _cast(value, dtype) for name, value in kwargs.items()})
 
 
 def _narrow(op: Any) -> _Kernel:
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        return _called(op, torch.get_autocast_dtype("cuda"), args, kwargs)
+        return _call_with_casts(op, torch.get_autocast_dtype("cuda"), args, kwargs)
 
     return kernel
 
 
 def _float32(op: Any) -> _Kernel:
-    return lambda *args, **kwargs: _called(op, torch.float32, args, kwargs)
+    return lambda *args, **kwargs: _call_with_casts(op, torch.float32, args, kwargs)
 
 
 def _float32_result(op: Any) -> _Kernel:
     """Return a kernel that computes in float32 with dtype=, unless the call states a dtype."""
     names = [argument.name for argument in op._schema.arguments]
-    place = names.index("dtype")
+    dtype_index = names.index("dtype")
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        stated = args[place] if len(args) > place else kwargs.get("dtype")
-        if stated is None and _fits(args[0]):
-            args, kwargs = args[:place], {**kwargs, "dtype": torch.float32}
-        with _excluded():
+        stated_dtype = args[dtype_index] if len(args) > dtype_index else kwargs.get("dtype")
+        if stated_dtype is None and _is_castable(args[0]):
+            args, kwargs = args[:dtype_index], {**kwargs, "dtype": torch.float32}
+        with _without_autocast():
             return op(*args, **kwargs)
 
     return kernel
@@ -167,16 +167,16 @@ def _float32_result(op: Any) -> _Kernel:
 
 def _with_dtype(op: Any) -> _Kernel:
     """Return a kernel that calls the overload with dtype= of an op without one."""
-    overload = _WITH_DTYPE[op._schema.name.removeprefix("aten::") + f".{op._overloadname}"]
-    stated = getattr(op._overloadpacket, overload)
+    overload = _DTYPE_OVERLOADS[op._schema.name.removeprefix("aten::") + f".{op._overloadname}"]
+    overload_op = getattr(op._overloadpacket, overload)
     names = [argument.name for argument in op._schema.arguments]
     defaults = {a.name: a.default_value for a in op._schema.arguments if a.has_default_value()}
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
-        dtype = torch.float32 if _fits(args[0]) else args[0].dtype
-        with _excluded():
-            return stated(*(given[name] for name in names), dtype=dtype)
+        values = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+        dtype = torch.float32 if _is_castable(args[0]) else args[0].dtype
+        with _without_autocast():
+            return overload_op(*(values[name] for name in names), dtype=dtype)
 
     return kernel
 
@@ -188,7 +188,7 @@ def _widest(op: Any) -> _Kernel:
         narrow = dtype = torch.get_autocast_dtype("cuda")
         for value in (*args, *kwargs.values()):
             for x in value if isinstance(value, (list, tuple)) else (value,):
-                if not _fits(x) or dtype == torch.float32:
+                if not _is_castable(x) or dtype == torch.float32:
                     continue
                 if x.dtype not in (narrow, torch.float32):
                     raise RuntimeError(
@@ -196,7 +196,7 @@ def _widest(op: Any) -> _Kernel:
                         f"{op} of {x.dtype}, where autocast has {narrow}"
                     )
                 dtype = x.dtype
-        return _called(op, dtype, args, kwargs)
+        return _call_with_casts(op, dtype, args, kwargs)
 
     return kernel
 

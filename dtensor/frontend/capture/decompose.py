@@ -32,7 +32,7 @@ from dtensor.private_torch import (
 from dtensor.sharding.ops.call import OpCall
 from dtensor.sharding.rules.registry import NoRule, rule_for
 
-_KEPT = ("partitioner_tag", "seq_nr", "stack_trace", "nn_module_stack", "custom")
+_COPIED_META = ("partitioner_tag", "seq_nr", "stack_trace", "nn_module_stack", "custom")
 Table = Mapping[Any, Callable[..., Any]]
 
 
@@ -46,10 +46,10 @@ class GraphAndConstants(torch.nn.Module):
             self.register_buffer(name, value, persistent=False)
 
 
-Held = GraphAndConstants | fx.GraphModule
+ModuleWithConstants = GraphAndConstants | fx.GraphModule
 
 
-def decompose(module: Held, mode: FakeTensorMode) -> bool:
+def decompose(module: ModuleWithConstants, mode: FakeTensorMode) -> bool:
     """Decompose ops without rules in place; return whether anything changed. Every node must have a
     meta "val" of this mode."""
     changed = False
@@ -58,14 +58,16 @@ def decompose(module: Held, mode: FakeTensorMode) -> bool:
         node = waiting.pop()
         if not isinstance(node.target, OpOverload) or has_rule(op_call(node)[0]):
             continue
-        inner = _expansion(node, mode)
-        if inner is not None:
-            waiting += _inline(module, node, inner)
+        decomposition = _decomposition(node, mode)
+        if decomposition is not None:
+            waiting += _replace_by(module, node, decomposition)
             changed = True
     return changed
 
 
-def lift_constants(module: Held, mode: FakeTensorMode) -> dict[fx.Node, torch.Tensor]:
+def lift_constants(
+    module: ModuleWithConstants, mode: FakeTensorMode
+) -> dict[fx.Node, torch.Tensor]:
     """Replace the get_attr nodes of each tensor by one new placeholder; return the tensors by
     placeholder."""
     graph = module.graph
@@ -77,8 +79,8 @@ def lift_constants(module: Held, mode: FakeTensorMode) -> dict[fx.Node, torch.Te
             value = module.get_buffer(target)
             # The text of an assertion of torch's joint export; functions.py explains both.
             assert not isinstance(value, FakeTensor), f"Unexpected fake buffer {target}"
-            before = graph.find_nodes(op="placeholder")
-            with graph.inserting_after(before[-1] if before else None):
+            placeholders = graph.find_nodes(op="placeholder")
+            with graph.inserting_after(placeholders[-1] if placeholders else None):
                 lifted[target] = graph.placeholder(f"const_{len(lifted)}")
             lifted[target].meta["val"] = mode.from_tensor(value)
             constants[lifted[target]] = value.detach().cpu()
@@ -95,7 +97,7 @@ def has_rule(call: OpCall) -> bool:
     return True
 
 
-def _expansion(node: fx.Node, mode: FakeTensorMode) -> fx.GraphModule | None:
+def _decomposition(node: fx.Node, mode: FakeTensorMode) -> fx.GraphModule | None:
     """Return the decomposition of a call as a graph whose placeholders are its tensor arguments in
     order; None if there is no usable decomposition."""
     # Not at the top: it loads torch's compiler, and with it triton where that is installed.
@@ -104,40 +106,40 @@ def _expansion(node: fx.Node, mode: FakeTensorMode) -> fx.GraphModule | None:
     target: Any = node.target
     if torch.Tag.nondeterministic_seeded in target.tags:
         return None
-    known = table().get(target)
-    if known is None:
+    decomposition = table().get(target)
+    if decomposition is None:
         return None
     nodes = node.all_input_nodes
     fakes = [n.meta["val"] for n in nodes]
 
     def call(*tensors: torch.Tensor) -> Any:
         values = dict(zip(nodes, tensors, strict=True))
-        args = _plain(fx.map_arg(node.args, values.__getitem__))
-        kwargs = _plain(fx.map_arg(node.kwargs, values.__getitem__))
-        out = known(*args, **kwargs)
+        args = _mutable(fx.map_arg(node.args, values.__getitem__))
+        kwargs = _mutable(fx.map_arg(node.kwargs, values.__getitem__))
+        out = decomposition(*args, **kwargs)
         return tuple(out) if isinstance(out, (tuple, list)) else out  # make_fx traces named tuples
 
     try:
         with mode, torch.no_grad():
-            inner = make_fx(call)(*fakes)
+            traced = make_fx(call)(*fakes)
     except data_dependent_errors():
         return None
-    for constant in inner.graph.find_nodes(op="get_attr"):
-        constant.meta["val"] = mode.from_tensor(getattr(inner, str(constant.target)))
-    if not _is_simpler(inner.graph, target) or not _same(node, inner):
+    for constant in traced.graph.find_nodes(op="get_attr"):
+        constant.meta["val"] = mode.from_tensor(getattr(traced, str(constant.target)))
+    if not _is_simpler(traced.graph, target) or not _is_equivalent(node, traced):
         return None
-    return inner
+    return traced
 
 
-def _plain(value: Any) -> Any:
+def _mutable(value: Any) -> Any:
     """Replace the immutable lists and dicts of torch.fx, which some decompositions change."""
     match value:
         case list():
-            return [_plain(v) for v in value]
+            return [_mutable(v) for v in value]
         case tuple():
-            return tuple(_plain(v) for v in value)
+            return tuple(_mutable(v) for v in value)
         case dict():
-            return {k: _plain(v) for k, v in value.items()}
+            return {k: _mutable(v) for k, v in value.items()}
         case _:
             return value
 
@@ -150,7 +152,7 @@ def _is_simpler(graph: fx.Graph, target: Any) -> bool:
     )
 
 
-def _same(node: fx.Node, inner: fx.GraphModule) -> bool:
+def _is_equivalent(node: fx.Node, inner: fx.GraphModule) -> bool:
     """Return whether the decomposition is functional and returns the same shapes and dtypes."""
     if any(
         isinstance(n.target, OpOverload) and n.target._schema.is_mutable for n in inner.graph.nodes
@@ -167,29 +169,33 @@ def _same(node: fx.Node, inner: fx.GraphModule) -> bool:
     )
 
 
-def _inline(module: Held, node: fx.Node, inner: fx.GraphModule) -> list[fx.Node]:
+def _replace_by(
+    module: ModuleWithConstants, node: fx.Node, decomposition: fx.GraphModule
+) -> list[fx.Node]:
     """Replace the node by its decomposition; return the new calls, which may need decomposition."""
     graph = module.graph
     values: dict[fx.Node, Any] = dict(
-        zip(inner.graph.find_nodes(op="placeholder"), node.all_input_nodes, strict=True)
+        zip(decomposition.graph.find_nodes(op="placeholder"), node.all_input_nodes, strict=True)
     )
     new: list[fx.Node] = []
     out: Any = None
     with graph.inserting_before(node):
-        for old in inner.graph.nodes:
+        for old in decomposition.graph.nodes:
             if old.op == "output":
                 out = fx.map_arg(old.args[0], values.__getitem__)
             elif old.op == "get_attr":
                 name = _fresh_name(module)
-                module.register_buffer(name, getattr(inner, str(old.target)), persistent=False)
+                module.register_buffer(
+                    name, getattr(decomposition, str(old.target)), persistent=False
+                )
                 values[old] = graph.get_attr(name)
                 values[old].meta["val"] = old.meta["val"]
             elif old.op == "call_function":
                 values[old] = graph.node_copy(old, values.__getitem__)
                 values[old].meta = {"val": old.meta["val"]}
                 new.append(values[old])
-    for made in new:
-        made.meta.update({k: node.meta[k] for k in _KEPT if k in node.meta})
+    for new_node in new:
+        new_node.meta.update({k: node.meta[k] for k in _COPIED_META if k in node.meta})
     if isinstance(out, (tuple, list)):
         for user in list(node.users):
             assert user.target is operator.getitem, "a tuple is read by its items"
@@ -202,7 +208,7 @@ def _inline(module: Held, node: fx.Node, inner: fx.GraphModule) -> list[fx.Node]
     return new
 
 
-def _fresh_name(module: Held) -> str:
+def _fresh_name(module: ModuleWithConstants) -> str:
     index = 0
     while f"_expanded_{index}" in module._buffers:
         index += 1
@@ -224,10 +230,10 @@ def _weight_norm_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradients of w = g v / |v| with respect to v and g; the norm is over all dims but
     ``dim``. ``norms`` may be float32 if v is of 16 bits."""
-    others = [d for d in range(v.dim()) if d != dim % v.dim()]
-    along = (grad.to(norms.dtype) * v).sum(others, keepdim=True) / norms
-    across = grad - v * (along / norms)
-    return (g / norms * across).to(v.dtype), along.to(g.dtype)
+    other_dims = [d for d in range(v.dim()) if d != dim % v.dim()]
+    g_gradient = (grad.to(norms.dtype) * v).sum(other_dims, keepdim=True) / norms
+    residual = grad - v * (g_gradient / norms)
+    return (g / norms * residual).to(v.dtype), g_gradient.to(g.dtype)
 
 
 def _zero_tangent(

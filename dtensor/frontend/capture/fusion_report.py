@@ -15,14 +15,14 @@ from dtensor.sharding.plan.dataflow import Recognised
 
 
 def fusion_report(
-    met: Iterable[PatternMatch], prefixes: Mapping[str, str]
+    matches: Iterable[PatternMatch], prefixes: Mapping[str, str]
 ) -> tuple[Recognised, ...]:
     """Return the matches with the user's paths and lines. ``prefixes``: see `FlatCall.prefixes`."""
-    return tuple(_recognised(each, prefixes) for each in met)
+    return tuple(_recognised(match, prefixes) for match in matches)
 
 
-def _recognised(each: PatternMatch, prefixes: Mapping[str, str]) -> Recognised:
-    calls = module_calls(each.meta.get("nn_module_stack") or {}, prefixes)
+def _recognised(match: PatternMatch, prefixes: Mapping[str, str]) -> Recognised:
+    calls = module_calls(match.meta.get("nn_module_stack") or {}, prefixes)
     module = calls[-1].partition("@")[0] if calls else ""
-    source = source_of_trace(each.meta.get("stack_trace") or "")
-    return Recognised(each.what, each.op, each.reason, module, str(source) if source else "")
+    source = source_of_trace(match.meta.get("stack_trace") or "")
+    return Recognised(match.what, match.op, match.reason, module, str(source) if source else "")

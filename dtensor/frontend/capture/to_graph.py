@@ -23,7 +23,7 @@ from torch import fx
 
 import dtensor.sharding.ops.attention  # noqa: F401  (registers the op)
 from dtensor.frontend.capture.call_as_module import CallAsModule, FlatCall
-from dtensor.frontend.capture.decompose import Held, decompose, lift_constants
+from dtensor.frontend.capture.decompose import ModuleWithConstants, decompose, lift_constants
 from dtensor.frontend.capture.layers import arguments_key
 from dtensor.frontend.capture.names import annotate_nodes, name_nodes, order_phases, user_path
 from dtensor.frontend.capture.refusals import (
@@ -56,7 +56,7 @@ dt: Any = torch.ops.dt
 
 
 def to_graph(
-    root: CallAsModule, joint: Held, forward: fx.GraphModule, mode: FakeTensorMode
+    root: CallAsModule, joint: ModuleWithConstants, forward: fx.GraphModule, mode: FakeTensorMode
 ) -> Graph:
     """Return the `Graph` of a joint graph module. `forward`: the exported graph, which gives the
     lines in errors."""
@@ -264,7 +264,9 @@ def _mutating_line(desc: Any, forward: fx.GraphModule) -> Source | None:
     return None
 
 
-def _lift_constants(joint: Held, inputs: dict[fx.Node, Input], mode: FakeTensorMode) -> None:
+def _lift_constants(
+    joint: ModuleWithConstants, inputs: dict[fx.Node, Input], mode: FakeTensorMode
+) -> None:
     """Turn each tensor attribute of the module into a placeholder and a `Const` input."""
     check_joint(joint.graph)
     for number, (node, value) in enumerate(lift_constants(joint, mode).items()):

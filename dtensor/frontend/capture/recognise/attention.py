@@ -37,7 +37,7 @@ Mask = tuple[fx.Node, int, int]
 """A mask, the number of queries and the number of keys."""
 
 
-def settle_mask(node: fx.Node, constants: Constants, known: dict[Mask, bool | None]) -> None:
+def simplify_mask(node: fx.Node, constants: Constants, known: dict[Mask, bool | None]) -> None:
     """Remove a mask that hides nothing; replace one that hides only later keys by `is_causal`.
 
     ``known``: the results for masks of the graph, because layers share a mask, and computing a mask
@@ -49,7 +49,7 @@ def settle_mask(node: fx.Node, constants: Constants, known: dict[Mask, bool | No
         return
     key = (mask, a["query"].meta["val"].shape[-2], a["key"].meta["val"].shape[-2])
     if key not in known:
-        known[key] = _causality(*key, constants)
+        known[key] = _mask_kind(*key, constants)
     is_causal = known[key]
     if is_causal is None:
         return
@@ -59,41 +59,43 @@ def settle_mask(node: fx.Node, constants: Constants, known: dict[Mask, bool | No
     node.kwargs = a
 
 
-def _causality(mask: fx.Node, queries: int, keys: int, constants: Constants) -> bool | None:
+def _mask_kind(mask: fx.Node, queries: int, keys: int, constants: Constants) -> bool | None:
     """Return True for a causal mask, False for a mask that hides nothing, and None for others."""
     try:
-        seen = _seen(constants.value(mask))
+        visible = _visible_keys(constants.value(mask))
     except NotConstant:
         return None
-    if seen is None or 0 in seen.shape or len(seen.shape) < 2:
+    if visible is None or 0 in visible.shape or len(visible.shape) < 2:
         return None
-    if bool(seen.all()):
+    if bool(visible.all()):
         return False
-    if tuple(seen.shape[-2:]) == (queries, keys) and bool((seen == _causal(queries, keys)).all()):
+    if tuple(visible.shape[-2:]) == (queries, keys) and bool(
+        (visible == _causal_mask(queries, keys)).all()
+    ):
         return True
     return None
 
 
-def _causal(queries: int, keys: int) -> Tensor:
+def _causal_mask(queries: int, keys: int) -> Tensor:
     """Return torch's causal mask: aligned to the first position if the two numbers differ."""
     return torch.ones(queries, keys, dtype=torch.bool).tril()
 
 
-def _seen(mask: Tensor) -> Tensor | None:
+def _visible_keys(mask: Tensor) -> Tensor | None:
     """Return which keys each query sees; None if the mask does more than hide keys."""
     for dim in range(mask.dim() - 2):
         if mask.stride(dim) == 0:
             mask = mask.narrow(dim, 0, min(1, mask.shape[dim]))
     if mask.dtype == torch.bool:
         return mask
-    seen = mask == 0
+    visible = mask == 0
     # The lowest number of a dtype has the effect of -inf if the query sees at least one key.
     hidden = (mask == -math.inf) | (mask == torch.finfo(mask.dtype).min)
-    return seen if bool((seen | hidden).all()) and bool(seen.any(-1).all()) else None
+    return visible if bool((visible | hidden).all()) and bool(visible.any(-1).all()) else None
 
 
-def attention(graph: fx.Graph, node: fx.Node, writes: Writes) -> str:
-    """Rewrite the attention in place as one dt op, and return the op's name. Call `settle_mask`
+def rewrite_attention(graph: fx.Graph, node: fx.Node, writes: Writes) -> str:
+    """Rewrite the attention in place as one dt op, and return the op's name. Call `simplify_mask`
     before. Raises NoMatch with the reason if no dt op fits."""
     a = bound(node)
     q, k, v = (a[name].meta["val"] for name in ("query", "key", "value"))
@@ -104,15 +106,15 @@ def attention(graph: fx.Graph, node: fx.Node, writes: Writes) -> str:
         raise NoMatch(f"its queries have {q.dim()} dims and not 4")
     if (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]) or k.shape != v.shape:
         raise NoMatch("its queries, keys and values are of other sizes")
-    shares = k.shape[1] == 1 or (a["enable_gqa"] and q.shape[1] % k.shape[1] == 0)
-    if q.shape[1] != k.shape[1] and not shares:
+    is_grouped = k.shape[1] == 1 or (a["enable_gqa"] and q.shape[1] % k.shape[1] == 0)
+    if q.shape[1] != k.shape[1] and not is_grouped:
         raise NoMatch("its queries and keys have other numbers of heads")
     if a["attn_mask"] is not None:
         if a["is_causal"]:  # torch raises where it runs
             raise NoMatch("it has a mask and is_causal")
-        if learned := _learned(a["attn_mask"]):
-            raise NoMatch(f"its mask depends on {learned}, which wants a gradient")
-    keys, values = _grouped(node, a["key"], a["value"], writes)
+        if source := _differentiable_source(a["attn_mask"]):
+            raise NoMatch(f"its mask depends on {source}, which wants a gradient")
+    keys, values = _before_repeat(node, a["key"], a["value"], writes)
     call = Writer(graph, node)
     scale = a["scale"] if a["scale"] is not None else 1 / math.sqrt(q.shape[-1])
     tensors = [
@@ -121,7 +123,7 @@ def attention(graph: fx.Graph, node: fx.Node, writes: Writes) -> str:
     if a["attn_mask"] is None:
         op, pair = "dt.attention", call(dt.attention.default, *tensors, a["is_causal"], scale)
     else:
-        mask = _unexpanded(a["attn_mask"], node, writes)
+        mask = _before_expand(a["attn_mask"], node, writes)
         if mask.meta["val"].dtype != torch.bool and q.dtype != out.dtype:
             mask = call.cast(mask, mask.meta["val"].dtype, out.dtype)  # autocast casts it, too
         op, pair = "dt.attention_masked", call(_MASKED, *tensors, mask, scale)
@@ -129,100 +131,102 @@ def attention(graph: fx.Graph, node: fx.Node, writes: Writes) -> str:
     return op
 
 
-def read_copies(graph: fx.Graph) -> None:
+def pick_repeated_heads(graph: fx.Graph) -> None:
     """Replace heads that are picked from a cache and then repeated by a pick of one head for each
     query head, in place, so that each rank can read its own copies."""
     for pick in graph.find_nodes(op="call_function", target=dt.pick_heads.default):
-        source, have, heads = pick.args
+        source, picked, heads = pick.args
         repeats = [
             (node, node.meta["val"].shape[1])
             for target in (*_RESHAPES, aten.repeat_interleave.self_int)
             for node in graph.find_nodes(op="call_function", target=target)
-            if _unrepeated(node) is pick
+            if _source_of_repeat(node) is pick
         ]
         for user in list(pick.users):
             if user.target is aten.scaled_dot_product_attention.default:
-                num = bound(user)["query"].meta["val"].shape[1]
-                if bound(user)["enable_gqa"] and num > len(heads):
-                    repeats.append((user, num))
-        for node, num in repeats:
-            each = [head for head in heads for _ in range(num // len(heads))]
-            repeated = Writer(graph, pick)(dt.pick_heads.default, source, list(have), each)
+                num_heads = bound(user)["query"].meta["val"].shape[1]
+                if bound(user)["enable_gqa"] and num_heads > len(heads):
+                    repeats.append((user, num_heads))
+        for node, num_heads in repeats:
+            repeated_heads = [head for head in heads for _ in range(num_heads // len(heads))]
+            repeated = Writer(graph, pick)(
+                dt.pick_heads.default, source, list(picked), repeated_heads
+            )
             b, _, s, d = pick.meta["val"].shape
-            repeated.meta["val"] = pick.meta["val"].new_empty((b, num, s, d))
+            repeated.meta["val"] = pick.meta["val"].new_empty((b, num_heads, s, d))
             if node in pick.users:
                 node.replace_input_with(pick, repeated)
             else:
                 node.replace_all_uses_with(repeated)
 
 
-def _learned(mask: fx.Node) -> str:
+def _differentiable_source(mask: fx.Node) -> str:
     """Return the name of a value that requires grad and on which the mask depends; "" if none."""
-    waiting, met = [mask], {mask}
+    waiting, visited = [mask], {mask}
     while waiting:
-        each = waiting.pop()
-        val = each.meta.get("val")
+        node = waiting.pop()
+        val = node.meta.get("val")
         if isinstance(val, Tensor) and not val.dtype.is_floating_point:
             continue
         if isinstance(val, Tensor) and val.requires_grad:
-            _, dot, path = str(each.target).partition(".")  # below the module that was called
+            _, dot, path = str(node.target).partition(".")  # below the module that was called
             return path if dot else "an argument"
-        inputs = [n for n in each.all_input_nodes if n not in met]
-        met.update(inputs)
-        waiting += [] if each.target is aten.detach.default else inputs
+        inputs = [n for n in node.all_input_nodes if n not in visited]
+        visited.update(inputs)
+        waiting += [] if node.target is aten.detach.default else inputs
     return ""
 
 
-def _unexpanded(mask: fx.Node, node: fx.Node, writes: Writes) -> fx.Node:
+def _before_expand(mask: fx.Node, node: fx.Node, writes: Writes) -> fx.Node:
     """Return the mask before it was expanded: the op broadcasts it."""
     source = mask
     while source.target is aten.expand.default:
-        source = _first(source)
+        source = _first_operand(source)
     return mask if source is mask or writes.between(source, node) else source
 
 
-def _grouped(node: fx.Node, key: fx.Node, value: fx.Node, writes: Writes) -> tuple[Any, Any]:
+def _before_repeat(node: fx.Node, key: fx.Node, value: fx.Node, writes: Writes) -> tuple[Any, Any]:
     """Return keys and values before both were repeated the same number of times; else unchanged."""
     if key.meta["val"].shape[1] != node.meta["val"].shape[1]:
         return key, value
-    keys, values = _unrepeated(key), _unrepeated(value)
+    keys, values = _source_of_repeat(key), _source_of_repeat(value)
     if keys is None or values is None:
         return key, value
-    changed = writes.between(key, node) or writes.between(value, node)
-    alike = keys.meta["val"].shape == values.meta["val"].shape
-    return (keys, values) if alike and not changed else (key, value)
+    is_written = writes.between(key, node) or writes.between(value, node)
+    same_shape = keys.meta["val"].shape == values.meta["val"].shape
+    return (keys, values) if same_shape and not is_written else (key, value)
 
 
-def _unrepeated(x: fx.Node) -> fx.Node | None:
+def _source_of_repeat(x: fx.Node) -> fx.Node | None:
     """Return the source [b g s d] of x [b (g r) s d] in which each head of g is repeated r times in
     a row; None if x is not of this form."""
     while x.target in _COPIES:
-        x = _first(x)
+        x = _first_operand(x)
     if x.target is aten.repeat_interleave.self_int:
         a = bound(x)
         source = a["self"]
-        plain = a["output_size"] is None or a["output_size"] == x.meta["val"].shape[1]
-        return source if plain and a["dim"] in (1, -3) else None
+        is_full = a["output_size"] is None or a["output_size"] == x.meta["val"].shape[1]
+        return source if is_full and a["dim"] in (1, -3) else None
     if x.target not in _RESHAPES:
         return None
-    spread = _first(x)
-    while spread.target in _COPIES:
-        spread = _first(spread)
-    if spread.target is not aten.expand.default:
+    expanded = _first_operand(x)
+    while expanded.target in _COPIES:
+        expanded = _first_operand(expanded)
+    if expanded.target is not aten.expand.default:
         return None
-    column = _first(spread)
-    if column.target is not aten.unsqueeze.default or column.args[1] not in (2, -3):
+    unsqueezed = _first_operand(expanded)
+    if unsqueezed.target is not aten.unsqueeze.default or unsqueezed.args[1] not in (2, -3):
         return None
-    source = _first(column)
+    source = _first_operand(unsqueezed)
     if source.meta["val"].dim() != 4:
         return None
     b, g, s, d = source.meta["val"].shape
-    times = spread.meta["val"].shape[2]
-    shapes = (tuple(spread.meta["val"].shape), tuple(x.meta["val"].shape))
-    return source if shapes == ((b, g, times, s, d), (b, g * times, s, d)) else None
+    repeats = expanded.meta["val"].shape[2]
+    shapes = (tuple(expanded.meta["val"].shape), tuple(x.meta["val"].shape))
+    return source if shapes == ((b, g, repeats, s, d), (b, g * repeats, s, d)) else None
 
 
-def _first(node: fx.Node) -> fx.Node:
+def _first_operand(node: fx.Node) -> fx.Node:
     source = node.args[0]
     assert isinstance(source, fx.Node)
     return source

@@ -26,9 +26,9 @@ from dtensor.private_torch import OpOverload, unset_fake_temporarily
 
 aten: Any = torch.ops.aten
 
-MOST_ELEMENTS = 2**28
+MAX_ELEMENTS = 2**28
 """The maximum size of a tensor that is computed."""
-_COMPARED = 2**20
+_MAX_COMPARED = 2**20
 """The maximum number of elements of a result whose rows are compared with each other."""
 _CASTS = (aten.to.dtype, aten.to.dtype_layout, aten._to_copy.default, aten.clone.default)
 
@@ -42,45 +42,45 @@ class Constants:
 
     def __init__(self, graph: fx.Graph) -> None:
         self.writes: Writes = Writes(graph)
-        self._known: set[fx.Node] = set()
-        self._places = {node: i for i, node in enumerate(graph.nodes)}
+        self._constant_nodes: set[fx.Node] = set()
+        self._positions = {node: i for i, node in enumerate(graph.nodes)}
 
     def value(self, node: fx.Node) -> Tensor:
         """Return the value of ``node``. A dim in which all rows are equal may have stride 0.
 
         Raises NotConstant if the value may differ between calls.
         """
-        cone = self._cone(node)
-        waiting = Counter(x for n in cone for x in n.all_input_nodes)
+        nodes = self._ancestors(node)
+        remaining_reads = Counter(x for n in nodes for x in n.all_input_nodes)
         values: dict[fx.Node, Any] = {}
         with unset_fake_temporarily(), torch.no_grad():
-            for each in cone:
-                values[each] = _computed(each, values)
+            for each in nodes:
+                values[each] = _compute(each, values)
                 for read in each.all_input_nodes:
-                    waiting[read] -= 1
-                    if not waiting[read]:
+                    remaining_reads[read] -= 1
+                    if not remaining_reads[read]:
                         del values[read]
         constant = values[node]
         assert isinstance(constant, Tensor), "asked for a tensor"
         return constant
 
-    def _cone(self, node: fx.Node) -> list[fx.Node]:
+    def _ancestors(self, node: fx.Node) -> list[fx.Node]:
         """Return ``node`` and all nodes from which it is computed, in the order of the graph.
         Raises NotConstant."""
-        cone, waiting, is_changed = {node: None}, [node], False
+        ancestors, waiting, is_changed = {node: None}, [node], False
         while waiting:
             each = waiting.pop()
-            if each not in self._known:
+            if each not in self._constant_nodes:
                 self._check(each)
-                is_changed |= each not in self._places or each in self.writes.changed
+                is_changed |= each not in self._positions or each in self.writes.changed
             for read in each.all_input_nodes:
-                if read not in cone:
-                    cone[read] = None
+                if read not in ancestors:
+                    ancestors[read] = None
                     waiting.append(read)
         if is_changed:
             raise NotConstant("it is changed in place")
-        self._known.update(cone)
-        return sorted(cone, key=self._places.__getitem__)
+        self._constant_nodes.update(ancestors)
+        return sorted(ancestors, key=self._positions.__getitem__)
 
     def _check(self, node: fx.Node) -> None:
         """Raise NotConstant if the node is an input, random, or not an ATen op."""
@@ -104,29 +104,29 @@ class Writes:
     def __init__(self, graph: fx.Graph) -> None:
         self.changed: set[fx.Node] = set()
         self._order: dict[fx.Node, int] = {}
-        self._at: list[int] = []
+        self._write_positions: list[int] = []
         for index, node in enumerate(graph.nodes):
             self._order[node] = index
-            written = list(_written(node))
-            if written:
-                self._at.append(index)
+            operands = list(_written_operands(node))
+            if operands:
+                self._write_positions.append(index)
                 self.changed.add(node)
-            for each in written:
+            for each in operands:
                 while isinstance(each, fx.Node) and each not in self.changed:
                     self.changed.add(each)
                     each = each.args[0] if _is_view(each) else None
 
     def between(self, first: fx.Node, last: fx.Node) -> bool:
         """Return whether any op between ``first`` and ``last`` writes in place."""
-        if not self._at:
+        if not self._write_positions:
             return False
         start, stop = self._order.get(first), self._order.get(last)
         if start is None or stop is None:
             return True
-        return any(start < at < stop for at in self._at)
+        return any(start < at < stop for at in self._write_positions)
 
 
-def _written(node: fx.Node) -> Iterator[Any]:
+def _written_operands(node: fx.Node) -> Iterator[Any]:
     """Yield the operands that an op changes in place."""
     target = node.target
     if not isinstance(target, OpOverload) or not target._schema.is_mutable:
@@ -149,7 +149,7 @@ def _is_view(node: fx.Node) -> bool:
 # -- computing -------------------------------------------------------------------------------------
 
 
-def _computed(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+def _compute(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
     """Run the op of a node. An elementwise op runs once for dims in which all operands repeat."""
     target: Any = node.target
     args = fx.map_arg(node.args, values.__getitem__)
@@ -157,14 +157,14 @@ def _computed(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
     if target is operator.getitem:
         return target(*args, **kwargs)
     val = node.meta["val"]
-    elementwise = torch.Tag.pointwise in target.tags or target in _CASTS
-    if not isinstance(val, Tensor) or not elementwise:
+    is_elementwise = torch.Tag.pointwise in target.tags or target in _CASTS
+    if not isinstance(val, Tensor) or not is_elementwise:
         if isinstance(val, Tensor) and not _is_view(node):
             _check_size(val.shape)
-        return _as_one_row(target(*args, **kwargs))
+        return _compress_rows(target(*args, **kwargs))
     rank, shape = val.dim(), val.shape
     tensors = [x for x in node.all_input_nodes if isinstance(values[x], Tensor)]
-    repeated = [d for d in range(rank) if all(_repeats(values[x], d - rank) for x in tensors)]
+    repeated = [d for d in range(rank) if all(_is_repeated(values[x], d - rank) for x in tensors)]
 
     def narrow(x: Any) -> Any:
         if isinstance(x, Tensor):
@@ -174,27 +174,27 @@ def _computed(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
         return x
 
     _check_size([1 if d in repeated else size for d, size in enumerate(shape)])
-    few = {x: narrow(values[x]) for x in tensors}
-    given = {**values, **few}
-    args = fx.map_arg(node.args, given.__getitem__)
-    kwargs = fx.map_arg(node.kwargs, given.__getitem__)
+    narrowed = {x: narrow(values[x]) for x in tensors}
+    operands = {**values, **narrowed}
+    args = fx.map_arg(node.args, operands.__getitem__)
+    kwargs = fx.map_arg(node.kwargs, operands.__getitem__)
     return target(*args, **kwargs).expand(shape)
 
 
-def _repeats(x: Tensor, dim: int) -> bool:
+def _is_repeated(x: Tensor, dim: int) -> bool:
     """Return whether x has only one row, or the same row repeated, in a dim (negative)."""
     return -dim > x.dim() or x.shape[dim] == 1 or x.stride(dim) == 0
 
 
-def _as_one_row(value: Any) -> Any:
+def _compress_rows(value: Any) -> Any:
     """Return a small tensor whose rows are all equal as one row, expanded; other values
     unchanged."""
-    if not isinstance(value, Tensor) or value.dim() < 2 or not 0 < value.numel() <= _COMPARED:
+    if not isinstance(value, Tensor) or value.dim() < 2 or not 0 < value.numel() <= _MAX_COMPARED:
         return value
     first = value[:1].expand_as(value)
     return first if value.stride(0) and value.shape[0] > 1 and first.equal(value) else value
 
 
 def _check_size(shape: Any) -> None:
-    if math.prod(shape) > MOST_ELEMENTS:
-        raise NotConstant(f"it has more than {MOST_ELEMENTS:,} elements")
+    if math.prod(shape) > MAX_ELEMENTS:
+        raise NotConstant(f"it has more than {MAX_ELEMENTS:,} elements")

@@ -18,14 +18,14 @@ from dtensor.frontend.capture.layers import layer_of
 from dtensor.frontend.capture.recognise.constants import Writes
 from dtensor.frontend.capture.recognise.matching import (
     NoMatch,
-    check_together,
+    check_same_checkpoint,
     dtype,
     is_plain,
     is_tensor,
-    other,
+    other_operand,
+    replace_node,
     shape,
     sole_user,
-    take_place,
 )
 from dtensor.frontend.capture.refusals import is_idle_dropout
 from dtensor.frontend.graph import USERS_META, Writer
@@ -34,13 +34,13 @@ aten: Any = torch.ops.aten
 dt: Any = torch.ops.dt
 
 
-def dropped_sum(graph: fx.Graph, dropout: fx.Node, writes: Writes) -> tuple[str, fx.Node]:
+def rewrite_dropout_add(graph: fx.Graph, dropout: fx.Node, writes: Writes) -> tuple[str, fx.Node]:
     """Rewrite a dropout and the sum that reads it, in place; return the op's name and its output.
     Raises NoMatch."""
     total = sole_user(dropout, aten.add.Tensor)
     if total is None or not is_plain(total) or is_idle_dropout(dropout):
         raise NoMatch("")
-    residual = other(total, dropout)
+    residual = other_operand(total, dropout)
     if not is_tensor(residual) or residual is dropout or shape(residual) != shape(dropout):
         raise NoMatch("")
     if dtype(residual) != dtype(dropout):
@@ -49,7 +49,7 @@ def dropped_sum(graph: fx.Graph, dropout: fx.Node, writes: Writes) -> tuple[str,
         raise NoMatch("")
     if dropout < residual:
         raise NoMatch("its other term is computed later")
-    check_together((dropout, total))
+    check_same_checkpoint((dropout, total))
     if writes.between(dropout, total):
         raise NoMatch("an op changes a value in place within it")
     call = Writer(graph, dropout)
@@ -58,5 +58,5 @@ def dropped_sum(graph: fx.Graph, dropout: fx.Node, writes: Writes) -> tuple[str,
     y = call(operator.getitem, pair, 0)
     for new in (pair, y):  # named after the line of the sum
         new.meta.update({k: total.meta[k] for k in USERS_META if k in total.meta})
-    take_place(graph, total, y)
+    replace_node(graph, total, y)
     return "dt.dropout_add", y

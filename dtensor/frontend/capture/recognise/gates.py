@@ -18,15 +18,15 @@ from torch import fx
 from dtensor.frontend.capture.recognise.constants import Writes
 from dtensor.frontend.capture.recognise.matching import (
     NoMatch,
-    check_together,
+    check_same_checkpoint,
     dtype,
     is_op,
     is_plain,
     is_tensor,
-    other,
+    other_operand,
+    replace_node,
     shape,
     sole_user,
-    take_place,
     users,
 )
 from dtensor.frontend.graph import Writer
@@ -38,31 +38,35 @@ dt: Any = torch.ops.dt
 _GELUS = {"none": "gelu", "tanh": "gelu_tanh"}
 
 
-def gate(graph: fx.Graph, anchor: fx.Node, writes: Writes) -> tuple[str, fx.Node]:
+def rewrite_gate(graph: fx.Graph, anchor: fx.Node, writes: Writes) -> tuple[str, fx.Node]:
     """Rewrite a gated activation in place; return the op's name and its output. ``anchor``: a silu,
     gelu or tanh. Raises NoMatch."""
     a, active, kind, nodes = _activation(anchor)
     product = sole_user(active, aten.mul.Tensor)
     if product is None:
-        many = any(is_op(user, aten.mul.Tensor) and _gates(user, active) for user in users(active))
-        raise NoMatch("its activation is used elsewhere" if many and len(users(active)) > 1 else "")
-    b = other(product, active)
-    if not _gates(product, active):
+        has_gate = any(
+            is_op(user, aten.mul.Tensor) and _is_gate(user, active) for user in users(active)
+        )
+        raise NoMatch(
+            "its activation is used elsewhere" if has_gate and len(users(active)) > 1 else ""
+        )
+    b = other_operand(product, active)
+    if not _is_gate(product, active):
         raise NoMatch("")
     if dtype(a) != dtype(b) or dtype(active) != dtype(a):
         raise NoMatch("the two that it multiplies have other dtypes")
-    check_together((*nodes, active, product))
+    check_same_checkpoint((*nodes, active, product))
     if writes.between(nodes[0] if nodes else active, product):
         raise NoMatch("an op changes a value in place within it")
     call = Writer(graph, product)
     new = call(dt.gated.default, a, b, kind)
-    take_place(graph, product, new)
+    replace_node(graph, product, new)
     return "dt.gated", new
 
 
-def _gates(product: fx.Node, active: fx.Node) -> bool:
+def _is_gate(product: fx.Node, active: fx.Node) -> bool:
     """Return whether ``product`` multiplies the activation by another value of the same shape."""
-    b = other(product, active)
+    b = other_operand(product, active)
     return is_tensor(b) and b is not active and shape(b) == shape(active)
 
 
@@ -79,27 +83,27 @@ def _activation(anchor: fx.Node) -> tuple[fx.Node, fx.Node, str, list[fx.Node]]:
 def _gelu_new(tanh: fx.Node) -> tuple[fx.Node, fx.Node, str, list[fx.Node]]:
     """Match the written-out gelu of transformers around its tanh. Returns what `_activation`
     does."""
-    inner = _scaled(tanh.args[0], SLOPE)
+    inner = _factor_removed(tanh.args[0], SLOPE)
     if not is_op(inner, aten.add.Tensor) or not is_plain(inner):
         raise NoMatch("")
     x, cubed = inner.args[:2]
-    power = _scaled(cubed, CUBIC)
+    power = _factor_removed(cubed, CUBIC)
     if not is_op(power, aten.pow.Tensor_Scalar) or power.args != (x, 3.0) or not is_tensor(x):
         raise NoMatch("")
-    plus = sole_user(tanh, aten.add.Tensor)
-    last = None if plus is None else sole_user(plus, aten.mul.Tensor)
-    if plus is None or last is None or plus.args != (tanh, 1.0) or not is_plain(plus):
+    shifted = sole_user(tanh, aten.add.Tensor)
+    result = None if shifted is None else sole_user(shifted, aten.mul.Tensor)
+    if shifted is None or result is None or shifted.args != (tanh, 1.0) or not is_plain(shifted):
         raise NoMatch("")
-    half = other(last, plus)
-    if not is_tensor(half) or _scaled(half, 0.5) is not x:
+    half = other_operand(result, shifted)
+    if not is_tensor(half) or _factor_removed(half, 0.5) is not x:
         raise NoMatch("")
-    nodes = [power, cubed, inner, tanh.args[0], tanh, plus, half]
+    nodes = [power, cubed, inner, tanh.args[0], tanh, shifted, half]
     if any(len(users(node)) > 1 for node in nodes):
         raise NoMatch("what it computes on the way is used elsewhere")
-    return x, last, "gelu_new", sorted(nodes)
+    return x, result, "gelu_new", sorted(nodes)
 
 
-def _scaled(node: Any, factor: float) -> Any:
+def _factor_removed(node: Any, factor: float) -> Any:
     """Return x if the node is x * factor, else None."""
     if not is_op(node, aten.mul.Tensor, aten.mul.Scalar) or node.args[1] != factor:
         return None

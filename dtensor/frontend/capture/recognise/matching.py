@@ -18,7 +18,7 @@ from dtensor.frontend.capture.patches import CHECKPOINT
 aten: Any = torch.ops.aten
 
 CASTS = (aten.to.dtype, aten.to.dtype_layout, aten._to_copy.default, aten.type_as.default)
-_CHECK = aten._assert_tensor_metadata.default
+_METADATA_CHECK = aten._assert_tensor_metadata.default
 
 
 class NoMatch(Exception):
@@ -31,7 +31,7 @@ def is_op(node: Any, *targets: Any) -> TypeGuard[fx.Node]:
 
 
 def users(node: fx.Node) -> list[fx.Node]:
-    return [user for user in node.users if user.target is not _CHECK]
+    return [user for user in node.users if user.target is not _METADATA_CHECK]
 
 
 def sole_user(node: fx.Node, *targets: Any) -> fx.Node | None:
@@ -40,7 +40,7 @@ def sole_user(node: fx.Node, *targets: Any) -> fx.Node | None:
     return readers[0] if len(readers) == 1 and is_op(readers[0], *targets) else None
 
 
-def other(node: fx.Node, operand: fx.Node) -> Any:
+def other_operand(node: fx.Node, operand: fx.Node) -> Any:
     """Return the other operand of a binary op, which may be the same one."""
     a, b = node.args[:2]
     return b if a is operand else a
@@ -75,14 +75,14 @@ def uncast(node: fx.Node) -> fx.Node:
     return node
 
 
-def check_together(nodes: Iterable[fx.Node]) -> None:
+def check_same_checkpoint(nodes: Iterable[fx.Node]) -> None:
     """Raise NoMatch if the nodes are not all in the same checkpoint (or all in none)."""
     regions = {(node.meta.get("custom") or {}).get(CHECKPOINT) for node in nodes}
     if len(regions) > 1:
         raise NoMatch("a checkpoint begins or ends within it")
 
 
-def erase(graph: fx.Graph, node: fx.Node) -> None:
+def erase_unused(graph: fx.Graph, node: fx.Node) -> None:
     """Erase a node without users, and then the operands that have no other users."""
     if node.op != "call_function" or users(node):
         return
@@ -91,11 +91,11 @@ def erase(graph: fx.Graph, node: fx.Node) -> None:
     operands = node.all_input_nodes
     graph.erase_node(node)
     for operand in operands:
-        erase(graph, operand)
+        erase_unused(graph, operand)
 
 
-def take_place(graph: fx.Graph, old: fx.Node, new: fx.Node) -> None:
+def replace_node(graph: fx.Graph, old: fx.Node, new: fx.Node) -> None:
     """Replace all uses of ``old`` by ``new``; erase ``old`` and the nodes that only it used."""
     new.meta["val"] = old.meta["val"]
     old.replace_all_uses_with(new)
-    erase(graph, old)
+    erase_unused(graph, old)

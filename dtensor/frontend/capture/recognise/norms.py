@@ -26,15 +26,15 @@ from dtensor.frontend.capture.recognise.constants import Writes
 from dtensor.frontend.capture.recognise.matching import (
     CASTS,
     NoMatch,
-    check_together,
+    check_same_checkpoint,
     dtype,
     is_op,
     is_plain,
     is_tensor,
-    other,
+    other_operand,
+    replace_node,
     shape,
     sole_user,
-    take_place,
     uncast,
     users,
 )
@@ -45,28 +45,28 @@ aten: Any = torch.ops.aten
 dt: Any = torch.ops.dt
 
 _ADDS = (aten.add.Tensor, aten.add.Scalar)
-_ELSEWHERE = "what it computes on the way is used elsewhere"
+_USED_ELSEWHERE = "what it computes on the way is used elsewhere"
 
 
-def rms_norm(graph: fx.Graph, rsqrt: fx.Node, writes: Writes) -> tuple[str, fx.Node]:
+def rewrite_rms_norm(graph: fx.Graph, rsqrt: fx.Node, writes: Writes) -> tuple[str, fx.Node]:
     """Rewrite an RMS norm in place; return the op's name and the last replaced node. Raises
     NoMatch."""
-    wide, eps, nodes = _statistics(rsqrt)
+    wide, eps, nodes = _match_rsqrt(rsqrt)
     source = uncast(wide)
     if accumulation_dtype(dtype(source)) != dtype(wide):
         source = wide
     if accumulation_dtype(dtype(wide)) != dtype(wide):
-        raise NoMatch(f"its squares are computed in {_name(dtype(wide))}")
+        raise NoMatch(f"its squares are computed in {_dtype_name(dtype(wide))}")
     normed = sole_user(rsqrt, aten.mul.Tensor)
     if normed is None:
-        raise NoMatch(_ELSEWHERE if len(users(rsqrt)) > 1 else "")
-    if other(normed, rsqrt) not in (wide, source):
+        raise NoMatch(_USED_ELSEWHERE if len(users(rsqrt)) > 1 else "")
+    if other_operand(normed, rsqrt) not in (wide, source):
         raise NoMatch("what it scales is not what it squares")
     rounded = sole_user(normed, *CASTS) or normed
     last = sole_user(rounded, aten.mul.Tensor)
-    if last is None or not is_tensor(other(last, rounded)):
+    if last is None or not is_tensor(other_operand(last, rounded)):
         raise NoMatch("it has no weight, or more than one reads it")
-    weight, offset, scaling = _weight(other(last, rounded), wide)
+    weight, offset, scaling = _match_weight(other_operand(last, rounded), wide)
     if shape(weight) != shape(wide)[-1:] or shape(last) != shape(wide):
         raise NoMatch("its weight has another shape than its rows")
     narrowed = sole_user(last, *CASTS)
@@ -74,44 +74,44 @@ def rms_norm(graph: fx.Graph, rsqrt: fx.Node, writes: Writes) -> tuple[str, fx.N
     if narrowed is not None and dtype(last) == dtype(wide):
         last = narrowed
         nodes.append(last)
-    check_together(nodes)
+    check_same_checkpoint(nodes)
     if writes.between(wide, last):
         raise NoMatch("an op changes a value in place within it")
     options = (eps, offset, dtype(rounded), dtype(last))
-    total = _sum_before(source, last, (weight,), writes)
+    total = _fusable_sum(source, last, (weight,), writes)
     if total is None:
         call = Writer(graph, last)
         pair = call(dt.rms_norm.default, source, weight, *options)
-        take_place(graph, last, call(operator.getitem, pair, 0))
+        replace_node(graph, last, call(operator.getitem, pair, 0))
         return "dt.rms_norm", last
     _add_and_norm(graph, total, last, dt.add_rms_norm.default, weight, *options)
     return "dt.add_rms_norm", last
 
 
-def layer_norm(graph: fx.Graph, node: fx.Node, writes: Writes) -> tuple[str, fx.Node]:
+def rewrite_layer_norm(graph: fx.Graph, node: fx.Node, writes: Writes) -> tuple[str, fx.Node]:
     """Fuse a layer norm with the sum that it reads, in place; return the op's name and the norm.
     The norm stays unchanged if it reads no sum of its layer."""
     a = bound(node)
     x, weight, bias = a["input"], a["weight"], a["bias"]
     # Under CUDA autocast the result is float32, whatever the dtypes of the operands.
-    alike = [w is not None and dtype(w) == dtype(x) == dtype(node) for w in (weight, bias)]
-    total = _sum_before(x, node, (weight, bias), writes) if all(alike) else None
+    same_dtypes = [w is not None and dtype(w) == dtype(x) == dtype(node) for w in (weight, bias)]
+    total = _fusable_sum(x, node, (weight, bias), writes) if all(same_dtypes) else None
     if total is None or len(a["normalized_shape"]) != 1:
         return "native_layer_norm", node
     _add_and_norm(graph, total, node, dt.add_layer_norm.default, weight, bias, a["eps"])
     return "dt.add_layer_norm", node
 
 
-def _add_and_norm(graph: fx.Graph, total: fx.Node, norm: fx.Node, op: Any, *rest: Any) -> None:
+def _add_and_norm(graph: fx.Graph, total: fx.Node, norm: fx.Node, op: Any, *norm_args: Any) -> None:
     """Replace a sum and its norm by ``op``, which is named after the line of the sum."""
     call = Writer(graph, total)
-    parts = call(op, *total.args, *rest)
+    parts = call(op, *total.args, *norm_args)
     y = call(operator.getitem, parts, 1)
-    take_place(graph, total, call(operator.getitem, parts, 0))
-    take_place(graph, norm, y)
+    replace_node(graph, total, call(operator.getitem, parts, 0))
+    replace_node(graph, norm, y)
 
 
-def _statistics(rsqrt: fx.Node) -> tuple[fx.Node, float, list[fx.Node]]:
+def _match_rsqrt(rsqrt: fx.Node) -> tuple[fx.Node, float, list[fx.Node]]:
     """Match rsqrt(mean(x * x) + eps); return x, eps and the nodes between. Raises NoMatch."""
     shifted = rsqrt.args[0]
     if not is_op(shifted, *_ADDS) or not is_plain(shifted):
@@ -125,29 +125,29 @@ def _statistics(rsqrt: fx.Node) -> tuple[fx.Node, float, list[fx.Node]]:
         raise NoMatch("its mean is not over the last dim alone")
     if a["dtype"] is not None or isinstance(eps, bool):
         raise NoMatch("its mean sets another dtype")
-    product = is_op(squared, aten.mul.Tensor) and squared.args[0] is squared.args[1]
-    power = is_op(squared, aten.pow.Tensor_Scalar) and squared.args[1] == 2
-    square = product or power or is_op(squared, aten.square.default)
-    wide: Any = squared.args[0] if square else None
+    is_product = is_op(squared, aten.mul.Tensor) and squared.args[0] is squared.args[1]
+    is_power = is_op(squared, aten.pow.Tensor_Scalar) and squared.args[1] == 2
+    is_square = is_product or is_power or is_op(squared, aten.square.default)
+    wide: Any = squared.args[0] if is_square else None
     if not isinstance(wide, fx.Node):
         raise NoMatch("")
     if any(len(users(node)) > 1 for node in (squared, mean, shifted)):
-        raise NoMatch(_ELSEWHERE)
+        raise NoMatch(_USED_ELSEWHERE)
     return wide, float(eps), [squared, mean, shifted]
 
 
-def _weight(scale: fx.Node, wide: fx.Node) -> tuple[fx.Node, float, list[fx.Node]]:
+def _match_weight(scale: fx.Node, wide: fx.Node) -> tuple[fx.Node, float, list[fx.Node]]:
     """Match weight or weight + offset; return the weight, the offset and the nodes that add it."""
     offset, nodes = 0.0, []
     if is_op(scale, *_ADDS) and isinstance(scale.args[1], (int, float)) and scale.args[1]:
         offset, weight = float(scale.args[1]), scale.args[0]
         if not is_plain(scale) or dtype(scale) != dtype(wide) or not is_tensor(weight):
-            raise NoMatch(f"what is added to its weight is added in {_name(dtype(scale))}")
+            raise NoMatch(f"what is added to its weight is added in {_dtype_name(dtype(scale))}")
         nodes, scale = [scale], weight
     return (uncast(scale) if dtype(scale) == dtype(wide) else scale), offset, nodes
 
 
-def _sum_before(
+def _fusable_sum(
     source: fx.Node, last: fx.Node, weights: Sequence[fx.Node], writes: Writes
 ) -> fx.Node | None:
     """Return ``source`` if it is a sum of two tensors that can be fused with the norm; else
@@ -160,13 +160,15 @@ def _sum_before(
     ):
         return None
     try:
-        check_together((source, last))
+        check_same_checkpoint((source, last))
     except NoMatch:
         return None
-    alone = all(weight.op == "get_attr" for weight in weights) and not writes.between(source, last)
+    is_fusable = all(weight.op == "get_attr" for weight in weights) and not writes.between(
+        source, last
+    )
     # A sum of another layer would couple two layers that are differentiated separately.
-    return source if alone and layer_of(source) == layer_of(last) else None
+    return source if is_fusable and layer_of(source) == layer_of(last) else None
 
 
-def _name(of: torch.dtype) -> str:
-    return str(of).removeprefix("torch.")
+def _dtype_name(torch_dtype: torch.dtype) -> str:
+    return str(torch_dtype).removeprefix("torch.")

@@ -17,28 +17,33 @@ from typing import Any
 import torch
 from torch import fx
 
-from dtensor.frontend.capture.memory_rewrites import keep_layout
-from dtensor.frontend.capture.recognise.attention import Mask, attention, read_copies, settle_mask
+from dtensor.frontend.capture.memory_rewrites import keep_strides
+from dtensor.frontend.capture.recognise.attention import (
+    Mask,
+    pick_repeated_heads,
+    rewrite_attention,
+    simplify_mask,
+)
 from dtensor.frontend.capture.recognise.constants import Constants, Writes
-from dtensor.frontend.capture.recognise.dropout import dropped_sum
-from dtensor.frontend.capture.recognise.gates import gate
+from dtensor.frontend.capture.recognise.dropout import rewrite_dropout_add
+from dtensor.frontend.capture.recognise.gates import rewrite_gate
 from dtensor.frontend.capture.recognise.matching import CASTS, NoMatch, is_op, users
-from dtensor.frontend.capture.recognise.norms import layer_norm, rms_norm
+from dtensor.frontend.capture.recognise.norms import rewrite_layer_norm, rewrite_rms_norm
 from dtensor.frontend.capture.recognise.pattern_match import PatternMatch
-from dtensor.frontend.capture.recognise.rope import rope
+from dtensor.frontend.capture.recognise.rope import rewrite_rope
 
 aten: Any = torch.ops.aten
 
 _ATTENTION = aten.scaled_dot_product_attention.default
 
 
-Match = Callable[[fx.Graph, fx.Node, Writes], tuple[str, fx.Node]]
-_MATCHES: tuple[tuple[str, Match, tuple[Any, ...]], ...] = (
-    ("dropout", dropped_sum, (aten.dropout.default,)),  # first: norms would take its sum
-    ("rms norm", rms_norm, (aten.rsqrt.default,)),
-    ("layer norm", layer_norm, (aten.layer_norm.default,)),
-    ("rope", rope, (aten.cat.default,)),
-    ("gate", gate, (aten.silu.default, aten.gelu.default, aten.tanh.default)),
+Rewrite = Callable[[fx.Graph, fx.Node, Writes], tuple[str, fx.Node]]
+_PATTERNS: tuple[tuple[str, Rewrite, tuple[Any, ...]], ...] = (
+    ("dropout", rewrite_dropout_add, (aten.dropout.default,)),  # first: norms would take its sum
+    ("rms norm", rewrite_rms_norm, (aten.rsqrt.default,)),
+    ("layer norm", rewrite_layer_norm, (aten.layer_norm.default,)),
+    ("rope", rewrite_rope, (aten.cat.default,)),
+    ("gate", rewrite_gate, (aten.silu.default, aten.gelu.default, aten.tanh.default)),
 )
 
 
@@ -46,52 +51,54 @@ def recognise(graph: fx.Graph) -> list[PatternMatch]:
     """Rewrite all patterns in place; return the matches and failed matches in program order."""
     constants = Constants(graph)
     writes, order = constants.writes, {node: i for i, node in enumerate(graph.nodes)}
-    met: list[tuple[int, PatternMatch]] = []
-    for what, match, targets in _MATCHES:
+    matches: list[tuple[int, PatternMatch]] = []
+    for pattern, rewrite, targets in _PATTERNS:
         for target in targets:
             for node in graph.find_nodes(op="call_function", target=target):
                 try:
-                    op, new = match(graph, node, writes)
+                    op, new = rewrite(graph, node, writes)
                 except NoMatch as reason:
                     if str(reason):
-                        met.append((order[node], PatternMatch(what, "", str(reason), node.meta)))
+                        matches.append(
+                            (order[node], PatternMatch(pattern, "", str(reason), node.meta))
+                        )
                 else:
-                    met.append((order[node], PatternMatch(what, op, "", new.meta)))
+                    matches.append((order[node], PatternMatch(pattern, op, "", new.meta)))
     for node in graph.find_nodes(op="call_function", target=aten.rms_norm.default):
-        met.append((order[node], PatternMatch("rms norm", "_fused_rms_norm", "", node.meta)))
-    met += _attentions(graph, constants, order)
+        matches.append((order[node], PatternMatch("rms norm", "_fused_rms_norm", "", node.meta)))
+    matches += _attentions(graph, constants, order)
     for node in graph.find_nodes(op="call_function", target=aten.softmax.int):
-        if _weighs(node):
+        if _is_attention_softmax(node):
             reason = "it is written with matmul and softmax"
-            met.append((order[node], PatternMatch("attention", "", reason, node.meta)))
-    return [each for _, each in sorted(met, key=itemgetter(0))]
+            matches.append((order[node], PatternMatch("attention", "", reason, node.meta)))
+    return [match for _, match in sorted(matches, key=itemgetter(0))]
 
 
 def _attentions(
     graph: fx.Graph, constants: Constants, order: Mapping[fx.Node, int]
 ) -> Iterator[tuple[int, PatternMatch]]:
     """Rewrite all attentions; yield the position of each in the program, and its match."""
-    read_copies(graph)
+    pick_repeated_heads(graph)
     attentions = graph.find_nodes(op="call_function", target=_ATTENTION)
-    known: dict[Mask, bool | None] = {}
+    mask_kinds: dict[Mask, bool | None] = {}
     for node in attentions:
-        settle_mask(node, constants, known)
+        simplify_mask(node, constants, mask_kinds)
     views = bool(graph.find_nodes(op="call_function", target=aten.view.default))
     for node in attentions:
         if views:
-            keep_layout(graph, node)
+            keep_strides(graph, node)
         try:
-            op, why = attention(graph, node, constants.writes), ""
+            op, reason_text = rewrite_attention(graph, node, constants.writes), ""
         except NoMatch as reason:
-            op, why = "", str(reason)
-        yield order[node], PatternMatch("attention", op, why, node.meta)
+            op, reason_text = "", str(reason)
+        yield order[node], PatternMatch("attention", op, reason_text, node.meta)
 
 
-def _weighs(softmax: fx.Node) -> bool:
+def _is_attention_softmax(softmax: fx.Node) -> bool:
     """Return whether a matmul reads the result, perhaps cast or with dropout: written attention."""
     for user in users(softmax):
         if is_op(user, aten.matmul.default, aten.bmm.default):
             return True
-        if is_op(user, *CASTS, aten.dropout.default) and _weighs(user):
+        if is_op(user, *CASTS, aten.dropout.default) and _is_attention_softmax(user):
             return True
     return False

@@ -17,15 +17,15 @@ from torch import fx
 from dtensor.frontend.capture.recognise.constants import Writes
 from dtensor.frontend.capture.recognise.matching import (
     NoMatch,
-    check_together,
+    check_same_checkpoint,
     dtype,
     is_op,
     is_plain,
     is_tensor,
-    other,
+    other_operand,
+    replace_node,
     shape,
     sole_user,
-    take_place,
     users,
 )
 from dtensor.frontend.graph import Writer, bound
@@ -34,7 +34,7 @@ aten: Any = torch.ops.aten
 dt: Any = torch.ops.dt
 
 
-def rope(graph: fx.Graph, cat: fx.Node, writes: Writes) -> tuple[str, fx.Node]:
+def rewrite_rope(graph: fx.Graph, cat: fx.Node, writes: Writes) -> tuple[str, fx.Node]:
     """Rewrite a rotary embedding in place; return the op's name and its output. Raises NoMatch."""
     a = bound(cat)
     parts = a["tensors"]
@@ -42,27 +42,27 @@ def rope(graph: fx.Graph, cat: fx.Node, writes: Writes) -> tuple[str, fx.Node]:
         raise NoMatch("")
     negated, first = parts
     second = negated.args[0]
-    x = _halved(first, second)
+    x = _source_of_halves(first, second)
     if x is None or a["dim"] not in (-1, x.meta["val"].dim() - 1):
         raise NoMatch("what it joins are not the halves of one value's rows")
-    across = sole_user(cat, aten.mul.Tensor)
-    total = None if across is None else sole_user(across, aten.add.Tensor)
-    if across is None or total is None or not is_plain(total):
+    rotated = sole_user(cat, aten.mul.Tensor)
+    total = None if rotated is None else sole_user(rotated, aten.add.Tensor)
+    if rotated is None or total is None or not is_plain(total):
         raise NoMatch("what it joins is not multiplied and added, or is used elsewhere")
-    along, sin = other(total, across), other(across, cat)
-    if not is_op(along, aten.mul.Tensor) or len(users(along)) > 1 or x not in along.args:
+    scaled, sin = other_operand(total, rotated), other_operand(rotated, cat)
+    if not is_op(scaled, aten.mul.Tensor) or len(users(scaled)) > 1 or x not in scaled.args:
         raise NoMatch("what it adds is not a multiple of the same value")
-    cos = other(along, x)
+    cos = other_operand(scaled, x)
     if any(len(users(node)) > 1 for node in (negated, first, second)):
         raise NoMatch("a half is used elsewhere")
     _check_angles(x, cos, sin, total)
-    nodes = sorted((first, second, negated, cat, across, along, total))
-    check_together(nodes)
+    nodes = sorted((first, second, negated, cat, rotated, scaled, total))
+    check_same_checkpoint(nodes)
     if writes.between(nodes[0], total):
         raise NoMatch("an op changes a value in place within it")
     call = Writer(graph, total)
     new = call(dt.rope.default, x, cos, sin)
-    take_place(graph, total, new)
+    replace_node(graph, total, new)
     return "dt.rope", new
 
 
@@ -78,7 +78,7 @@ def _check_angles(x: fx.Node, cos: Any, sin: Any, total: fx.Node) -> None:
         raise NoMatch("it is of complex numbers")
 
 
-def _halved(first: Any, second: Any) -> fx.Node | None:
+def _source_of_halves(first: Any, second: Any) -> fx.Node | None:
     """Return the value whose halves in the last dim are ``first`` and ``second``, or None."""
     if is_op(first, operator.getitem) and is_op(second, operator.getitem):
         pieces: Any = first.args[0]
@@ -87,7 +87,7 @@ def _halved(first: Any, second: Any) -> fx.Node | None:
         if not is_op(pieces, aten.chunk.default, aten.split.Tensor) or len(pieces.meta["val"]) != 2:
             return None
         x: Any = pieces.args[0]
-        return x if _is_last(x, bound(pieces)["dim"]) and _alike(first, second) else None
+        return x if _is_last(x, bound(pieces)["dim"]) and _same_shape(first, second) else None
     if not is_op(first, aten.slice.Tensor) or not is_op(second, aten.slice.Tensor):
         return None
     a, b = bound(first), bound(second)
@@ -102,5 +102,5 @@ def _is_last(x: fx.Node, dim: int) -> bool:
     return dim in (-1, x.meta["val"].dim() - 1)
 
 
-def _alike(first: fx.Node, second: fx.Node) -> bool:
+def _same_shape(first: fx.Node, second: fx.Node) -> bool:
     return shape(first) == shape(second)
