@@ -33,7 +33,7 @@ from dtensor.errors import PlanningError
 from dtensor.frontend.call_lock import CALL_LOCK, capturing, is_capturing
 from dtensor.frontend.capture.call_as_module import held_per_thread
 from dtensor.frontend.capture.patches import PROCESS_FLAGS, load_compiler
-from dtensor.frontend.capture.thread_patches import answered_here, replace_attributes
+from dtensor.frontend.capture.thread_patches import answered_here, patch_attributes
 from dtensor.frontend.graph import type_text
 from dtensor.private_torch import FakeTensorMode, compile_lock
 from dtensor.signals import as_set
@@ -300,7 +300,7 @@ def _probe(module: nn.Module, call: Callable[..., Any]) -> _Probe:
         return functional_call(module, fakes, args, kwargs)
 
     load_compiler()
-    exporting = replace_attributes(
+    exporting = patch_attributes(
         [(torch.compiler, f"_is_{state}_flag", True) for state in ("exporting", "compiling")]
     )  # as in a capture, because models read these flags
     with (

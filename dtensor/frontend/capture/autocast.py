@@ -27,7 +27,7 @@ from dtensor.numerics import dtype_name
 from dtensor.provider import Provider
 
 CAPTURE_DEVICE = "cpu"
-_DEVICE_TYPES = ("cpu", "cuda")
+_TYPES = ("cpu", "cuda")
 DEVICE = Provider[Callable[[], str]]("program_device")
 """Returns the device type on which programs of this thread will run: "cpu" or "cuda"."""
 _provided = cache(DEVICE.get)  # cached, because each call of a step needs it
@@ -52,7 +52,7 @@ def surrounding() -> Surrounding:
     device = program_device()
     if not (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
         return Surrounding(device, None)  # the fast path: each call of a step comes here
-    on = [name for name in _DEVICE_TYPES if torch.is_autocast_enabled(name)]
+    on = [name for name in _TYPES if torch.is_autocast_enabled(name)]
     name = device if device in on else on[0]
     return Surrounding(device, (name, torch.get_autocast_dtype(name)))
 
@@ -87,7 +87,7 @@ def _checked_init(init: Any) -> Any:
         enabled: bool = True,
         cache_enabled: bool | None = None,
     ) -> None:
-        if device_type not in _DEVICE_TYPES and enabled:
+        if device_type not in _TYPES and enabled:
             raise _unsupported_device(device_type, "" if dtype is None else f"dtype={dtype}")
         is_cuda = device_type == "cuda"  # torch would disable it on a machine without a GPU
         init(self, device_type, dtype, enabled and not is_cuda, cache_enabled)
@@ -103,18 +103,14 @@ def _checked_enter(enter: Any) -> Any:
 
     def checked(self: Any) -> Any:
         name, device = self.device, program_device()
-        others = [
-            other for other in _DEVICE_TYPES if other != name and torch.is_autocast_enabled(other)
-        ]
+        others = [other for other in _TYPES if other != name and torch.is_autocast_enabled(other)]
         self.casts, self.put_back = None, ()
         if self._enabled:
-            dtype_text = f"dtype={self.fast_dtype}"
-            if (
-                name not in _DEVICE_TYPES
-            ):  # constructed before the capture, for example as a decorator
-                raise _unsupported_device(name, dtype_text)
+            option = f"dtype={self.fast_dtype}"
+            if name not in _TYPES:  # constructed before the capture, for example as a decorator
+                raise _unsupported_device(name, option)
             if others:
-                raise _two_lists(name, others[0], dtype_text)
+                raise _two_lists(name, others[0], option)
         else:
             if others and name != device:
                 raise _ends_no_autocast(name, others[0])
@@ -131,9 +127,8 @@ def _checked_enter(enter: Any) -> Any:
             from dtensor.frontend.capture.whole_layers import without_decompositions
 
             self.casts = ExitStack()
-            self.casts.enter_context(
-                without_decompositions()
-            )  # decomposed resizing would not be cast
+            # Decomposed resizing would not be cast.
+            self.casts.enter_context(without_decompositions())
             self.casts.enter_context(cuda_casts())
         return enter(self)
 
@@ -162,23 +157,22 @@ AUTOCAST: Mapping[str, Callable[[Any], Any]] = {
 """The wrappers of methods of `torch.autocast` during capture, by name."""
 
 
-def _unsupported_device(device_type: str, dtype_text: str) -> PlanningError:
-    dtype_text = dtype_text and f", {dtype_text}"
+def _unsupported_device(device_type: str, option: str) -> PlanningError:
+    option = option and f", {option}"
     return planning_error(
-        f'torch.autocast("{device_type}"{dtype_text}) would change no op: a program is captured '
+        f'torch.autocast("{device_type}"{option}) would change no op: a program is captured '
         f"for the CPU or for CUDA.",
         source=source_here(),
-        fix=f'torch.autocast("{CAPTURE_DEVICE}"{dtype_text}) or torch.autocast("cuda"{dtype_text}),'
+        fix=f'torch.autocast("{CAPTURE_DEVICE}"{option}) or torch.autocast("cuda"{option}),'
         f" whose lists of ops differ",
     )
 
 
-def _two_lists(name: str, other: str, dtype_text: str) -> PlanningError:
+def _two_lists(name: str, other: str, option: str) -> PlanningError:
     return planning_error(
-        f'torch.autocast("{name}", {dtype_text}) is within one for "{other}": two lists of ops at '
-        f"once.",
+        f'torch.autocast("{name}", {option}) is within one for "{other}": two lists of ops at once.',
         source=source_here(),
-        fix=f'torch.autocast("{other}", {dtype_text}), or end that one first',
+        fix=f'torch.autocast("{other}", {option}), or end that one first',
     )
 
 

@@ -32,14 +32,14 @@ from dtensor.frontend.capture.packed_sequences import StandIn
 from dtensor.frontend.capture.refusals import (
     RefusalMode,
     assigned_attribute_error,
-    buffer_requires_grad_error,
+    buffer_grad_error,
     data_assignment_error,
     gradient_hooks_error,
     packed_data_error,
     planning_error,
     storing_hook,
 )
-from dtensor.frontend.capture.thread_patches import replace_attributes
+from dtensor.frontend.capture.thread_patches import patch_attributes
 from dtensor.frontend.graph import Arg, OutTree, type_text
 from dtensor.frontend.guards.executed_code import CodeRecorder
 from dtensor.frontend.guards.program_writes import ProgramWrites, is_alone
@@ -143,12 +143,10 @@ def leaf_names(
         keys = [_key_text(k) for k in path]
         if keys[0] == "0":
             i = int(keys[1])
-            first_part = (
-                positional[i] if i < len(positional) else f"{variadic}.{i - len(positional)}"
-            )
+            head = positional[i] if i < len(positional) else f"{variadic}.{i - len(positional)}"
         else:
-            first_part = keys[1]
-        names.append(".".join([first_part, *keys[2:]]))
+            head = keys[1]
+        names.append(".".join([head, *keys[2:]]))
     return names
 
 
@@ -164,7 +162,7 @@ def _key_text(key: Any) -> str:
             return str(key).strip(".[]'\"")
 
 
-class _Observed:
+class _Notes:
     """What forward recorded. A separate object, because the export restores attributes of the root.
     ``changes``: the Python objects that the call changed; ``values``: pairs of a tensor whose value
     its Python read, and the value."""
@@ -179,14 +177,10 @@ class _Observed:
 
 class CallAsModule(nn.Module):
     """The root module that is exported. Its forward records the user's output structure in
-    `observed`."""
+    `notes`."""
 
     def __init__(
-        self,
-        call: FlatCall,
-        grads: Grads,
-        before: StateBefore,
-        surrounding: Surrounding,
+        self, call: FlatCall, grads: Grads, before: StateBefore, surrounding: Surrounding
     ) -> None:
         super().__init__()
         for name, module in call.modules.items():
@@ -195,7 +189,7 @@ class CallAsModule(nn.Module):
         self.grads = grads
         self.surrounding = surrounding
         self.before = before
-        self.observed: _Observed = _Observed()
+        self.notes: _Notes = _Notes()
         self.recorder: CodeRecorder = CodeRecorder()
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -210,14 +204,12 @@ class CallAsModule(nn.Module):
             with self.recorder, watch, _device_context(watch), region(self.surrounding):
                 out = self.call.fn(*args, **kwargs)
         finally:
-            self.observed.writes = ProgramWrites(
-                self.recorder, alone=self.before.alone and is_alone()
-            )
-            self.observed.changes += filter(self.observed.writes.may, self.before.changes())
-            self.observed.values += watch.values.pairs()
-        if watch.data_assignments is not None:
+            self.notes.writes = ProgramWrites(self.recorder, alone=self.before.alone and is_alone())
+            self.notes.changes += filter(self.notes.writes.may, self.before.changes())
+            self.notes.values += watch.values.pairs()
+        if watch.assignments is not None:
             remaining = [*pytree.tree_leaves(out), *_module_tensors(self.call).values()]
-            if (stale := watch.data_assignments.stale_at_end(remaining)) is not None:
+            if (stale := watch.assignments.stale_at_end(remaining)) is not None:
                 raise data_assignment_error(stale, source_of_callable(self.call.fn))
         self._check_assignments(tensors_before)
         if self.grads == "loss":
@@ -226,7 +218,7 @@ class CallAsModule(nn.Module):
         if any(isinstance(leaf, (StandIn, PackedSequence)) for leaf in flat):
             raise packed_data_error(source=source_of_callable(self.call.fn))
         is_tensor = tuple(isinstance(leaf, torch.Tensor) for leaf in flat)
-        self.observed.out_tree = OutTree(
+        self.notes.out_tree = OutTree(
             spec=spec,
             leaves=tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in flat),
             is_tensor=is_tensor,
@@ -242,15 +234,13 @@ class CallAsModule(nn.Module):
         """Turn the assignment of a new tensor to a buffer into an in-place copy. Raises
         PlanningError if forward assigned any other attribute, because that assignment would be
         lost."""
-        tensors_after = _module_tensors(self.call)
+        after = _module_tensors(self.call)
         source = source_of_callable(self.call.fn)
-        if assigned := sorted(
-            f"{path}{name}" for path, name in tensors_after.keys() - before.keys()
-        ):
+        if assigned := sorted(f"{path}{name}" for path, name in after.keys() - before.keys()):
             raise stored_tensor_error(self.call, assigned, source)
         modules = _modules_by_path(self.call)
         for (path, name), old in before.items():
-            new = tensors_after.get((path, name))
+            new = after.get((path, name))
             if new is old:
                 continue
             shapes = [(x.shape, x.dtype) if x is not None else None for x in (old, new)]
@@ -258,7 +248,7 @@ class CallAsModule(nn.Module):
                 raise stored_tensor_error(self.call, [f"{path}{name}"], source)
             assert new is not None
             if new.requires_grad:
-                raise buffer_requires_grad_error(f"{path}{name}", source)
+                raise buffer_grad_error(f"{path}{name}", source)
             with torch.no_grad():
                 old.copy_(new)
             modules[path]._buffers[name] = old
@@ -268,10 +258,8 @@ class CallAsModule(nn.Module):
         source = source_of_callable(self.call.fn)
         loss, aux = out if isinstance(out, tuple) and len(out) == 2 else (out, {})
         if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
-            loss_attribute = getattr(
-                out, "loss", None
-            )  # for example, a ModelOutput of transformers
-            has_loss = isinstance(loss_attribute, torch.Tensor) and loss_attribute.dim() == 0
+            loss_attr = getattr(out, "loss", None)  # for example, a ModelOutput of transformers
+            has_loss = isinstance(loss_attr, torch.Tensor) and loss_attr.dim() == 0
             raise planning_error(
                 "A loss is one number: loss_fn returns a scalar or (scalar, {name: scalar}).",
                 f"it returned {_returned_text(out)}",
@@ -372,12 +360,8 @@ def fake_state(
     def fake(x: torch.Tensor) -> torch.Tensor:
         with mode:
             y = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
-        requires_grad = x.requires_grad and grads != "none"
-        return (
-            nn.Parameter(y, requires_grad)
-            if isinstance(x, nn.Parameter)
-            else y.requires_grad_(requires_grad)
-        )
+        grad = x.requires_grad and grads != "none"
+        return nn.Parameter(y, grad) if isinstance(x, nn.Parameter) else y.requires_grad_(grad)
 
     modules = list({m: None for root in call.modules.values() for m in root.modules()})
     saved = [
@@ -405,7 +389,7 @@ def held_per_thread(modules: Sequence[nn.Module]) -> Iterator[None]:
     try:
         for attributes, name, tensors in saved:
             attributes[name] = PerThread(tensors)
-        with replace_attributes([(nn.RNNBase, "_flat_weights", _FlatWeights())]):
+        with patch_attributes([(nn.RNNBase, "_flat_weights", _FlatWeights())]):
             yield
     finally:
         for attributes, name, tensors in saved:

@@ -24,7 +24,7 @@ from torch import fx
 import dtensor.sharding.ops.attention  # noqa: F401  (registers the dt ops)
 from dtensor.frontend.capture.forward_mode import nodes_inside_jvp
 from dtensor.frontend.capture.random_ops import RANDOM_OPS, randomise
-from dtensor.frontend.capture.refusals import is_idle_dropout, planning_error, value_dependent_error
+from dtensor.frontend.capture.refusals import data_error, is_idle_dropout, planning_error
 from dtensor.frontend.graph import USERS_META, Writer, bound, type_text
 from dtensor.frontend.source import source_of_trace
 from dtensor.private_torch import OpOverload
@@ -40,9 +40,9 @@ _FACTORIZATIONS = {
     aten.linalg_det.default, aten.det.default, aten._linalg_det.default, aten.logdet.default,
     aten.linalg_slogdet.default, aten.slogdet.default, aten._linalg_slogdet.default,
     aten.linalg_solve.default, aten.linalg_solve_ex.default, aten._linalg_solve_ex.default,
-    aten.linalg_tensorsolve.default,
+    aten.linalg_tensorsolve.default
 }  # fmt: skip
-_COMBINERS = {aten.mul.Tensor, aten.add.Tensor}
+_READERS = {aten.mul.Tensor, aten.add.Tensor}
 """An elementwise anchor counts only if one of these ops reads it."""
 
 
@@ -82,7 +82,7 @@ def canonicalise(
         elif node.target in (aten.index_put.default, aten.index_put_.default):
             _masked_fill(module.graph, node)
         elif node.target in (aten.embedding_bag.default, aten.embedding_bag.padding_idx):
-            _rewrite_embedding_bag(module.graph, node)
+            _lower_bag(module.graph, node)
         elif node.target in _FACTORIZATIONS:
             _make_contiguous(module.graph, node)
         elif node.op == "call_function" and not node.meta.get("stack_trace"):
@@ -121,12 +121,10 @@ def _borrow_line(module: fx.GraphModule, node: fx.Node) -> None:
                     return
 
 
-def _rewrite_embedding_bag(graph: fx.Graph, node: fx.Node) -> None:
-    from dtensor.frontend.capture.embedding_bags import (
-        rewrite_embedding_bag,  # few programs need it
-    )
+def _lower_bag(graph: fx.Graph, node: fx.Node) -> None:
+    from dtensor.frontend.capture.embedding_bags import lower_bag  # few programs need it
 
-    rewrite_embedding_bag(graph, node)
+    lower_bag(graph, node)
 
 
 def _make_contiguous(graph: fx.Graph, node: fx.Node) -> None:
@@ -141,7 +139,7 @@ def _has_anchor(graph: fx.Graph) -> bool:
     """Return whether the graph has an op with which a pattern of recognise/ may start."""
     anchors = (n for t in _ANCHORS for n in graph.find_nodes(op="call_function", target=t))
     return any(
-        n.target not in _ANCHORS[5:] or _COMBINERS & {u.target for u in n.users} for n in anchors
+        n.target not in _ANCHORS[5:] or _READERS & {u.target for u in n.users} for n in anchors
     )
 
 
@@ -175,25 +173,20 @@ def _replace_check(graph: fx.Graph, node: fx.Node) -> None:
     """
     answer, wanted, message = node.args
     assert isinstance(answer, fx.Node)
-    value, later_nodes = None, _later_nodes(node)
+    value, later = None, _later_nodes(node)
     if answer.target in (_ALL if wanted else _ANY):
         ok: Any = answer.args[0]
         value = next(
-            (
-                x
-                for x in _candidates(ok, node)
-                if later_nodes & x.users.keys() and _can_carry_check(x, ok)
-            ),
-            None,
+            (x for x in _candidates(ok, node) if later & x.users.keys() and _fits(x, ok)), None
         )
     if value is None:
         source = source_of_trace(node.meta.get("stack_trace") or "")
-        raise value_dependent_error(f"a check of torch's: {message}", source)
+        raise data_error(f"a check of torch's: {message}", source)
     call = Writer(graph, node)
     ok = ok if wanted else call(aten.logical_not.default, ok)
     checked_value = call(dt.checked.default, value, ok, message)
     checked_value.meta["val"] = value.meta["val"]
-    value.replace_all_uses_with(checked_value, delete_user_cb=later_nodes.__contains__)
+    value.replace_all_uses_with(checked_value, delete_user_cb=later.__contains__)
     graph.erase_node(node)
 
 
@@ -220,16 +213,12 @@ def _candidates(ok: fx.Node, node: fx.Node) -> Iterator[fx.Node]:
         yield node
 
 
-def _can_carry_check(x: fx.Node, ok: fx.Node) -> bool:
+def _fits(x: fx.Node, ok: fx.Node) -> bool:
     """Return whether ok has a flag for each element of x or of its leading dims. False if an op
     writes to x in place, because it would write to a copy."""
     val, flags = x.meta.get("val"), ok.meta["val"]
-    is_written = any(
-        isinstance(u.target, OpOverload) and u.target._schema.is_mutable for u in x.users
-    )
-    return (
-        isinstance(val, torch.Tensor) and val.shape[: flags.dim()] == flags.shape and not is_written
-    )
+    written = any(isinstance(u.target, OpOverload) and u.target._schema.is_mutable for u in x.users)
+    return isinstance(val, torch.Tensor) and val.shape[: flags.dim()] == flags.shape and not written
 
 
 # -- cross entropy ---------------------------------------------------------------------------------

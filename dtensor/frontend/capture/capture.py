@@ -113,9 +113,7 @@ def _capture_graph(call: FlatCall, grads: Grads, each_call: bool) -> Graph:
         first.check()
         if not first.changes:
             return _with_warnings(first.with_reads())
-        second = _capture_again(
-            call, grads
-        )  # if the changes filled a cache, this one changes nothing
+        second = _capture_again(call, grads)  # if a cache was filled, this changes nothing
     except BaseException:
         undo(first.changes)
         raise
@@ -185,7 +183,7 @@ class _Capture:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         before = StateBefore(walk(call.roots))
         root = CallAsModule(call, grads, before, surrounding())
-        self.changes: list[Change] = root.observed.changes
+        self.changes: list[Change] = root.notes.changes
         self.moved: list[str] = []
         try:
             with in_capture() as functions, fake_state(call, grads, mode) as tensors:
@@ -197,13 +195,13 @@ class _Capture:
             undo(self.changes)
             raise
         finally:
-            if (writes := root.observed.writes) is not None:
+            if (writes := root.notes.writes) is not None:
                 before.forget_cached(writes)
                 self.moved = before.moved(writes)
                 if not each_call:
                     before.put_back(writes)
         self.ran = root.recorder.codes()
-        self.values = root.observed.values
+        self.values = root.notes.values
 
     def check_tensors(self) -> None:
         if tensor_changes := [change for change in self.changes if change.has_tensors]:

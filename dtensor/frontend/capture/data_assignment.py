@@ -63,15 +63,9 @@ class DataAssignments:
         """Return a tensor among ``values`` that has other values in torch than here, or None."""
         for tensor in _tensors(values):
             memory = _memory(tensor)
-            to_target, from_source = self._by_target.get(memory), self._by_source.get(memory)
-            is_old_alias = (
-                to_target is not None
-                and tensor is not to_target.x
-                and id(tensor) not in self._aliases
-            )
-            if is_old_alias or (
-                from_source is not None and from_source.x._version != from_source.x_version
-            ):
+            target, source = self._by_target.get(memory), self._by_source.get(memory)
+            old = target is not None and tensor is not target.x and id(tensor) not in self._aliases
+            if old or (source is not None and source.x._version != source.x_version):
                 return tensor
         return None
 

@@ -170,24 +170,22 @@ def _is_equivalent(node: fx.Node, inner: fx.GraphModule) -> bool:
 
 
 def _replace_by(
-    module: ModuleWithConstants, node: fx.Node, decomposition: fx.GraphModule
+    module: ModuleWithConstants, node: fx.Node, expansion: fx.GraphModule
 ) -> list[fx.Node]:
     """Replace the node by its decomposition; return the new calls, which may need decomposition."""
     graph = module.graph
     values: dict[fx.Node, Any] = dict(
-        zip(decomposition.graph.find_nodes(op="placeholder"), node.all_input_nodes, strict=True)
+        zip(expansion.graph.find_nodes(op="placeholder"), node.all_input_nodes, strict=True)
     )
     new: list[fx.Node] = []
     out: Any = None
     with graph.inserting_before(node):
-        for old in decomposition.graph.nodes:
+        for old in expansion.graph.nodes:
             if old.op == "output":
                 out = fx.map_arg(old.args[0], values.__getitem__)
             elif old.op == "get_attr":
                 name = _fresh_name(module)
-                module.register_buffer(
-                    name, getattr(decomposition, str(old.target)), persistent=False
-                )
+                module.register_buffer(name, getattr(expansion, str(old.target)), persistent=False)
                 values[old] = graph.get_attr(name)
                 values[old].meta["val"] = old.meta["val"]
             elif old.op == "call_function":

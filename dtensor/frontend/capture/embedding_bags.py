@@ -24,7 +24,7 @@ aten: Any = torch.ops.aten
 _SUM, _MEAN, _MAX = range(3)
 
 
-def rewrite_embedding_bag(graph: fx.Graph, node: fx.Node) -> None:
+def lower_bag(graph: fx.Graph, node: fx.Node) -> None:
     """Rewrite an `embedding_bag` whose bags have one size, in place; leave any other unchanged."""
     a = bound(node)
     bag_size, items = _bag_size(a), list(node.users)
@@ -40,8 +40,8 @@ def rewrite_embedding_bag(graph: fx.Graph, node: fx.Node) -> None:
     if a["per_sample_weights"] is not None:
         weights = call(aten.reshape.default, a["per_sample_weights"], [-1, bag_size, 1])
         rows = call(aten.mul.Tensor, rows, weights)
-    is_not_padding = None if pad is None else call(aten.ne.Scalar, ids, pad)
-    row_mask = None if is_not_padding is None else call(aten.unsqueeze.default, is_not_padding, -1)
+    valid = None if pad is None else call(aten.ne.Scalar, ids, pad)
+    row_mask = None if valid is None else call(aten.unsqueeze.default, valid, -1)
     if mode == _MAX:
         if row_mask is not None:
             rows = call(aten.where.ScalarOther, row_mask, rows, -math.inf)
@@ -52,12 +52,10 @@ def rewrite_embedding_bag(graph: fx.Graph, node: fx.Node) -> None:
         if row_mask is not None:
             rows = call(aten.where.ScalarOther, row_mask, rows, 0.0)
         out = call(aten.sum.dim_IntList, rows, [1])
-        if mode == _MEAN and is_not_padding is None:
+        if mode == _MEAN and valid is None:
             out = call(aten.div.Tensor, out, bag_size)
         elif mode == _MEAN:
-            count = call(
-                aten.clamp.default, call(aten.sum.dim_IntList, is_not_padding, [1], True), 1
-            )
+            count = call(aten.clamp.default, call(aten.sum.dim_IntList, valid, [1], True), 1)
             out = call(aten.div.Tensor, out, count)
     dtype = a["weight"].meta["val"].dtype
     if is_narrow(dtype):  # CUDA autocast would return a float32 sum, but not a float32 bag

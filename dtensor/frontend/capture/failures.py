@@ -26,12 +26,7 @@ from torch import nn
 
 from dtensor.errors import PlanningError
 from dtensor.frontend.capture.call_as_module import CallAsModule, FlatCall, leaf_names
-from dtensor.frontend.capture.refusals import (
-    FLEX,
-    RefusalMode,
-    flex_attention_error,
-    planning_error,
-)
+from dtensor.frontend.capture.refusals import FLEX, RefusalMode, flex_error, planning_error
 from dtensor.frontend.graph import type_text
 from dtensor.frontend.source import (
     OURS,
@@ -57,7 +52,7 @@ def export_error(error: Exception, root: CallAsModule) -> Exception:
     if raiser == "dtensor":
         return error
     if any(f.f_globals.get("__name__") == FLEX for f, _ in frames):
-        raise flex_attention_error(source_of_exception(error)) from error
+        raise flex_error(source_of_exception(error)) from error
     running, source = _running_module(frames, root.call), source_of_exception(error)
     if raiser is not None or isinstance(error, Warning):
         if running:

@@ -93,18 +93,12 @@ class AppliedFunction:
             raise self.error(
                 "it changes an argument in place (ctx.mark_dirty)", "return a new tensor"
             )
-        differentiable_inputs = [x for x in self.tensors if x.requires_grad]
-        differentiable_results = [x for x in results if x.requires_grad]
-        if differentiable_inputs and differentiable_results:
+        inputs = [x for x in self.tensors if x.requires_grad]
+        outputs = [x for x in results if x.requires_grad]
+        if inputs and outputs:
             with DisableTorchFunction():
-                ones = [torch.ones_like(x) for x in differentiable_results]
-                torch.autograd.grad(
-                    differentiable_results,
-                    differentiable_inputs,
-                    ones,
-                    retain_graph=True,
-                    allow_unused=True,
-                )
+                ones = [torch.ones_like(x) for x in outputs]
+                torch.autograd.grad(outputs, inputs, ones, retain_graph=True, allow_unused=True)
         return out
 
     def error(self, why: str, fix: str) -> PlanningError:

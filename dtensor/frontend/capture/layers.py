@@ -231,8 +231,8 @@ def _call_key(
     stack = node.meta.get("nn_module_stack") or {}
     return (
         node.target if node.op == "call_function" else None,
-        arguments_key(node.args, keys),
-        arguments_key(tuple(kwargs.items()), keys),
+        args_key(node.args, keys),
+        args_key(tuple(kwargs.items()), keys),
         node.meta.get("stack_trace"),
         tuple((replace_prefix(path, prefix, "*"), cls) for path, cls in stack.values()),
         checkpoint is None or numbers.index((CHECKPOINT, checkpoint)),
@@ -253,22 +253,22 @@ def replace_prefix(path: str, prefix: str, new: str) -> str:
     return path
 
 
-def arguments_key(value: Any, keys: Mapping[fx.Node, Any]) -> Hashable:
+def args_key(value: Any, keys: Mapping[fx.Node, Any]) -> Hashable:
     """Return a key of a call's arguments, with ``keys`` for nodes. 1 and True have other keys."""
     match value:
         case fx.Node():
             return keys[value]
         case list() | tuple():
-            return (type(value).__name__, *(arguments_key(v, keys) for v in value))
+            return (type(value).__name__, *(args_key(v, keys) for v in value))
         case dict():
-            return ("dict", *((k, arguments_key(v, keys)) for k, v in value.items()))
+            return ("dict", *((k, args_key(v, keys)) for k, v in value.items()))
         case _:
             return (type(value), repr(value))
 
 
 # -- a whole program -------------------------------------------------------------------------------
 
-MAX_FINGERPRINT_BYTES = 2**20
+MAX_HASHED_BYTES = 2**20
 """The maximum size of a constant whose bytes are hashed. A larger one makes a graph unique."""
 
 
@@ -284,24 +284,20 @@ def _fingerprint_parts(module: fx.GraphModule) -> list[Any]:
         meta, val = node.meta, node.meta.get("val")
         stack = tuple(meta.get("nn_module_stack", {}).values())
         context = meta.get("stack_trace"), stack, meta.get("custom")
-        call = str(node.target), arguments_key(node.args, keys), arguments_key(node.kwargs, keys)
-        attribute = (
-            _attribute_fingerprint(attribute_of(module, node)) if node.op == "get_attr" else None
-        )
+        call = str(node.target), args_key(node.args, keys), args_key(node.kwargs, keys)
+        attribute = _content(attribute_of(module, node)) if node.op == "get_attr" else None
         parts.append((node.op, *call, attribute, _layouts(val), context))
         keys[node] = len(keys)
     return parts
 
 
-def _attribute_fingerprint(value: Any) -> Any:
+def _content(value: Any) -> Any:
     match value:
         case fx.GraphModule():
             return _fingerprint_parts(value)
         case FakeTensor() | torch.nn.Parameter():
             return _layouts(value), value.requires_grad
-        case torch.Tensor() if (
-            value.nbytes <= MAX_FINGERPRINT_BYTES and value.layout is torch.strided
-        ):
+        case torch.Tensor() if value.nbytes <= MAX_HASHED_BYTES and value.layout is torch.strided:
             held = value.detach().cpu().resolve_conj().resolve_neg()
             held = held.clone(memory_format=torch.contiguous_format)  # numpy() forbids resize_
             return _layouts(value), bytes(held.reshape(-1).view(torch.uint8).numpy())

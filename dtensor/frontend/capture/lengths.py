@@ -43,7 +43,7 @@ from dtensor.frontend.capture.call_as_module import (
 from dtensor.frontend.capture.capture import export_call, graph_of, in_capture
 from dtensor.frontend.capture.layers import attribute_of, fingerprint
 from dtensor.frontend.capture.patches import load_compiler
-from dtensor.frontend.capture.thread_patches import for_capturing_thread, replace_attributes
+from dtensor.frontend.capture.thread_patches import if_capturing, patch_attributes
 from dtensor.frontend.graph import Const, Graph, OutTree
 from dtensor.frontend.guards.executed_code import ExecutedCode
 from dtensor.frontend.guards.guards import Guards, custom_ops
@@ -167,14 +167,10 @@ class ForLengths:
         self._check(call.tensors)
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         root = CallAsModule(call, self.grads, StateBefore(walk(())), surrounding())
-        root.observed.out_tree = self.out_tree
+        root.notes.out_tree = self.out_tree
         with in_capture(), fake_state(call, self.grads, mode) as tensors:
-            yield (
-                root,
-                _StaticCopy(root, mode, constants).copy_module(self.module, tensors),
-                tensors,
-                mode,
-            )
+            forward = _StaticCopy(root, mode, constants).copy(self.module, tensors)
+            yield root, forward, tensors, mode
 
 
 def _layout(x: torch.Tensor, index: int, dims: Dims) -> Hashable:
@@ -222,29 +218,27 @@ def _export(call: FlatCall, grads: Grads, dims: Dims, executed: ExecutedCode | N
             if functions:
                 raise NotForLengths("it has an autograd Function of its own")
     except BaseException as error:
-        undo(root.observed.changes)
+        undo(root.notes.changes)
         if recorder.uses and isinstance(error, Exception):
             raise NotForLengths(recorder.uses[0]) from error
         raise
     finally:
-        if (writes := root.observed.writes) is not None:
+        if (writes := root.notes.writes) is not None:
             before.forget_cached(writes)
             moved = before.moved(writes)
             before.put_back(writes)
-    if root.observed.changes or moved:
-        undo(root.observed.changes)
+    if root.notes.changes or moved:
+        undo(root.notes.changes)
         raise NotForLengths("it changes what it finds")
     if recorder.uses:
         raise NotForLengths(recorder.uses[0])
     ran = root.recorder.codes()
     if ran is not None:  # sympy ran only for the symbols
-        codes = {
-            i: c for i, c in ran.codes.items() if not c.co_filename.startswith(_SYMBOLIC_LIBRARIES)
-        }
+        codes = {i: c for i, c in ran.codes.items() if not c.co_filename.startswith(_SYMPY_FOLDERS)}
         ran = ExecutedCode(codes, ran.calls)
     if ran is None or (function := recorder.unwatched_type_check(ran)):
         raise NotForLengths(f"{function} asks for a type" if ran else "its Python was not seen")
-    if any(isinstance(leaf, _SYMBOLIC) for leaf in root.observed.out_tree.leaves):
+    if any(isinstance(leaf, _SYMBOLIC) for leaf in root.notes.out_tree.leaves):
         raise NotForLengths("it returns a length")
     guards = symbols.guards()
     constants = tuple({id(x): x for x in _constants_of(forward, root)}.values())
@@ -254,12 +248,12 @@ def _export(call: FlatCall, grads: Grads, dims: Dims, executed: ExecutedCode | N
         dims=dims,
         layouts=tuple(_layout(x, i, dims) for i, x in enumerate(call.tensors)),
         guards=guards,
-        out_tree=root.observed.out_tree,
+        out_tree=root.notes.out_tree,
         reads=Guards(
             call.roots,
             ran,
             [(str(i), x) for i, x in enumerate(constants)],
-            values=root.observed.values,
+            values=root.notes.values,
         ),
         constants=constants,
         grads=grads,
@@ -294,21 +288,16 @@ class _Symbols:
         trace = export_trace()
         plain: Any = vars(trace)["make_fake_inputs"]
 
-        def make_fake_inputs(*args: Any, **kwargs: Any) -> Any:
-            mode, fakes, *other_results = plain(*args, **kwargs)
+        def make(*args: Any, **kwargs: Any) -> Any:
+            mode, fakes, *rest = plain(*args, **kwargs)
             self.shape_env = mode.shape_env
-            return (mode, self._with_symbols(mode, fakes), *other_results)
+            return (mode, self._with_symbols(mode, fakes), *rest)
 
-        def skip_guards(*_args: Any, **_kwargs: Any) -> None:
+        def no_guards(*_args: Any, **_kwargs: Any) -> None:
             pass  # `guards` returns all of them
 
-        patches = (
-            ("make_fake_inputs", make_fake_inputs),
-            ("produce_guards_and_solve_constraints", skip_guards),
-        )
-        with replace_attributes(
-            [(trace, n, for_capturing_thread(f, vars(trace)[n])) for n, f in patches]
-        ):
+        patches = (("make_fake_inputs", make), ("produce_guards_and_solve_constraints", no_guards))
+        with patch_attributes([(trace, n, if_capturing(f, vars(trace)[n])) for n, f in patches]):
             yield
 
     def _with_symbols(self, mode: Any, fakes: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
@@ -370,8 +359,8 @@ _LOGGING = _TORCH + "_logging" + os.sep
 _OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 _SYMPY = os.path.dirname(sympy.__file__) + os.sep
 _MPMATH = os.path.join(os.path.dirname(os.path.dirname(sympy.__file__)), "mpmath") + os.sep
-_SYMBOLIC_LIBRARIES = (_SYMPY, _MPMATH)
-_LIBRARIES = (_TORCH, _OURS, *_SYMBOLIC_LIBRARIES, "<frozen", "<eval_with_key>")
+_SYMPY_FOLDERS = (_SYMPY, _MPMATH)
+_LIBRARIES = (_TORCH, _OURS, *_SYMPY_FOLDERS, "<frozen", "<eval_with_key>")
 _SKIPPED_FILES = ("abc.py", "functools.py", "capture/lengths.py", "capture/thread_patches.py")
 """Files whose frames are skipped: they act on behalf of their caller."""
 
@@ -395,20 +384,14 @@ def _called_by_logger() -> bool:
 class _UseRecorder:
     """A context that records in ``uses`` each use of a symbolic number that no guard can check."""
 
-    def __init__(self, executed: ExecutedCode | None) -> None:
+    def __init__(self, ran: ExecutedCode | None) -> None:
         self.uses: list[str] = []
-        codes = (
-            [c for c in executed.codes.values() if _uses_type(c)] if executed is not None else []
-        )
-        files_with_type = {code.co_filename for code in codes}
-        watched_files = {
-            f for f in files_with_type if not _IS_TYPE.search("".join(linecache.getlines(f)))
-        }
+        codes = [c for c in ran.codes.values() if _uses_type(c)] if ran is not None else []
+        using = {code.co_filename for code in codes}
+        files = {f for f in using if not _IS_TYPE.search("".join(linecache.getlines(f)))}
         modules = [(raw_attributes(m), m) for m in list(sys.modules.values())]
         self._modules = [
-            m
-            for space, m in modules
-            if space.get("__file__") in watched_files and "type" not in space
+            m for space, m in modules if space.get("__file__") in files and "type" not in space
         ]
         self._files = {vars(module)["__file__"] for module in self._modules}
 
@@ -428,40 +411,26 @@ class _UseRecorder:
         for cls in _SYMBOLIC:
             for name in ("__repr__", "__hash__"):
                 plain = getattr(cls, name)
-                changes.append(
-                    (cls, name, for_capturing_thread(self._recording(name, plain), plain))
-                )
-            changes.append((cls, "__format__", self._recording("__format__", cls.__format__)))
-            changes.append(
-                (cls, "__reduce_ex__", self._recording("__reduce_ex__", cls.__reduce_ex__))
-            )
-            changes.append((cls, "__getattr__", self._recording_getattr()))
+                changes.append((cls, name, if_capturing(self._wrap(name, plain), plain)))
+            changes.append((cls, "__format__", self._wrap("__format__", cls.__format__)))
+            changes.append((cls, "__reduce_ex__", self._wrap("__reduce_ex__", cls.__reduce_ex__)))
+            changes.append((cls, "__getattr__", self._getattr()))
         for name in ("guard_int", "guard_float", "int_"):
             plain = getattr(SymNode, name)
-            changes.append(
-                (
-                    SymNode,
-                    name,
-                    for_capturing_thread(self._recording_conversion(name, plain), plain),
-                )
-            )
+            changes.append((SymNode, name, if_capturing(self._wrap_conversion(name, plain), plain)))
         for name in ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"):
             plain = getattr(torch.SymInt, name)
-            changes.append(
-                (torch.SymInt, name, for_capturing_thread(self._comparison(plain), plain))
-            )
+            changes.append((torch.SymInt, name, if_capturing(self._wrap_comparison(plain), plain)))
         for cls in (torch.SymInt, torch.SymFloat):
             for name in _ARITHMETIC:
                 plain = getattr(cls, name)
-                changes.append(
-                    (cls, name, for_capturing_thread(self._recording_floats(plain), plain))
-                )
+                changes.append((cls, name, if_capturing(self._wrap_arithmetic(plain), plain)))
         plain = torch.SymInt.__round__
-        noted = for_capturing_thread(self._recording("__round__", plain), plain)
+        noted = if_capturing(self._wrap("__round__", plain), plain)
         changes.append((torch.SymInt, "__round__", noted))
-        changes.append((builtins, "isinstance", self._recording_isinstance(isinstance)))
+        changes.append((builtins, "isinstance", self._wrap_isinstance(isinstance)))
         changes += [(module, "type", _recording_type(self)) for module in self._modules]
-        self._changed = replace_attributes(changes)
+        self._changed = patch_attributes(changes)
         self._changed.__enter__()
 
     def __exit__(self, *exc: Any) -> None:
@@ -472,7 +441,7 @@ class _UseRecorder:
         line = source_here()
         self.uses.append(use if line is None else f"{use} ({line}: {line.text})")
 
-    def _recording(self, name: str, plain: Any) -> Any:
+    def _wrap(self, name: str, plain: Any) -> Any:
         """Wrap the method ``name`` of a symbolic number: record each call."""
 
         def method(value: Any, *args: Any) -> Any:
@@ -483,7 +452,7 @@ class _UseRecorder:
 
         return method
 
-    def _recording_floats(self, plain: Any) -> Any:
+    def _wrap_arithmetic(self, plain: Any) -> Any:
         """Wrap an arithmetic method: record a float result, which sympy may round differently."""
 
         def method(value: Any, *args: Any) -> Any:
@@ -494,7 +463,7 @@ class _UseRecorder:
 
         return method
 
-    def _comparison(self, plain: Any) -> Any:
+    def _wrap_comparison(self, plain: Any) -> Any:
         """Wrap a comparison: in the user's code it returns a bool, and torch adds a guard."""
 
         def method(value: Any, other: Any) -> Any:
@@ -507,7 +476,7 @@ class _UseRecorder:
 
         return method
 
-    def _recording_conversion(self, name: str, plain: Any) -> Any:
+    def _wrap_conversion(self, name: str, plain: Any) -> Any:
         """Wrap a conversion to int, float or bool: record it if the number has symbols."""
 
         def method(node: Any, *args: Any) -> Any:
@@ -517,7 +486,7 @@ class _UseRecorder:
 
         return method
 
-    def _recording_getattr(self) -> Any:
+    def _getattr(self) -> Any:
         """Return a `__getattr__` that records attributes that symbolic numbers do not have."""
         recorder = self
 
@@ -529,7 +498,7 @@ class _UseRecorder:
 
         return method
 
-    def _recording_isinstance(self, plain: Any) -> Any:
+    def _wrap_isinstance(self, plain: Any) -> Any:
         """Wrap `isinstance`: record a call by the user's code on a symbolic number."""
         recorder, symbolic = self, frozenset(_SYMBOLIC)
 
@@ -621,9 +590,7 @@ class _StaticCopy:
         self.root, self.mode, self.constants = root, mode, constants
         self.results: dict[Hashable, Any] = {}  # results by call: repeated layers run once
 
-    def copy_module(
-        self, original: fx.GraphModule, tensors: Sequence[torch.Tensor]
-    ) -> fx.GraphModule:
+    def copy(self, original: fx.GraphModule, tensors: Sequence[torch.Tensor]) -> fx.GraphModule:
         copy = _module_like(original, self.root, self.constants)
         with self.mode, torch.no_grad():
             copy.graph, _ = self._copy_graph(original, copy, tuple(map(self._empty_like, tensors)))
@@ -655,15 +622,11 @@ class _StaticCopy:
                 vals[new] = value
             elif old.op == "get_attr":
                 new = graph.get_attr(str(old.target))
-                attribute = attribute_of(copy, new)
-                vals[new] = attribute
-                if isinstance(attribute, torch.Tensor):
-                    is_state = isinstance(attribute, (nn.Parameter, FakeTensor))
-                    vals[new] = (
-                        self._empty_like(attribute)
-                        if is_state
-                        else self.mode.from_tensor(attribute)
-                    )
+                attr = attribute_of(copy, new)
+                vals[new] = attr
+                if isinstance(attr, torch.Tensor):
+                    is_state = isinstance(attr, (nn.Parameter, FakeTensor))
+                    vals[new] = self._empty_like(attr) if is_state else self.mode.from_tensor(attr)
             elif old.op == "output":
                 out = fx.map_arg(old.args[0], env.__getitem__)
                 if any(not isinstance(x, fx.Node) for x in _flat(out)):
@@ -713,10 +676,8 @@ class _StaticCopy:
             return number
         if isinstance(target, HigherOrderOperator):
             return self._copy_region(graph, old, copy, original, args, vals)
-        if target is torch.ops.aten.slice.Tensor and _is_full_slice(
-            vals[args[0]], *args[1:], **kwargs
-        ):
-            if not _is_only_indexing(old):
+        if target is torch.ops.aten.slice.Tensor and _is_full(vals[args[0]], *args[1:], **kwargs):
+            if not _is_alone(old):
                 return args[0]  # static indexing records no slice of a whole dim
             target, args = torch.ops.aten.alias.default, args[:1]
         new = graph.create_node("call_function", target, args, kwargs)
@@ -737,15 +698,13 @@ class _StaticCopy:
         graphs = [i for i in positions if isinstance(vals[args[i]], fx.GraphModule)]
         if old.target.__name__ not in _REGIONS or len(graphs) != 1:  # type: ignore[union-attr]
             raise NotForLengths(f"it has {old.target}")
-        position = graphs[0]
-        child = vals[args[position]]
-        inner = attribute_of(original, args[position])
-        values = tuple(vals[x] if isinstance(x, fx.Node) else x for x in args[position + 1 :])
+        first = graphs[0]
+        child = vals[args[first]]
+        inner = attribute_of(original, args[first])
+        values = tuple(vals[x] if isinstance(x, fx.Node) else x for x in args[first + 1 :])
         child.graph, out = self._copy_graph(inner, child, values)
-        node_args = tuple(x for x in args[position + 1 :] if isinstance(x, fx.Node))
-        new = graph.create_node(
-            "call_function", old.target, (*args[: position + 1], *node_args), {}
-        )
+        nodes = tuple(x for x in args[first + 1 :] if isinstance(x, fx.Node))
+        new = graph.create_node("call_function", old.target, (*args[: first + 1], *nodes), {})
         vals[new] = out
         return new
 
@@ -762,13 +721,13 @@ class _StaticCopy:
         changes = isinstance(target, OpOverload) and target._schema.is_mutable
         if target is operator.getitem or changes:
             return run()
-        from dtensor.frontend.capture.layers import arguments_key
+        from dtensor.frontend.capture.layers import args_key
         from dtensor.frontend.capture.to_graph import layout_of
 
         nodes: list[fx.Node] = []
         fx.map_arg((args, kwargs), lambda n: nodes.append(n))
         layouts = {n: layout_of(vals[n]) for n in nodes}
-        key = (target, arguments_key(args, layouts), arguments_key(kwargs, layouts))
+        key = (target, args_key(args, layouts), args_key(kwargs, layouts))
         if key not in self.results:
             self.results[key] = run()
         return self.results[key]
@@ -780,14 +739,14 @@ _INDEXING = (
 )
 
 
-def _is_only_indexing(old: fx.Node) -> bool:
+def _is_alone(old: fx.Node) -> bool:
     """Return whether the op is the only one of its indexing expression (x[:n], not x[:n, None])."""
     trace = old.meta.get("stack_trace")
     neighbours = (n for n in (*old.all_input_nodes, *old.users) if n.target in _INDEXING)
     return all(n.meta.get("stack_trace") != trace for n in neighbours)
 
 
-def _is_full_slice(
+def _is_full(
     x: torch.Tensor, dim: int = 0, start: int | None = 0, end: int | None = None, step: int = 1
 ) -> bool:
     return start in (0, None) and step == 1 and (end is None or end >= x.shape[dim])

@@ -76,11 +76,7 @@ def remove_logits_cast(graph: fx.Graph, logits: Any) -> None:
     original = logits.args[0]
     assert isinstance(original, fx.Node)
     dtype = original.meta["val"].dtype
-    if (
-        not is_narrow(dtype)
-        or logits.meta["val"].dtype != torch.float32
-        or _may_write_after(logits)
-    ):
+    if not is_narrow(dtype) or logits.meta["val"].dtype != torch.float32 or _writes_after(logits):
         return
     logits.replace_all_uses_with(original)
     graph.erase_node(logits)
@@ -103,7 +99,7 @@ _VIEWS = {
 }
 
 
-def _may_write_after(node: fx.Node) -> bool:
+def _writes_after(node: fx.Node) -> bool:
     """Return whether an op after ``node`` may write in place."""
     later = node.next
     while later.op != "output":

@@ -103,18 +103,16 @@ def order_phases(graph: fx.Graph) -> None:
     """Move all forward nodes before all backward nodes; both keep their order."""
     nodes = [n for n in graph.nodes if n.op == "call_function"]
     backward = [n for n in nodes if n.meta["phase"] == "backward"]
-    backward_nodes = set(backward)
+    late = set(backward)
     # A node that reads a backward node is a backward node.
     for node in nodes:
-        if node not in backward_nodes and any(
-            operand in backward_nodes for operand in node.all_input_nodes
-        ):
+        if node not in late and any(operand in late for operand in node.all_input_nodes):
             node.meta["phase"] = "backward"
-            backward_nodes.add(node)
+            late.add(node)
             backward.append(node)
     output = graph.output_node()
     for node in nodes:
-        if node in backward_nodes:
+        if node in late:
             output.prepend(node)
 
 
@@ -161,8 +159,8 @@ def _assigned_names(graph: fx.Graph) -> dict[fx.Node, str]:
     uses (a layer norm also returns statistics for its backward), or the last node if none is used.
     """
     nodes = [n for n in graph.nodes if n.op == "call_function" and n.meta["phase"] == "forward"]
-    positions = {node: i for i, node in enumerate(nodes)}
-    output_nodes = set(_output_nodes(graph))
+    order = {node: i for i, node in enumerate(nodes)}
+    returned = set(_output_nodes(graph))
     names: dict[fx.Node, str] = {}
     for i, node in enumerate(nodes):
         frames = node.meta["frames"]
@@ -180,15 +178,9 @@ def _assigned_names(graph: fx.Graph) -> dict[fx.Node, str]:
         if len(targets) > 1:
             names.update(_tuple_names(statement, targets))
             continue
-        used_later = [
-            n
-            for n in statement
-            if n in output_nodes or any(positions.get(u, -1) > i for u in n.users)
-        ]
-        last = (used_later or statement)[-1]
-        names[_fused_sum(last, used_later) if last.target is operator.getitem else last] = targets[
-            0
-        ]
+        used = [n for n in statement if n in returned or any(order.get(u, -1) > i for u in n.users)]
+        last = (used or statement)[-1]
+        names[_fused_sum(last, used) if last.target is operator.getitem else last] = targets[0]
     return names
 
 

@@ -238,9 +238,7 @@ def _recurrent(
                 hidden = F.linear(state[0], w_hh, b_hh)
                 new = _CELLS[func](inputs[t], hidden, state, projection)
                 pairs = zip(new, state, strict=True)
-                state = tuple(
-                    torch.where(mask[t], new_value, old_value) for new_value, old_value in pairs
-                )
+                state = tuple(torch.where(mask[t], now, before) for now, before in pairs)
                 step_outputs[t] = state[0]
             final_states.append(state)
             outputs.append(torch.stack(step_outputs))

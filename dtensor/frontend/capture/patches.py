@@ -47,8 +47,8 @@ from dtensor.frontend.capture.thread_patches import (
     answered_here,
     filter_logs,
     filter_warnings,
-    for_capturing_thread,
-    replace_attributes,
+    if_capturing,
+    patch_attributes,
 )
 from dtensor.frontend.graph import type_text
 from dtensor.frontend.source import places_below, source_here
@@ -71,7 +71,7 @@ def patched(*, below: FunctionType) -> Iterator[list[AppliedFunctions]]:
     from torch.fx import graph_module
     from torch.fx.experimental import proxy_tensor, symbolic_shapes
 
-    checkpoint_numbers = itertools.count()  # of checkpoints
+    numbers = itertools.count()  # of checkpoints
     functions: list[AppliedFunctions] = []  # empty until a custom Function is applied, then one
     error_context = ExitStack()
     replacements: list[tuple[Any, str, Callable[[Any], Any]]] = [
@@ -96,26 +96,23 @@ def patched(*, below: FunctionType) -> Iterator[list[AppliedFunctions]]:
         (
             checkpoints,
             "_checkpoint_without_reentrant_generator",
-            lambda _: _checkpoint_generator(checkpoint_numbers),
+            lambda _: _checkpoint_generator(numbers),
         ),
     ]
     originals = [vars(owner).get(name, print) for owner, name, _ in replacements]
-    changes = [
-        (owner, name, for_capturing_thread(change(plain), plain))
+    changes: list[tuple[Any, str, Any]] = [
+        (owner, name, if_capturing(change(plain), plain))
         for (owner, name, change), plain in zip(replacements, originals, strict=True)
     ]
-    recorded_apply = _recorded_apply(checkpoint_numbers, functions, error_context)
+    recorded_apply = _recorded_apply(numbers, functions, error_context)
     parametrize_cache: Any = parametrize._cache
-    thread_cache = PerThread(parametrize_cache)
-    thread_cache.clear()  # a `cached()` around the call may hold computed weights
-    more_changes = [
-        (_SingleLevelFunction, "apply", recorded_apply),
-        (parametrize, "_cache", thread_cache),
-    ]
+    weights = PerThread(parametrize_cache)
+    weights.clear()  # a `cached()` around the call may hold computed weights
+    changes += [(_SingleLevelFunction, "apply", recorded_apply), (parametrize, "_cache", weights)]
     with ExitStack() as stack:
         # Take torch's lock first: another thread that compiles patches the same attributes.
         stack.enter_context(CALL_LOCK.and_then(compile_lock()))
-        stack.enter_context(replace_attributes([*changes, *more_changes]))
+        stack.enter_context(patch_attributes(changes))
         stack.enter_context(answered_here(PROCESS_FLAGS))
         stack.enter_context(
             filter_logs(
@@ -149,7 +146,7 @@ def _patch_for_thread(plain: Any) -> Any:
     """Make torch's patches of `Module.__call__` and `__getattr__` apply to this thread only."""
 
     def patch_method(patcher: Any, cls: type, name: str, new: Any, **options: Any) -> None:
-        plain(patcher, cls, name, for_capturing_thread(new, getattr(cls, name)), **options)
+        plain(patcher, cls, name, if_capturing(new, getattr(cls, name)), **options)
 
     return patch_method
 
@@ -171,15 +168,10 @@ def _patch_builtins() -> Iterator[None]:
 
     pairs = (("max", max, torch.maximum), ("min", min, torch.minimum))
     patches = [
-        (
-            name,
-            for_capturing_thread(
-                partial(_tensor_min_max, real_callable=f, tensor_callable=tensor_function), f
-            ),
-        )
-        for name, f, tensor_function in pairs
+        (name, if_capturing(partial(_tensor_min_max, real_callable=f, tensor_callable=op), f))
+        for name, f, op in pairs
     ]
-    with replace_attributes([(builtins, name, f) for name, f in patches]):
+    with patch_attributes([(builtins, name, f) for name, f in patches]):
         yield
 
 
@@ -262,14 +254,14 @@ def _apply_unless_moved(
 # -- checkpoints and custom autograd Functions -----------------------------------------------------
 
 
-def _number_checkpoint(checkpoint_numbers: Iterator[int]) -> AbstractContextManager[object]:
+def _number_checkpoint(numbers: Iterator[int]) -> AbstractContextManager[object]:
     """Return a context that numbers the ops of a checkpoint, unless it is inside another one."""
     if CHECKPOINT in traceback.current_meta.get("custom", {}):
         return nullcontext()
-    return traceback.annotate({CHECKPOINT: next(checkpoint_numbers)})
+    return traceback.annotate({CHECKPOINT: next(numbers)})
 
 
-def _checkpoint_generator(checkpoint_numbers: Iterator[int]) -> Any:
+def _checkpoint_generator(numbers: Iterator[int]) -> Any:
     """Return a replacement of torch's generator for checkpoints that only numbers their ops."""
 
     def generator(function: Any, preserve: bool, context_fn: Any, *args: Any, **kw: Any) -> Any:
@@ -282,14 +274,14 @@ def _checkpoint_generator(checkpoint_numbers: Iterator[int]) -> Any:
                 source=source_here(),
                 fix="leave context_fn out, or checkpoint smaller parts",
             )
-        with _number_checkpoint(checkpoint_numbers):
+        with _number_checkpoint(numbers):
             yield
 
     return generator
 
 
 def _recorded_apply(
-    checkpoint_numbers: Iterator[int], functions: list[AppliedFunctions], stack: ExitStack
+    numbers: Iterator[int], functions: list[AppliedFunctions], stack: ExitStack
 ) -> Any:
     """Return a replacement of the `apply` below `Function.apply` that records custom Functions and
     reentrant checkpoints. Patching below also covers aliases: relu = MyRelu.apply."""
@@ -298,7 +290,7 @@ def _recorded_apply(
         plain = super(_SingleLevelFunction, cls).apply  # type: ignore[misc]
         if is_capturing() and cls is checkpoints.CheckpointFunction:
             function, _, *inputs = args
-            with _number_checkpoint(checkpoint_numbers):
+            with _number_checkpoint(numbers):
                 result = function(*inputs)
             _check_reentrant(inputs, result)
             return result

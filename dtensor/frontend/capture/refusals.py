@@ -33,7 +33,7 @@ from dtensor.frontend.capture.value_reads import (
     ValueReads,
     base_of,
     is_in_place,
-    is_text_for_people,
+    is_printed,
 )
 from dtensor.frontend.graph import bound, type_text
 from dtensor.frontend.guards.executed_code import CodeRecorder
@@ -96,9 +96,9 @@ _VALUE_READS: dict[Callable[..., Any], str] = {
     torch.Tensor.__index__: "a tensor as an index of Python",
 }
 
-_RETURN_VALUE = 'to see it, return (loss, {"name": value}) and read loss.metrics'
+_SEE_FIX = 'to see it, return (loss, {"name": value}) and read loss.metrics'
 _NUMBER_READS = (torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__float__)
-_KEEP_TENSOR = "keep it a tensor (torch.where, a mask that multiplies), or pass it in as a number"
+_FIX = "keep it a tensor (torch.where, a mask that multiplies), or pass it in as a number"
 _TEXT_READS: dict[Callable[..., Any], str] = {
     torch.Tensor.__repr__: "the text of a tensor (str, repr)",
     torch.Tensor.__format__: 'the text of a tensor (f"{tensor}", format)',
@@ -140,7 +140,7 @@ class RefusalMode(TorchFunctionMode):
             self.devices = ProgramDevice(device)
         self.values = ValueReads()
         self.parameters, self.inputs = parameters, inputs
-        self.data_assignments: DataAssignments | None = None
+        self.assignments: DataAssignments | None = None
 
     def __torch_function__(
         self,
@@ -191,10 +191,8 @@ class RefusalMode(TorchFunctionMode):
                     source=source_here(),
                     fix="state a momentum, as in BatchNorm1d(n, momentum=0.1)",
                 )
-            fix = f"{_KEEP_TENSOR}; {_RETURN_VALUE}" if func in _NUMBER_READS else _KEEP_TENSOR
-            raise value_dependent_error(
-                f"{_VALUE_READS[func]} of {type_text(args[0])}", source_here(), fix
-            )
+            fix = f"{_FIX}; {_SEE_FIX}" if func in _NUMBER_READS else _FIX
+            raise data_error(f"{_VALUE_READS[func]} of {type_text(args[0])}", source_here(), fix)
         if func in _OTHER_READS and any(isinstance(x, FakeTensor) for x in args):
             values = [
                 self.values.known_value(x) if isinstance(x, torch.Tensor) else x for x in args
@@ -202,9 +200,9 @@ class RefusalMode(TorchFunctionMode):
             if all(v is not None or x is None for v, x in zip(values, args, strict=True)):
                 with disable_current_modes():
                     return func(*values, **kwargs)
-            if func in _TEXT_READS and (any(args[1:]) or not is_text_for_people()):
-                raise value_dependent_error(
-                    f"{_TEXT_READS[func]} of {type_text(args[0])}", source_here(), _RETURN_VALUE
+            if func in _TEXT_READS and (any(args[1:]) or not is_printed()):
+                raise data_error(
+                    f"{_TEXT_READS[func]} of {type_text(args[0])}", source_here(), _SEE_FIX
                 )
         if func == _DATA.__get__:  # the export would not see a tensor that .data returns
             return self._record_result(args[0].detach())
@@ -237,8 +235,8 @@ class RefusalMode(TorchFunctionMode):
         if (tensor := make_below_jvp(func, args, kwargs)) is not None:
             return tensor
         calls_back = False
-        if self.data_assignments is not None:
-            stale = self.data_assignments.stale(_flatten((*args, *kwargs.values())))
+        if self.assignments is not None:
+            stale = self.assignments.stale(_flatten((*args, *kwargs.values())))
             if stale is not None:
                 raise data_assignment_error(stale, source_here())
         untraced: list[torch.Tensor] = []
@@ -270,16 +268,14 @@ class RefusalMode(TorchFunctionMode):
 
     def _assign_data(self, x: torch.Tensor, y: object) -> bool:
         """Replace `x.data = y` by a copy; return False if a copy would behave differently."""
-        if self.data_assignments is None:
+        if self.assignments is None:
             from dtensor.frontend.capture.data_assignment import DataAssignments  # few programs do
 
-            self.data_assignments = DataAssignments(self.parameters, self.inputs)
-        return self.data_assignments.assign(x, y)
+            self.assignments = DataAssignments(self.parameters, self.inputs)
+        return self.assignments.assign(x, y)
 
     def _record_result(self, result: Any) -> Any:
-        return (
-            result if self.data_assignments is None else self.data_assignments.record_result(result)
-        )
+        return result if self.assignments is None else self.assignments.record_result(result)
 
 
 def _flatten(values: Iterable[Any]) -> Iterator[Any]:
@@ -333,22 +329,17 @@ class TorchCheck:
 def check_of_torch() -> TorchCheck | None:
     """Return the check that the calling torch function makes, or None for an unknown function."""
     frame = sys._getframe(2)
-    code, variables = frame.f_code, frame.f_locals
+    code, local = frame.f_code, frame.f_locals
     if code is F.gaussian_nll_loss.__code__:
         return TorchCheck(False, "var has negative entry/entries: variances are to be 0 or more")
     if code is Distribution.__init__.__code__:
         return TorchCheck(
-            True,
-            _constraint_message(
-                variables["self"], f"parameter {variables['param']}", variables["constraint"]
-            ),
+            True, _violation(local["self"], f"parameter {local['param']}", local["constraint"])
         )
     if code is Distribution._validate_sample.__code__:
-        return TorchCheck(
-            True, _constraint_message(variables["self"], "value argument", variables["support"])
-        )
+        return TorchCheck(True, _violation(local["self"], "value argument", local["support"]))
     if code in _CONSTRAINTS:
-        return TorchCheck(True, f"Expected matrices to satisfy {variables['self']}")
+        return TorchCheck(True, f"Expected matrices to satisfy {local['self']}")
     return None
 
 
@@ -359,7 +350,7 @@ _CONSTRAINTS = {
 }
 
 
-def _constraint_message(distribution: Distribution, what: str, constraint: object) -> str:
+def _violation(distribution: Distribution, what: str, constraint: object) -> str:
     kind = type(distribution).__name__
     return f"Expected {what} of distribution {kind} to satisfy the constraint {constraint}"
 
@@ -385,9 +376,7 @@ def data_assignment_error(x: torch.Tensor, source: Source | None) -> PlanningErr
     )
 
 
-def value_dependent_error(
-    what: str, source: Source | None, fix: str = _KEEP_TENSOR
-) -> PlanningError:
+def data_error(what: str, source: Source | None, fix: str = _FIX) -> PlanningError:
     return planning_error(
         "The program depends on a tensor's value, which is not known when it is planned.",
         what,
@@ -398,7 +387,7 @@ def value_dependent_error(
 
 def data_dependent_error(error: Exception, source: Source | None) -> PlanningError:
     """Return the error for one of the exceptions of `data_dependent_errors`."""
-    return value_dependent_error(f"{type(error).__name__}: {str(error).splitlines()[0]}", source)
+    return data_error(f"{type(error).__name__}: {str(error).splitlines()[0]}", source)
 
 
 def assigned_attribute_error(
@@ -473,7 +462,7 @@ def packed_data_error(
 FLEX = "torch.nn.attention.flex_attention"
 
 
-def flex_attention_error(source: Source | None) -> PlanningError:
+def flex_error(source: Source | None) -> PlanningError:
     return planning_error(
         f"{FLEX} is not supported: its score_mod and mask_mod are programs of their own.",
         source=source,
@@ -481,7 +470,7 @@ def flex_attention_error(source: Source | None) -> PlanningError:
     )
 
 
-def buffer_requires_grad_error(name: str, source: Source | None) -> PlanningError:
+def buffer_grad_error(name: str, source: Source | None) -> PlanningError:
     return planning_error(
         "A buffer is changed to a value that requires grad: steps would share gradients.",
         f"buffer {name}",
@@ -561,13 +550,10 @@ def check_forward(module: fx.GraphModule, differentiated: bool) -> None:
     for node in module.graph.nodes:
         if _op_name(node) in _ITEMS or _has_symbols(node.meta.get("val")):
             source = source_of_trace(node.meta.get("stack_trace") or "")
-            description, fix = (
-                f"{_op_name(node)}: a value or size that depends on data",
-                _KEEP_TENSOR,
-            )
+            text, fix = (f"{_op_name(node)}: a value or size that depends on data", _FIX)
             if _op_name(node) in _INDICES:
                 fix = "torch.where(condition, x, 0) with three arguments, or x * condition: a mask"
-            raise value_dependent_error(description, source, fix)
+            raise data_error(text, source, fix)
         if is_in_place(node):
             _check_write(node, module)
         if _op_name(node) in _PRODUCTS:
@@ -631,7 +617,7 @@ def check_joint(graph: fx.Graph) -> None:
         source = source_of_trace(node.meta.get("stack_trace") or "")
         if isinstance(node.target, HigherOrderOperator):
             if "flex_attention" in node.target.name():
-                raise flex_attention_error(source)
+                raise flex_error(source)
             raise planning_error(
                 f"Control flow inside the graph is not supported yet: {node.target.name()}.",
                 source=source,

@@ -19,7 +19,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from dtensor.frontend.call_lock import is_capturing
-from dtensor.frontend.capture.thread_patches import replace_attributes
+from dtensor.frontend.capture.thread_patches import patch_attributes
 from dtensor.private_torch import DisableTorchFunction, FakeTensor, function_modes
 
 _TENSOR: Any = torch.Tensor
@@ -92,7 +92,7 @@ class ProgramDevice:
                 return self.device
             return plain.fget(x)
 
-        with replace_attributes([(FakeTensor, "device", property(reported_device, plain.fset))]):
+        with patch_attributes([(FakeTensor, "device", property(reported_device, plain.fset))]):
             yield
 
 

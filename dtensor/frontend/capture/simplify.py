@@ -60,11 +60,7 @@ _FILLS: dict[Any, Callable[[dict[str, Any]], tuple[Any, Any]]] = {
     aten.new_ones.default: lambda a: (a["size"], 1),
     aten.new_full.default: lambda a: (a["size"], a["fill_value"]),
 }
-_EMPTIES = {
-    aten.new_empty.default,
-    aten.new_empty_strided.default,
-    aten.empty_strided.default,
-}
+_EMPTIES = {aten.new_empty.default, aten.new_empty_strided.default, aten.empty_strided.default}
 _SCALAR_FORMS: dict[Any, Any] = {
     aten.add.Scalar: aten.add.Tensor,
     aten.sub.Scalar: aten.sub.Tensor,

@@ -102,10 +102,8 @@ def _occurrences(
         kind = kinds[key]
         parts.append(_Occurrence(segment=segment, kind=kind))
         if segment is not segments[-1]:
-            differentiable = [
-                node for node, (_, w) in zip(segment.outputs, kind.made, strict=True) if w
-            ]
-            if len(differentiable) > 1 or any(reader_count[node] > 1 for node in differentiable):
+            with_grad = [node for node, (_, w) in zip(segment.outputs, kind.made, strict=True) if w]
+            if len(with_grad) > 1 or any(reader_count[node] > 1 for node in with_grad):
                 raise NotAlone
             for node, (like, wants) in zip(segment.outputs, kind.made, strict=True):
                 if like.is_conj() or like.is_neg():
@@ -194,27 +192,22 @@ def _check_gradient_order(forward: fx.GraphModule, parts: Sequence[_Occurrence])
     """Raise NotAlone unless the gradients of values that several segments read are added in a known
     order: one gradient per segment."""
     readers: dict[fx.Node, list[_Occurrence]] = {}
-    names_of_tensors: dict[int, dict[str, None]] = {}
+    names_by_id: dict[int, dict[str, None]] = {}
     for part in parts:
         for node in (*part.segment.reads, *part.segment.attributes):
             readers.setdefault(node, []).append(part)
         for node in part.segment.attributes:
-            names_of_tensors.setdefault(id(attribute_of(forward, node)), {})[str(node.target)] = (
-                None
-            )
-    if any(len(names) > 1 for names in names_of_tensors.values()):
+            names_by_id.setdefault(id(attribute_of(forward, node)), {})[str(node.target)] = None
+    if any(len(names) > 1 for names in names_by_id.values()):
         raise NotAlone  # one tensor under two names
     for node, occurrences in readers.items():
         value = attribute_of(forward, node) if node.op == "get_attr" else None
-        shares_gradient = (
-            node.op == "placeholder"
-            and len(occurrences) > 1
-            and _requires_grad(node, occurrences[0])
-        )
-        if shares_gradient or (
+        several = len(occurrences) > 1
+        shared = several and node.op == "placeholder" and _requires_grad(node, occurrences[0])
+        if shared or (
             isinstance(value, torch.Tensor)
             and value.requires_grad
-            and _has_mixed_sums(node, occurrences)
+            and _mixes_sums(node, occurrences)
         ):
             raise NotAlone
 
@@ -228,7 +221,7 @@ def _requires_grad(node: fx.Node, part: _Occurrence) -> bool:
     )
 
 
-def _has_mixed_sums(node: fx.Node, occurrences: Sequence[_Occurrence]) -> bool:
+def _mixes_sums(node: fx.Node, occurrences: Sequence[_Occurrence]) -> bool:
     """Return whether autograd would not add the gradients of a parameter segment by segment: a
     segment before the last reads it several times, and autograd adds these terms one by one."""
     use_counts = [sum(user in part.segment.nodes for user in node.users) for part in occurrences]

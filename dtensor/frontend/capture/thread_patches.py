@@ -27,7 +27,7 @@ from dtensor.signals import defer_signals
 _ABSENT = object()
 
 
-def for_capturing_thread(ours: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+def if_capturing(ours: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that calls ``ours`` in the thread that captures, else ``plain``."""
 
     @functools.wraps(plain)
@@ -38,7 +38,7 @@ def for_capturing_thread(ours: Callable[..., Any], plain: Callable[..., Any]) ->
 
 
 @contextmanager
-def replace_attributes(changes: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
+def patch_attributes(changes: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
     """Set attributes, given as (owner, name, value), in this context."""
     originals = [(owner, name, vars(owner).get(name, _ABSENT)) for owner, name, _ in changes]
     try:
@@ -69,10 +69,7 @@ def answered_here(functions: Sequence[FunctionType]) -> Iterator[None]:
         plain = FunctionType(function.__code__, function.__globals__)
         defaults = {"_here": is_capturing, "_plain": plain}
         # Restored in reverse order: the old code does not take these keyword arguments.
-        changes += [
-            (function, "__kwdefaults__", defaults),
-            (function, "__code__", _flag_for_thread.__code__),
-        ]
+        changes += [(function, "__kwdefaults__", defaults), (function, "__code__", _flag.__code__)]
     originals = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
     try:
         for owner, name, value in changes:
@@ -83,7 +80,7 @@ def answered_here(functions: Sequence[FunctionType]) -> Iterator[None]:
             _restore_attributes(originals)
 
 
-def _flag_for_thread(*, _here: Callable[[], bool], _plain: Callable[[], bool]) -> bool:
+def _flag(*, _here: Callable[[], bool], _plain: Callable[[], bool]) -> bool:
     return _here() and _plain()
 
 

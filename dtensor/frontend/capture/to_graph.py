@@ -24,13 +24,9 @@ from torch import fx
 import dtensor.sharding.ops.attention  # noqa: F401  (registers the op)
 from dtensor.frontend.capture.call_as_module import CallAsModule, FlatCall
 from dtensor.frontend.capture.decompose import ModuleWithConstants, decompose, lift_constants
-from dtensor.frontend.capture.layers import arguments_key
+from dtensor.frontend.capture.layers import args_key
 from dtensor.frontend.capture.names import annotate_nodes, name_nodes, order_phases, user_path
-from dtensor.frontend.capture.refusals import (
-    buffer_requires_grad_error,
-    check_joint,
-    planning_error,
-)
+from dtensor.frontend.capture.refusals import buffer_grad_error, check_joint, planning_error
 from dtensor.frontend.capture.simplify import order_sums, simplify
 from dtensor.frontend.graph import (
     Arg,
@@ -84,12 +80,7 @@ def to_graph(
     ordered = tuple(inputs[node] for node in graph.find_nodes(op="placeholder"))
     name_nodes(graph, ordered, outputs)
     _refresh_vals(graph, mode)
-    return Graph(
-        fx=graph,
-        inputs=ordered,
-        outputs=outputs,
-        out_tree=root.observed.out_tree,
-    )
+    return Graph(fx=graph, inputs=ordered, outputs=outputs, out_tree=root.notes.out_tree)
 
 
 # -- effects -------------------------------------------------------------------------------------
@@ -171,7 +162,7 @@ def _input(desc: Any, call: FlatCall, names: Mapping[str, str], forward: fx.Grap
         case aot.TangentAOTInput(output=aot.InputMutationAOTOutput(mutated_input=mutated)):
             name = _input(mutated, call, names, forward).name  # type: ignore[union-attr]
             line = _mutating_line(mutated, forward) or source_of_callable(call.fn)
-            raise buffer_requires_grad_error(name, line)
+            raise buffer_grad_error(name, line)
         case _:
             raise AssertionError(f"torch's joint export has an unknown input {desc!r}")
 
@@ -234,17 +225,15 @@ def _drop_tangents_of_parameters(graph: fx.Graph) -> None:
         graph.erase_node(node)
 
 
-def _mutation_error(
-    argument: Input, desc: Any, call: FlatCall, forward: fx.GraphModule
-) -> Exception:
-    assert isinstance(argument, Arg)
+def _mutation_error(arg: Input, desc: Any, call: FlatCall, forward: fx.GraphModule) -> Exception:
+    assert isinstance(arg, Arg)
     return planning_error(
         "The program changes an argument in place; only parameters and buffers may be, and "
         "DTensors that dt.compile is given.",
-        argument.name,
+        arg.name,
         source=_mutating_line(desc, forward) or source_of_callable(call.fn),
         fix="write the out-of-place form (x = x + 1), or register the tensor as a buffer; for "
-        f"dt.compile: {argument.name} = dt.distribute({argument.name}, mesh) before the calls",
+        f"dt.compile: {arg.name} = dt.distribute({arg.name}, mesh) before the calls",
     )
 
 
@@ -324,26 +313,20 @@ def _refresh_vals(graph: fx.Graph, mode: FakeTensorMode) -> None:
     with mode, torch.no_grad():
         for node in graph.nodes:
             if node.op == "call_function":
-                call = (
-                    node.target,
-                    arguments_key(node.args, layouts),
-                    arguments_key(node.kwargs, layouts),
-                )
+                call = (node.target, args_key(node.args, layouts), args_key(node.kwargs, layouts))
                 if call not in results:
-                    result = node.target(
-                        *fx.map_arg(node.args, val), **fx.map_arg(node.kwargs, val)
-                    )
-                    results[call] = tuple(result) if isinstance(result, (tuple, list)) else result
-                result = results[call]
-                pairs = list(zip(_tensors(node.meta["val"]), _tensors(result), strict=True))
+                    out = node.target(*fx.map_arg(node.args, val), **fx.map_arg(node.kwargs, val))
+                    results[call] = tuple(out) if isinstance(out, (tuple, list)) else out
+                out = results[call]
+                pairs = list(zip(_tensors(node.meta["val"]), _tensors(out), strict=True))
                 operands = {x.dtype for n in node.all_input_nodes for x in _tensors(val(n))}
                 if len(operands) > 1 and any(a.dtype != b.dtype for a, b in pairs):
-                    result = node.meta["val"]
+                    out = node.meta["val"]
                     pairs = []
                 for a, b in pairs:
                     assert a.shape == b.shape, f"{node.format_node()}: {a}, {b}"
                     assert a.dtype == b.dtype, f"{node.format_node()}: {a}, {b}"
-                node.meta["val"] = result
+                node.meta["val"] = out
             if node.op != "output":
                 layouts[node] = layout_of(node.meta["val"])
 

@@ -120,7 +120,7 @@ _SHOW = {"print", "write", "warn", "warning", "debug", "info", "error", "critica
 _TO_TEXT = {"str", "repr", "format", "join"}
 
 
-def is_text_for_people() -> bool:
+def is_printed() -> bool:
     """Return whether the text of a tensor is only for people to read: the calling `__repr__` or
     `__format__` is for print, a logger or an exception, or was called by Python or torch."""
     frame = sys._getframe(2)
@@ -133,21 +133,18 @@ def is_text_for_people() -> bool:
         return True
     code, inner = frame.f_code, None
     for instruction in dis.get_instructions(code):
-        position = instruction.positions
-        if position is None or instruction.offset < frame.f_lasti:
+        span = instruction.positions
+        if span is None or instruction.offset < frame.f_lasti:
             continue
-        start, end = (
-            (position.lineno, position.col_offset),
-            (position.end_lineno, position.end_col_offset),
-        )
+        start, end = ((span.lineno, span.col_offset), (span.end_lineno, span.end_col_offset))
         inner = inner or (start, end)
         if not instruction.opname.startswith("CALL") or start > inner[0] or end < inner[1]:
             continue
-        text = linecache.getline(code.co_filename, position.lineno or 0)
+        text = linecache.getline(code.co_filename, span.lineno or 0)
         if not text:  # the source is not available, as in an interactive session
             return "print" in code.co_names
         callee = re.match(
-            r"""("[^"]*"|'[^']*')?[\w.]*""", text.encode()[position.col_offset or 0 :].decode()
+            r"""("[^"]*"|'[^']*')?[\w.]*""", text.encode()[span.col_offset or 0 :].decode()
         )
         name = callee[0].rpartition(".")[2] if callee else ""
         if name not in _TO_TEXT:

@@ -70,13 +70,13 @@ def _mask_kind(mask: fx.Node, queries: int, keys: int, constants: Constants) -> 
     if bool(visible.all()):
         return False
     if tuple(visible.shape[-2:]) == (queries, keys) and bool(
-        (visible == _causal_mask(queries, keys)).all()
+        (visible == _causal(queries, keys)).all()
     ):
         return True
     return None
 
 
-def _causal_mask(queries: int, keys: int) -> Tensor:
+def _causal(queries: int, keys: int) -> Tensor:
     """Return torch's causal mask: aligned to the first position if the two numbers differ."""
     return torch.ones(queries, keys, dtype=torch.bool).tril()
 
@@ -144,16 +144,14 @@ def pick_repeated_heads(graph: fx.Graph) -> None:
         ]
         for user in list(pick.users):
             if user.target is aten.scaled_dot_product_attention.default:
-                num_heads = bound(user)["query"].meta["val"].shape[1]
-                if bound(user)["enable_gqa"] and num_heads > len(heads):
-                    repeats.append((user, num_heads))
-        for node, num_heads in repeats:
-            repeated_heads = [head for head in heads for _ in range(num_heads // len(heads))]
-            repeated = Writer(graph, pick)(
-                dt.pick_heads.default, source, list(picked), repeated_heads
-            )
+                num = bound(user)["query"].meta["val"].shape[1]
+                if bound(user)["enable_gqa"] and num > len(heads):
+                    repeats.append((user, num))
+        for node, num in repeats:
+            copies = [head for head in heads for _ in range(num // len(heads))]
+            repeated = Writer(graph, pick)(dt.pick_heads.default, source, list(picked), copies)
             b, _, s, d = pick.meta["val"].shape
-            repeated.meta["val"] = pick.meta["val"].new_empty((b, num_heads, s, d))
+            repeated.meta["val"] = pick.meta["val"].new_empty((b, num, s, d))
             if node in pick.users:
                 node.replace_input_with(pick, repeated)
             else:

@@ -44,14 +44,10 @@ def rewrite_gate(graph: fx.Graph, anchor: fx.Node, writes: Writes) -> tuple[str,
     a, active, kind, nodes = _activation(anchor)
     product = sole_user(active, aten.mul.Tensor)
     if product is None:
-        has_gate = any(
-            is_op(user, aten.mul.Tensor) and _is_gate(user, active) for user in users(active)
-        )
-        raise NoMatch(
-            "its activation is used elsewhere" if has_gate and len(users(active)) > 1 else ""
-        )
+        used = any(is_op(user, aten.mul.Tensor) and _gates(user, active) for user in users(active))
+        raise NoMatch("its activation is used elsewhere" if used and len(users(active)) > 1 else "")
     b = other_operand(product, active)
-    if not _is_gate(product, active):
+    if not _gates(product, active):
         raise NoMatch("")
     if dtype(a) != dtype(b) or dtype(active) != dtype(a):
         raise NoMatch("the two that it multiplies have other dtypes")
@@ -64,7 +60,7 @@ def rewrite_gate(graph: fx.Graph, anchor: fx.Node, writes: Writes) -> tuple[str,
     return "dt.gated", new
 
 
-def _is_gate(product: fx.Node, active: fx.Node) -> bool:
+def _gates(product: fx.Node, active: fx.Node) -> bool:
     """Return whether ``product`` multiplies the activation by another value of the same shape."""
     b = other_operand(product, active)
     return is_tensor(b) and b is not active and shape(b) == shape(active)

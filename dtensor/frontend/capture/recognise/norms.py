@@ -163,11 +163,9 @@ def _fusable_sum(
         check_same_checkpoint((source, last))
     except NoMatch:
         return None
-    is_fusable = all(weight.op == "get_attr" for weight in weights) and not writes.between(
-        source, last
-    )
+    fits = all(weight.op == "get_attr" for weight in weights) and not writes.between(source, last)
     # A sum of another layer would couple two layers that are differentiated separately.
-    return source if is_fusable and layer_of(source) == layer_of(last) else None
+    return source if fits and layer_of(source) == layer_of(last) else None
 
 
 def _dtype_name(torch_dtype: torch.dtype) -> str:

@@ -51,27 +51,25 @@ def recognise(graph: fx.Graph) -> list[PatternMatch]:
     """Rewrite all patterns in place; return the matches and failed matches in program order."""
     constants = Constants(graph)
     writes, order = constants.writes, {node: i for i, node in enumerate(graph.nodes)}
-    matches: list[tuple[int, PatternMatch]] = []
-    for pattern, rewrite, targets in _PATTERNS:
+    report: list[tuple[int, PatternMatch]] = []
+    for what, rewrite, targets in _PATTERNS:
         for target in targets:
             for node in graph.find_nodes(op="call_function", target=target):
                 try:
                     op, new = rewrite(graph, node, writes)
                 except NoMatch as reason:
                     if str(reason):
-                        matches.append(
-                            (order[node], PatternMatch(pattern, "", str(reason), node.meta))
-                        )
+                        report.append((order[node], PatternMatch(what, "", str(reason), node.meta)))
                 else:
-                    matches.append((order[node], PatternMatch(pattern, op, "", new.meta)))
+                    report.append((order[node], PatternMatch(what, op, "", new.meta)))
     for node in graph.find_nodes(op="call_function", target=aten.rms_norm.default):
-        matches.append((order[node], PatternMatch("rms norm", "_fused_rms_norm", "", node.meta)))
-    matches += _attentions(graph, constants, order)
+        report.append((order[node], PatternMatch("rms norm", "_fused_rms_norm", "", node.meta)))
+    report += _attentions(graph, constants, order)
     for node in graph.find_nodes(op="call_function", target=aten.softmax.int):
         if _is_attention_softmax(node):
             reason = "it is written with matmul and softmax"
-            matches.append((order[node], PatternMatch("attention", "", reason, node.meta)))
-    return [match for _, match in sorted(matches, key=itemgetter(0))]
+            report.append((order[node], PatternMatch("attention", "", reason, node.meta)))
+    return [match for _, match in sorted(report, key=itemgetter(0))]
 
 
 def _attentions(
