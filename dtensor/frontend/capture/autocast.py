@@ -168,11 +168,11 @@ def _unsupported_device(device_type: str, option: str) -> PlanningError:
     )
 
 
-def _two_lists(name: str, other: str, option: str) -> PlanningError:
+def _two_lists(name: str, other: str, dtype: str) -> PlanningError:
     return planning_error(
-        f'torch.autocast("{name}", {option}) is within one for "{other}": two lists of ops at once.',
+        f'torch.autocast("{name}", {dtype}) is within one for "{other}": two lists of ops at once.',
         source=source_here(),
-        fix=f'torch.autocast("{other}", {option}), or end that one first',
+        fix=f'torch.autocast("{other}", {dtype}), or end that one first',
     )
 
 
