@@ -33,9 +33,9 @@ from tests.models import Llama, loss_fn
 VOCAB, WIDTH, HEADS = 1024, 256, 4
 LENGTHS = (128, 192, 256, 320)
 PARTS: tuple[tuple[str, Any, str], ...] = (
-    ("export with symbols", exporting, "_exported"),
+    ("export with symbols", exporting, "_export"),
     ("export", capturing, "export_call"),
-    ("cut down", exporting._Cut, "module"),
+    ("cut down", exporting._StaticCopy, "copy"),
     ("canonicalise", capturing, "canonicalise"),
     ("differentiate", capturing, "_differentiate"),
     ("reads", exporting.Guards, "__init__"),

@@ -352,11 +352,11 @@ def ran_split(plan: Plan) -> bool:
 @contextlib.contextmanager
 def _recording_expansions(record: Record) -> Iterator[None]:
     """Within the block, record the ops that capture expands by torch's decompositions."""
-    inline = decompose._inline
+    inline = decompose._replace_by
 
     def noted(module: Any, node: Any, inner: Any) -> Any:
         add_once(record.expanded, str(node.target))
         return inline(module, node, inner)
 
-    with mock.patch.object(decompose, "_inline", noted):
+    with mock.patch.object(decompose, "_replace_by", noted):
         yield

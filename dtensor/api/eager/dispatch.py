@@ -25,7 +25,7 @@ from dtensor.api.eager.random_ops import draw
 from dtensor.api.eager.values import Alias, Cell, CellTensor
 from dtensor.api.eager.views import functional_form, view_step
 from dtensor.api.store.handle import layout_of
-from dtensor.frontend.capture.random_ops import DRAW
+from dtensor.frontend.capture.random_ops import MULTINOMIAL_FIX
 from dtensor.private_torch import dispatch_has_kernel_for_dispatch_key, no_dispatch, pytree
 from dtensor.sharding.spec.placements import REPLICATE, Partial
 from dtensor.sharding.spec.spec import TensorSpec
@@ -229,7 +229,7 @@ def _random(target: Any, args: Args, kwargs: Kwargs) -> Any:
     drawn = draw(target, args, kwargs)
     if drawn is None:
         name = op_name(target)
-        raise unsupported(name, _NO_FORM, DRAW if name == "multinomial" else _FORMS)
+        raise unsupported(name, _NO_FORM, MULTINOMIAL_FIX if name == "multinomial" else _FORMS)
     return drawn
 
 

@@ -8,9 +8,8 @@
 
 This happens before differentiation, because dt ops have their own backward. Calls that dt ops do
 not cover (such as cross entropy with class weights) stay, and are decomposed into ATen ops later.
-
-Invariants: results keep their dtypes, as autocast chose them. New nodes carry the line and module
-of the node that they replace."""
+Results keep their dtypes; new nodes carry the line and module of the node that they replace.
+"""
 
 from __future__ import annotations
 

@@ -225,12 +225,6 @@ class _Capture:
         return replace(self.graph, reads=reads)
 
 
-def _with_fusion_report(graph: Graph, matches: list[Any], call: FlatCall) -> Graph:
-    from dtensor.frontend.capture.fusion_report import fusion_report  # few programs need it
-
-    return replace(graph, recognised=fusion_report(matches, call.prefixes))
-
-
 @contextmanager
 def in_capture() -> Iterator[list[AppliedFunctions]]:
     """Make this thread the one that captures; yield the list of the custom autograd Functions that
@@ -264,7 +258,11 @@ def graph_of(
         joint = _differentiate(forward, tensors, mode)
         graph = to_graph(root, joint, forward, mode)
         graph = replace(graph, exported=exported, autocast=tuple(sorted(autocast_regions(forward))))
-    return _with_fusion_report(graph, matches, root.call) if matches else graph
+    if matches:
+        from dtensor.frontend.capture.recognise.recognise import fusion_report  # few need it
+
+        graph = replace(graph, recognised=fusion_report(matches, root.call.prefixes))
+    return graph
 
 
 def export_call(root: CallAsModule, tensors: tuple[torch.Tensor, ...]) -> fx.GraphModule:

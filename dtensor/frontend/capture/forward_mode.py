@@ -3,15 +3,14 @@
     def loss_fn(model, x):
         return jvp(model, (x,), (v,))[1].square().mean()     # through norms, torch.ones, zeros_like
 
-`torch.export` records the functorch calls, and the joint export differentiates them. `torch.export`
-has three faults for them, which this module fixes:
+`torch.export` records functorch calls, but has three faults, which this module fixes:
 
 - Kernels for known-zero tangents return meta tensors if tensors are fake: see `PlainZeros`.
 - A factory inside a jvp becomes a constant without values: see `make_below_jvp`.
 - The values of jacfwd's batched tensors cannot be read: see `batched_snapshot`.
 
-The operators of this project have no forward-mode derivative; canonical.py refuses them
-`nodes_inside_jvp`."""
+dt ops have no forward-mode derivative; canonical.py refuses them inside a jvp.
+"""
 
 from __future__ import annotations
 

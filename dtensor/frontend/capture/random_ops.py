@@ -1,7 +1,6 @@
 """Replace random ops of the exported forward graph by counter-based dt ops.
 
     dropout(x, 0.1, True)          ->  dt.dropout(x, 0.1, op=0)[0]
-
     randn_like(x)                  ->  dt.random_normal([4, 8], f32, op=1)
     bernoulli(q)                   ->  dt.random_uniform([4, 8], f32, op=2) < q
     scaled_dot_product_attention(q, k, v, dropout_p=0.1)

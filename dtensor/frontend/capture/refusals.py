@@ -120,7 +120,7 @@ class RefusalMode(TorchFunctionMode):
     handle.
 
     recorder: records the executed code; paused while torch runs. parameters: parameters and
-    buffers. inputs: the tensor arguments. data_assignments: the assignments `x.data = y`; None
+    buffers. inputs: the tensor arguments. assignments: the assignments `x.data = y`; None
     before the first one. device: the device type that the program sees."""
 
     def __init__(

@@ -1,6 +1,6 @@
 """Patch torch for the thread that captures and for no other, and undo the patches in all cases.
 
-    with replaced([(fx.GraphModule, "recompile", here_alone(ours, plain))]):
+    with patch_attributes([(fx.GraphModule, "recompile", if_capturing(ours, plain))]):
         ...
 
 Each replacement calls the original unless `is_capturing()`. There are patches for attributes, for

@@ -209,7 +209,7 @@ def by_host(make: Callable[..., Any]) -> Callable[..., Any]:
     return kept
 
 
-_capture: Any = capture._captured  # pyright: ignore[reportPrivateUsage]
+_capture: Any = capture._capture_graph  # pyright: ignore[reportPrivateUsage]
 
 
 def captured(*args: Any, **kwargs: Any) -> Any:
@@ -251,7 +251,7 @@ PATCHES: tuple[tuple[Any, str, Any], ...] = (
     (torch.cuda, "empty_cache", empty_cache),
     (torch.backends.cuda, "is_flash_attention_available", lambda: True),
     (state_writes, "is_alias_of", is_alias_of),
-    (capture, "_captured", captured),
+    (capture, "_capture_graph", captured),
     (
         attention_masked,
         "_zero_and_minus_infinity",

@@ -8,7 +8,7 @@ The checks that torch's export adds (`_assert_tensor_metadata`) do not count as 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import fx
@@ -19,6 +19,16 @@ aten: Any = torch.ops.aten
 
 CASTS = (aten.to.dtype, aten.to.dtype_layout, aten._to_copy.default, aten.type_as.default)
 _METADATA_CHECK = aten._assert_tensor_metadata.default
+
+
+class PatternMatch(NamedTuple):
+    """A pattern that was found. ``op``: the op that replaced it, or ""; ``reason``: why it was not
+    replaced, or ""; ``meta``: the meta of its last node."""
+
+    what: str
+    op: str
+    reason: str
+    meta: dict[str, Any]
 
 
 class NoMatch(Exception):

@@ -10,7 +10,7 @@ intermediate values are used elsewhere is not replaced.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import itemgetter
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from dtensor.frontend.capture.memory_rewrites import keep_strides
+from dtensor.frontend.capture.names import module_calls
 from dtensor.frontend.capture.recognise.attention import (
     Mask,
     pick_repeated_heads,
@@ -27,10 +28,11 @@ from dtensor.frontend.capture.recognise.attention import (
 from dtensor.frontend.capture.recognise.constants import Constants, Writes
 from dtensor.frontend.capture.recognise.dropout import rewrite_dropout_add
 from dtensor.frontend.capture.recognise.gates import rewrite_gate
-from dtensor.frontend.capture.recognise.matching import CASTS, NoMatch, is_op, users
+from dtensor.frontend.capture.recognise.matching import CASTS, NoMatch, PatternMatch, is_op, users
 from dtensor.frontend.capture.recognise.norms import rewrite_layer_norm, rewrite_rms_norm
-from dtensor.frontend.capture.recognise.pattern_match import PatternMatch
 from dtensor.frontend.capture.recognise.rope import rewrite_rope
+from dtensor.frontend.source import source_of_trace
+from dtensor.sharding.plan.dataflow import Recognised
 
 aten: Any = torch.ops.aten
 
@@ -100,3 +102,17 @@ def _is_attention_softmax(softmax: fx.Node) -> bool:
         if is_op(user, *CASTS, aten.dropout.default) and _is_attention_softmax(user):
             return True
     return False
+
+
+def fusion_report(
+    matches: Iterable[PatternMatch], prefixes: Mapping[str, str]
+) -> tuple[Recognised, ...]:
+    """Return the matches with the user's module paths and lines. ``prefixes``: see
+    `FlatCall.prefixes`."""
+    report: list[Recognised] = []
+    for match in matches:
+        calls = module_calls(match.meta.get("nn_module_stack") or {}, prefixes)
+        module = calls[-1].partition("@")[0] if calls else ""
+        line = source_of_trace(match.meta.get("stack_trace") or "")
+        report.append(Recognised(match.what, match.op, match.reason, module, str(line or "")))
+    return tuple(report)
