@@ -40,11 +40,7 @@ from dtensor.frontend.capture.canonical import canonicalise
 from dtensor.frontend.capture.decompose import ModuleWithConstants
 from dtensor.frontend.capture.forward_mode import PlainZeros, is_nested
 from dtensor.frontend.capture.layers import fingerprint, segments_of
-from dtensor.frontend.capture.patches import (
-    export_joint,
-    load_compiler,
-    patched,
-)
+from dtensor.frontend.capture.patches import export_joint, load_compiler, patched
 from dtensor.frontend.capture.refusals import (
     STORED_WARNING,
     check_forward,
@@ -61,10 +57,7 @@ from dtensor.frontend.guards.guards import Guards, custom_ops
 from dtensor.frontend.guards.side_effects import Change, StateBefore, line_of_change, redo, undo
 from dtensor.frontend.guards.unguarded import outside
 from dtensor.frontend.guards.walk import walk
-from dtensor.frontend.source import (
-    source_of_callable,
-    source_of_exception,
-)
+from dtensor.frontend.source import source_of_callable, source_of_exception
 from dtensor.gc_pause import collector_paused
 from dtensor.private_torch import FakeTensorMode, without_trace
 from dtensor.signals import act, as_set

@@ -28,12 +28,7 @@ from dtensor.errors import PlanningError
 from dtensor.frontend.capture.call_as_module import CallAsModule, FlatCall, leaf_names
 from dtensor.frontend.capture.refusals import FLEX, RefusalMode, flex_error, planning_error
 from dtensor.frontend.graph import type_text
-from dtensor.frontend.source import (
-    OURS,
-    owner_of_frame,
-    source_of_callable,
-    source_of_exception,
-)
+from dtensor.frontend.source import OURS, owner_of_frame, source_of_callable, source_of_exception
 from dtensor.private_torch import pytree
 
 MAX_LINES = 4  # of the message of the original error

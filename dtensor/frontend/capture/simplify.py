@@ -45,12 +45,7 @@ _VIEWS = {
     aten.squeeze.dim,
     aten.squeeze.dims,
 }
-_PERMUTES = {
-    aten.t.default,
-    aten.transpose.int,
-    aten.permute.default,
-    aten.numpy_T.default,
-}
+_PERMUTES = {aten.t.default, aten.transpose.int, aten.permute.default, aten.numpy_T.default}
 _FILLS: dict[Any, Callable[[dict[str, Any]], tuple[Any, Any]]] = {
     aten.zeros.default: lambda a: (a["size"], 0),
     aten.ones.default: lambda a: (a["size"], 1),
@@ -67,11 +62,7 @@ _SCALAR_FORMS: dict[Any, Any] = {
     aten.mul.Scalar: aten.mul.Tensor,
     aten.div.Scalar: aten.div.Tensor,
 }
-_STRIDED = {
-    aten.as_strided.default,
-    aten.as_strided_copy.default,
-    aten.as_strided_scatter.default,
-}
+_STRIDED = {aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default}
 _IGNORED_OPTIONS = ("layout", "pin_memory", "memory_format")
 
 
