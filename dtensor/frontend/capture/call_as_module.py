@@ -176,8 +176,7 @@ class _Notes:
 
 
 class CallAsModule(nn.Module):
-    """The root module that is exported. Its forward records the user's output structure in
-    `notes`."""
+    """The root module that is exported. Its forward records the user's output tree in `notes`."""
 
     def __init__(
         self, call: FlatCall, grads: Grads, before: StateBefore, surrounding: Surrounding

@@ -107,8 +107,7 @@ def _refuse_forward_mode(node: fx.Node) -> None:
 
 
 def _borrow_line(module: fx.GraphModule, node: fx.Node) -> None:
-    """Give the node of a no_grad or autocast region, which has no line, the line of its first
-    op."""
+    """Give the node of a no_grad or autocast region the line of the region's first op."""
     for arg in node.args:
         if not (isinstance(arg, fx.Node) and arg.op == "get_attr"):
             continue

@@ -30,8 +30,7 @@ class _Assignment:
 
 @dataclass(slots=True)
 class DataAssignments:
-    """The assignments of one call. ``parameters``: its parameters and buffers; ``inputs``: its
-    arguments."""
+    """The assignments `x.data = y` of one call. ``parameters`` includes the buffers."""
 
     parameters: Iterable[torch.Tensor]
     inputs: Iterable[torch.Tensor]
@@ -70,8 +69,7 @@ class DataAssignments:
         return None
 
     def stale_at_end(self, values: Iterable[object]) -> torch.Tensor | None:
-        """Like `stale`, for the values that the call leaves; also return an x whose y has
-        changed."""
+        """Like `stale`, for the results of the call; also return an x whose y has changed."""
         changed_targets = (g.x for g in self._by_source.values() if g.y._version != g.y_version)
         stale = next(changed_targets, None)
         return self.stale(values) if stale is None else stale

@@ -50,8 +50,7 @@ ModuleWithConstants = GraphAndConstants | fx.GraphModule
 
 
 def decompose(module: ModuleWithConstants, mode: FakeTensorMode) -> bool:
-    """Decompose ops without rules in place; return whether anything changed. Every node must have a
-    meta "val" of this mode."""
+    """Decompose ops without rules, in place; return whether the graph changed."""
     changed = False
     waiting = [node for node in module.graph.nodes if node.op == "call_function"]
     while waiting:
@@ -68,8 +67,7 @@ def decompose(module: ModuleWithConstants, mode: FakeTensorMode) -> bool:
 def lift_constants(
     module: ModuleWithConstants, mode: FakeTensorMode
 ) -> dict[fx.Node, torch.Tensor]:
-    """Replace the get_attr nodes of each tensor by one new placeholder; return the tensors by
-    placeholder."""
+    """Replace get_attr nodes by one placeholder per tensor; return the tensors by placeholder."""
     graph = module.graph
     constants: dict[fx.Node, torch.Tensor] = {}
     lifted: dict[str, fx.Node] = {}

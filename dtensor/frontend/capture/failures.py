@@ -144,8 +144,7 @@ def _running_module(frames: list[tuple[FrameType, int]], call: FlatCall) -> str:
 
 
 def _operands(frames: list[tuple[FrameType, int]], line: str) -> list[str]:
-    """Return the types of the operands of the failing call of torch, or, if there is none, of the
-    tensors that the line names."""
+    """Return the types of the failing torch call's operands, or of the tensors on the line."""
     for frame, _ in reversed(frames):
         if frame.f_code is RefusalMode.__torch_function__.__code__:
             func, args = frame.f_locals["func"], frame.f_locals["args"]
@@ -170,8 +169,7 @@ def _operand(value: Any) -> str:
 
 
 def without_ours(error: Exception) -> Exception:
-    """Return the error; if it is an error of the user's program or about it, remove our frames from
-    its traceback."""
+    """Return the error, without our frames if it is about the user's program."""
     entry = innermost_entry(error)
     is_users = entry is not None and owner_of_frame(entry.tb_frame) is not None
     if is_users or (isinstance(error, PlanningError) and error.__cause__ is not None):

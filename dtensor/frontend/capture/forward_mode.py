@@ -96,13 +96,7 @@ class PlainZeros(TorchDispatchMode):
     """Replaces zero tensors of a special type, which torch uses as tangents, by plain ones. The
     joint export needs this only for nested jvps, because inf * 0 differs."""
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _ZEROS:
             func = torch.ops.aten.zeros.default
         return func(*args, **(kwargs or {}))
@@ -132,8 +126,7 @@ def exit_with_plain_zeros(plain: Any) -> Any:
 
 
 def batched_snapshot(plain: Any) -> Any:
-    """Return torch's `snapshot_fake`, which copies the value of a node, extended to functorch's
-    wrapped tensors."""
+    """Extend torch's `snapshot_fake`, which copies values of nodes, to functorch's tensors."""
 
     def snapshot(value: Tensor, include_real: bool = False) -> Tensor | None:
         # Not at the top: it loads torch's compiler, and with it triton where that is installed.

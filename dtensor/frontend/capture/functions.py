@@ -111,16 +111,9 @@ class AppliedFunction:
 
 
 class _HideTensorlessCalls(TorchFunctionMode):
-    """Hide calls without tensors from the export, which would record, for example,
-    torch.no_grad."""
+    """Hide calls without tensors from the export, which would record torch.no_grad."""
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if _tensors((args, kwargs)):
             return func(*args, **kwargs)
@@ -137,8 +130,7 @@ class AppliedFunctions:
         self._recording = True
 
     def apply(self, plain: Callable[..., Any], cls: type, args: tuple[Any, ...]) -> Any:
-        """Return the result of ``cls.apply(*args)`` and record the call; ``plain`` is torch's
-        apply."""
+        """Return ``cls.apply(*args)`` and record the call; ``plain`` is torch's apply."""
         if not self._recording:
             return plain(*args)
         self._recording = False
@@ -148,8 +140,7 @@ class AppliedFunctions:
             self._recording = True
 
     def restore(self, module: fx.GraphModule) -> None:
-        """Replace each recorded call in the graph by its ``apply``, in place, and stop
-        recording."""
+        """Replace each recorded call by its ``apply``, in place, and stop recording."""
         self._recording = False
         _restore(module, self._calls)
 

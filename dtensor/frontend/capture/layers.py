@@ -85,8 +85,7 @@ def layer_of(node: fx.Node) -> str | None:
 
 
 def _runs(graph: fx.Graph) -> list[Run]:
-    """Return the runs of nodes of each layer. Nodes between two layers of one list belong to the
-    earlier layer."""
+    """Return the runs of nodes. Nodes between two layers of a list belong to the earlier one."""
     runs: list[Run] = []
     for node in graph.nodes:
         if node.op != "call_function":
@@ -246,8 +245,7 @@ def is_random(node: fx.Node) -> bool:
 
 
 def replace_prefix(path: str, prefix: str, new: str) -> str:
-    """Return ``path`` with ``prefix`` replaced by ``new``; ``path`` if it is not below
-    ``prefix``."""
+    """Return ``path`` with ``new`` in place of ``prefix``, if the path starts with it."""
     if prefix and (path == prefix or path.startswith(f"{prefix}.")):
         return new + path[len(prefix) :]
     return path

@@ -274,8 +274,7 @@ def _constants_of(exported: nn.Module, root: nn.Module) -> Iterator[torch.Tensor
 
 
 class _Symbols:
-    """The symbols of one export. Lengths are symbols, and so are strides > 1 of arguments that are
-    not contiguous."""
+    """The symbols of one export: lengths, and strides of arguments that are not contiguous."""
 
     def __init__(self, dims: Dims) -> None:
         self.dims = dims

@@ -35,8 +35,7 @@ _TORCH_MODULES = {rnn.__name__, nn.RNNBase.__module__}
 
 
 class StandIn:
-    """Replaces a tensor of a packed sequence; raises ``refuse()`` for uses without a padded
-    form."""
+    """Replaces a tensor of a packed sequence; raises ``refuse()`` for unsupported uses."""
 
     def __init__(self, refuse: Refuse) -> None:
         self.refuse = refuse

@@ -313,8 +313,7 @@ def _applied_functions(functions: list[AppliedFunctions], stack: ExitStack) -> A
 
 
 def _check_reentrant(inputs: list[Any], result: Any) -> None:
-    """Raise PlanningError if torch makes no gradients for a reentrant checkpoint, but capture
-    would."""
+    """Raise PlanningError if only capture would make gradients for a reentrant checkpoint."""
     has_gradients = any(
         isinstance(x, torch.Tensor) and x.requires_grad for x in tree_leaves(result)
     )

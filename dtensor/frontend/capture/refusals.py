@@ -76,8 +76,7 @@ def data_dependent_errors() -> tuple[type[Exception], ...]:
 
 
 def planning_error(fact: str, *operands: str, source: Source | None, fix: str) -> PlanningError:
-    """Return a PlanningError of one sentence of fact, the operands, the user's line, and the
-    fix."""
+    """Return a PlanningError: one sentence of fact, the operands, the user's line, the fix."""
     lines = [fact, *(f"  {operand}" for operand in operands)]
     if source is not None:
         lines.append(f"  {source}: {source.text}")
@@ -142,13 +141,7 @@ class RefusalMode(TorchFunctionMode):
         self.parameters, self.inputs = parameters, inputs
         self.assignments: DataAssignments | None = None
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if noted:
             act()
         kwargs = kwargs or {}
@@ -290,8 +283,7 @@ def _flatten(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def _is_constant(x: torch.Tensor) -> bool:
-    """Return whether x has a value during capture: it is a constant (torch.tensor(3.0)) or not
-    traced."""
+    """Return whether x has a value: it is a constant (torch.tensor(3.0)) or not traced."""
     while is_functorch_wrapped_tensor(x):  # within torch.func.jvp
         x = get_unwrapped(x)
     return not isinstance(x, FakeTensor) or x.constant is not None
@@ -319,8 +311,7 @@ _GAUSSIAN_NLL = FunctionType(
 
 @dataclass(frozen=True, slots=True)
 class TorchCheck:
-    """A check of tensor values by torch, which raises ``message`` unless the result is
-    ``passes``."""
+    """A check of values by torch, which raises ``message`` unless it gives ``passes``."""
 
     passes: bool
     message: str

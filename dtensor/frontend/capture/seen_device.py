@@ -28,8 +28,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class ProgramDevice:
-    """Answers questions about devices. ``device``: the program's device type, which is not
-    "cpu"."""
+    """Answers questions about devices. ``device``: the program's device type ("cuda")."""
 
     def __init__(self, device: str) -> None:
         self.device = torch.device(device, 0)
@@ -67,8 +66,7 @@ class ProgramDevice:
         return tuple(new_args), new_kwargs
 
     def _as_device(self, value: Any) -> Any:
-        """Convert an argument that denotes a device (an index, a name) to a device, as torch
-        does."""
+        """Convert an index or name of a device to a device, as torch does."""
         match value:
             case int():
                 return torch.device(self.device.type, value)

@@ -170,8 +170,7 @@ def _has_only_numbers(node: fx.Node) -> bool:
 
 
 def _is_no_op(node: fx.Node) -> bool:
-    """Return whether the op is an expand to the same shape, or a power of 1 (from the gradient of
-    x ** 2)."""
+    """Return whether the op is an expand to the same shape, or a power of 1."""
     if node.target is aten.pow.Tensor_Scalar:
         return bool(node.args[1] == 1 and node.meta["val"].dtype == _input(node).meta["val"].dtype)
     return node.target is aten.expand.default and _same_shape(node, node.args[0])

@@ -189,8 +189,7 @@ def _segment_module(forward: fx.GraphModule, segment: GraphSegment) -> fx.GraphM
 
 
 def _check_gradient_order(forward: fx.GraphModule, parts: Sequence[_Occurrence]) -> None:
-    """Raise NotAlone unless the gradients of values that several segments read are added in a known
-    order: one gradient per segment."""
+    """Raise NotAlone unless each segment adds one gradient to a value that several read."""
     readers: dict[fx.Node, list[_Occurrence]] = {}
     names_by_id: dict[int, dict[str, None]] = {}
     for part in parts:

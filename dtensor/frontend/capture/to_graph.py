@@ -54,8 +54,7 @@ dt: Any = torch.ops.dt
 def to_graph(
     root: CallAsModule, joint: ModuleWithConstants, forward: fx.GraphModule, mode: FakeTensorMode
 ) -> Graph:
-    """Return the `Graph` of a joint graph module. `forward`: the exported graph, which gives the
-    lines in errors."""
+    """Return the `Graph` of a joint graph. `forward`: the exported graph, for lines in errors."""
     call, graph = root.call, joint.graph
     _replace_effects(graph)
     check_joint(graph)
@@ -87,8 +86,7 @@ def to_graph(
 
 
 def _replace_effects(graph: fx.Graph) -> None:
-    """Replace checks of linalg results by ops on values, and drop torch's effect tokens, in
-    place."""
+    """Replace checks of linalg results by ops on values; drop torch's effect tokens."""
     for node in list(graph.nodes):
         is_effect = node.target is torch.ops.higher_order.with_effects
         if is_effect and node.args[1] is aten._linalg_check_errors.default:

@@ -209,13 +209,7 @@ class _ScalarReads(TorchDispatchMode):
         super().__init__()
         self.reads = reads
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if isinstance(result, (bool, int, float, complex)):
             for x in args:

@@ -65,8 +65,7 @@ class Constants:
         return constant
 
     def _ancestors(self, node: fx.Node) -> list[fx.Node]:
-        """Return ``node`` and all nodes from which it is computed, in the order of the graph.
-        Raises NotConstant."""
+        """Return the node and its ancestors in the order of the graph. Raises NotConstant."""
         ancestors, waiting, is_changed = {node: None}, [node], False
         while waiting:
             each = waiting.pop()
@@ -187,8 +186,7 @@ def _is_repeated(x: Tensor, dim: int) -> bool:
 
 
 def _compress_rows(value: Any) -> Any:
-    """Return a small tensor whose rows are all equal as one row, expanded; other values
-    unchanged."""
+    """Return one expanded row for a small tensor whose rows are equal; else the value."""
     if not isinstance(value, Tensor) or value.dim() < 2 or not 0 < value.numel() <= _MAX_COMPARED:
         return value
     first = value[:1].expand_as(value)

@@ -35,8 +35,7 @@ dt: Any = torch.ops.dt
 
 
 def rewrite_dropout_add(graph: fx.Graph, dropout: fx.Node, writes: Writes) -> tuple[str, fx.Node]:
-    """Rewrite a dropout and the sum that reads it, in place; return the op's name and its output.
-    Raises NoMatch."""
+    """Rewrite a dropout and its sum; return the op's name and the new node. Raises NoMatch."""
     total = sole_user(dropout, aten.add.Tensor)
     if total is None or not is_plain(total) or is_idle_dropout(dropout):
         raise NoMatch("")

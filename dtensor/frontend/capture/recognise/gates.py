@@ -77,8 +77,7 @@ def _activation(anchor: fx.Node) -> tuple[fx.Node, fx.Node, str, list[fx.Node]]:
 
 
 def _gelu_new(tanh: fx.Node) -> tuple[fx.Node, fx.Node, str, list[fx.Node]]:
-    """Match the written-out gelu of transformers around its tanh. Returns what `_activation`
-    does."""
+    """Like `_activation`, for the gelu that transformers writes out with a tanh."""
     inner = _factor_removed(tanh.args[0], SLOPE)
     if not is_op(inner, aten.add.Tensor) or not is_plain(inner):
         raise NoMatch("")

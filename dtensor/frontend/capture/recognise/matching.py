@@ -74,8 +74,7 @@ def is_plain(node: fx.Node) -> bool:
 
 
 def uncast(node: fx.Node) -> fx.Node:
-    """Return the value before casts to a wider or the same dtype; the node if it is no such
-    cast."""
+    """Return the value before all casts to a wider or the same dtype."""
     while is_op(node, *CASTS) and is_tensor(node.args[0]):
         source = node.args[0]
         is_float = dtype(source).is_floating_point

@@ -49,8 +49,7 @@ _USED_ELSEWHERE = "what it computes on the way is used elsewhere"
 
 
 def rewrite_rms_norm(graph: fx.Graph, rsqrt: fx.Node, writes: Writes) -> tuple[str, fx.Node]:
-    """Rewrite an RMS norm in place; return the op's name and the last replaced node. Raises
-    NoMatch."""
+    """Rewrite an RMS norm; return the op's name and the last replaced node. Raises NoMatch."""
     wide, eps, nodes = _match_rsqrt(rsqrt)
     source = uncast(wide)
     if accumulation_dtype(dtype(source)) != dtype(wide):
@@ -150,8 +149,7 @@ def _match_weight(scale: fx.Node, wide: fx.Node) -> tuple[fx.Node, float, list[f
 def _fusable_sum(
     source: fx.Node, last: fx.Node, weights: Sequence[fx.Node], writes: Writes
 ) -> fx.Node | None:
-    """Return ``source`` if it is a sum of two tensors that can be fused with the norm; else
-    None."""
+    """Return ``source`` if it is a sum that can be fused with the norm, else None."""
     if not is_op(source, aten.add.Tensor) or not is_plain(source):
         return None
     if not all(

@@ -107,8 +107,7 @@ def _is_attention_softmax(softmax: fx.Node) -> bool:
 def fusion_report(
     matches: Iterable[PatternMatch], prefixes: Mapping[str, str]
 ) -> tuple[Recognised, ...]:
-    """Return the matches with the user's module paths and lines. ``prefixes``: see
-    `FlatCall.prefixes`."""
+    """Return the matches with the user's paths and lines. See `FlatCall.prefixes`."""
     report: list[Recognised] = []
     for match in matches:
         calls = module_calls(match.meta.get("nn_module_stack") or {}, prefixes)
