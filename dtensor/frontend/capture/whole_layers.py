@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from torch._C import DispatchKey
 
-_UNDECOMPOSED_OPS = """
-    multi_margin_loss multilabel_margin_loss_forward upsample_nearest1d upsample_nearest2d
-    upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d
-    _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d upsample_trilinear3d
-    upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa
-""".split()
+_UNDECOMPOSED_OPS = (
+    "multi_margin_loss", "multilabel_margin_loss_forward", "upsample_nearest1d",
+    "upsample_nearest2d", "upsample_nearest3d", "_upsample_nearest_exact1d",
+    "_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "upsample_linear1d",
+    "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d",
+    "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa",
+)  # fmt: skip
 _KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 
 
