@@ -290,6 +290,7 @@ def _fingerprint_parts(module: fx.GraphModule) -> list[Any]:
 
 
 def _content(value: Any) -> Any:
+    """Return the part of a fingerprint that describes an attribute of the module."""
     match value:
         case fx.GraphModule():
             return _fingerprint_parts(value)

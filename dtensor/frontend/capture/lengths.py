@@ -131,7 +131,7 @@ class ForLengths:
         """Raise NotForLengths unless the export is valid for these arguments."""
         layouts = tuple(_layout(x, i, self.dims) for i, x in enumerate(tensors))
         if layouts != self.layouts:
-            raise NotForLengths("an argument has another shape, or lies otherwise in memory")
+            raise NotForLengths("an argument has another shape or other strides")
         values: dict[sympy.Symbol, int] = {}
         for symbol, (index, kind, dim) in self.symbols:
             x = tensors[index]
@@ -139,7 +139,7 @@ class ForLengths:
             if size < 2:
                 raise NotForLengths("a length is 0 or 1")
             if values.setdefault(symbol, size) != size:
-                raise NotForLengths("two lengths were the same before")
+                raise NotForLengths("two lengths were equal in the export")
         substitution = {symbol: sympy.Integer(value) for symbol, value in values.items()}
         if any(guard.xreplace(substitution) != sympy.true for guard in self.guards):
             raise NotForLengths("it branches on a length")
@@ -151,7 +151,9 @@ class ForLengths:
             tensor = value if caught.place is None else caught.tensor.detach()
             layouts = [(x.shape, x.stride(), x.dtype, x.device) for x in (value, tensor)]
             if layouts[0] != layouts[1]:
-                raise NotForLengths("a tensor that it caught lies otherwise in memory")
+                raise NotForLengths(
+                    "a tensor that it closed over has another shape or other strides"
+                )
             current[id(value)] = tensor
         return current
 
@@ -216,7 +218,7 @@ def _export(call: FlatCall, grads: Grads, dims: Dims, executed: ExecutedCode | N
             with symbols.patch_export(), recorder:
                 forward = export_call(root, tensors)
             if functions:
-                raise NotForLengths("it has an autograd Function of its own")
+                raise NotForLengths("it applies a custom autograd Function")
     except BaseException as error:
         undo(root.notes.changes)
         if recorder.uses and isinstance(error, Exception):
@@ -229,7 +231,7 @@ def _export(call: FlatCall, grads: Grads, dims: Dims, executed: ExecutedCode | N
             before.put_back(writes)
     if root.notes.changes or moved:
         undo(root.notes.changes)
-        raise NotForLengths("it changes what it finds")
+        raise NotForLengths("it has side effects")
     if recorder.uses:
         raise NotForLengths(recorder.uses[0])
     ran = root.recorder.codes()
@@ -237,7 +239,9 @@ def _export(call: FlatCall, grads: Grads, dims: Dims, executed: ExecutedCode | N
         codes = {i: c for i, c in ran.codes.items() if not c.co_filename.startswith(_SYMPY_FOLDERS)}
         ran = ExecutedCode(codes, ran.calls)
     if ran is None or (function := recorder.unwatched_type_check(ran)):
-        raise NotForLengths(f"{function} asks for a type" if ran else "its Python was not seen")
+        raise NotForLengths(
+            f"{function} asks for a type" if ran else "its Python code was not recorded"
+        )
     if any(isinstance(leaf, _SYMBOLIC) for leaf in root.notes.out_tree.leaves):
         raise NotForLengths("it returns a length")
     guards = symbols.guards()
@@ -342,12 +346,12 @@ class _Symbols:
         env = self.shape_env
         symbols = {symbol for symbol, _ in self.places}
         if any(not x.free_symbols for x in env.replacements.values()):
-            raise NotForLengths("it needs one length")
+            raise NotForLengths("it works for one length only")
         if env.deferred_runtime_asserts:
-            raise NotForLengths("it asserts what is not known")
+            raise NotForLengths("it has an assertion about data")
         conditions = tuple(guard.expr for guard in env.guards)
         if any(guard.free_symbols - symbols for guard in conditions):
-            raise NotForLengths("it has symbols of its own")
+            raise NotForLengths("its guards need other symbols")
         return conditions
 
 
@@ -365,7 +369,7 @@ _SKIPPED_FILES = ("abc.py", "functools.py", "capture/lengths.py", "capture/threa
 
 
 def _called_by_user() -> bool:
-    """Return whether the user's code (not torch, dtensor or sympy) is the caller."""
+    """Return whether the user's code is the caller, and not torch, dtensor or sympy."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.endswith(_SKIPPED_FILES):
         frame = frame.f_back
@@ -480,7 +484,7 @@ class _UseRecorder:
 
         def method(node: Any, *args: Any) -> Any:
             if node.expr.free_symbols:
-                self.record("a length is made a plain number")
+                self.record("a length is converted to a plain number")
             return plain(node, *args)
 
         return method
@@ -512,7 +516,7 @@ class _UseRecorder:
 _USES = {
     "__repr__": "a length is turned into text",
     "__format__": "a length is turned into text",
-    "__hash__": "a length is looked up",
+    "__hash__": "a length is hashed",
     "__reduce_ex__": "a length is copied",
     "__round__": "a length is rounded",
 }
@@ -629,7 +633,7 @@ class _StaticCopy:
             elif old.op == "output":
                 out = fx.map_arg(old.args[0], env.__getitem__)
                 if any(not isinstance(x, fx.Node) for x in _flat(out)):
-                    raise NotForLengths("a region gives a length")
+                    raise NotForLengths("a no_grad or autocast region returns a length")
                 new = graph.output(out)
                 new.meta = dict(old.meta)
                 out = fx.map_arg(out, vals.__getitem__)
@@ -671,7 +675,7 @@ class _StaticCopy:
         if isinstance(old.meta.get("val"), _SYMBOLIC):
             number = target(*fx.map_arg(args, value), **fx.map_arg(kwargs, value))
             if not isinstance(number, (bool, int, float)):
-                raise NotForLengths(f"{target} gives no number")
+                raise NotForLengths(f"{target} does not return a number")
             return number
         if isinstance(target, HigherOrderOperator):
             return self._copy_region(graph, old, copy, original, args, vals)

@@ -105,10 +105,10 @@ def rewrite_attention(graph: fx.Graph, node: fx.Node, writes: Writes) -> str:
     if not q.dim() == k.dim() == v.dim() == 4:
         raise NoMatch(f"its queries have {q.dim()} dims and not 4")
     if (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]) or k.shape != v.shape:
-        raise NoMatch("its queries, keys and values are of other sizes")
+        raise NoMatch("its queries, keys and values have different sizes")
     is_grouped = k.shape[1] == 1 or (a["enable_gqa"] and q.shape[1] % k.shape[1] == 0)
     if q.shape[1] != k.shape[1] and not is_grouped:
-        raise NoMatch("its queries and keys have other numbers of heads")
+        raise NoMatch("its queries and keys have different numbers of heads")
     if a["attn_mask"] is not None:
         if a["is_causal"]:  # torch raises where it runs
             raise NoMatch("it has a mask and is_causal")

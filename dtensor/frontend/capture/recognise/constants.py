@@ -87,7 +87,7 @@ class Constants:
             raise NotConstant("it depends on an argument")
         if node.op == "get_attr":
             _, dot, path = str(node.target).partition(".")  # below the module that was called
-            raise NotConstant(f"it depends on {path if dot else 'a tensor that is held'}")
+            raise NotConstant(f"it depends on {path if dot else 'a tensor that the module holds'}")
         target = node.target
         if target is operator.getitem:
             return

@@ -50,7 +50,7 @@ def rewrite_gate(graph: fx.Graph, anchor: fx.Node, writes: Writes) -> tuple[str,
     if not _gates(product, active):
         raise NoMatch("")
     if dtype(a) != dtype(b) or dtype(active) != dtype(a):
-        raise NoMatch("the two that it multiplies have other dtypes")
+        raise NoMatch("its two factors have different dtypes")
     check_same_checkpoint((*nodes, active, product))
     if writes.between(nodes[0] if nodes else active, product):
         raise NoMatch("an op changes a value in place within it")
@@ -94,7 +94,7 @@ def _gelu_new(tanh: fx.Node) -> tuple[fx.Node, fx.Node, str, list[fx.Node]]:
         raise NoMatch("")
     nodes = [power, cubed, inner, tanh.args[0], tanh, shifted, half]
     if any(len(users(node)) > 1 for node in nodes):
-        raise NoMatch("what it computes on the way is used elsewhere")
+        raise NoMatch("an intermediate value is used elsewhere")
     return x, result, "gelu_new", sorted(nodes)
 
 

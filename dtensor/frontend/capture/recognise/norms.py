@@ -45,7 +45,7 @@ aten: Any = torch.ops.aten
 dt: Any = torch.ops.dt
 
 _ADDS = (aten.add.Tensor, aten.add.Scalar)
-_USED_ELSEWHERE = "what it computes on the way is used elsewhere"
+_USED_ELSEWHERE = "an intermediate value is used elsewhere"
 
 
 def rewrite_rms_norm(graph: fx.Graph, rsqrt: fx.Node, writes: Writes) -> tuple[str, fx.Node]:
@@ -60,7 +60,7 @@ def rewrite_rms_norm(graph: fx.Graph, rsqrt: fx.Node, writes: Writes) -> tuple[s
     if normed is None:
         raise NoMatch(_USED_ELSEWHERE if len(users(rsqrt)) > 1 else "")
     if other_operand(normed, rsqrt) not in (wide, source):
-        raise NoMatch("what it scales is not what it squares")
+        raise NoMatch("it scales another value than it squares")
     rounded = sole_user(normed, *CASTS) or normed
     last = sole_user(rounded, aten.mul.Tensor)
     if last is None or not is_tensor(other_operand(last, rounded)):
@@ -141,7 +141,7 @@ def _match_weight(scale: fx.Node, wide: fx.Node) -> tuple[fx.Node, float, list[f
     if is_op(scale, *_ADDS) and isinstance(scale.args[1], (int, float)) and scale.args[1]:
         offset, weight = float(scale.args[1]), scale.args[0]
         if not is_plain(scale) or dtype(scale) != dtype(wide) or not is_tensor(weight):
-            raise NoMatch(f"what is added to its weight is added in {_dtype_name(dtype(scale))}")
+            raise NoMatch(f"the offset of its weight is added in {_dtype_name(dtype(scale))}")
         nodes, scale = [scale], weight
     return (uncast(scale) if dtype(scale) == dtype(wide) else scale), offset, nodes
 

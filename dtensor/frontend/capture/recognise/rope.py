@@ -44,14 +44,14 @@ def rewrite_rope(graph: fx.Graph, cat: fx.Node, writes: Writes) -> tuple[str, fx
     second = negated.args[0]
     x = _source_of_halves(first, second)
     if x is None or a["dim"] not in (-1, x.meta["val"].dim() - 1):
-        raise NoMatch("what it joins are not the halves of one value's rows")
+        raise NoMatch("it does not join the two halves of one tensor")
     rotated = sole_user(cat, aten.mul.Tensor)
     total = None if rotated is None else sole_user(rotated, aten.add.Tensor)
     if rotated is None or total is None or not is_plain(total):
-        raise NoMatch("what it joins is not multiplied and added, or is used elsewhere")
+        raise NoMatch("the joined halves are not multiplied and added, or are used elsewhere")
     scaled, sin = other_operand(total, rotated), other_operand(rotated, cat)
     if not is_op(scaled, aten.mul.Tensor) or len(users(scaled)) > 1 or x not in scaled.args:
-        raise NoMatch("what it adds is not a multiple of the same value")
+        raise NoMatch("the other term is not a multiple of the same tensor")
     cos = other_operand(scaled, x)
     if any(len(users(node)) > 1 for node in (negated, first, second)):
         raise NoMatch("a half is used elsewhere")
@@ -71,11 +71,11 @@ def _check_angles(x: fx.Node, cos: Any, sin: Any, total: fx.Node) -> None:
     if not (is_tensor(cos) and is_tensor(sin)):
         raise NoMatch("its angles are numbers")
     if dtype(cos) != dtype(sin) or shape(cos) != shape(sin):
-        raise NoMatch("its sines and cosines have other dtypes or shapes")
+        raise NoMatch("its sines and cosines have different dtypes or shapes")
     if shape(total) != shape(x) or shape(cos)[-1:] != shape(x)[-1:]:
-        raise NoMatch("its sines and cosines are not one for each number of a row")
+        raise NoMatch("its sines and cosines do not have the size of a row")
     if not (dtype(x).is_floating_point and dtype(cos).is_floating_point):
-        raise NoMatch("it is of complex numbers")
+        raise NoMatch("it has complex operands")
 
 
 def _source_of_halves(first: Any, second: Any) -> fx.Node | None:
