@@ -31,9 +31,9 @@ from torch.nn.modules.module import (
 from dtensor.api.generation.kv_cache import Cache, LayerShape, causal
 from dtensor.errors import PlanningError
 from dtensor.frontend.call_lock import CALL_LOCK, capturing, is_capturing
-from dtensor.frontend.capture.call_as_module import held_per_thread
+from dtensor.frontend.capture.call_as_module import thread_local_parameters
 from dtensor.frontend.capture.patches import PROCESS_FLAGS, load_compiler
-from dtensor.frontend.capture.thread_patches import answered_here, patch_attributes
+from dtensor.frontend.capture.thread_patches import patch_attributes, patch_flags
 from dtensor.frontend.graph import type_text
 from dtensor.private_torch import FakeTensorMode, compile_lock
 from dtensor.signals import as_set
@@ -307,8 +307,8 @@ def _probe(module: nn.Module, call: Callable[..., Any]) -> _Probe:
         CALL_LOCK,
         CALL_LOCK.and_then(compile_lock()),
         capturing(),
-        held_per_thread(list(module.modules())),
-        answered_here(PROCESS_FLAGS),
+        thread_local_parameters(list(module.modules())),
+        patch_flags(PROCESS_FLAGS),
         exporting,
         fake,
         torch.no_grad(),

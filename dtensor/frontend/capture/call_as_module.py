@@ -371,7 +371,7 @@ def fake_state(
     ]
     for _, name, tensor in saved:
         check_dense(name, tensor)
-    with held_per_thread(modules):
+    with thread_local_parameters(modules):
         for module, name, tensor in saved:
             if id(tensor) not in fakes:
                 fakes[id(tensor)] = fake(tensor)
@@ -381,7 +381,7 @@ def fake_state(
 
 
 @contextmanager
-def held_per_thread(modules: Sequence[nn.Module]) -> Iterator[None]:
+def thread_local_parameters(modules: Sequence[nn.Module]) -> Iterator[None]:
     """In this context, only the thread that captures sees the parameters and buffers that it
     assigns to the modules. The assignments are dropped at the end."""
     saved = [(vars(m), n, vars(m)[n]) for m in modules for n in ("_parameters", "_buffers")]

@@ -202,6 +202,8 @@ def _widest(op: Any) -> _Kernel:
 
 
 def _unknown(op: Any) -> _Kernel:
+    """Return a kernel that raises PlanningError, because the casts of the op are unknown."""
+
     def kernel(*args: Any, **kwargs: Any) -> Any:
         raise PlanningError(
             f'{op} is on the list of torch.autocast("cuda") of torch {torch.__version__}, and what '

@@ -304,6 +304,7 @@ class _Symbols:
             yield
 
     def _with_symbols(self, mode: Any, fakes: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
+        """Return the fake arguments with symbols for lengths, and record the symbols' places."""
         lengths: dict[int, Any] = {}
         arguments: list[Any] = []
         for index, fake in enumerate(fakes):
@@ -594,6 +595,7 @@ class _StaticCopy:
         self.results: dict[Hashable, Any] = {}  # results by call: repeated layers run once
 
     def copy(self, original: fx.GraphModule, tensors: Sequence[torch.Tensor]) -> fx.GraphModule:
+        """Return the copy for arguments of the sizes of ``tensors``."""
         copy = _module_like(original, self.root, self.constants)
         with self.mode, torch.no_grad():
             copy.graph, _ = self._copy_graph(original, copy, tuple(map(self._empty_like, tensors)))

@@ -44,11 +44,11 @@ from dtensor.frontend.capture import forward_mode
 from dtensor.frontend.capture.autocast import AUTOCAST, CAPTURE_DEVICE, program_device
 from dtensor.frontend.capture.refusals import STORED_WARNING, is_same_memory, planning_error
 from dtensor.frontend.capture.thread_patches import (
-    answered_here,
     filter_logs,
     filter_warnings,
     if_capturing,
     patch_attributes,
+    patch_flags,
 )
 from dtensor.frontend.graph import type_text
 from dtensor.frontend.source import places_below, source_here
@@ -113,7 +113,7 @@ def patched(*, below: FunctionType) -> Iterator[list[AppliedFunctions]]:
         # Take torch's lock first: another thread that compiles patches the same attributes.
         stack.enter_context(CALL_LOCK.and_then(compile_lock()))
         stack.enter_context(patch_attributes(changes))
-        stack.enter_context(answered_here(PROCESS_FLAGS))
+        stack.enter_context(patch_flags(PROCESS_FLAGS))
         stack.enter_context(
             filter_logs(
                 (symbolic_shapes.log, lambda _: True),

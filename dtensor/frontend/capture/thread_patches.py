@@ -60,7 +60,7 @@ def _restore_attributes(originals: list[tuple[Any, str, Any]]) -> None:
 
 
 @contextmanager
-def answered_here(functions: Sequence[FunctionType]) -> Iterator[None]:
+def patch_flags(functions: Sequence[FunctionType]) -> Iterator[None]:
     """In this context, these functions without arguments, which return process-wide flags, return
     False in all threads but the one that captures. Their code is replaced, because torch's modules
     have imported them by name."""

@@ -122,6 +122,7 @@ _TOKENS_OUT = (aot.ForwardTokenAOTOutput, aot.BackwardTokenAOTOutput)
 
 
 def _drop_tokens(graph: fx.Graph) -> None:
+    """Remove torch's effect tokens from the inputs and outputs."""
     output = graph.output_node()
     values: Any = output.args[0]
     pairs = list(zip(values, output.meta["desc"], strict=True))
@@ -148,6 +149,7 @@ def _user_names(call: FlatCall) -> dict[str, str]:
 
 
 def _input(desc: Any, call: FlatCall, names: Mapping[str, str], forward: fx.GraphModule) -> Input:
+    """Return the `Input` for torch's descriptor of a placeholder."""
     match desc:
         case aot.ParamAOTInput(target=target):
             return Param(names[target])
