@@ -170,7 +170,7 @@ class _Capture:
     which stay; after an error they are undone."""
 
     def __init__(self, call: FlatCall, grads: Grads, *, each_call: bool = False) -> None:
-        # Not at the top: it loads torch's compiler, and with it triton where that is installed.
+        # Imported here because it loads torch's compiler, and triton if it is installed.
         load_compiler()
         self.call = call
         mode = FakeTensorMode(allow_non_fake_inputs=True)

@@ -98,7 +98,7 @@ def has_rule(call: OpCall) -> bool:
 def _decomposition(node: fx.Node, mode: FakeTensorMode) -> fx.GraphModule | None:
     """Return the decomposition of a call as a graph whose placeholders are its tensor arguments in
     order; None if there is no usable decomposition."""
-    # Not at the top: it loads torch's compiler, and with it triton where that is installed.
+    # Imported here because it loads torch's compiler, and triton if it is installed.
     from torch.fx.experimental.proxy_tensor import make_fx
 
     target: Any = node.target

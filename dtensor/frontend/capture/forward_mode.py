@@ -129,7 +129,7 @@ def batched_snapshot(plain: Any) -> Any:
     """Extend torch's `snapshot_fake`, which copies values of nodes, to functorch's tensors."""
 
     def snapshot(value: Tensor, include_real: bool = False) -> Tensor | None:
-        # Not at the top: it loads torch's compiler, and with it triton where that is installed.
+        # Imported here because it loads torch's compiler, and triton if it is installed.
         from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
         if not is_functorch_wrapped_tensor(value):

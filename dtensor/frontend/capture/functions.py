@@ -164,7 +164,7 @@ class AppliedFunctions:
 
     def _record(self, call: AppliedFunction, args: tuple[Any, ...]) -> Any:
         """Run the call outside the trace, add a node for it to the graph, and return its result."""
-        # Not at the top: it loads torch's compiler, and with it triton where that is installed.
+        # Imported here because it loads torch's compiler, and triton if it is installed.
         from torch.fx.experimental.proxy_tensor import (
             disable_proxy_modes_tracing,
             get_proxy_mode,

@@ -65,7 +65,7 @@ CHECKPOINT = "dtensor_checkpoint"
 def patched(*, below: FunctionType) -> Iterator[list[AppliedFunctions]]:
     """Apply all patches in this context; yield the list of the applied custom autograd Functions.
     ``below``: the function whose callees are the user's code."""
-    # Not at the top: they load torch's compiler, and with it triton where that is installed.
+    # Imported here because they load torch's compiler, and triton if it is installed.
     from torch._decomp import decompositions
     from torch.export import _trace
     from torch.fx import graph_module
@@ -227,7 +227,7 @@ def _apply_unless_moved(
 ) -> torch.nn.Module:
     """Replace Module._apply (`.to`, `.float()`): do nothing if fn changes no parameter or buffer.
     Raises PlanningError if fn would move or cast one."""
-    # Not at the top: it loads torch's compiler, and with it triton where that is installed.
+    # Imported here because it loads torch's compiler, and triton if it is installed.
     from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
     tensors = [*module.named_parameters(recurse=recurse), *module.named_buffers(recurse=recurse)]
@@ -345,7 +345,7 @@ def load_compiler() -> None:
 
 def export_joint(module: torch.nn.Module, tensors: Sequence[torch.Tensor]) -> fx.GraphModule:
     """Return forward and backward in one graph. Placeholders and output have meta "desc"."""
-    # Not at the top: it loads torch's compiler, and with it triton where that is installed.
+    # Imported here because it loads torch's compiler, and triton if it is installed.
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
     from torch._higher_order_ops import effects
 

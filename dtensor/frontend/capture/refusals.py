@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
 def data_dependent_errors() -> tuple[type[Exception], ...]:
     """Return the exceptions that torch raises for values and sizes that depend on data."""
-    # Not at the top: it loads sympy, which an actor never needs.
+    # Imported here because it loads sympy, which actors do not need.
     from torch.fx.experimental.symbolic_shapes import (
         GuardOnDataDependentSymNode,
         PendingUnbackedSymbolNotFound,

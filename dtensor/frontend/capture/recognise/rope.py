@@ -87,7 +87,8 @@ def _source_of_halves(first: Any, second: Any) -> fx.Node | None:
         if not is_op(pieces, aten.chunk.default, aten.split.Tensor) or len(pieces.meta["val"]) != 2:
             return None
         x: Any = pieces.args[0]
-        return x if _is_last(x, bound(pieces)["dim"]) and _same_shape(first, second) else None
+        same_shape = shape(first) == shape(second)
+        return x if same_shape and _is_last(x, bound(pieces)["dim"]) else None
     if not is_op(first, aten.slice.Tensor) or not is_op(second, aten.slice.Tensor):
         return None
     a, b = bound(first), bound(second)
@@ -100,7 +101,3 @@ def _source_of_halves(first: Any, second: Any) -> fx.Node | None:
 
 def _is_last(x: fx.Node, dim: int) -> bool:
     return dim in (-1, x.meta["val"].dim() - 1)
-
-
-def _same_shape(first: fx.Node, second: fx.Node) -> bool:
-    return shape(first) == shape(second)
