@@ -116,19 +116,19 @@ def in_class(n: Any) -> int:
 
 REFUSED: dict[str, tuple[Callable[[Tensor, Any], Tensor], str]] = {
     "f-string key": (lambda x, n: x * TABLE[f"{n}"], "turned into text"),  # type: ignore[index]
-    "dict key": (lambda x, n: x * TABLE[n], "looked up"),
-    "dict get": (lambda x, n: x * (TABLE.get(n) or 1.0), "looked up"),
-    "lru_cache": (lambda x, n: x * doubled(n), "looked up"),
+    "dict key": (lambda x, n: x * TABLE[n], "hashed"),
+    "dict get": (lambda x, n: x * (TABLE.get(n) or 1.0), "hashed"),
+    "lru_cache": (lambda x, n: x * doubled(n), "hashed"),
     "len(str)": (lambda x, n: x * len(str(n)), "turned into text"),
     "shape text": (lambda x, n: x * len(str(x.shape)), "turned into text"),
-    "int": (lambda x, n: x * int(n), "made a plain number"),
-    "sqrt": (lambda x, n: x / math.sqrt(n), "made a plain number"),
-    "range": (lambda x, n: x * sum(range(n)), "made a plain number"),
-    "percent": (lambda x, n: x * len("%d" % n), "made a plain number"),  # noqa: UP031
-    "list": (lambda x, n: x * sum([1.0] * n), "made a plain number"),
-    "cut of a list": (lambda x, n: x * sum(list(range(64))[:n]), "made a plain number"),
+    "int": (lambda x, n: x * int(n), "to a plain number"),
+    "sqrt": (lambda x, n: x / math.sqrt(n), "to a plain number"),
+    "range": (lambda x, n: x * sum(range(n)), "to a plain number"),
+    "percent": (lambda x, n: x * len("%d" % n), "to a plain number"),  # noqa: UP031
+    "list": (lambda x, n: x * sum([1.0] * n), "to a plain number"),
+    "cut of a list": (lambda x, n: x * sum(list(range(64))[:n]), "to a plain number"),
     "rows": (lambda x, n: torch.stack([row * i for i, row in enumerate(x)]), "a plain number"),
-    "bits": (lambda x, n: x * n.bit_length(), "made a plain number"),
+    "bits": (lambda x, n: x * n.bit_length(), "to a plain number"),
     "float": (lambda x, n: x * (n * 0.1), "becomes a float"),
     "power": (lambda x, n: x * n**-0.5, "becomes a float"),
     "floor of a float": (lambda x, n: x * (n // 0.3), "becomes a float"),
@@ -145,8 +145,8 @@ REFUSED: dict[str, tuple[Callable[[Tensor, Any], Tensor], str]] = {
     ),
     "type": (lambda x, n: x * (2 if type(n) is int and n > 20 else 1), "asks for a type"),
     "attribute": (lambda x, n: x * (2 if hasattr(n, "to_bytes") else 1), "its to_bytes"),
-    "one length": (lambda x, n: x * 2 if n == 12 else x, "needs one length"),
-    "returned draw": (lambda x, n: x * random.random(), "changes what it finds"),
+    "one length": (lambda x, n: x * 2 if n == 12 else x, "one length only"),
+    "returned draw": (lambda x, n: x * random.random(), "side effects"),
 }
 
 
@@ -207,7 +207,7 @@ def test_comparison_of_length_returns_bool_and_becomes_guard() -> None:
 
 def test_argument_with_other_strides_or_dtype_does_not_fit_export() -> None:
     found, loss, model = exported(lambda x, n: x * n)
-    with pytest.raises(NotForLengths, match="lies otherwise"):
+    with pytest.raises(NotForLengths, match="other strides"):
         found.graph(loss, (model, torch.empty(4, 9).T), {}, model)
     with pytest.raises(NotForLengths, match="another shape"):
         found.graph(loss, (model, torch.empty(9, 4, dtype=torch.float64)), {}, model)
@@ -276,6 +276,6 @@ def test_program_that_stores_length_in_global_is_refused_and_undone() -> None:
         kept["length"] = n
         return x
 
-    with pytest.raises(NotForLengths, match="changes"):
+    with pytest.raises(NotForLengths, match="side effects"):
         exported(store)
     assert kept == {}

@@ -57,7 +57,7 @@ def surrounding() -> Surrounding:
     return Surrounding(device, (name, torch.get_autocast_dtype(name)))
 
 
-def region(surrounding: Surrounding) -> AbstractContextManager[object]:
+def autocast_region(surrounding: Surrounding) -> AbstractContextManager[object]:
     """Return the autocast of ``surrounding`` as a context for the user's function."""
     if surrounding.autocast is None:
         return nullcontext()

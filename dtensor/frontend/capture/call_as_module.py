@@ -27,7 +27,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from dtensor.errors import PlanningError, check_dense
 from dtensor.frontend.call_lock import PerThread, is_capturing
-from dtensor.frontend.capture.autocast import Surrounding, region
+from dtensor.frontend.capture.autocast import Surrounding, autocast_region
 from dtensor.frontend.capture.packed_sequences import StandIn
 from dtensor.frontend.capture.refusals import (
     RefusalMode,
@@ -200,7 +200,7 @@ class CallAsModule(nn.Module):
         parameters = [tensor for tensor in tensors_before.values() if tensor is not None]
         watch = RefusalMode(self.recorder, parameters, tensors, self.surrounding.device)
         try:
-            with self.recorder, watch, _device_context(watch), region(self.surrounding):
+            with self.recorder, watch, _device_context(watch), autocast_region(self.surrounding):
                 out = self.call.fn(*args, **kwargs)
         finally:
             self.notes.writes = ProgramWrites(self.recorder, alone=self.before.alone and is_alone())

@@ -296,11 +296,11 @@ def _differentiate(
     segments = segments_of(forward)
     try:
         if segments:
-            from dtensor.frontend.capture.stitch import NotAlone, stitch  # loads the compiler
+            from dtensor.frontend.capture.stitch import NotSeparable, stitch  # loads the compiler
 
             try:
                 return stitch(forward, segments, tensors, mode)
-            except NotAlone:
+            except NotSeparable:
                 pass
         with PlainZeros() if is_nested(forward.graph) else nullcontext():
             return export_joint(forward, tensors)

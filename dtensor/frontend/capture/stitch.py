@@ -8,7 +8,7 @@ exported once. Each copy gets its own parameters, modules and random numbers.
 
 Invariants: nodes, order and meta "desc" equal those of torch's export of the whole program. If the
 order in which autograd adds gradients is not certain, or a segment changes in place a value that
-other segments see, `NotAlone` is raised, and the caller exports the whole program.
+other segments see, `NotSeparable` is raised, and the caller exports the whole program.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ aot = aot_descriptors()
 _COPIED_META = ("val", "stack_trace", "partitioner_tag")
 
 
-class NotAlone(Exception):
+class NotSeparable(Exception):
     """A segment cannot be differentiated separately: its gradients interact with other segments."""
 
 
@@ -69,7 +69,7 @@ def stitch(
 ) -> GraphAndConstants:
     """Return the joint graph of an exported graph ``forward`` with fake parameters.
 
-    segments: its parts in order. tensors: its fake arguments. Raises NotAlone if the segments
+    segments: its parts in order. tensors: its fake arguments. Raises NotSeparable if the segments
     cannot be differentiated separately."""
     parts = _occurrences(forward, segments, tensors, mode)
     _check_gradient_order(forward, parts)
@@ -87,7 +87,7 @@ def _occurrences(
 ) -> list[_Occurrence]:
     """Return each segment with its kind; export each kind at its first segment.
 
-    Raises NotAlone if several differentiable values leave a segment, or several segments read one.
+    Raises NotSeparable if a segment has several differentiable outputs, or several segments read one.
     """
     values = dict(zip(forward.graph.find_nodes(op="placeholder"), tensors, strict=True))
     reader_count = Counter(node for segment in segments for node in segment.reads)
@@ -104,10 +104,10 @@ def _occurrences(
         if segment is not segments[-1]:
             with_grad = [node for node, (_, w) in zip(segment.outputs, kind.made, strict=True) if w]
             if len(with_grad) > 1 or any(reader_count[node] > 1 for node in with_grad):
-                raise NotAlone
+                raise NotSeparable
             for node, (like, wants) in zip(segment.outputs, kind.made, strict=True):
                 if like.is_conj() or like.is_neg():
-                    raise NotAlone  # `_fake` does not copy these bits
+                    raise NotSeparable  # `_fake` does not copy these bits
                 values[node] = _fake(like, wants, mode)
     return parts
 
@@ -142,14 +142,14 @@ def _export_kind(
             case aot.GradAOTOutput() | None:
                 pass
             case _:
-                raise NotAlone  # it changes one of its inputs
+                raise NotSeparable  # it changes one of its inputs
     with_tangent = {
         node.meta["desc"].output.idx
         for node in joint.graph.find_nodes(op="placeholder")
         if isinstance(node.meta["desc"], aot.TangentAOTInput)
     }
     if len(made) != len(segment.outputs):
-        raise NotAlone
+        raise NotSeparable
     return _Kind(
         segment=segment,
         joint=joint,
@@ -167,7 +167,7 @@ def _segment_module(forward: fx.GraphModule, segment: GraphSegment) -> fx.GraphM
     outputs: list[fx.Node] = []
     for node in segment.outputs:
         if not isinstance(node, fx.Node) or not isinstance(node.meta.get("val"), torch.Tensor):
-            raise NotAlone
+            raise NotSeparable
         outputs.append(graph.call_function(torch.ops.aten.clone.default, (env[node],)))
         outputs[-1].meta.update(node.meta)
     graph.output(tuple(outputs))
@@ -189,7 +189,7 @@ def _segment_module(forward: fx.GraphModule, segment: GraphSegment) -> fx.GraphM
 
 
 def _check_gradient_order(forward: fx.GraphModule, parts: Sequence[_Occurrence]) -> None:
-    """Raise NotAlone unless each segment adds one gradient to a value that several read."""
+    """Raise NotSeparable unless each segment adds one gradient to a value that several read."""
     readers: dict[fx.Node, list[_Occurrence]] = {}
     names_by_id: dict[int, dict[str, None]] = {}
     for part in parts:
@@ -198,7 +198,7 @@ def _check_gradient_order(forward: fx.GraphModule, parts: Sequence[_Occurrence])
         for node in part.segment.attributes:
             names_by_id.setdefault(id(attribute_of(forward, node)), {})[str(node.target)] = None
     if any(len(names) > 1 for names in names_by_id.values()):
-        raise NotAlone  # one tensor under two names
+        raise NotSeparable  # one tensor under two names
     for node, occurrences in readers.items():
         value = attribute_of(forward, node) if node.op == "get_attr" else None
         several = len(occurrences) > 1
@@ -208,7 +208,7 @@ def _check_gradient_order(forward: fx.GraphModule, parts: Sequence[_Occurrence])
             and value.requires_grad
             and _mixes_sums(node, occurrences)
         ):
-            raise NotAlone
+            raise NotSeparable
 
 
 def _requires_grad(node: fx.Node, part: _Occurrence) -> bool:
@@ -341,7 +341,7 @@ class _Copy:
             if isinstance(desc, aot.TangentAOTInput):
                 output_node = segment.outputs[desc.output.idx]  # type: ignore[union-attr]
                 if not last and output_node not in tangents:
-                    raise NotAlone  # no later segment has a gradient for this value
+                    raise NotSeparable  # no later segment has a gradient for this value
                 self.env[node] = self.stitcher.inputs[desc] if last else tangents[output_node]
                 self._copy_input_meta(self.env[node], node)
         for node in self.backward_nodes:
