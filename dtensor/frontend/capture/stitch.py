@@ -87,7 +87,8 @@ def _occurrences(
 ) -> list[_Occurrence]:
     """Return each segment with its kind; export each kind at its first segment.
 
-    Raises NotSeparable if a segment has several differentiable outputs, or several segments read one.
+    Raises NotSeparable if a segment has several differentiable outputs, or several segments read
+    one.
     """
     values = dict(zip(forward.graph.find_nodes(op="placeholder"), tensors, strict=True))
     reader_count = Counter(node for segment in segments for node in segment.reads)
