@@ -412,26 +412,25 @@ class _UseRecorder:
         from torch.fx.experimental.sym_node import SymNode
 
         changes: list[tuple[Any, str, Any]] = []
+
+        def patch(owner: Any, name: str, wrap: Callable[[str, Any], Any]) -> None:
+            plain = getattr(owner, name)
+            changes.append((owner, name, if_capturing(wrap(name, plain), plain)))
+
         for cls in _SYMBOLIC:
             for name in ("__repr__", "__hash__"):
-                plain = getattr(cls, name)
-                changes.append((cls, name, if_capturing(self._wrap(name, plain), plain)))
-            changes.append((cls, "__format__", self._wrap("__format__", cls.__format__)))
-            changes.append((cls, "__reduce_ex__", self._wrap("__reduce_ex__", cls.__reduce_ex__)))
+                patch(cls, name, self._wrap)
+            for name in ("__format__", "__reduce_ex__"):
+                changes.append((cls, name, self._wrap(name, getattr(cls, name))))
             changes.append((cls, "__getattr__", self._getattr()))
         for name in ("guard_int", "guard_float", "int_"):
-            plain = getattr(SymNode, name)
-            changes.append((SymNode, name, if_capturing(self._wrap_conversion(name, plain), plain)))
+            patch(SymNode, name, self._wrap_conversion)
         for name in ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"):
-            plain = getattr(torch.SymInt, name)
-            changes.append((torch.SymInt, name, if_capturing(self._wrap_comparison(plain), plain)))
+            patch(torch.SymInt, name, self._wrap_comparison)
         for cls in (torch.SymInt, torch.SymFloat):
             for name in _ARITHMETIC:
-                plain = getattr(cls, name)
-                changes.append((cls, name, if_capturing(self._wrap_arithmetic(plain), plain)))
-        plain = torch.SymInt.__round__
-        noted = if_capturing(self._wrap("__round__", plain), plain)
-        changes.append((torch.SymInt, "__round__", noted))
+                patch(cls, name, self._wrap_arithmetic)
+        patch(torch.SymInt, "__round__", self._wrap)
         changes.append((builtins, "isinstance", self._wrap_isinstance(isinstance)))
         changes += [(module, "type", _recording_type(self)) for module in self._modules]
         self._changed = patch_attributes(changes)
@@ -456,7 +455,7 @@ class _UseRecorder:
 
         return method
 
-    def _wrap_arithmetic(self, plain: Any) -> Any:
+    def _wrap_arithmetic(self, _name: str, plain: Any) -> Any:
         """Wrap an arithmetic method: record a float result, which sympy may round differently."""
 
         def method(value: Any, *args: Any) -> Any:
@@ -467,7 +466,7 @@ class _UseRecorder:
 
         return method
 
-    def _wrap_comparison(self, plain: Any) -> Any:
+    def _wrap_comparison(self, _name: str, plain: Any) -> Any:
         """Wrap a comparison: in the user's code it returns a bool, and torch adds a guard."""
 
         def method(value: Any, other: Any) -> Any:
@@ -480,7 +479,7 @@ class _UseRecorder:
 
         return method
 
-    def _wrap_conversion(self, name: str, plain: Any) -> Any:
+    def _wrap_conversion(self, _name: str, plain: Any) -> Any:
         """Wrap a conversion to int, float or bool: record it if the number has symbols."""
 
         def method(node: Any, *args: Any) -> Any:
