@@ -201,8 +201,8 @@ def _candidates(ok: fx.Node, node: fx.Node) -> Iterator[fx.Node]:
     """Yield the values that may be the checked one: those from which ok is computed, the nearest
     first, then all earlier values, the last first."""
     waiting, visited = [ok], {ok}
-    for node_in_cone in waiting:
-        operands = [x for x in node_in_cone.all_input_nodes if x not in visited]
+    for current in waiting:
+        operands = [x for x in current.all_input_nodes if x not in visited]
         visited.update(operands)
         waiting += operands
         yield from operands

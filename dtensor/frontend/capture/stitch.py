@@ -45,12 +45,12 @@ class NotSeparable(Exception):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class _Kind:
-    """The joint graph of a segment and of all equal ones. made: for each output of the segment, a
+    """The joint graph of a segment and of all equal ones. outputs: for each output of the segment, a
     tensor like it, and whether it has a tangent."""
 
     segment: GraphSegment
     joint: fx.GraphModule
-    made: tuple[tuple[torch.Tensor, bool], ...]
+    outputs: tuple[tuple[torch.Tensor, bool], ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -103,10 +103,12 @@ def _occurrences(
         kind = kinds[key]
         parts.append(_Occurrence(segment=segment, kind=kind))
         if segment is not segments[-1]:
-            with_grad = [node for node, (_, w) in zip(segment.outputs, kind.made, strict=True) if w]
+            with_grad = [
+                node for node, (_, w) in zip(segment.outputs, kind.outputs, strict=True) if w
+            ]
             if len(with_grad) > 1 or any(reader_count[node] > 1 for node in with_grad):
                 raise NotSeparable
-            for node, (like, wants) in zip(segment.outputs, kind.made, strict=True):
+            for node, (like, wants) in zip(segment.outputs, kind.outputs, strict=True):
                 if like.is_conj() or like.is_neg():
                     raise NotSeparable  # `_fake` does not copy these bits
                 values[node] = _fake(like, wants, mode)
@@ -135,11 +137,11 @@ def _export_kind(
     """Export a segment as a program of its own. ``reads``: its fake inputs."""
     joint = export_joint(_segment_module(forward, segment), reads)
     outputs: Any = joint.graph.output_node().args[0]
-    made: dict[int, torch.Tensor] = {}
+    values: dict[int, torch.Tensor] = {}
     for node, desc in zip(outputs, joint.graph.output_node().meta["desc"], strict=True):
         match desc:
             case aot.PlainAOTOutput(idx=index):
-                made[index] = node.args[0].meta["val"]  # `_segment_module` cloned this value
+                values[index] = node.args[0].meta["val"]  # `_segment_module` cloned this value
             case aot.GradAOTOutput() | None:
                 pass
             case _:
@@ -149,12 +151,12 @@ def _export_kind(
         for node in joint.graph.find_nodes(op="placeholder")
         if isinstance(node.meta["desc"], aot.TangentAOTInput)
     }
-    if len(made) != len(segment.outputs):
+    if len(values) != len(segment.outputs):
         raise NotSeparable
     return _Kind(
         segment=segment,
         joint=joint,
-        made=tuple((made[i], i in with_tangent) for i in range(len(segment.outputs))),
+        outputs=tuple((values[i], i in with_tangent) for i in range(len(segment.outputs))),
     )
 
 
@@ -249,7 +251,7 @@ class _Stitcher:
         for index, node in enumerate(self.forward.graph.find_nodes(op="placeholder")):
             self.values[node] = self._placeholder(aot.PlainAOTInput(index))
         last = self.parts[-1]
-        for index, (_, wanted) in enumerate(last.kind.made):
+        for index, (_, wanted) in enumerate(last.kind.outputs):
             if wanted:
                 output: Any = aot.PlainAOTOutput(index)
                 self._placeholder(aot.TangentAOTInput(output))
@@ -269,9 +271,11 @@ class _Stitcher:
         return node
 
     def _output(self, last: _Copy) -> None:
-        made = {i: last.outputs[aot.PlainAOTOutput(i)] for i in range(len(last.part.kind.made))}
-        values: list[fx.Node | None] = list(made.values())
-        descs: list[Any] = [aot.PlainAOTOutput(i) for i in made]
+        results = {
+            i: last.outputs[aot.PlainAOTOutput(i)] for i in range(len(last.part.kind.outputs))
+        }
+        values: list[fx.Node | None] = list(results.values())
+        descs: list[Any] = [aot.PlainAOTOutput(i) for i in results]
         for desc in self.inputs:
             if not isinstance(desc, aot.TangentAOTInput):
                 values.append(self.gradients.get(desc))

@@ -286,9 +286,7 @@ def _drop_unused(
 ) -> None:
     """Drop inputs that no node, gradient or mutation needs."""
     differentiated = [o.of for o in outputs if isinstance(o, Grad)]  # a gradient may be constant
-    used = [
-        graph_input for node, graph_input in inputs.items() if node.users
-    ]  # tied inputs have several nodes
+    used = [x for node, x in inputs.items() if node.users]  # a tied input has several nodes
     written = {(o.name, o.index) for o in outputs if isinstance(o, Mutation)}
     for node, graph_input in list(inputs.items()):
         needed = graph_input in differentiated and graph_input not in used
