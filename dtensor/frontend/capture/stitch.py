@@ -45,8 +45,8 @@ class NotSeparable(Exception):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class _Kind:
-    """The joint graph of a segment and of all equal ones. outputs: for each output of the segment, a
-    tensor like it, and whether it has a tangent."""
+    """The joint graph of a segment and of all equal ones. outputs: for each output of the segment,
+    a tensor like it, and whether it has a tangent."""
 
     segment: GraphSegment
     joint: fx.GraphModule
