@@ -1,4 +1,4 @@
-"""Small models that tests share: written for one device, as a user would write them.
+"""Small models for tests, written for one device as a user would write them.
 
     model = GPT(layers=2)                      # vocab 32, width 16, 4 heads, up to 16 positions
     loss_fn(model, tokens, targets)            # (scalar, {"accuracy": scalar})
@@ -101,7 +101,7 @@ class GPT(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """By hand, as in many Llama implementations."""
+    """RMSNorm written by hand, as in many Llama implementations."""
 
     def __init__(self, width: int, eps: float = 1e-5) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class RMSNorm(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE on x[b h t d] with cos, sin [t d]."""
+    """Return RoPE of x[b h t d] with cos, sin [t d]."""
     half = x.shape[-1] // 2
     turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
     return x * cos + turned * sin
@@ -202,7 +202,7 @@ class Llama(nn.Module):
 
 
 def loss_fn(model: nn.Module, tokens: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Mean cross-entropy of next tokens, and the accuracy."""
+    """Return the mean cross-entropy of next tokens, and the accuracy."""
     logits = model(tokens)
     loss = F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1))
     accuracy = (logits.argmax(-1) == targets).float().mean()
@@ -212,7 +212,7 @@ def loss_fn(model: nn.Module, tokens: Tensor, targets: Tensor) -> tuple[Tensor, 
 def batch(
     seed: int = 0, size: int = 4, length: int = 8, vocab: int = 32, ignored: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """tokens, targets [size length]; `ignored`: about a third of the targets are -100."""
+    """Return tokens, targets [size length]; `ignored`: about a third of the targets are -100."""
     g = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, vocab, (size, length), generator=g)
     targets = torch.randint(0, vocab, (size, length), generator=g)
@@ -268,5 +268,5 @@ class DropoutBlock(nn.Module):
 
 
 def square_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """For `MLP`: the mean square of what is left of ``y``."""
+    """Return the mean squared error of an `MLP` against ``y``."""
     return F.mse_loss(model(x), y)

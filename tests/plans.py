@@ -1,10 +1,10 @@
-"""Plans of models for tests: `plan_model(MLP(), loss, (x, y), Mesh(tp=2), MEGATRON) -> Plan`.
+"""Make plans of models: `plan_model(MLP(), loss, (x, y), Mesh(tp=2), MEGATRON) -> Plan`.
 
     found = plan_model(GPT(), loss_fn, batch(), Mesh(dp=2, tp=2), MEGATRON,
                        inputs=dict(dp=Shard(0)), microbatches=2)
     kinds(found, "forward")     # Counter({"all_reduce@tp": 4, ...})
 
-The pins go the way of `dtensor.parallelize`: globs over parameter names, the first match wins.
+Placements are stated as in `dtensor.parallelize`: globs over parameter names, first match wins.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def plan_model(
     clip_grad_norm: float | None = None,
     name: str = "model",
 ) -> Plan:
-    """The plan of one training step (``train``), or of loss and gradients alone."""
+    """Return the plan of a training step (``train``), or of loss and gradients alone."""
     graph = capture(loss_fn, (model, *batch), grads="loss")
     held = resolve_stages(model, mesh, stages)
     flow = dataflow(graph, held.held, held.num_stages)

@@ -56,7 +56,7 @@ def integers(columns: int = 9000) -> Tensor:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_outside_rule_and_reductions_give_right_values(backend: Backend, stated: None) -> None:
+def test_user_defined_rule_and_reductions_give_right_values(backend: Backend, stated: None) -> None:
     x, at = integers(), torch.arange(6.0, dtype=torch.float64)
     both = dt.compile(lambda x, at: (parity(x), torch.ops.outsiders.largest(x.double(), at)), MESH)
     with dt.launch(MESH, backend=backend):
@@ -69,7 +69,7 @@ def test_outside_rule_and_reductions_give_right_values(backend: Backend, stated:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_outside_kernel_is_used(backend: Backend, stated: None) -> None:
+def test_user_defined_kernel_is_used(backend: Backend, stated: None) -> None:
     x = integers(columns=4)
     fn = dt.compile(parity, MESH)
     kernel = dt.kernel("outsiders::parity", "cpu").using(outsiders.parity_of_bits)
@@ -78,7 +78,7 @@ def test_outside_kernel_is_used(backend: Backend, stated: None) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_outside_transport_carries_collectives(
+def test_user_defined_transport_carries_collectives(
     backend: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from dtensor.daft.ray.transports import connect  # has those of hosts
@@ -105,7 +105,7 @@ class Two(nn.Module):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_outside_schedule_trains_as_gpipe(backend: Backend) -> None:
+def test_user_defined_schedule_trains_as_gpipe(backend: Backend) -> None:
     x = torch.randn(6, 4)
     losses: list[list[float]] = []
     for schedule in (outsiders.OneByOne(3), dt.GPipe(3)):
@@ -134,7 +134,7 @@ def test_reduction_name_cannot_be_registered_twice(stated: None) -> None:
         dt.spec("f64[4,3]{argmax@tp}", MESH)
 
 
-def test_outside_rule_with_own_reduction_is_certified(stated: None) -> None:
+def test_user_defined_rule_with_own_reduction_is_certified(stated: None) -> None:
     found = dt.testing.certify("outsiders::parity", integers(columns=3))
     assert found.wrong == () and found.checked > 2
 

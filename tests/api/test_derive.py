@@ -18,8 +18,8 @@ from tests.training import assert_gradients_close
 
 
 class Interleaved(nn.Module):
-    """Plain parameters, used transposed; heads outside of q, k, v; attention written out; a gate
-    and an up projection fused; both branches beside one another, normalised last."""
+    """Transposed plain parameters; heads as the outer dim of fused q, k, v; attention written out;
+    fused gate and up projections; two parallel branches, normalized last."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,8 +49,8 @@ class Interleaved(nn.Module):
 
 
 class Mixer(nn.Module):
-    """Mixes time by a hidden layer, channels by another with a norm inside, then queries of many
-    heads share one key; the classes are few."""
+    """An MLP over time, an MLP over channels with a norm inside, then attention in which all query
+    heads share one key; few classes."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -258,7 +258,7 @@ def test_inputs_argument_resolves_to_placements_and_batch_arguments(
     assert input_pins(ARGUMENTS, inputs, DP) == InputPins(pins=pins, batch=batch)
 
 
-def test_planner_pins_use_dataflow_names() -> None:
+def test_planner_placements_use_names_of_dataflow() -> None:
     graph = capture(lambda m, x: m(x), (MLP(), torch.randn(8, 16)), grads="none")
     flow = dataflow(graph)
     found = planner_pins(

@@ -249,7 +249,9 @@ def test_gradients_on_many_ranks_are_as_exact_as_on_one(loss: Any) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("loss", [loss_of, under_autocast])
-def test_precision_is_same_on_every_device(device: str, loss: Any) -> None:
+def test_gradients_of_16_bits_are_as_exact_as_torchs_on_every_device(
+    device: str, loss: Any
+) -> None:
     """The program is the same; kernels of a GPU add in another order."""
     one = batch(size=64)
     dtype = BF16 if loss is loss_of else None

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
         ("wav2vec2", "Wav2Vec2ForSequenceClassification"),
     ],
 )
-def test_sweep_judges_family_right(family: str, model: str) -> None:
+def test_family_trains_as_torch_over_two_ranks(family: str, model: str) -> None:
     record = judge(family)
     assert (record.verdict, record.model, record.captures) == ("right", model, 1), record.reason
     assert record.split > 0

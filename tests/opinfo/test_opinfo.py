@@ -76,7 +76,7 @@ SAMPLED = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "name"), SAMPLED)
-def test_opinfo_entry_has_right_results(kind: str, name: str) -> None:
+def test_opinfo_entry_is_right_under_its_placements(kind: str, name: str) -> None:
     record = judge(entry(name), kind)
     assert not record.wrong, record.wrong
     assert record.passes, record.errors
