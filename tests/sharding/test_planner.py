@@ -119,7 +119,7 @@ def test_planning_axis_by_axis_is_optimal_for_transformer_blocks(name: str) -> N
     assert found.relative == pytest.approx(0.0, abs=1e-9)
 
 
-FOLLOWING = choose_axis._following
+CLOSEST_TO_SETTLED = choose_axis._closest_to_settled
 
 
 def _any_split(
@@ -132,12 +132,12 @@ def _any_split(
     """The strategies that read a settled value as it is split, or a value that is not settled
     split: the least that follows the pins."""
     if not any(isinstance(settled[name], Shard) for _, name in known):
-        return FOLLOWING(strategies, known, settled, metas, num)
+        return CLOSEST_TO_SETTLED(strategies, known, settled, metas, num)
     indices = {index for index, _ in known}
     return tuple(
         strategy
         for strategy in strategies
-        if choose_axis._agreement(strategy, known, settled, metas, num)[0]
+        if choose_axis._count_agreements(strategy, known, settled, metas, num)[0]
         or choose_axis._splits_another(strategy, indices)
     ) or tuple(strategies)
 
@@ -159,7 +159,7 @@ def test_plan_is_cheapest_of_enumerated_plans_that_follow_pins(
             continue
         free = plan_program(flow, mesh, pins, free=True, topology=topology).cost.seconds
         with monkeypatch.context() as patched:
-            patched.setattr(choose_axis, "_following", _any_split)
+            patched.setattr(choose_axis, "_closest_to_settled", _any_split)
             best = plan_program(flow, mesh, pins, free=False, topology=topology).cost.seconds
         assert free <= found <= best * 1.0001, f"seed {seed}"
         planned += 1

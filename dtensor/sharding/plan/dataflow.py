@@ -166,19 +166,19 @@ class Dataflow:
 
     def verify(self) -> None:
         """Raise AssertionError if a value is defined twice or used before its definition."""
-        defined = [item.name for item in self.inputs]
-        seen = set(defined)
-        assert len(seen) == len(defined), "an input name occurs twice"
+        input_names = [item.name for item in self.inputs]
+        defined = set(input_names)
+        assert len(defined) == len(input_names), "an input name occurs twice"
         for op in self.ops:
             assert len(op.operands) == len(op.call.operands), op.name
             for name in op.operands:
-                assert name in seen, f"{op.name} reads {name} before it is defined"
+                assert name in defined, f"{op.name} reads {name} before it is defined"
             for name in op.results:
-                assert name is None or name not in seen, f"{name} is defined twice"
+                assert name is None or name not in defined, f"{name} is defined twice"
                 if name is not None:
-                    seen.add(name)
+                    defined.add(name)
         for output in self.outputs:
-            assert output.value in seen, f"output {output.value} is not defined"
+            assert output.value in defined, f"output {output.value} is not defined"
 
 
 # -- repeated layers -------------------------------------------------------------------------------
@@ -203,6 +203,7 @@ def layer_group(op: Op, flow: Dataflow) -> Hashable:
 
 
 def _operand_modules(op: Op, flow: Dataflow) -> tuple[str, ...]:
+    """Return the module paths of the ops that produce the operands, without layer numbers."""
     producers = (flow.producers.get(name) for name in op.operands)
     return tuple("" if p is None else without_numbers(p.module) for p in producers)
 

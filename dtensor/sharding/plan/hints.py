@@ -119,7 +119,7 @@ def _swapped_pair(
     other = _plan_with(replace(request, misaligned="error"), axis, opposites)
     if other is None:
         return []
-    num, other_num = _num_reduced(planned, axis), _num_reduced(other, axis)
+    num, other_num = _num_all_reduces(planned, axis), _num_all_reduces(other, axis)
     if other_num >= num:
         return []
     return [
@@ -146,9 +146,11 @@ def _plan_with(request: Request, axis: str, opposites: Mapping[str, Shard]) -> P
 
 
 def _collectives(planned: Plan) -> set[tuple[str, str, str, str]]:
+    """Return (kind, axis, phase, the user's line) of each collective."""
     return {(c.kind, c.axis, c.phase, c.source) for c in planned.collectives}
 
 
-def _num_reduced(planned: Plan, axis: str) -> int:
+def _num_all_reduces(planned: Plan, axis: str) -> int:
+    """Return how many all_reduces over the axis a training step runs."""
     reductions = (c for c in planned.collectives if c.kind == "all_reduce" and c.axis == axis)
     return sum(collective.times for collective in reductions)

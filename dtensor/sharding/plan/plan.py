@@ -41,6 +41,7 @@ class Collectives(tuple[PlannedCollective, ...]):
     __slots__ = ()
 
     def __str__(self) -> str:
+        """Return a table with a row for each collective."""
         if not self:
             return "no collectives"
         rows = [["phase", "key", "name", "dtype", "source", "stage", "times", "bytes_sent"]]
@@ -56,6 +57,7 @@ class StageMemory(tuple[Memory, ...]):
     __slots__ = ()
 
     def __str__(self) -> str:
+        """Return a table with a row for each kind of memory and a column for each stage."""
         stages = range(len(self)) if len(self) > 1 else ()
         rows = [["memory per rank", *(f"stage {stage}" for stage in stages)]]
         for name in (*(f.name for f in fields(Memory)), "total"):

@@ -80,9 +80,9 @@ def training_flow(request: Request) -> Dataflow:
 
 
 def plan_flow(request: Request, flow: Dataflow) -> PlanRecord:
-    """Choose strategies axis by axis, then emit the steps and the conversions between them. The
-    axes are chosen in mesh order, the microbatch axis last. The choice on each axis is optimal
-    given the axes before it."""
+    """Return the plan of ``flow``, without the last passes. Strategies are chosen axis by axis, in
+    mesh order with the microbatch axis last; the choice on each axis is optimal given the axes
+    before it. Then the steps and the conversions between them are emitted."""
     request = replace(request, flow=flow)
     inner, rules = inner_mesh(request), rules_of(flow)
     axis_problem = axis_problem_of(request, inner, rules)

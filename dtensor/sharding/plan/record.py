@@ -261,7 +261,7 @@ class PlanTerms:
     topology: Topology = field(default_factory=Topology)
     zero: tuple[str, int] | None = None
     auto: tuple[tuple[str, ...], ...] = field(default=(), compare=False)  # patterns of auto stages
-    by_microbatch: tuple[str, ...] = ()  # modules that take statistics of each microbatch
+    by_microbatch: tuple[str, ...] = ()  # modules with statistics of each microbatch (batch norm)
     model: str = field(default="", compare=False)  # the class of the module; several are joined
 
     @property

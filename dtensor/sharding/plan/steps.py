@@ -158,7 +158,7 @@ class Compute(_Step):
 
     def reading(self, names: Mapping[str, str]) -> Compute:
         """Return the step with renamed operands."""
-        return replace(self, operands=_renamed(self.operands, names))
+        return replace(self, operands=_rename(self.operands, names))
 
     def giving(self, names: Mapping[str, str]) -> Compute:
         """Return the step with renamed results. A result without a new name becomes None."""
@@ -174,7 +174,7 @@ class Compute(_Step):
 
     @property
     def may_share(self) -> tuple[str, ...]:
-        # most of torch's computing ops return new storage; views and dtensor's ops may not
+        # Most of torch's computing ops return new storage; views and dtensor's ops may not.
         call = self.op.call
         is_torch_op = call.name.startswith("aten.") and self.rule.kind == "compute"
         return (
@@ -278,6 +278,7 @@ class Redistribute(_Step):
         return self.operands
 
     def reads_as(self) -> Iterator[tuple[int, str, TensorSpec]]:
+        # an in-place gather reads the full parameters, whose slices it completes: the moves' dst
         for at, (name, move) in enumerate(zip(self.operands, self.moves, strict=True)):
             if self.tied:
                 yield self.tied[at], name, _on_one_stage(move)
@@ -296,7 +297,7 @@ class Redistribute(_Step):
                 yield self.stage, name, move.dst
 
     def reading(self, names: Mapping[str, str]) -> Redistribute:
-        return replace(self, operands=_renamed(self.operands, names))
+        return replace(self, operands=_rename(self.operands, names))
 
     def giving(self, names: Mapping[str, str]) -> Redistribute:
         return replace(self, results=tuple(names[v] for v in self.results))
@@ -509,17 +510,19 @@ def fill_buckets(items: Sequence[T], sizes: Sequence[int]) -> list[list[T]]:
     return buckets
 
 
-def unused(name: str, taken: set[str]) -> str:
-    """Return ``name``, or the first free name of `name_2`, `name_3`, ..., and mark it taken."""
+def unused(name: str, used_names: set[str]) -> str:
+    """Return ``name``, or the first of `name_2`, `name_3`, ... that is not in ``used_names``. Adds
+    the returned name to ``used_names``."""
     candidate, number = name, 1
-    while candidate in taken:
+    while candidate in used_names:
         number += 1
         candidate = f"{name}_{number}"
-    taken.add(candidate)
+    used_names.add(candidate)
     return candidate
 
 
-def _renamed(names: tuple[str, ...], new_names: Mapping[str, str]) -> tuple[str, ...]:
+def _rename(names: tuple[str, ...], new_names: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the names, with the new name of each name that has one."""
     return tuple(new_names.get(name, name) for name in names)
 
 

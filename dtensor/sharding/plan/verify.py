@@ -67,6 +67,7 @@ class _DefinedValues:
     checked_strategies: set[tuple[int, int, int]] = field(default_factory=set[tuple[int, int, int]])
 
     def __post_init__(self) -> None:
+        """Add the inputs of the plan."""
         inner = self.plan.inner
         self.axes = {axis: (inner.index(axis), inner.axis_size(axis)) for axis in inner.axes}
         for item in self.plan.inputs:
@@ -98,8 +99,8 @@ def _faults(defined: _DefinedValues, step: Step) -> Iterator[str]:
     for stage, name, spec in step.reads_as():
         if fault := defined.missing(name, stage):
             yield fault
-        elif (have := defined.specs[name]) is not spec and not _can_read_as(step, have, spec):
-            yield f"{name} is {have} and is read as {spec}"
+        elif (actual := defined.specs[name]) is not spec and not _can_read_as(step, actual, spec):
+            yield f"{name} is {actual} and is read as {spec}"
         elif step.once and name not in defined.once:
             yield f"{name} is of one microbatch and is read once a step"
     match step:
@@ -125,16 +126,16 @@ def _faults(defined: _DefinedValues, step: Step) -> Iterator[str]:
             assert_never(step)
 
 
-def _can_read_as(step: Step, have: TensorSpec, spec: TensorSpec) -> bool:
-    """Return whether the step may read a value with the spec ``have`` as ``spec``.
+def _can_read_as(step: Step, actual: TensorSpec, spec: TensorSpec) -> bool:
+    """Return whether the step may read a value with the spec ``actual`` as ``spec``.
 
     The dtypes of gradients may differ: a gradient may be narrower than the sum over stages, and
     wider than the parameter that it updates. Their placements may be different statements of the
     same cut (blocks of 12 and 20, in units of 2 or not).
     """
     if isinstance(step, Update) or (isinstance(step, Redistribute) and step.tied):
-        return (have.shape, have.mesh) == (spec.shape, spec.mesh) and alike(have, spec)
-    return have == spec
+        return (actual.shape, actual.mesh) == (spec.shape, spec.mesh) and alike(actual, spec)
+    return actual == spec
 
 
 def _can_sum_to(part: TensorSpec, total: TensorSpec) -> bool:
@@ -161,8 +162,8 @@ def _move_faults(move: Move) -> Iterator[str]:
             dtypes -= {torch.float32}
         elif src.dtype == torch.float32 and is_narrow(dst.dtype) and not is_part(dst):
             dtypes -= {dst.dtype}
-    alike = src.shape == dst.shape and src.mesh == dst.mesh and src.on == dst.on
-    if not (possible and alike and len(dtypes) == 1 and all(unchanged)):
+    same_tensor = src.shape == dst.shape and src.mesh == dst.mesh and src.on == dst.on
+    if not (possible and same_tensor and len(dtypes) == 1 and all(unchanged)):
         yield f"no {move.kind} over {axis} makes {dst} of {src}"
 
 

@@ -107,7 +107,8 @@ def axis_problem_of(request: Request, inner: Mesh, rules: Rules) -> AxisProblem:
 
 
 def _pins_by_axis(request: Request, inner: Mesh) -> dict[str, dict[str, Pin]]:
-    """Return axis -> value -> pin, refined as the module docstring says."""
+    """Return axis -> value -> pin. If two axes shard one dim of a value, the axis stated second
+    cuts the pieces of the first. Pins of the batch are also split over microbatches."""
     metas = request.flow.metas
     kinds = {i.name: i.kind for i in request.flow.inputs}
     pins: dict[str, dict[str, Pin]] = {}

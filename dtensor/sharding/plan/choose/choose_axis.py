@@ -154,7 +154,7 @@ def _allowed_strategies(
             ) or (Strategy((stated,), (stated,), "stated"),)
         operands = [(i, name) for i, name in enumerate(op.operands) if name in settled]
         if operands:
-            strategies = _following(strategies, operands, settled, metas, num)
+            strategies = _closest_to_settled(strategies, operands, settled, metas, num)
         if not on_microbatches and (
             not axis_problem.free or (axis_problem.is_view(op) and operands)
         ):
@@ -175,21 +175,22 @@ def _allowed_strategies(
     return allowed
 
 
-def _following(
+def _closest_to_settled(
     strategies: Sequence[Strategy],
     operands: Sequence[tuple[int, str]],
     settled: Mapping[str, Placement],
     metas: Mapping[str, Meta],
     num: int,
 ) -> tuple[Strategy, ...]:
-    """Return the strategies that read most settled operands with their settled placements.
+    """Return the strategies that read most settled operands with their settled placements: the
+    placements that pins, or the ops before, determine.
 
     ``operands``: (index, value) of the settled operands. Strategies that agree with no settled
     split operand, but split an operand that is not settled, are returned too: that operand may
     already be split, like an input that is split over the axis of the weights. The solve decides by
     price which operand is converted.
     """
-    agreements = [_agreement(s, operands, settled, metas, num) for s in strategies]
+    agreements = [_count_agreements(s, operands, settled, metas, num) for s in strategies]
     best = max(agreements, default=(0, 0))
     indices = {index for index, _ in operands}
     return tuple(
@@ -205,7 +206,7 @@ def _splits_another(strategy: Strategy, indices: Collection[int]) -> bool:
     return any(isinstance(p, Shard) for i, p in operands if i not in indices)
 
 
-def _agreement(
+def _count_agreements(
     strategy: Strategy,
     operands: Sequence[tuple[int, str]],
     settled: Mapping[str, Placement],
@@ -237,7 +238,7 @@ def _op_node(op: Op, strategies: Sequence[Strategy], canonical: Canonical, price
             if name is not None
         )
         reads_pending = any(isinstance(p, Partial) for p in strategy.operands)
-        seconds = prices.op(op, strategy) + (_PENDING_SECONDS if reads_pending else 0.0)
+        seconds = prices.op_seconds(op, strategy) + (_PENDING_SECONDS if reads_pending else 0.0)
         options.append(Option(reads, writes, seconds))
     return Node(op.name, tuple(options), layer_group(op, prices.axis_problem.flow))
 
@@ -245,7 +246,8 @@ def _op_node(op: Op, strategies: Sequence[Strategy], canonical: Canonical, price
 def _input_choices(
     axis_problem: AxisProblem, item: Input, reached: Reach, pins: Mapping[str, Pin], axis: str
 ) -> tuple[Placement, ...]:
-    """Return the placements that an input may have: its pin, or splits that other pins cause."""
+    """Return the placements that an input may have: its pin; without a pin, Replicate and, for a
+    parameter or buffer, the splits that other pins cause."""
     if axis == MICROBATCH_AXIS or item.name in reached.misaligned:
         return (REPLICATE,)
     if item.name in pins:
@@ -320,6 +322,7 @@ class Canonical:
         self.representatives: dict[object, Placement] = {}
 
     def __call__(self, value: str, placement: Placement) -> Placement:
+        """Return the representative of a placement of the value."""
         if not isinstance(placement, Shard):
             return placement
         shape = self.flow.metas[value].shape
@@ -331,6 +334,7 @@ class Prices:
     """Seconds of conversions and ops on one axis, given the choices on earlier axes."""
 
     def __init__(self, axis_problem: AxisProblem, axis: str, earlier: Sequence[AxisChoice]) -> None:
+        """``earlier``: the choices on the axes that were chosen before ``axis``."""
         self.axis_problem: AxisProblem = axis_problem
         self.axis: str = axis
         self.earlier: tuple[AxisChoice, ...] = tuple(earlier)
@@ -408,7 +412,7 @@ class Prices:
             options.append(((value, PARTIAL), price / times))
         return options
 
-    def op(self, op: Op, strategy: Strategy) -> float:
+    def op_seconds(self, op: Op, strategy: Strategy) -> float:
         """Return the roofline seconds of the op on the rank with the largest shards."""
         rule = self.axis_problem.rules[op.name]
         if rule.kind in ("view", "mark"):

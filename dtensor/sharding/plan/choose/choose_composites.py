@@ -37,7 +37,7 @@ def choose_composites(
     best = plan_of(flow)
     over_batch = dict.fromkeys(_kind(op) for op in flow.ops if op.over_batch and keep_split)
     if any(kind in over_batch for kind in _gathered_kinds(best)):
-        expanded_flow = _expanded(flow, over_batch)
+        expanded_flow = _expand_kinds(flow, over_batch)
         with suppress(PlanningError):  # with misaligned="error" the simpler ops may be refused
             flow, best = expanded_flow, plan_of(expanded_flow)
     expanded: dict[Kind, None] = {}
@@ -49,20 +49,21 @@ def choose_composites(
             break
         expanded.update(dict.fromkeys(kinds))
         try:
-            current = plan_of(_expanded(flow, expanded))
+            current = plan_of(_expand_kinds(flow, expanded))
         except PlanningError:  # with misaligned="error" the simpler ops may be refused
             break
         if PlanTotals(current).estimate < PlanTotals(best).estimate:
             best, chosen = current, tuple(expanded)
     for kind in chosen if len(chosen) > 1 else ():
         fewer = [k for k in chosen if k != kind]
-        other = plan_of(_expanded(flow, dict.fromkeys(fewer)))
+        other = plan_of(_expand_kinds(flow, dict.fromkeys(fewer)))
         if PlanTotals(other).estimate < PlanTotals(best).estimate:
             best, chosen = other, tuple(fewer)
     return best
 
 
 def _kind(op: Op) -> Kind:
+    """Return the kind of a composite op; ops of one kind are expanded together."""
     return (op.call.name, op.call.operands, repr(op.call.args))
 
 
@@ -89,11 +90,11 @@ def _is_gathered(name: str, producers: dict[str, Step]) -> bool:
     return loses_split or (source is not None and _is_gathered(source, producers))
 
 
-def _expanded(flow: Dataflow, kinds: dict[Kind, None]) -> Dataflow:
+def _expand_kinds(flow: Dataflow, kinds: dict[Kind, None]) -> Dataflow:
     """Return the program with the composite ops of these kinds expanded."""
     ops: list[Op] = []
     metas = dict(flow.metas)
-    taken = {*flow.metas, *(op.name for op in flow.ops)}
+    used_names = {*flow.metas, *(op.name for op in flow.ops)}
     for op in flow.ops:
         expands = op.expand is not None and _kind(op) in kinds
         # an expanded op makes float32 statistics of 16-bit values, so operands may change dtype
@@ -101,7 +102,7 @@ def _expanded(flow: Dataflow, kinds: dict[Kind, None]) -> Dataflow:
         if operands != op.call.operands:
             op = replace(op, call=replace(op.call, operands=operands))
         expansion = op.expand(op.call) if expands and op.expand is not None else None
-        new_ops = [op] if expansion is None else list(_expanded_ops(op, expansion, taken))
+        new_ops = [op] if expansion is None else list(_ops_of(op, expansion, used_names))
         for new_op in new_ops:
             results = zip(new_op.results, new_op.call.results, strict=True)
             metas.update((name, meta) for name, meta in results if name and meta is not None)
@@ -109,8 +110,9 @@ def _expanded(flow: Dataflow, kinds: dict[Kind, None]) -> Dataflow:
     return replace(flow, ops=tuple(ops)).pruned(flow.outputs)
 
 
-def _expanded_ops(op: Op, expansion: Expansion, taken: set[str]) -> Iterator[Op]:
-    """Yield the ops of an expansion, named after the composite op ("softmax_amax")."""
+def _ops_of(op: Op, expansion: Expansion, used_names: set[str]) -> Iterator[Op]:
+    """Yield the ops that replace the composite ``op``, named after it ("softmax_amax"). Adds their
+    names to ``used_names``."""
     names: list[str] = list(op.operands)
     result_names = {
         number: name
@@ -118,7 +120,7 @@ def _expanded_ops(op: Op, expansion: Expansion, taken: set[str]) -> Iterator[Op]
         if number is not None and name is not None
     }
     for call, operands in zip(expansion.calls, expansion.operands, strict=True):
-        op_name = unused(f"{op.name}_{call.name.split('.')[1]}", taken)
+        op_name = unused(f"{op.name}_{call.name.split('.')[1]}", used_names)
         name = result_names.get(len(names), op_name)
         yield replace(
             op,

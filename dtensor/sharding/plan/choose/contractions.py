@@ -67,8 +67,9 @@ def contractions_of(
 def _contraction(
     value: str, op: Op, index: int, rule: Rule, weight_dims: tuple[int | None, ...]
 ) -> Contraction | None:
-    """Return the contraction if the op is one, else None. ``weight_dims[i]`` is the dim of the
-    weight ``value`` that is dim i of the operand at ``index``, or None."""
+    """Return the contraction if the op sums over a dim of the weight and outputs another one, else
+    None. ``weight_dims[i]`` is the dim of the weight ``value`` that is dim i of the operand at
+    ``index``, or None."""
     if len(op.operands) < 2:
         return None
     # a vector next to another operand is a bias, which has the output's factor too
@@ -112,8 +113,11 @@ def _only_factor(rule: Rule, dim: Dim) -> str | None:
 def _propagate(
     weight_dims: tuple[int | None, ...], operand: Dims, result: Dims
 ) -> tuple[int | None, ...]:
-    """Return the ``weight_dims`` of a result, given those of an operand. ``operand`` and ``result``
-    are their dims in the op's rule."""
+    """Return, for each dim of a result, the dim of the weight that it is, or None.
+
+    ``weight_dims``: the same for each dim of an operand. ``operand``, ``result``: their dims in the
+    op's rule; dims with the same factors are the same.
+    """
     by_dim = {
         dim: weight_dim
         for dim, weight_dim in zip(operand, weight_dims, strict=True)

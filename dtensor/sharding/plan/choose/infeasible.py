@@ -26,6 +26,7 @@ def infeasible(flow: Dataflow, nodes: Sequence[Node], price: Price, axis: str) -
     possible: dict[str, set[Placement]] = {}
 
     def can_read(reads: Sequence[ValueAt]) -> bool:
+        """Return whether each value can have its placement, or be converted to it."""
         return all(
             p in placements or any(price(v, q, p) < math.inf for q in placements)
             for v, p in reads
@@ -104,6 +105,7 @@ def _output_error(flow: Dataflow, node: Node, possible: Possible, axis: str) -> 
 
 
 def _value_text(flow: Dataflow, value: str, possible: Possible, axis: str) -> str:
+    """Return the value's name, type and possible placements: ``h: f32[8,4], Shard(0)``."""
     placements = possible.get(value, set[Placement]())
     on_microbatches = axis == MICROBATCH_AXIS
     words = sorted({_microbatch_text(p) if on_microbatches else repr(p) for p in placements})

@@ -117,6 +117,7 @@ def _smaller_axes(num: int, parts: int) -> list[int]:
 
 
 def _shard_lengths(shard: Shard, size: int, num: int) -> str:
+    """Return the lengths of the shards on the first 8 ranks as text, ``6, 6, 6, 4``."""
     lengths = [sum(hi - lo for lo, hi in s) for s in index_sets(shard, size, num)]
     return ", ".join(map(str, lengths[:8])) + (", ..." if len(lengths) > 8 else "")
 
@@ -129,6 +130,7 @@ def _rule_dim(rule: Rule, op: Op, value: str, shard: Shard) -> Dim:
 
 
 def _reason(rule: Rule, op: Op, value: str, shard: Shard) -> str:
+    """Return how the op uses the dim: ``aten.view.default sees it as 22 x 16``."""
     dim = _rule_dim(rule, op, value, shard)
     parts = [" x ".join(str(rule.size[f]) for f in product) for product in dim]
     factors = f"{len(parts)} parts of {', '.join(parts)}" if len(parts) > 1 else parts[0]
@@ -167,6 +169,7 @@ def _aligned_placement(
 
 
 def _is_even(shard: Shard, size: int, num: int) -> bool:
+    """Return whether all ranks hold equally many indices."""
     return len({sum(hi - lo for lo, hi in held) for held in index_sets(shard, size, num)}) == 1
 
 

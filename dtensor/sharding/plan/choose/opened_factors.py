@@ -64,11 +64,12 @@ class _Closure:
         size = self.flow.metas[value].shape[shard.dim]
         return shard.dim, index_sets(shard, size, self.num)
 
-    def has(self, value: str, shard: Shard) -> bool:
+    def is_split_as(self, value: str, shard: Shard) -> bool:
         return self.key(value, shard) in self.shardings.get(value, {})
 
     def propagate(self, pin: Pin) -> tuple[list[str], list[MisalignedUse]]:
-        """Propagate one pin; return the values that it newly splits, and the misaligned uses."""
+        """Split the pinned value and, through the rules of ops, the values next to it, and so on.
+        Return the values that are newly split, and the uses with which a split does not line up."""
         assert isinstance(pin.placement, Shard)
         queue = [(pin.value, pin.placement)]
         reached: list[str] = []
@@ -121,7 +122,7 @@ def reach(
     for pin in pins:
         if not pin.opens or not isinstance(pin.placement, Shard):
             continue
-        if closure.has(pin.value, pin.placement):
+        if closure.is_split_as(pin.value, pin.placement):
             continue
         if misaligned == "gather" and pin.value in labels:
             # a separate closure: a pin that only determines storage splits no other value
@@ -162,7 +163,8 @@ def reach(
 
 
 def crooked(flow: Dataflow, rules: Rules, pins: Sequence[Pin], num: int) -> MisalignedUse | None:
-    """Return the first use with which a pin does not line up over ``num`` ranks, or None."""
+    """Return the first use of a dim (op, value, placement) with which a pin does not line up over
+    ``num`` ranks; None if all line up."""
     closure = _Closure(flow, rules, num)
     return next((use for pin in pins for use in closure.propagate(pin)[1]), None)
 

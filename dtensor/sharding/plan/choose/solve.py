@@ -151,8 +151,8 @@ def _value_classes(
     """Return each class of values, with the number of its values. A deep model has many values, so
     uses are numbered: comparing numbers is fast."""
     numbers: dict[Use, int] = {}
-    written: dict[str, dict[int, None]] = {}
-    read: dict[str, dict[str, dict[int, None]]] = {}
+    written: dict[str, dict[int, None]] = {}  # value -> numbers of its writes
+    read: dict[str, dict[str, dict[int, None]]] = {}  # value -> reader -> numbers of its reads
     uses_of_node: dict[str, list[list[int]]] = {}  # node -> option -> numbers of its uses
     for key, members in enumerate(groups):
         uses = [
@@ -177,9 +177,9 @@ def _value_classes(
             kinds[kind] = (writes, tuple(reads), _pairs(writes, reads))
         writers, uses, pairs = kinds[kind]
         key = (kind, tuple(price(value, p, q) for p, q in pairs))
-        counted = counts.get(key)
-        value_class = counted[0] if counted else _ValueClass(value, writers, uses)
-        counts[key] = (value_class, 1 + (counted[1] if counted else 0))
+        entry = counts.get(key)
+        value_class = entry[0] if entry else _ValueClass(value, writers, uses)
+        counts[key] = (value_class, 1 + (entry[1] if entry else 0))
     return dict(counts.values())
 
 
@@ -187,7 +187,8 @@ _Pair = tuple[Placement, Placement]
 
 
 def _pairs(written: Sequence[Use], read: Sequence[Sequence[Use]]) -> list[_Pair]:
-    """Return the conversions that a value may need, through a replicated copy included."""
+    """Return the conversions (from, to) that a value may need: from each written placement, or a
+    replicated copy, to each read placement, or a replicated copy."""
     sources = dict.fromkeys((*(p for _, _, p in written), REPLICATE))
     targets = dict.fromkeys((*(p for uses in read for _, _, p in uses), REPLICATE))
     return [(p, q) for p in sources for q in targets if p != q]
@@ -240,7 +241,8 @@ def _connect(
 
 
 class _Rows:
-    """The constraints lower <= A x <= upper, with a sparse matrix A."""
+    """The constraints lower <= A x <= upper, with a sparse matrix A: ``data[i]`` is the entry in
+    ``rows[i]`` and ``columns[i]``."""
 
     def __init__(self) -> None:
         self.data: list[float] = []
@@ -250,6 +252,7 @@ class _Rows:
         self.upper: list[float] = []
 
     def add(self, row: Mapping[int, float], lower: float, upper: float) -> None:
+        """Add the constraint lower <= row x <= upper; ``row``: variable -> its coefficient."""
         for column, weight in row.items():
             self.rows.append(len(self.lower))
             self.columns.append(column)
@@ -258,6 +261,7 @@ class _Rows:
         self.upper.append(upper)
 
     def constraint(self, num_columns: int) -> LinearConstraint:
+        """Return the constraints on ``num_columns`` variables for scipy's solver."""
         from scipy.optimize import LinearConstraint
         from scipy.sparse import csr_array
 

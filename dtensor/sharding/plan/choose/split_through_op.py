@@ -84,7 +84,7 @@ def _extend_to_sums(rule: Rule, assignment: Assignment) -> Assignment:
         at = next(i for i, f in enumerate(split_factors) if f is not None)
         model, model_product = split_factors[at], dim[at]
         assert model is not None
-        depth = model_product.index(model)
+        depth = model_product.index(model)  # parts are split at the same position of their product
         for product, factor in zip(dim, split_factors, strict=True):
             if factor is not None or not product:
                 continue

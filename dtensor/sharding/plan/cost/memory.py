@@ -60,8 +60,8 @@ def stage_memory(plan: PlanRecord, stage: int) -> Memory:
     updates = updates_of(plan.steps, [stage])
     parts = _activations(plan, stage, gradients)
     num_in_flight = plan.in_flight[stage] if stage < len(plan.in_flight) else 1
-    kept = parts.once + (num_in_flight - 1) * parts.saved
-    activations = max(kept + parts.peak, parts.end)
+    base = parts.once + (num_in_flight - 1) * parts.saved  # exists while one microbatch runs
+    activations = max(base + parts.peak, parts.end)
     return Memory(
         parameters=parameters,
         gradients=sum(gradients.values()),
@@ -69,20 +69,21 @@ def stage_memory(plan: PlanRecord, stage: int) -> Memory:
         masters=sum(step.master_bytes for step in updates),
         activations=activations,
         snapshots=plan.copies * _written_bytes(plan, stage) if plan.copies else 0,
-        not_at_once=activations - max(kept + parts.above, parts.end),
+        not_at_once=activations - max(base + parts.above, parts.end),
     )
 
 
 def rank_memory(plan: PlanRecord, stages: Sequence[int], each: Sequence[Memory]) -> Memory:
-    """Return the memory of a rank that hosts ``stages``; ``each``: the memory of each alone."""
+    """Return the memory of a rank that hosts several ``stages``; ``each``: the memory of each stage
+    alone. The sum is corrected by ``not_at_once``, because only one stage runs at a time."""
     total = Memory(*map(sum, zip(*map(astuple, each), strict=True)))
     if len(stages) < 2 or plan.timetable is None:
         return total
     parts_by_stage = [_activations(plan, stage, waiting_gradients(plan, stage)) for stage in stages]
     in_microbatches = max(
         parts_by_stage[running].above
-        + sum(count * parts.saved for count, parts in zip(held, parts_by_stage, strict=True))
-        for running, held in plan.timetable.held(stages)
+        + sum(count * parts.saved for count, parts in zip(counts, parts_by_stage, strict=True))
+        for running, counts in plan.timetable.held(stages)
     )
     at_once = max(
         sum(parts.once for parts in parts_by_stage) + in_microbatches,
@@ -163,6 +164,7 @@ class _StageValues:
             self.nbytes[name] = spec.max_local_nbytes
 
     def use(self, names: Iterable[str], at: int) -> None:
+        """Record that the step with index ``at`` uses these values."""
         for name in names:
             self.last_use[self.storage[name]] = at
 
@@ -256,9 +258,9 @@ def _peaks(
     permanent: frozenset[str],
     first_backward: int,
 ) -> tuple[int, int, int]:
-    """Return ``saved``, ``peak`` and ``above`` of `_Activations`. ``new_storages`` and
-    ``new_gradients``: for each step of a microbatch, the storages that it creates, and the bytes of
-    gradients among them."""
+    """Return the bytes that a microbatch keeps from forward to backward, its peak, and its peak if
+    gradients that do not exist yet are subtracted. ``new_storages`` and ``new_gradients``: for each
+    step of a microbatch, the storages that it creates, and the bytes of gradients among them."""
     freed: dict[int, list[str]] = {}
     for name, at in values.last_use.items():
         if name not in permanent:

@@ -95,7 +95,7 @@ class StepMessage:
             return replace(self, sent=sent)
         num, planned = to.sizes[self.axis], to.planned[self.axis]
         # each of n ranks sends (n - 1) / n of the value
-        ratio = (num - 1) / num * (planned / (planned - 1))
+        ratio = (num - 1) / num * (planned / (planned - 1))  # bytes sent, new over planned
         return replace(
             self, num=num, sent=tuple(replace(each, number=each.number * ratio) for each in sent)
         )
@@ -112,6 +112,7 @@ class StepCost:
     rate: Literal["op", "attention", "update"] | None = None
 
     def compute_seconds(self, topology: Topology) -> float:
+        """Return the seconds of the device's computation; 0 if the step only sends messages."""
         bytes_moved = sum(amount.number for amount in self.bytes)
         match self.rate:
             case None:
@@ -227,8 +228,9 @@ def shard_bytes(spec: TensorSpec, times: int = 1) -> Amount:
 
 
 def _written_in_place(plan: PlanRecord, step: Compute) -> tuple[TensorSpec, ...]:
-    """Return the specs of the tensors that an op reads and writes if its result is state that is
-    written in place: for a write to a part of the state, only as many elements as it changes."""
+    """Return the specs of the tensors that an op reads and writes, if its result is written into
+    the storage of an input: () for a view of it. An op that changes a part of the state counts only
+    the other operands, once as read and once as written."""
     from dtensor.sharding.ops.in_place import writes_of  # few programs change state
 
     result, specs = step.results[0], step.operand_specs

@@ -46,12 +46,12 @@ class RankWork:
     def seconds(self) -> float:
         return max(self.device_seconds, self.host_seconds)
 
-    def __add__(self, more: RankWork) -> RankWork:
+    def __add__(self, other: RankWork) -> RankWork:
         return RankWork(
-            self.compute_seconds + more.compute_seconds,
-            self.communication_seconds + more.communication_seconds,
-            self.flops + more.flops,
-            self.host_seconds + more.host_seconds,
+            self.compute_seconds + other.compute_seconds,
+            self.communication_seconds + other.communication_seconds,
+            self.flops + other.flops,
+            self.host_seconds + other.host_seconds,
         )
 
 
@@ -63,9 +63,11 @@ class SentTotals:
     bytes_sent: int = 0
     seconds: float = 0.0
 
-    def __add__(self, more: SentTotals) -> SentTotals:
+    def __add__(self, other: SentTotals) -> SentTotals:
         return SentTotals(
-            self.times + more.times, self.bytes_sent + more.bytes_sent, self.seconds + more.seconds
+            self.times + other.times,
+            self.bytes_sent + other.bytes_sent,
+            self.seconds + other.seconds,
         )
 
 
@@ -119,7 +121,7 @@ class PlanTotals:
         """The memory of each rank of the stage axis, over all its stages."""
         each = self.stage_memory
         hosted = self.plan.hosted
-        return tuple(rank_memory(self.plan, held, [each[s] for s in held]) for held in hosted)
+        return tuple(rank_memory(self.plan, stages, [each[s] for s in stages]) for stages in hosted)
 
     @property
     def memory(self) -> Memory:
@@ -159,7 +161,8 @@ class PlanTotals:
     # -- sums over stages and ranks ------------------------------------------------------------
 
     def _sent_by_rank(self, part: Callable[[Key], K]) -> dict[K, tuple[SentTotals, ...]]:
-        """Return part of the key -> the messages of each rank of the stage axis."""
+        """Group the messages by ``part`` of their keys in `sent`; return, for each group, the
+        messages of each rank of the stage axis."""
         sent: dict[K, list[SentTotals]] = {}
         for key, stages in self.sent.items():
             sums = sent.get(part(key), [SentTotals()] * len(stages))

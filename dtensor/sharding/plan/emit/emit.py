@@ -48,7 +48,8 @@ from dtensor.sharding.spec.spec import TensorSpec, alike
 def emit(
     request: Request, mesh: Mesh, rules: Mapping[str, Rule], chosen: Sequence[AxisChoice]
 ) -> PlanRecord:
-    """Return the plan. ``mesh``: the inner mesh; ``chosen``: the choice on each axis of it."""
+    """Return the plan whose steps follow the choices. ``mesh``: the inner mesh, without the stage
+    axis and with the microbatch axis; ``chosen``: the choice on each of its axes."""
     flow = request.flow
     emitter = Emitter(request, mesh, rules, chosen)
     strategies = [choice.strategies for choice in chosen]
@@ -130,6 +131,7 @@ class Outputs:
     )
 
     def emit(self) -> tuple[PlannedOutput, ...]:
+        """Emit the steps after the ops, and return the outputs."""
         if self.emitter.request.stores_split:
             self.scattered = scatter_early(self.emitter, self.inputs)
         pending = [self._start(output) for output in self.emitter.request.flow.outputs]
@@ -232,7 +234,7 @@ class Outputs:
         item.name, item.spec, item.path = result, move.dst, item.path[1:]
 
     def _reduce_bucket(self, items: Sequence[_PendingOutput]) -> None:
-        """Emit the next move of several gradients as one bucket."""
+        """Emit the next move of several gradients as one bucket, which is one message."""
         e = self.emitter
         first = items[0].path[0]
         results = tuple(e.fresh(f"{item.name}_{first.suffix}") for item in items)
@@ -322,4 +324,5 @@ class Outputs:
 
 
 def _phase(output: Output) -> StepPhase:
+    """Return the phase that produces the output."""
     return "forward" if output.kind == "result" else "backward"

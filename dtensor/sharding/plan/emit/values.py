@@ -156,6 +156,7 @@ class Emitter:
         return [copy for copy in self.copies[value] if copy.stage == stage]
 
     def _convert(self, copy: Copy, value: str, path: Sequence[Move], by: Reader) -> Copy:
+        """Emit the moves of ``path`` for a copy of the value; return the last new copy."""
         for move in path:
             copy = self.move(copy, value, move, by)
         return copy
@@ -225,9 +226,10 @@ def is_full_view(op: Op, rule: Rule) -> bool:
 
 
 def _moves_before_transfer(copy: Copy, path: Sequence[Move], num_microbatches: int) -> int:
-    """Return how many moves to make before a value is transferred to another stage. The value is
-    transferred where its shards are smallest, counted over a training step: so it is gathered after
-    the transfer, and sent once per step rather than in each microbatch if possible."""
+    """Return how many moves of ``path`` to make before the copy is transferred to another stage.
+    The value is transferred where its shards are smallest, counted over a training step: so it is
+    gathered after the transfer, and sent once per step rather than in each microbatch if
+    possible."""
     sizes = [copy.spec.max_local_nbytes * (1 if copy.once else num_microbatches)]
     for move in path:
         times = 1 if copy.once and _not_split_by_microbatch(move.dst) else num_microbatches

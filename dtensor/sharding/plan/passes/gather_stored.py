@@ -130,6 +130,7 @@ class _Gathering:
             group.members.append(member)
 
     def _dtype(self, member: str) -> str:
+        """Return the dtype in which the parameter, or its cast, is gathered."""
         if member in self.split:
             return str(self.split[member].spec.dtype)
         return str(self._cast(member).op.call.result.dtype)
@@ -153,12 +154,14 @@ class _Gathering:
         return self.copies[key]
 
     def _repeat(self, step: Compute | Redistribute, stage: int, when: When) -> None:
+        """Emit a local step again, on gathered copies of its operands and with new results."""
         operands = {name: self._read(name, stage, when) for name in step.reads}
-        results = {name: self._named(name, stage, when) for name in step.gives}
+        results = {name: self._new_copy_name(name, stage, when) for name in step.gives}
         repeated = step.reading(operands).giving(results)
         self.steps.append(replace(repeated, phase=_phase(when), stage=stage, once=when == "once"))
 
-    def _named(self, value: str, stage: int, when: When) -> str:
+    def _new_copy_name(self, value: str, stage: int, when: When) -> str:
+        """Return an unused name for the copy of the value, and record it."""
         name = unused(value, self.names)
         self.copies[value, (stage, when)] = name
         return name
@@ -213,7 +216,7 @@ class _Gathering:
         cast = self._cast(member)
         spec = cast.result_specs[0]
         assert spec is not None
-        held = replace(item.held, dtype=spec.dtype)
+        shard_spec = replace(item.held, dtype=spec.dtype)
         name = unused(f"{member}_shard", self.names)
         self.steps.append(
             replace(
@@ -221,14 +224,14 @@ class _Gathering:
                 operands=(parameter,),
                 operand_specs=(item.held,),
                 results=(name,),
-                result_specs=(held,),
+                result_specs=(shard_spec,),
                 phase=_phase(when),
                 stage=stage,
                 once=when == "once",
-                strategies=_shard_strategies(cast, _axes(item), held),
+                strategies=_shard_strategies(cast, _axes(item), shard_spec),
             )
         )
-        return name, held
+        return name, shard_spec
 
 
 def _uses(step: Step) -> list[tuple[int, str]]:
@@ -248,16 +251,17 @@ def _axes(item: PlannedInput) -> tuple[str, ...]:
 
 
 def _shard_strategies(
-    cast: Compute, axes: Sequence[str], held: TensorSpec
+    cast: Compute, axes: Sequence[str], shard_spec: TensorSpec
 ) -> tuple[tuple[str, Strategy], ...]:
-    """Return the strategies of a cast of the stored shard, which is split over ``axes`` too."""
+    """Return axis -> strategy, as pairs, of a cast of the stored shard. ``axes``: the axes over
+    which ``shard_spec`` is split in addition to the operand of ``cast``."""
     strategies = dict(cast.strategies)
     for axis in axes:
-        placed = held.placement(axis)
-        assert isinstance(placed, Shard)
-        split = through(cast.rule, 0, placed, held.mesh.axis_size(axis))
-        assert isinstance(split, Strategy), "a cast goes through wherever its operand is cut"
-        strategies[axis] = split
+        placement = shard_spec.placement(axis)
+        assert isinstance(placement, Shard)
+        strategy = through(cast.rule, 0, placement, shard_spec.mesh.axis_size(axis))
+        assert isinstance(strategy, Strategy), "a cast can be split in any dim"
+        strategies[axis] = strategy
     return tuple(strategies.items())
 
 

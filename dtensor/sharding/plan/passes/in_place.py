@@ -197,8 +197,8 @@ class _StorageWrites:
                 self.chain[value] = None
             return is_view
         for base in op_writes.base:
-            held = step.operand_specs[base]
-            fits = (held.shape, held.dtype) == (spec.shape, spec.dtype) and alike(held, spec)
+            old = step.operand_specs[base]
+            fits = (old.shape, old.dtype) == (spec.shape, spec.dtype) and alike(old, spec)
             if fits and self._find_chain(step.operands[base]):
                 if step.op.call.target in _PUT_BACK and _keeps_dtype_and_shape(step):
                     self._find_chain(step.operands[1])
@@ -232,6 +232,7 @@ class _StorageWrites:
                 self._count_copy(value)
 
     def _count_copy(self, value: str) -> None:
+        """Count the bytes of a value that is sent or returned, and so copied from the storage."""
         self.copied_bytes += self.plan.value_specs()[value].max_local_nbytes
 
     def _puts_back(self, value: str) -> bool:
@@ -291,6 +292,7 @@ class _StorageWrites:
         )
 
     def _op_writes(self, name: str) -> OpWrites:
+        """Return how the op that makes the value ``name`` changes an operand."""
         step = self.producers[name]
         assert isinstance(step, Compute)
         op_writes = writes_of(step.op.call)
@@ -304,8 +306,8 @@ class _StorageWrites:
 def _keeps_dtype_and_shape(step: Compute) -> bool:
     """Return whether an op that puts a view back neither casts nor broadcasts it."""
     base, source = step.op.call.operands
-    target, held = step.op.call.target, step.operand_specs
-    if target is aten.copy.default and not (base == source and alike(held[0], held[1])):
+    target, specs = step.op.call.target, step.operand_specs
+    if target is aten.copy.default and not (base == source and alike(specs[0], specs[1])):
         return False
     return base.dtype == source.dtype
 
@@ -336,6 +338,7 @@ def _view_call(call: OpCall) -> OpCall:
 
 
 def _place(x: torch.Tensor) -> Place:
+    """Return the place of a view in its storage: offset, shape and strides."""
     return int(x.storage_offset()), tuple(x.shape), x.stride()
 
 

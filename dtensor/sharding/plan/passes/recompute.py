@@ -48,15 +48,15 @@ def region_names(ops: Sequence[Op], modules: frozenset[str]) -> dict[str, str]:
                 regions[op.name] = call
             elif op.checkpoint is not None:
                 checkpoints.setdefault(op.checkpoint, []).append(op)
-    taken = set(regions.values())
+    used_names = set(regions.values())
     sizes = Counter(call for op in ops if op.phase == "forward" for call in op.calls)
     for number, members in checkpoints.items():
         # `checkpoint(block, x)` is named after the call of the block: the outermost module call
         # that contains exactly the ops of the checkpoint
         shared = (c for c in members[0].calls if all(c in op.calls for op in members))
         name = next((c for c in shared if sizes[c] == len(members)), f"checkpoint {number}")
-        name = name if name not in taken else f"checkpoint {number}"
-        taken.add(name)
+        name = name if name not in used_names else f"checkpoint {number}"
+        used_names.add(name)
         regions.update((op.name, name) for op in members)
     return regions
 
@@ -85,6 +85,7 @@ class _Recompute:
     )
 
     def run(self) -> PlanRecord:
+        """Return the plan in which values that are not kept are computed again in the backward."""
         plan = self.plan
         buckets = {s.bucket for s in plan.steps if isinstance(s, Redistribute)}
         self.taken = {*plan.value_specs(), *buckets}

@@ -68,7 +68,8 @@ class Chain:
     bytes_passing: tuple[int, ...] = ()
 
     def costs(self, bounds: Sequence[int]) -> tuple[int, ...]:
-        """Return the cost of each part."""
+        """Return the cost of each part of the cut ``bounds``: the first unit of each part, then the
+        number of units."""
         part = {u: k for k in range(len(bounds) - 1) for u in range(bounds[k], bounds[k + 1])}
         costs = [sum(self.own[i:j]) for i, j in itertools.pairwise(bounds)]
         for item in self.shared:
@@ -176,14 +177,15 @@ def _allowed_parts(chain: Chain) -> NDArray[np.bool_]:
 
 
 def _memory(chain: Chain, num_parts: int, in_flight: Sequence[int]) -> list[Table]:
-    """Return a table of bytes of all possible parts for each position in the pipeline."""
+    """Return, for each position in the pipeline, the bytes of each possible part there: its state,
+    temporary bytes, and what it saves for the backward of the microbatches in flight."""
     num = len(chain.own)
-    held, kept = _shared_costs(chain.bytes_held, num), _shared_costs(chain.bytes_kept, num)
+    state, saved = _shared_costs(chain.bytes_held, num), _shared_costs(chain.bytes_kept, num)
     passing = np.zeros((num, num + 1), np.int64)
     for first in range(num):
         passing[first, first + 1 :] = np.maximum.accumulate(chain.bytes_passing[first:])
     counts = [in_flight[k] if k < len(in_flight) else 1 for k in range(num_parts)]
-    tables = {count: held + passing + count * kept for count in set(counts)}
+    tables = {count: state + passing + count * saved for count in set(counts)}
     return [tables[count] for count in counts]
 
 

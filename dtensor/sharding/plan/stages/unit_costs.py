@@ -112,7 +112,8 @@ class UnitPricing:
     # -- seconds -------------------------------------------------------------------------------
 
     def walk(self) -> None:
-        """Charge the seconds of every step to its units."""
+        """Charge the seconds of every step to its units: a conversion before an op to the units of
+        this op, other steps to the units that make or use their values."""
         self.rules = {s.op.name: s.rule for s in self.plan.steps if isinstance(s, Compute)}
         stages_of: dict[str, list[int]] = {}
         for op in self.parts.ops:

@@ -45,6 +45,7 @@ class PlanIndex:
     """
 
     def __init__(self, plan: PlanRecord) -> None:
+        """Index the plan by one walk over its inputs, steps, pins, regions and outputs."""
         self.plan = plan
         self.specs = plan.value_specs()
         self.inputs = {item.name: item for item in plan.inputs}
@@ -78,14 +79,15 @@ class PlanIndex:
         lists similar names, if there is no such value."""
         name = self.names.get(name, name)
         if name not in self.specs:
-            near = difflib.get_close_matches(name, self.specs, 3)
+            similar = difflib.get_close_matches(name, self.specs, 3)
             raise PlanningError(
-                f"the plan has no value {name!r}" + (f"; near: {', '.join(near)}" if near else "")
+                f"the plan has no value {name!r}"
+                + (f"; near: {', '.join(similar)}" if similar else "")
             )
         return "\n  ".join([f"{name}: {self.specs[name]}", *self.reasons(name)])
 
     def reasons(self, name: str) -> list[str]:
-        """Return why the value has its placement: its origin, placement and uses, as lines."""
+        """Return why the value has its placement, as lines about its origin, placement and uses."""
         item, producer = self.inputs.get(name), self.producers.get(name)
         return [
             *([] if item is None else _input_lines(self, item)),

@@ -96,6 +96,7 @@ class _RunFinder:
     """
 
     def __init__(self, shared: _SharedState, steps: Sequence[Step]) -> None:
+        """Number the keys of the steps; a step that is never part of a layer gets a unique one."""
         self.shared = shared
         self.steps = steps
         unique = iter(range(-1, -len(steps) - 1, -1))
@@ -165,8 +166,9 @@ class _RunFinder:
     def _run(
         self, start: int, period: int, count: int
     ) -> Run | Literal["not alike", "not numbered"]:
-        """Return the run of the first layers, as many as have related names; or why there is none.
-        ``count``: the number of repetitions from ``start`` on."""
+        """Return the run of the first layers, as many as have related names; "not alike" if the
+        names of the first two layers are not related, "not numbered" if no label has a layer
+        number. ``count``: the number of repetitions of ``period`` steps from ``start`` on."""
         results: dict[str, tuple[int, int, int]] = {}  # value -> (layer, offset, index of result)
         for index in range(start, start + period * count):
             for number, name in enumerate(self.steps[index].gives):
@@ -185,7 +187,7 @@ class _RunFinder:
                         _common(x, y) for x, y in zip(common[offset], extended[-1], strict=True)
                     ]
             if not all(relations for of_step in extended for relations in of_step):
-                break
+                break  # some name of this layer is not related to the name in the layer before
             common, layers = extended, layer + 1
         if layers == 1 or any(_OUTSIDE in relations for of_step in common for relations in of_step):
             return "not alike"
@@ -204,10 +206,12 @@ class _RunFinder:
                 name = self.refs[start + layer * period + offset][number][1]
                 label = self.shared.labels.get(str(name), str(name))
                 names[layer].append(_layer_name(label, differences))
+        # print the layer with the smallest number; in the backward it comes last
         shown = 0 if _first_number(names[0]) <= _first_number(names[-1]) else layers - 1
         if not self._is_unambiguous(common, start + shown * period):
             shown += 1 if shown == 0 else -1
         self._record_places(start, period, layers, common)
+        # (offset, index of the result) -> value of the shown layer
         places = {(o, n): name for name, (layer, o, n) in results.items() if layer == shown}
         passed = [
             name
@@ -376,4 +380,5 @@ def _layer_name(label: str, differences: Hashable) -> str:
 
 
 def _first_number(names: Sequence[str]) -> int:
+    """Return the layer number of the first name, ``blocks.3`` -> 3."""
     return int(names[0].rpartition(".")[2])

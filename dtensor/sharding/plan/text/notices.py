@@ -156,8 +156,8 @@ def _repeated_work_text(plan: PlanRecord, axis: str) -> str:
     if same <= _MAX_REPEATED_FRACTION * total:
         return ""
     longest = max(repeated, key=lambda op_and_flops: op_and_flops[1])[0]
-    most = op_text(longest.op.call) + f" at {longest.source}" * bool(longest.source)
-    meant = f"inputs=dict({axis}=dt.Replicate())"
+    longest_text = op_text(longest.op.call) + f" at {longest.source}" * bool(longest.source)
+    statement = f"inputs=dict({axis}=dt.Replicate())"
     if splits_little:
         fix = (
             f"inputs=dict({axis}=dt.Row()) splits the batch, and "
@@ -165,14 +165,14 @@ def _repeated_work_text(plan: PlanRecord, axis: str) -> str:
         )
     else:
         if _splits_argument(plan, axis):
-            meant = f'{{"*.weight": dict({axis}=dt.Replicate())}} of the weights before it'
+            statement = f'{{"*.weight": dict({axis}=dt.Replicate())}} of the weights before it'
         fix = _aligned_fix(plan, axis) or (
             f"step.plan(...).explain({longest.gives[0]!r}) says why it is not split"
         )
     return (
         f"the {size} ranks of {axis} repeat the same work: {same / total:.0%} of the FLOP of each, "
-        f"most of it in {most}.\n"
-        f"fix: {fix}; {meant} states that it is meant"
+        f"most of it in {longest_text}.\n"
+        f"fix: {fix}; {statement} states that it is meant"
     )
 
 
@@ -213,6 +213,7 @@ def _is_placed(step: Compute, axis: str) -> bool:
 
 
 def _swapped_text(pair: SwappedPair) -> str:
+    """Return the hint that weights cost fewer all_reduces with their placements swapped."""
     summed, output_split = (
         ", ".join(map(repr, collapse(names))) for names in (pair.summed, pair.output_split)
     )

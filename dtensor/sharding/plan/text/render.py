@@ -120,6 +120,7 @@ def hint_lines(plan: PlanRecord) -> list[str]:
 
 
 def _title(plan: PlanRecord, section: str) -> str:
+    """Return the title line of a section, with the unit of its costs."""
     per = "per rank"
     if plan.num_microbatches > 1 and section in ("forward", "backward"):
         per = f"per rank and microbatch, x{plan.num_microbatches}"
@@ -144,8 +145,8 @@ def line_of(plan: PlanRecord, step: Step, stage: int) -> Line:
             text = f"accumulate({step.operand}, {MICROBATCH_AXIS})"
             return Line("", step.result, text, str(step.dst), "", step.of)
         case Norm():
-            counted = [name for at, _, name in step.operands if at == stage]
-            text = f"norm({count_text(len(counted), 'gradient')})"
+            gradients = [name for at, _, name in step.operands if at == stage]
+            text = f"norm({count_text(len(gradients), 'gradient')})"
             if step.max_norm != math.inf:
                 text += f", clipped to {step.max_norm:g}"
             if step.scaled:
@@ -159,6 +160,7 @@ def line_of(plan: PlanRecord, step: Step, stage: int) -> Line:
 
 
 def _compute_line(step: Compute) -> Line:
+    """Return the line of a local op."""
     return Line(
         "",
         ", ".join(step.gives),
@@ -184,6 +186,7 @@ def _move_line(plan: PlanRecord, step: Redistribute, stage: int) -> Line:
 
 
 def _bucket_line(plan: PlanRecord, step: Redistribute) -> Line:
+    """Return the line of one message for several gradients or parameters."""
     gathers = step.kind == "all_gather"
     size = sum((m.dst if gathers else m.src).max_local_nbytes for m in step.moves)
     src, dst = step.moves[0].src.dtype, step.moves[0].dst.dtype
@@ -440,6 +443,7 @@ def _inputs(plan: PlanRecord, stage: int) -> list[str]:
 
 
 def _hint(hint: Hint) -> str:
+    """Return the text of a hint: the seconds and bytes of both placements."""
     opposite = f"{seconds_text(hint.opposite_seconds)}, {size_text(hint.opposite_bytes_sent)} sent"
     stated = f"{seconds_text(hint.seconds)}, {size_text(hint.bytes_sent)} sent"
     return (
@@ -568,6 +572,7 @@ def _time(totals: PlanTotals) -> list[str]:
 
 
 def _by_stage(plan: PlanRecord, flops: Sequence[int]) -> str:
+    """Return the FLOP of each stage as text: ``stage 0 2.1 GFLOP, stage 1 2.0 GFLOP``."""
     names = _stage_names(plan) or [""]
     return ", ".join(f"{n} {flop_text(f)}".strip() for n, f in zip(names, flops, strict=True))
 

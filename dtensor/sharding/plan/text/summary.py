@@ -86,6 +86,7 @@ def _parts(totals: PlanTotals) -> list[Part]:
 
 
 def _mesh_text(plan: PlanRecord) -> str:
+    """Return the mesh, and the numbers of stages and microbatches if there are several."""
     parts = [str(plan.mesh)]
     if plan.num_stages > 1:
         parts.append(f"{plan.num_stages} stages over {plan.stage_axis}")
@@ -95,8 +96,9 @@ def _mesh_text(plan: PlanRecord) -> str:
 
 
 def _steps_text(plan: PlanRecord) -> str:
-    communicate = sum(1 for step in plan.steps if collectives_of(plan, step))
-    text = f"{len(plan.steps):,}, of which {communicate:,} communicate"
+    """Return the number of steps, how many communicate, and the parameters that are updated."""
+    num_communicating = sum(1 for step in plan.steps if collectives_of(plan, step))
+    text = f"{len(plan.steps):,}, of which {num_communicating:,} communicate"
     updates = updates_of(plan.steps)
     if updates:
         names = ", ".join(sorted({step.optimizer for step in updates}))

@@ -34,12 +34,12 @@ class Section:
 
     def shown(self) -> Iterator[tuple[Run | None, Sequence[Step]]]:
         """Yield (run, the steps of its shown layer) and (None, steps outside of runs), in order."""
-        done = 0
+        start = 0
         for run in self.runs:
-            yield None, self.steps[done : run.start]
+            yield None, self.steps[start : run.start]
             yield run, run.steps(self.steps)
-            done = run.stop
-        yield None, self.steps[done:]
+            start = run.stop
+        yield None, self.steps[start:]
 
 
 def sections_of(plan: PlanRecord) -> list[Section]:

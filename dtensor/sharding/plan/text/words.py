@@ -91,6 +91,7 @@ def call_text(call: OpCall, operands: Sequence[str]) -> str:
 
 
 def _argument_text(value: object, operands: Sequence[str]) -> str:
+    """Return the text of an argument of a call: an operand's name, or a literal."""
     match value:
         case Operand(index):
             return operands[index]
