@@ -1,6 +1,6 @@
 """Fusion of local code by torch's compiler, for `launch(local="inductor")` on CPUs.
 
-    compiled = fused(program, fed)        # `fed`: the shapes of each rank's inputs
+    compiled = fused(program, fed)        # `inputs_by_rank`: the shapes of each rank's inputs
 
     h = mm(x, w)                          h = mm(x, w)
     b = add(h, bias)                      g, = fused_0(h, bias)
@@ -65,13 +65,13 @@ MIN_KERNELS = 2
 """The least number of kernels in a chain of lines that is compiled."""
 
 
-def fused(program: Program, fed: Sequence[Mapping[str, object]]) -> Program:
-    """Return the program with its chains compiled. ``fed``: for each rank, its inputs and state by
-    name, a `Buffer` for a tensor, else the value."""
+def fused(program: Program, inputs_by_rank: Sequence[Mapping[str, object]]) -> Program:
+    """Return the program with its chains compiled. ``inputs_by_rank``: for each rank, its inputs
+    and state by name, a `Buffer` for a tensor, else the value."""
     compiler = _ChainCompiler(dict(program.functions))
     ranks: list[RankProgram] = []
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
-        for rank_program, inputs in zip(program.ranks, fed, strict=True):
+        for rank_program, inputs in zip(program.ranks, inputs_by_rank, strict=True):
             walk = _FakeRun(compiler, mode, inputs)
             ranks.append(
                 replace(rank_program, instructions=tuple(map(walk.step, rank_program.instructions)))

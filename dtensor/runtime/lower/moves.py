@@ -70,13 +70,13 @@ def redistribute(b: RankBuilder, step: Redistribute, *, wait: bool) -> Started |
 
 def _free_move(b: RankBuilder, step: Redistribute) -> None:
     """Emit the local code of a redistribution that does not communicate."""
-    (move,), here, source = step.moves, b.here, step.source or None
-    if move.kind == "relabel" or (move.kind == "fill" and here[move.axis] == 0):
+    (move,), coordinates, source = step.moves, b.coordinates, step.source or None
+    if move.kind == "relabel" or (move.kind == "fill" and coordinates[move.axis] == 0):
         b.assign(step.operands[0], step.name, source)
         return
     code, operands, results = b.segment().code, step.operands, step.results
     if move.kind == "slice":
-        where = given(move.src, move.dst, here, here)
+        where = given(move.src, move.dst, coordinates, coordinates)
         code.apply(block, operands, results, where, source=source)
     else:
         code.apply(rest_of, operands, results, _reduction_of(move.dst, move.axis), source=source)
@@ -117,7 +117,7 @@ def _output_buffers(b: RankBuilder, step: Redistribute) -> tuple[tuple[str, Buff
             shapes = [shape_of(where) for where in _places_by_peer(b, step.moves[0])]
         return tuple((f"{base}.{i}", Buffer(shape, dtype)) for i, shape in enumerate(shapes))
     if step.kind == "reduce_scatter" and step.bucket:
-        size = sum(math.prod(m.dst.local_shape(b.here)) for m in step.moves)
+        size = sum(math.prod(m.dst.local_shape(b.coordinates)) for m in step.moves)
         return ((f"{base}.total", Buffer((size,), dtype)),)
     return tuple(b.named_buffer(n, m.dst) for n, m in zip(step.results, step.moves, strict=True))
 
@@ -125,13 +125,15 @@ def _output_buffers(b: RankBuilder, step: Redistribute) -> tuple[tuple[str, Buff
 def _pack_contribution(b: RankBuilder, step: Redistribute) -> tuple[tuple[str, Buffer], ...]:
     """Emit the code that packs what this rank contributes to a gather: its shards or, in place, its
     slices of full values. Return the one flat buffer."""
-    here, flat, local = b.here, f"{b.value(step.name)}.mine", f"{step.name}_mine"
+    coordinates, flat, local = b.coordinates, f"{b.value(step.name)}.mine", f"{step.name}_mine"
     specs = [m.dst if step.in_place else m.src for m in step.moves]
-    wheres = tuple((given(w, m.src, here, here),) for w, m in zip(specs, step.moves, strict=True))
+    wheres = tuple(
+        (given(w, m.src, coordinates, coordinates),) for w, m in zip(specs, step.moves, strict=True)
+    )
     segment = b.segment()
     segment.table[local] = flat
     segment.code.apply(packed, [step.operands], [local], layout=wheres, is_list=True)
-    size = sum(math.prod(m.src.local_shape(here)) for m in step.moves)
+    size = sum(math.prod(m.src.local_shape(coordinates)) for m in step.moves)
     mine = Buffer((size,), step.moves[0].src.dtype)
     b.nbytes[flat] = mine.nbytes
     return ((flat, mine),)
@@ -141,7 +143,9 @@ def _pack_blocks(b: RankBuilder, step: Redistribute) -> tuple[tuple[str, Buffer]
     """Emit the code that cuts this rank's values into a block for each peer. Return the blocks; in
     a bucket, the blocks of one peer are one flat buffer."""
     peers, segment = _peers(b, step.axis), b.segment()
-    wheres = tuple(tuple(given(m.src, m.dst, b.here, peer) for peer in peers) for m in step.moves)
+    wheres = tuple(
+        tuple(given(m.src, m.dst, b.coordinates, peer) for peer in peers) for m in step.moves
+    )
     local = [f"{step.name}_to{i}" for i in range(len(peers))]
     if step.bucket:
         segment.code.apply(packed, [step.operands], local, layout=wheres, is_list=True)
@@ -169,7 +173,10 @@ def finish(b: RankBuilder, started: Started) -> None:
         case "all_gather" | "all_to_all":
             _join(b, step, pieces)
         case "reduce_scatter" if step.bucket:
-            segment, shapes = b.segment(), tuple(m.dst.local_shape(b.here) for m in step.moves)
+            segment, shapes = (
+                b.segment(),
+                tuple(m.dst.local_shape(b.coordinates) for m in step.moves),
+            )
             segment.table[f"{step.name}_total"] = pieces[0]
             flat_value = [[f"{step.name}_total"]]
             segment.code.apply(unpacked, flat_value, step.results, layout=shapes, is_list=True)
@@ -187,7 +194,10 @@ def _join(b: RankBuilder, step: Redistribute, pieces: Sequence[str]) -> None:
     local = [f"{step.name}_from{i}" for i in range(len(pieces))]
     segment.table.update(zip(local, pieces, strict=True))
     if not step.bucket:
-        shape, wheres = step.moves[0].dst.local_shape(b.here), _places_by_peer(b, step.moves[0])
+        shape, wheres = (
+            step.moves[0].dst.local_shape(b.coordinates),
+            _places_by_peer(b, step.moves[0]),
+        )
         source = step.source or None
         segment.code.apply(join, [local], step.results, shape, *wheres, source=source)
         return
@@ -207,11 +217,13 @@ def _record(b: RankBuilder, step: Redistribute) -> None:
 
 def _layout(b: RankBuilder, step: Redistribute) -> Layout:
     """Return the layout of the flat pieces of a gather."""
-    here, peers = b.here, _peers(b, step.axis)
+    coordinates, peers = b.coordinates, _peers(b, step.axis)
     return tuple(
         (
-            move.dst.local_shape(here),
-            tuple((move.src.local_shape(p), taken(move.src, move.dst, p, here)) for p in peers),
+            move.dst.local_shape(coordinates),
+            tuple(
+                (move.src.local_shape(p), taken(move.src, move.dst, p, coordinates)) for p in peers
+            ),
         )
         for move in step.moves
     )
@@ -219,11 +231,11 @@ def _layout(b: RankBuilder, step: Redistribute) -> Layout:
 
 def _places_by_peer(b: RankBuilder, move: Move) -> list[Where]:
     """Return the place in the result of the piece from each peer."""
-    return [taken(move.src, move.dst, peer, b.here) for peer in _peers(b, move.axis)]
+    return [taken(move.src, move.dst, peer, b.coordinates) for peer in _peers(b, move.axis)]
 
 
 def _peers(b: RankBuilder, axis: str) -> list[dict[str, int]]:
-    return [{**b.here, axis: i} for i in range(b.plan.mesh.axis_size(axis))]
+    return [{**b.coordinates, axis: i} for i in range(b.plan.mesh.axis_size(axis))]
 
 
 def _reduction_of(spec: TensorSpec, axis: str) -> ReduceOp | None:
@@ -240,7 +252,7 @@ def transfer(b: RankBuilder, step: Transfer, stage: int | None) -> tuple[int, st
     return the schedule's step of the receive, and the sent value; else None. ``stage``: the stage
     of the action, or None outside actions."""
     spec = step.spec
-    buffer = Buffer(spec.local_shape(b.here), spec.dtype)
+    buffer = Buffer(spec.local_shape(b.coordinates), spec.dtype)
     channel = f"{step.phase} {step.stage}->{step.to_stage}" + (" once" if step.once else "")
     sends = step.stage in b.stages and (stage is None or stage == step.stage)
     receives = step.to_stage in b.stages and (stage is None or stage == step.to_stage)

@@ -223,12 +223,12 @@ class _Lowering(StepWalk[moves.Started]):
             if state.emit(step):
                 return
             operands = state.names_in_code(operands)
-        call = b.shared.local_call(step, b.here)
+        call = b.shared.local_call(step, b.coordinates)
         source = f"{step.op.source}: {step.op.source_text}" if step.op.source else None
         results = [(name, spec) for _, name, spec in step.gives_as()]
 
         def made() -> Made:
-            return [(spec.local_shape(b.here), spec.dtype) for _, spec in results]
+            return [(spec.local_shape(b.coordinates), spec.dtype) for _, spec in results]
 
         code.call(call, operands, step.results, source, made)
         if b.roles.detect_nan:

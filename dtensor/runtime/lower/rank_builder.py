@@ -158,12 +158,12 @@ class ProgramContext:
             self._sharded_axes[key] = tuple(sorted(axes))
         return self._sharded_axes[key]
 
-    def nbytes(self, spec: TensorSpec, here: Mapping[str, int]) -> int:
-        """Return the bytes of a shard; ``here``: the coordinates of its rank."""
+    def nbytes(self, spec: TensorSpec, coordinates: Mapping[str, int]) -> int:
+        """Return the bytes of a shard; ``coordinates``: of its rank."""
         axes = () if self._is_even(spec) else self.sharded_axes((spec,))
-        key = (id(spec), *(here[axis] for axis in axes))
+        key = (id(spec), *(coordinates[axis] for axis in axes))
         if key not in self._nbytes:
-            self._nbytes[key] = spec.local_nbytes(here)
+            self._nbytes[key] = spec.local_nbytes(coordinates)
         return self._nbytes[key]
 
     def _is_even(self, spec: TensorSpec) -> bool:
@@ -175,15 +175,15 @@ class ProgramContext:
             self._even[id(spec)] = spec.max_local_nbytes * num_shards == spec.nbytes
         return self._even[id(spec)]
 
-    def local_call(self, step: Compute, here: Mapping[str, int]) -> OpCall:
-        """Return the call of the step's op on local tensors; ``here``: the coordinates of the rank.
+    def local_call(self, step: Compute, coordinates: Mapping[str, int]) -> OpCall:
+        """Return the call of the step's op on local tensors; ``coordinates``: of the rank.
         Ranks and microbatches that run the same call share it."""
         if step.rule.localize is None and not leaves_float32(step.op.call, step.result_specs):
             return step.op.call
         axes = self.sharded_axes((*step.operand_specs, *step.result_specs))
-        key = (id(step), tuple((axis, here[axis]) for axis in axes))
+        key = (id(step), tuple((axis, coordinates[axis]) for axis in axes))
         if key not in self._calls:
-            local = Local(step.operand_specs, step.result_specs, here)
+            local = Local(step.operand_specs, step.result_specs, coordinates)
             self._calls[key] = step.rule.local_call(step.op.call, local)
         return self._calls[key]
 
@@ -272,13 +272,13 @@ class RankBuilder:
         return self.shared.plan
 
     @property
-    def coordinates(self) -> dict[str, int]:
+    def mesh_coordinates(self) -> dict[str, int]:
         return self.plan.mesh.coordinates(self.rank)
 
     @property
     def pipeline_rank(self) -> int:
         axis = self.plan.stage_axis
-        return self.coordinates[axis] if axis else 0
+        return self.mesh_coordinates[axis] if axis else 0
 
     @property
     def stages(self) -> tuple[int, ...]:
@@ -286,11 +286,11 @@ class RankBuilder:
         return self.plan.hosted[self.pipeline_rank]
 
     @property
-    def here(self) -> dict[str, int]:
+    def coordinates(self) -> dict[str, int]:
         """This rank's coordinates on the inner mesh; the current microbatch is a coordinate too."""
         coordinates = self._coordinates.get(self.microbatch)
         if coordinates is None:
-            on_mesh = self.coordinates
+            on_mesh = self.mesh_coordinates
             coordinates = {a: on_mesh[a] for a in self.plan.inner.axes if a != MICROBATCH_AXIS}
             if MICROBATCH_AXIS in self.plan.inner.axes:
                 coordinates[MICROBATCH_AXIS] = self.microbatch or 0
@@ -305,7 +305,7 @@ class RankBuilder:
         """Return the rank that hosts ``stage`` and has this rank's other coordinates."""
         axis = self.plan.stage_axis
         assert axis is not None
-        return self.plan.mesh.rank({**self.coordinates, axis: self.plan.stage_ranks[stage]})
+        return self.plan.mesh.rank({**self.mesh_coordinates, axis: self.plan.stage_ranks[stage]})
 
     # -- values --------------------------------------------------------------------------------
 
@@ -324,12 +324,12 @@ class RankBuilder:
 
     def named_buffer(self, name: str, spec: TensorSpec) -> tuple[str, Buffer]:
         """Return the name in the table of a plan value, and the buffer of its local tensor."""
-        return self.value(name), Buffer(spec.local_shape(self.here), spec.dtype)
+        return self.value(name), Buffer(spec.local_shape(self.coordinates), spec.dtype)
 
     def record(self, name: str, spec: TensorSpec, base: str | None = None) -> None:
         """Record the bytes of a value on this rank; ``base``: the value whose storage it shares."""
         value = self.value(name)
-        self.nbytes[value] = self.shared.nbytes(spec, self.here)
+        self.nbytes[value] = self.shared.nbytes(spec, self.coordinates)
         if base is not None:
             self.record_sharing(value, self.value(base))
         if self.shared.priced and self._open_segment is not None:

@@ -155,7 +155,7 @@ class StateWrites:
         b, name = self.b, step.results[0]
         assert name is not None
         base, source = self.bases[name], _line_of(step)
-        call = b.shared.local_call(step, b.here)
+        call = b.shared.local_call(step, b.coordinates)
         names = self._operands(step, base)
         check = check_of(call) if b.shared.device.type == "cuda" else None
         self._emit_call(check, call, names, source)
@@ -169,7 +169,7 @@ class StateWrites:
 
         name = step.results[0]
         if name in self.bases:
-            call = self.b.shared.local_call(step, self.b.here)
+            call = self.b.shared.local_call(step, self.b.coordinates)
             if check_of(call) is not None:
                 names = self._operands(step, self.bases[name])
                 self._emit_call(check_of(call), call, names, _line_of(step))
@@ -208,7 +208,7 @@ class StateWrites:
         code = self.b.segment().code
         if value not in code.defined:
             operand = self._name_of(step.operands[0])
-            call = self.b.shared.local_call(step, self.b.here)
+            call = self.b.shared.local_call(step, self.b.coordinates)
             code.call(call, [operand], [value], _line_of(step), list)
         return value
 

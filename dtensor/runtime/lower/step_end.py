@@ -96,7 +96,7 @@ def _add(b: RankBuilder, step: Accumulate, unshared_sums: set[str], *, last: boo
         segment.code.line(text, [before, step.operand], [step.result], op=ADDING)
     b.price(step)
     b.accumulated[step.result] = total
-    b.nbytes[total] = step.dst.local_nbytes(b.here)
+    b.nbytes[total] = step.dst.local_nbytes(b.coordinates)
 
 
 def sum_tied(b: RankBuilder, step: Redistribute) -> None:
@@ -146,9 +146,9 @@ def _addends(b: RankBuilder, step: Redistribute, mine: Sequence[int]) -> list[st
 
 def is_counted(b: RankBuilder, spec: TensorSpec) -> bool:
     """Whether the norm counts this rank's copy: of replicas it counts the copy at coordinate 0."""
-    here = b.here
+    coordinates = b.coordinates
     return all(
-        here[axis] == 0
+        coordinates[axis] == 0
         for axis, placement in spec.sharding.items()
         if isinstance(placement, Replicate) and axis != MICROBATCH_AXIS
     )
@@ -225,7 +225,7 @@ def snapshot(b: RankBuilder, state: StateWrites | None) -> dict[str, str]:
                 name = f"result_{output.of}_copy"
                 read = value if state is None else state.read([value])[0]
                 b.segment().code.line(f"{name} = {read}.clone()", [read], [name], op=COPIES)
-                b.nbytes[name] = b.shared.nbytes(output.spec, b.here)
+                b.nbytes[name] = b.shared.nbytes(output.spec, b.coordinates)
                 copies[f"result {output.of}"] = name
     b.close()
     return copies
@@ -246,7 +246,7 @@ def optimizer_values(b: RankBuilder) -> dict[str, tuple[str, str]]:
     for step in _updates(b) if roles.optimizer is not None and keys_of else ():
         narrow = (MASTER,) if step.master_bytes else ()
         width = torch.float32 if narrow else step.spec.dtype
-        numel = b.shared.nbytes(step.spec, b.here) // step.spec.dtype.itemsize
+        numel = b.shared.nbytes(step.spec, b.coordinates) // step.spec.dtype.itemsize
         (label,) = roles.labels_of([step.parameter])
         for key in (*keys_of[step.parameter], *narrow):
             name = value_name(roles.optimizer or "", key, label)
@@ -314,7 +314,7 @@ def update(b: RankBuilder) -> None:
 
 def _updated_places(b: RankBuilder, item: PlannedInput, step: Update) -> Where:
     """Return the places of the elements that this rank updates in its shard of the parameter."""
-    return given(item.held, step.spec, b.here, b.here)
+    return given(item.held, step.spec, b.coordinates, b.coordinates)
 
 
 def _updated_part(b: RankBuilder, item: PlannedInput, step: Update) -> str:
@@ -347,7 +347,7 @@ def _overwritable(b: RankBuilder, updates: Sequence[Update]) -> tuple[str, ...]:
     for update in updates:
         match producers.get(update.gradient):
             case Compute() as step:
-                name = b.shared.local_call(step, b.here).name  # aten.sum.dim_IntList
+                name = b.shared.local_call(step, b.coordinates).name  # aten.sum.dim_IntList
                 is_fresh = name.rpartition(".")[0] in _FRESH_OPS
             case Accumulate():
                 is_fresh = b.plan.num_microbatches > 1
@@ -386,7 +386,7 @@ def _copied_bytes(
             key = update.spec.dtype, dtypes[update.parameter]
             by_dtypes.setdefault(key, []).append(update)
         for (_, dtype), same_dtypes in by_dtypes.items():
-            sizes = [math.prod(update.spec.local_shape(b.here)) for update in same_dtypes]
+            sizes = [math.prod(update.spec.local_shape(b.coordinates)) for update in same_dtypes]
             for run in together(sizes):
                 gradient_specs = [specs[same_dtypes[at].gradient] for at in run]
                 places = [scattered.get(same_dtypes[at].gradient, ("", -at)) for at in run]
@@ -405,7 +405,7 @@ def _copied_bytes(
                     and all(same_dtypes[at].parameter in overwritable for at in run)
                 )
                 if not (in_order and written):
-                    total += sum(spec.local_nbytes(b.here) for spec in gradient_specs)
+                    total += sum(spec.local_nbytes(b.coordinates) for spec in gradient_specs)
     return total
 
 

@@ -55,9 +55,9 @@ class LoopedBFS(OfMicrobatches):
 
 
 def _breadth_first(name: str, microbatches: int, num_stages: int, num_ranks: int) -> Grid:
-    check_dealt(name, num_stages, num_ranks)
+    check_equal_stages(name, num_stages, num_ranks)
     forwards = num_stages // num_ranks * microbatches  # on each rank
-    return _in_turn([range(microbatches)], num_stages, num_ranks, [forwards] * num_ranks)
+    return _alternate([range(microbatches)], num_stages, num_ranks, [forwards] * num_ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +69,12 @@ class OneFOneB(OfMicrobatches):
     """
 
     def grid(self, num_stages: int, num_ranks: int) -> Grid:
-        check_one_each(
+        check_one_stage_each(
             "1F1B", num_stages, num_ranks, f"Interleaved1F1B(microbatches={self.microbatches})"
         )
         # before its first backward, a stage runs a forward for each later stage
         ahead = [num_stages - stage - 1 for stage in range(num_stages)]
-        return _in_turn([range(self.microbatches)], num_stages, num_ranks, ahead)
+        return _alternate([range(self.microbatches)], num_stages, num_ranks, ahead)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class Interleaved1F1B(OfMicrobatches):
     """
 
     def grid(self, num_stages: int, num_ranks: int) -> Grid:
-        check_dealt("Interleaved1F1B", num_stages, num_ranks)
+        check_equal_stages("Interleaved1F1B", num_stages, num_ranks)
         rounds = max(1, self.microbatches // num_ranks)
         if self.microbatches % rounds:
             raise PlanningError(
@@ -102,10 +102,10 @@ class Interleaved1F1B(OfMicrobatches):
         # Forwards before the first backward: all stages but the last on the first round, and two
         # for each later rank, for the forward and the backward that pass through that rank.
         below = [(2 if v > 1 else 1) * (num_ranks - 1 - rank) for rank in range(num_ranks)]
-        return _in_turn(groups, num_stages, num_ranks, [(v - 1) * each + n for n in below])
+        return _alternate(groups, num_stages, num_ranks, [(v - 1) * each + n for n in below])
 
 
-def _in_turn(
+def _alternate(
     groups: Sequence[Sequence[int]], num_stages: int, num_ranks: int, ahead: Sequence[int]
 ) -> Grid:
     """Return the grid in which rank r runs ``ahead[r]`` forwards, then one forward and one backward
@@ -134,7 +134,7 @@ def check_microbatches(microbatches: int) -> None:
         )
 
 
-def check_dealt(name: str, num_stages: int, num_ranks: int) -> None:
+def check_equal_stages(name: str, num_stages: int, num_ranks: int) -> None:
     if num_ranks < 1 or num_stages < 1 or num_stages % num_ranks:
         raise PlanningError(
             f"{name} deals stages out to ranks in turn, and {num_stages} stages do not divide "
@@ -142,7 +142,7 @@ def check_dealt(name: str, num_stages: int, num_ranks: int) -> None:
         )
 
 
-def check_one_each(name: str, num_stages: int, num_ranks: int, other: str) -> None:
+def check_one_stage_each(name: str, num_stages: int, num_ranks: int, other: str) -> None:
     if num_ranks < 1 or num_stages != num_ranks:
         raise PlanningError(
             f"{name} holds one stage per rank, and there are {num_stages} stages for {num_ranks} "

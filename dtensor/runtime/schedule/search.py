@@ -25,7 +25,7 @@ from dtensor.runtime.schedule.published import (
     Interleaved1F1B,
     LoopedBFS,
     OneFOneB,
-    check_dealt,
+    check_equal_stages,
     check_microbatches,
 )
 from dtensor.runtime.schedule.zero_bubble import ZBH1, ZBH2
@@ -96,7 +96,7 @@ class Searched:
 @lru_cache(maxsize=32)
 def _search(schedule: Searched, num_stages: int, num_ranks: int) -> SearchedGrid:
     most_held, costs, halves = schedule.most_held, schedule.costs, schedule.halves
-    check_dealt("Searched", num_stages, num_ranks)
+    check_equal_stages("Searched", num_stages, num_ranks)
     stages_per_rank = num_stages // num_ranks
     if most_held is not None and most_held < stages_per_rank:
         raise PlanningError(
@@ -194,7 +194,7 @@ class _Problem:
         """Return the orders of one run of list scheduling, or None if it found no action that fits
         the memory. Run 0 runs one microbatch after the other, which always fits."""
         if run == 0:
-            return tuple(self._one_by_one(rank) for rank in range(self.num_ranks))
+            return tuple(self._by_microbatch(rank) for rank in range(self.num_ranks))
         noise = 0.0 if run == 1 else draw.choice([0.02, 0.1, 0.3])
         lateness_weight = draw.random() * 2 if run > 1 else 1.0  # weight of a microbatch's number
         exact = self._priorities(lateness_weight)
@@ -215,7 +215,7 @@ class _Problem:
             for rank in range(self.num_ranks):
                 if free[rank] > now:
                     continue
-                allowed = [a for a in ready[rank] if self._may(a, held[rank], orders[rank])]
+                allowed = [a for a in ready[rank] if self._may_start(a, held[rank], orders[rank])]
                 if not allowed:
                     continue
                 action = max(allowed, key=lambda a: (priorities[a], -a.microbatch, a.kind))
@@ -237,7 +237,7 @@ class _Problem:
             return None
         return tuple(map(tuple, orders))
 
-    def _one_by_one(self, rank: int) -> tuple[Action, ...]:
+    def _by_microbatch(self, rank: int) -> tuple[Action, ...]:
         down = range(rank, self.num_stages, self.num_ranks)
         return tuple(
             Action(kind, m, s)
@@ -246,7 +246,7 @@ class _Problem:
             for s in (down if kind == "F" else reversed(down))
         )
 
-    def _may(self, action: Action, held: int, order: Sequence[Action]) -> bool:
+    def _may_start(self, action: Action, held: int, order: Sequence[Action]) -> bool:
         """Whether a rank may start an action: the microbatches of a stage run in order, and a
         forward leaves memory for the rank's later stages on microbatches that have started."""
         last = -1

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from dtensor.errors import PlanningError
 from dtensor.runtime.schedule.grid import Action, Grid, Kind, place
-from dtensor.runtime.schedule.published import OfMicrobatches, check_one_each
+from dtensor.runtime.schedule.published import OfMicrobatches, check_one_stage_each
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ def _with_weights_late(
 ) -> Grid:
     """Return 1F1B in which stage s first runs ``lag`` (p-s-1) forwards, and runs each W ``lag`` s
     microbatches after its I."""
-    check_one_each(name, num_stages, num_ranks, "ZBV, with two")
+    check_one_stage_each(name, num_stages, num_ranks, "ZBV, with two")
     orders: list[list[Action]] = []
     for stage in range(num_stages):
         forwards = [Action("F", m, stage) for m in range(microbatches)]
