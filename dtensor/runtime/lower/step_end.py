@@ -220,10 +220,10 @@ def snapshot(b: RankBuilder, state: StateWrites | None) -> dict[str, str]:
         b.segment()  # so that all ranks have a segment, with a result or without
     for output in b.plan.outputs:
         for stage, value in output.values[:1] if output.kind == "result" else ():
-            shared = b.roles.optimizer is not None or (state is not None and state.shares(value))
+            shared = b.roles.optimizer is not None or (state is not None and state.may_share(value))
             if stage in b.stages and shared:
                 name = f"result_{output.of}_copy"
-                read = value if state is None else state.read([value])[0]
+                read = value if state is None else state.names_in_code([value])[0]
                 b.segment().code.line(f"{name} = {read}.clone()", [read], [name], op=COPIES)
                 b.nbytes[name] = b.shared.nbytes(output.spec, b.coordinates)
                 copies[f"result {output.of}"] = name
