@@ -47,9 +47,10 @@ class OpRule:
     dtypes: Dtypes = "promote"
 
     def __call__(self, call: OpCall) -> Rule:
-        return with_dtypes(self.dtypes, self._make)(call)
+        return with_dtypes(self.dtypes, self._make_rule)(call)
 
-    def _make(self, call: OpCall) -> Rule:
+    def _make_rule(self, call: OpCall) -> Rule:
+        """Return the rule of one call, in which the groups of linear operands are indices."""
         groups = [g for g in (_indices(call, group) for group in self.linear) if g]
         return make(
             call,
@@ -95,9 +96,9 @@ def rule(
     check_kind("the pattern", pattern, str, "a text", '"m k, k n -> m n"')
     check_kind("linear", linear, str | int | list | tuple, "operands", 'linear=("x", "weight")')
     overloads = op_overloads(op)
-    groups = _groups(linear)
+    groups = _operand_groups(linear)
     for overload in overloads:
-        _check(overload, pattern, groups, reduce, localize, dtypes)
+        _check_statement(overload, pattern, groups, reduce, localize, dtypes)
     stated = OpRule(
         ops=tuple(str(o) for o in overloads),
         pattern=pattern,
@@ -115,18 +116,19 @@ def op_overloads(op: str | OpOverload) -> tuple[OpOverload, ...]:
     """Return the overloads that ``op`` names. Raises PlanningError if there are none."""
     if isinstance(op, OpOverload):
         return (op,)
-    known = dispatch_get_all_op_names()
+    op_names = dispatch_get_all_op_names()
     wanted = op
     if "::" not in op:  # "aten.mm.default", "aten.mm"
         namespace, _, name = op.partition(".")
         wanted = f"{namespace}::{name}"
     wanted = wanted.removesuffix(".default")
-    overloads = [n for n in known if n == wanted]
+    overloads = [n for n in op_names if n == wanted]
     if not overloads or (wanted == op and "." not in wanted):
-        found = [n for n in known if n == wanted or n.startswith(f"{wanted}.")]
-        overloads = [n for n in found if not _overload(n)._schema.is_mutable] or found  # no out=
+        variants = [n for n in op_names if n == wanted or n.startswith(f"{wanted}.")]
+        # an overload with out= only if there is no other
+        overloads = [n for n in variants if not _overload(n)._schema.is_mutable] or variants
     if not overloads:
-        near = nearest(wanted, known)
+        near = nearest(wanted, op_names)
         raise PlanningError(
             f"there is no op {op}.\n"
             + (f"  nearest names: {listing(near)}\n" if near else "")
@@ -144,7 +146,7 @@ def _overload(name: str) -> OpOverload:
 # -- linear --------------------------------------------------------------------------------------
 
 
-def _groups(linear: Linear) -> tuple[Group, ...]:
+def _operand_groups(linear: Linear) -> tuple[Group, ...]:
     if isinstance(linear, (str, int)):
         return ((linear,),)
     return tuple((g,) if isinstance(g, (str, int)) else tuple(g) for g in linear)
@@ -177,7 +179,7 @@ def _argument(call: OpCall, name: str) -> Any:
 # -- checks against the schema ---------------------------------------------------------------------
 
 
-def _check(
+def _check_statement(
     op: OpOverload,
     pattern: str,
     groups: Sequence[Group],
@@ -185,6 +187,7 @@ def _check(
     localize: Localizer | None,
     dtypes: Dtypes,
 ) -> None:
+    """Raise PlanningError if the arguments of `rule` do not fit the schema of the op."""
     schema = op._schema
     if schema.is_mutable:
         raise PlanningError(
@@ -237,7 +240,7 @@ def _check(
 def _check_count(
     op: OpOverload,
     pattern: str,
-    what: str,
+    terms: str,
     count: int,
     least: int,
     names: Sequence[str],
@@ -250,7 +253,7 @@ def _check_count(
         limit = "any number" if largest is None else largest
         wanted = str(least) if largest == least else f"{least} to {limit}"
         raise PlanningError(
-            f"the pattern {pattern!r} has {count} {what}, {op} has {wanted}: {listing(names)}.\n"
+            f"the pattern {pattern!r} has {count} {terms}, {op} has {wanted}: {listing(names)}.\n"
             f"  {op._schema}\n"
             f"fix: write the dims of each tensor, in this order, with commas between them"
         )
@@ -266,22 +269,22 @@ def _check_new_factors(
     """Raise PlanningError for a factor that only results have, unless it is marked with "!" or
     there is a localizer: every rank would compute all of it."""
     written = [f for tokens in (*operands, *results) for f in _factors(tokens)]
-    known = {f.removesuffix("!") for tokens in operands for f in _factors(tokens)}
-    known |= {f.removesuffix("!") for f in written if f.endswith("!")}
-    new = [f for tokens in results for f in _factors(tokens) if f.removesuffix("!") not in known]
-    if not new or localize is not None:
+    valid = {f.removesuffix("!") for tokens in operands for f in _factors(tokens)}
+    valid |= {f.removesuffix("!") for f in written if f.endswith("!")}
+    extra = [f for tokens in results for f in _factors(tokens) if f.removesuffix("!") not in valid]
+    if not extra or localize is not None:
         return
-    if "..." in new:
+    if "..." in extra:
         raise PlanningError(
             f'the pattern {pattern!r} of {op} has "..." in a result and in no operand.\n'
             f"fix: name the result's dims, each with a '!': every rank computes all of them"
         )
     left, _, right = pattern.partition("->")
-    fixed = " ".join(f"{w}!" if w in new else w for w in right.replace(",", " , ").split())
+    fixed = " ".join(f"{w}!" if w in extra else w for w in right.replace(",", " , ").split())
     fixed = f"{left.rstrip()} -> {fixed.replace(' ,', ',')}"
     raise PlanningError(
-        f"the pattern {pattern!r} of {op} splits {listing(list(dict.fromkeys(new)))}, which no "
-        f"operand has: each rank would compute all of it.\n"
+        f"the pattern {pattern!r} of {op} splits {listing(list(dict.fromkeys(extra)))}, "
+        f"which no operand has: each rank would compute all of it.\n"
         f'fix: "{fixed}", or give a localizer that makes each rank compute its part'
     )
 

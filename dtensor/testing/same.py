@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dtensor.api.model.stating.patterns import listing, names_of, nearest, no_match
+from dtensor.api.model.stating.patterns import listing, names_of, nearest, no_match_error
 from dtensor.api.model.stating.stated_placements import Stated
 from dtensor.errors import PlanningError
 from dtensor.private_torch import pytree
@@ -222,7 +222,7 @@ def _resolved(
         if not matched:
             near = nearest(key, sorted(known))
             if isinstance(fn, nn.Module) and not near:
-                raise no_match(key, "placements", fn, tensors)
+                raise no_match_error(key, "placements", fn, tensors)
             raise PlanningError(
                 f'placements names "{key}", which is no tensor that the program uses.\n'
                 f"  tensors: {listing(sorted(known))}\n"

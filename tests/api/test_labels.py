@@ -173,4 +173,4 @@ def test_labels_of_deleted_parameters_are_forgotten() -> None:
     assert model.labels.known == present
     module.down = module.up
     model.look()
-    assert model._former.placements.keys() <= present
+    assert model._former_statements.placements.keys() <= present

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from dtensor.api.eager.errors import located
+from dtensor.api.eager.errors import with_line_of_run
 from dtensor.api.eager.execute_op import own_value
 from dtensor.api.eager.policy import check_sent
 from dtensor.api.eager.values import CellTensor
@@ -32,11 +32,11 @@ def sent_to_actor(x: CellTensor) -> torch.Tensor:
     spec, ranks = covering.spec, covering.at
     if set(spec.placements) - {REPLICATE}:
         gathered = spec.with_placements(**dict.fromkeys(spec.mesh.axes, REPLICATE))
-        sent = f"{spec} -> {gathered}: {len(ranks)} shards gathered by the controller, "
-        sent += size_text(spec.max_local_nbytes * len(ranks))
-        check_sent("an argument of an actor", [sent], "call")
+        line = f"{spec} -> {gathered}: {len(ranks)} shards gathered by the controller, "
+        line += size_text(spec.max_local_nbytes * len(ranks))
+        check_sent("an argument of an actor", [line], "call")
     try:
         shards = value.session.launch.store.fetch([covering])[covering.label]
     except DaftError as error:
-        raise located(value.session, error) from error.__cause__
+        raise with_line_of_run(value.session, error) from error.__cause__
     return assemble_at(shards, spec)

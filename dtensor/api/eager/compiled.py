@@ -76,7 +76,7 @@ class CompiledFunction:
         self.graph: Graph | None = None  # if set, it is planned in place of a capture
         self._roles = Roles(detect_nan=detect_nan)
         self._options = options
-        self._since = num_switches()
+        self._num_switches_at_start = num_switches()
         self._derivatives: dict[object, list[Derivative]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -93,10 +93,11 @@ class CompiledFunction:
 
     def plan(self, *args: Any, device: str | None = None, **kwargs: Any) -> Plan:
         """Return the plan for these arguments: DTensors, tensors (meta too), specs or modules.
-        ``device``: as for a step's `plan`."""
+        ``device``: the type of device, "cpu" or "cuda", that the function sees; by default the
+        running launch's, or "cpu"."""
         device, kwargs = stated_device(self.fn, device, kwargs)
         with CALL_LOCK, planning_for(device):
-            return self._planned(BoundCall.of(self.fn, args, kwargs)).plan
+            return self._plan_for(BoundCall.of(self.fn, args, kwargs)).plan
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the function's result, with DTensors for its tensors. Does not wait for their
@@ -105,28 +106,28 @@ class CompiledFunction:
         operands = differentiable_operands(call)
         with CALL_LOCK:
             derivative = self._derivative(call, operands) if operands else None
-            planned = self._planned(call)
-            if derivative is None or not derivative.with_gradient:
-                return planned.graph.unflatten(self._run(call, planned))
+            planned = self._plan_for(call)
+            if derivative is None or not derivative.grad_results:
+                return planned.graph.unflatten(self._run_program(call, planned))
         tensors = [call.leaves[i] for i in operands]
-        run = partial(self._run, call, planned)
+        run = partial(self._run_program, call, planned)
         results = Differentiated.apply(call, run, derivative, operands, *tensors)
         return planned.graph.unflatten(results)
 
     def _derivative(self, call: BoundCall, operands: tuple[int, ...]) -> Derivative:
         """Return the derivative for a call, capturing it if no cached one holds."""
-        known = self._derivatives.setdefault((call.key(), operands), [])
+        derivatives = self._derivatives.setdefault((call.key(), operands), [])
         for unchanged in (Guards.same, lambda reads: reads.difference() is None):
-            for derivative in known:
+            for derivative in derivatives:
                 if unchanged(derivative.reads):
                     return derivative
         compiled = partial(self._with_function, options=replace(self._options, each_call=False))
         graph = call.graph("tangents", each_call=self._options.each_call)
-        known.append(Derivative(graph, call, operands, compiled, self._name))
-        del known[:-MAX_PLANS]
+        derivatives.append(Derivative(graph, call, operands, compiled, self._name))
+        del derivatives[:-MAX_PLANS]
         while len(self._derivatives) > MAX_PLANS:
             del self._derivatives[next(iter(self._derivatives))]
-        return known[-1]
+        return derivatives[-1]
 
     def _with_function(
         self, fn: Callable[..., Any], out: Out, options: Options
@@ -147,7 +148,7 @@ class CompiledFunction:
         session = session_for(self.mesh_of(BoundCall.of(self.fn, args, kwargs)))
         return PROFILER.get()(n, session, lambda: self(*args, **kwargs), read, self.plans)
 
-    def _run(self, call: BoundCall, planned: Planned) -> list[Any]:
+    def _run_program(self, call: BoundCall, planned: Planned) -> list[Any]:
         """Run the program of a call, and return the tensors of the function's result in order."""
         make_shards_private(call.leaves, planned.changed)
         session = session_for(self.mesh_of(call))
@@ -157,8 +158,8 @@ class CompiledFunction:
         numbers = numbers_fed(self.calls.advance(), "compile", self._name)
         counted = session.counted(f"calls {id(self)}", self.calls, takes=True)
         resets = self.calls.resets
-        fed = program.feed(call, numbers)
-        future = session.run(program.handle, fed, names, counted, program.returned)
+        inputs = program.feed(call, numbers)
+        future = session.run(program.handle, inputs, names, counted, program.returned)
         program.last_run = ref(future)
         session.wrote(program.written)
         mark_changed(call.leaves, planned.changed, future)
@@ -180,18 +181,19 @@ class CompiledFunction:
     def mesh_of(self, call: BoundCall) -> Mesh:
         """Return the mesh of a call: the stated mesh, or the mesh to which a switch has moved a
         module of the call since."""
-        if num_switches() != self._since:
+        if num_switches() != self._num_switches_at_start:
             for model in call.modules():
-                if (mesh := mesh_since(model, self.mesh, self._since)) != self.mesh:
+                if (mesh := mesh_since(model, self.mesh, self._num_switches_at_start)) != self.mesh:
                     return mesh
         return self.mesh
 
-    def _planned(self, call: BoundCall) -> Planned:
+    def _plan_for(self, call: BoundCall) -> Planned:
         """Return the plan for a call, making it if it is not cached."""
         mesh = self.mesh_of(call)
         call.look()
 
         def make(graph: Graph | None) -> Planned:
+            """Plan the graph if there is one, else capture and plan the call."""
             options = replace(
                 self._options,
                 results=lambda graph, flow: pinned_results(self.out, graph, flow, mesh),
@@ -269,24 +271,24 @@ def pinned_results(out: Out, graph: Graph, flow: Dataflow, mesh: Mesh) -> dict[i
     results = {int(o.of): o.value for o in flow.outputs if o.kind == "result"}
     shape = graph.unflatten([_ResultTensor(index) for index in sorted(results)])
     pinned: dict[int, Stated] = {}
-    for tensor, stated, where in _match_results(out, shape, "out"):
+    for tensor, stated, path in _match_results(out, shape, "out"):
         for axis, placement in stated.items():
             mesh.axis_size(axis)
             if not isinstance(placement, Placement):
                 raise PlanningError(
-                    f"{where}= states {axis}={placement!r}, which is not a placement; "
+                    f"{path}= states {axis}={placement!r}, which is not a placement; "
                     f"write {axis}=dt.Replicate(), dt.Row() or dt.Column()"
                 )
         index = tensor.index
         meta = flow.metas[results[index]]
-        check_fit(f"result {index}", meta, stated, f"{where}=", mesh)
+        check_fit(f"result {index}", meta, stated, f"{path}=", mesh)
         spec = make_spec(meta.shape, meta.dtype, mesh, stated)
         pinned[index] = {axis: spec.placement(axis) for axis in stated}
     return pinned
 
 
 def _match_results(
-    out: object, shape: object, where: str
+    out: object, shape: object, path: str
 ) -> Iterator[tuple[_ResultTensor, Stated, str]]:
     """Yield each tensor of the result with its stated placements and their path in ``out``."""
     if out is None:
@@ -295,36 +297,36 @@ def _match_results(
         stated = cast(Mapping[str, Any], out)
         if not isinstance(shape, Mapping) or all(isinstance(v, Placement) for v in stated.values()):
             for tensor in _tensors(shape):
-                yield tensor, stated, where
+                yield tensor, stated, path
             return
         results = cast(Mapping[str, object], shape)
-        for key, below in stated.items():
+        for key, part_of_results in stated.items():
             if key not in results:
                 near = nearest(str(key), [str(k) for k in results])
                 raise PlanningError(
-                    f"{where}= names {key!r}, and the function returns "
+                    f"{path}= names {key!r}, and the function returns "
                     f"{listing([str(k) for k in results])}.\n"
                     f'fix: write "{near[0] if near else next(iter(results), "")}"'
                 )
-            yield from _match_results(below, results[key], f"{where}[{key!r}]")
+            yield from _match_results(part_of_results, results[key], f"{path}[{key!r}]")
         return
     if isinstance(out, (list, tuple)):
         parts = cast(Sequence[object], out)
-        below = shape if isinstance(shape, (list, tuple)) else None
-        if below is None or len(below) != len(parts):
+        part_of_results = shape if isinstance(shape, (list, tuple)) else None
+        if part_of_results is None or len(part_of_results) != len(parts):
             tensors = list(_tensors(shape))
             if len(tensors) != len(parts):
                 raise PlanningError(
-                    f"{where}= states placements of {len(parts)} results, the function returns "
+                    f"{path}= states placements of {len(parts)} results, the function returns "
                     f"{len(tensors)} tensors.\n"
                     f"fix: one dict for each tensor in the order of the results, or one for all"
                 )
-            below = tensors
-        for number, (part, result) in enumerate(zip(parts, below, strict=True)):
-            yield from _match_results(part, result, f"{where}[{number}]")
+            part_of_results = tensors
+        for number, (part, result) in enumerate(zip(parts, part_of_results, strict=True)):
+            yield from _match_results(part, result, f"{path}[{number}]")
         return
     raise PlanningError(
-        f"{where}={out!r} states no placements; fix: a dict such as dict(tp=dt.Row()), or such "
+        f"{path}={out!r} states no placements; fix: a dict such as dict(tp=dt.Row()), or such "
         f"dicts in the structure that the function returns"
     )
 
@@ -335,10 +337,10 @@ def _tensors(shape: object) -> Iterator[_ResultTensor]:
         case _ResultTensor():
             yield shape
         case Mapping():
-            for below in cast(Mapping[str, object], shape).values():
-                yield from _tensors(below)
+            for part in cast(Mapping[str, object], shape).values():
+                yield from _tensors(part)
         case list() | tuple():
-            for below in cast(Sequence[object], shape):
-                yield from _tensors(below)
+            for part in cast(Sequence[object], shape):
+                yield from _tensors(part)
         case _:
             return

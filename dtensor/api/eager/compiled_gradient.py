@@ -60,27 +60,27 @@ def check_differentiable(graph: Graph, name: str) -> None:
                 f"{name} draws random numbers and is called with operands that require a gradient: "
                 f"its backward would draw others.\n  {op.source}: {op.source_text}\n  fix: {_FIX}"
             )
-    held = [x.name for x in graph.inputs if isinstance(x, (Param, ModuleBuffer))]
+    reads = [x.name for x in graph.inputs if isinstance(x, (Param, ModuleBuffer))]
     changed = [x.name for x in graph.outputs if isinstance(x, Mutation)]
-    if held or changed:
-        what = f"changes {changed[0]}" if changed else f"reads {held[0]}, a tensor of a module,"
+    if reads or changed:
+        problem = f"changes {changed[0]}" if changed else f"reads {reads[0]}, a tensor of a module,"
         raise PlanningError(
-            f"{name} {what} and is called with operands that require a gradient, which is not "
+            f"{name} {problem} and is called with operands that require a gradient, which is not "
             f"supported.\n  fix: {_FIX}"
         )
 
 
 def gradient_graph(graph: Graph, operands: Sequence[int], num_leaves: int) -> Graph:
-    """Return the graph that computes the gradients of the leaves ``operands``, as far as they have
-    one. Its arguments are the leaves of the call, then the gradients of its results."""
-    indices = {index: place for place, index in enumerate(operands)}
+    """Return the graph that computes the gradients of those leaves ``operands`` that have one. Its
+    arguments are the leaves of the call, then the gradients of the call's results."""
+    indices = {index: position for position, index in enumerate(operands)}
     nodes: dict[int, fx.Node] = {}
     backward, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     backward.graph_copy(graph.fx, copies)
     for node, output in zip(graph.output_nodes, graph.outputs, strict=True):
         if isinstance(output, Grad) and isinstance(output.of, Arg):
             nodes[indices[output.of.index]] = copies[node]
-    backward.output(tuple(nodes[place] for place in sorted(nodes)))
+    backward.output(tuple(nodes[position] for position in sorted(nodes)))
     backward.eliminate_dead_code()
     for node in backward.nodes:
         node.meta["phase"] = "forward"  # the new program has no backward
@@ -97,13 +97,13 @@ def gradient_graph(graph: Graph, operands: Sequence[int], num_leaves: int) -> Gr
     )
 
 
-def results_needed(graph: Graph) -> dict[int, frozenset[int]]:
+def results_by_leaf(graph: Graph) -> dict[int, frozenset[int]]:
     """Return, for each leaf that has a gradient, the results whose gradients it depends on."""
     reached: dict[fx.Node, frozenset[int]] = {}
     for node, x in zip(graph.placeholders, graph.inputs, strict=True):
         reached[node] = frozenset([x.output] if isinstance(x, Tangent) else [])
     for node in graph.nodes:
-        reached[node] = frozenset().union(*(reached[of] for of in node.all_input_nodes))
+        reached[node] = frozenset().union(*(reached[operand] for operand in node.all_input_nodes))
     return {
         x.of.index: reached[node]
         for node, x in zip(graph.output_nodes, graph.outputs, strict=True)
@@ -112,31 +112,36 @@ def results_needed(graph: Graph) -> dict[int, frozenset[int]]:
 
 
 class Derivative:
-    """The backward of one captured call. ``with_gradient``: the results that have a gradient.
-    ``places``: the operands that receive a gradient, each with the results that it depends on.
-    ``compiled``: the `CompiledFunction` that computes the gradients."""
+    """The backward of one captured call. ``grad_results``: the results that have a
+    gradient. ``results_by_operand``: the operands that receive a gradient, each with the results
+    that it depends on. ``compiled``: the `CompiledFunction` that computes the gradients."""
 
     def __init__(
         self,
         graph: Graph,
         call: BoundCall,
         operands: tuple[int, ...],
-        compiled: Callable[[Callable[..., Any], list[dict[str, Placement]]], Any],
+        compile_function: Callable[[Callable[..., Any], list[dict[str, Placement]]], Any],
         name: str,
     ) -> None:
+        """Make the backward of ``graph``, a capture with gradients, with ``compile_function(fn,
+        out)``. Captures and plans nothing."""
         assert graph.reads is not None
         self.reads: Guards = graph.reads
         self.name = name
-        self.with_gradient: tuple[int, ...] = tuple(
+        self.grad_results: tuple[int, ...] = tuple(
             sorted(x.output for x in graph.inputs if isinstance(x, Tangent))
         )
-        if not self.with_gradient:
+        if not self.grad_results:
             return
         check_differentiable(graph, name)
-        needed = results_needed(graph)
-        self.places = {place: needed[i] for place, i in enumerate(operands) if i in needed}
-        self.compiled = compiled(
-            _gradient, [_placements(call.leaves[operands[place]]) for place in self.places]
+        needed = results_by_leaf(graph)
+        self.results_by_operand = {
+            position: needed[i] for position, i in enumerate(operands) if i in needed
+        }
+        self.compiled = compile_function(
+            _gradient,
+            [_placements(call.leaves[operands[position]]) for position in self.results_by_operand],
         )
         self.compiled.graph = gradient_graph(graph, operands, len(call.leaves))
 
@@ -147,7 +152,7 @@ class Derivative:
 
     def __call__(self, call: BoundCall, gradients: Sequence[Any], num_results: int) -> list[Any]:
         remaining = iter(gradients)
-        tangents = [next(remaining) if i in self.with_gradient else 0 for i in range(num_results)]
+        tangents = [next(remaining) if i in self.grad_results else 0 for i in range(num_results)]
         args = pytree.tree_unflatten(call.leaves, call.tree)
         return self.compiled(args, tangents)
 
@@ -172,19 +177,22 @@ class Differentiated(torch.autograd.Function):
         operands: tuple[int, ...],
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
+        """Return the results of ``run``. Save the tensors of the call for the backward."""
         results = [x.detach() for x in run()]
         ctx.call, ctx.derivative, ctx.operands = call, derivative, operands
         ctx.numbers = derivative.numbers()
         ctx.metas = [(x.shape, x.dtype) for x in results]
         ctx.set_materialize_grads(False)
-        ctx.at = [i for i, x in enumerate(call.leaves) if isinstance(x, torch.Tensor)]
-        ctx.save_for_backward(*(call.leaves[i] for i in ctx.at))
-        without = [x for i, x in enumerate(results) if i not in derivative.with_gradient]
-        ctx.mark_non_differentiable(*without)
+        ctx.tensor_leaves = [i for i, x in enumerate(call.leaves) if isinstance(x, torch.Tensor)]
+        ctx.save_for_backward(*(call.leaves[i] for i in ctx.tensor_leaves))
+        without_gradient = [x for i, x in enumerate(results) if i not in derivative.grad_results]
+        ctx.mark_non_differentiable(*without_gradient)
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:  # type: ignore[override]
+        """Return the operands' gradients: None for an operand that no used result depends on, a
+        plain tensor for a plain operand. Raises if a saved tensor has changed."""
         derivative: Derivative = ctx.derivative
         if torch.is_grad_enabled():
             raise with_line(
@@ -195,7 +203,7 @@ class Differentiated(torch.autograd.Function):
                 )
             )
         leaves = list(ctx.call.leaves)
-        for index, tensor in zip(ctx.at, ctx.saved_tensors, strict=True):
+        for index, tensor in zip(ctx.tensor_leaves, ctx.saved_tensors, strict=True):
             leaves[index] = tensor.detach()  # raises if it has changed since
         if derivative.numbers() != ctx.numbers:
             raise RuntimeError(
@@ -204,16 +212,18 @@ class Differentiated(torch.autograd.Function):
             )
         unused = {i for i, g in enumerate(gradients) if g is None}
         result: list[Any] = [None] * len(ctx.operands)
-        if unused.issuperset(derivative.with_gradient):
+        if unused.issuperset(derivative.grad_results):
             return (None, None, None, None, *result)
-        wanted = [
+        cotangents = [
             torch.zeros(ctx.metas[i][0], dtype=ctx.metas[i][1]) if i in unused else gradients[i]
-            for i in derivative.with_gradient
+            for i in derivative.grad_results
         ]
-        new = derivative(replace(ctx.call, leaves=tuple(leaves)), wanted, len(ctx.metas))
-        for (place, needed), gradient in zip(derivative.places.items(), new, strict=True):
+        grads = derivative(replace(ctx.call, leaves=tuple(leaves)), cotangents, len(ctx.metas))
+        for (position, needed), gradient in zip(
+            derivative.results_by_operand.items(), grads, strict=True
+        ):
             if needed and needed <= unused:
                 continue  # as torch: None for an operand that no used result depends on
-            is_plain = not isinstance(leaves[ctx.operands[place]], DTensor)
-            result[place] = gradient.full_tensor() if is_plain else gradient
+            is_plain = not isinstance(leaves[ctx.operands[position]], DTensor)
+            result[position] = gradient.full_tensor() if is_plain else gradient
         return (None, None, None, None, *result)

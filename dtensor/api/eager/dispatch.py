@@ -49,7 +49,7 @@ def _handler_of(target: Any) -> Handler:
     schema = target._schema
     name = schema.name.split("::")[1]
     if torch.Tag.nondeterministic_seeded in target.tags:
-        return _random
+        return _run_random
     if {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(target.tags):
         return _refuse_dynamic
     if name.startswith("_foreach_"):
@@ -71,9 +71,9 @@ def _handler_of(target: Any) -> Handler:
             a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write
         ]
         if any(a.is_out for a in written):
-            return _out
+            return _run_into_out
         if len(written) == 1 and written[0].name == schema.arguments[0].name:
-            return _in_place
+            return _run_in_place
         return _refuse_writes
     return _compute
 
@@ -82,21 +82,23 @@ def _handler_of(target: Any) -> Handler:
 
 
 def _compute(target: Any, args: Args, kwargs: Kwargs) -> Any:
-    ran = execute(target, args, kwargs)
-    structure = ran.planned.structure
-    return ran.cells()[0] if structure is torch.Tensor else structure(ran.cells())
+    result = execute(target, args, kwargs)
+    structure = result.planned.structure
+    return result.cells()[0] if structure is torch.Tensor else structure(result.cells())
 
 
-def _in_place(target: Any, args: Args, kwargs: Kwargs) -> Any:
+def _run_in_place(target: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Compute the new value of ``args[0]``, and store it in the cell of this DTensor."""
     x = args[0]
     _require_dtensor(target, x)
-    ran = execute(target, args, kwargs, write=x)
-    assert ran.values[0] is not None
-    x._cell.set(ran.values[0])
+    result = execute(target, args, kwargs, write=x)
+    assert result.values[0] is not None
+    x._cell.set(result.values[0])
     return x
 
 
 def _require_dtensor(target: Any, x: Any) -> None:
+    """Raise PlanningError for an op that would write into a plain tensor."""
     if not isinstance(x, CellTensor):  # a plain tensor, into which a DTensor would be written
         raise unsupported(
             op_name(target),
@@ -105,7 +107,7 @@ def _require_dtensor(target: Any, x: Any) -> None:
         )
 
 
-def _out(target: Any, args: Args, kwargs: Kwargs) -> Any:
+def _run_into_out(target: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run ``torch.add(a, b, out=c)`` as the functional op, and copy its result into c."""
     outs = [a.name for a in target._schema.arguments if a.is_out]
     form = functional_form(target)
@@ -113,10 +115,11 @@ def _out(target: Any, args: Args, kwargs: Kwargs) -> Any:
         raise unsupported(
             op_name(target), "its out= form has no functional twin", "leave out= away"
         )
-    given = {k: v for k, v in kwargs.items() if k not in outs}
+    form_kwargs = {k: v for k, v in kwargs.items() if k not in outs}
     if any(a.name == "dtype" and a.kwarg_only for a in target._schema.arguments):
-        given["dtype"] = given.get("dtype") or kwargs[outs[0]].dtype  # as torch: sums in that dtype
-    outputs = form(*args, **given)
+        # as in torch, which sums in the dtype of out=
+        form_kwargs["dtype"] = form_kwargs.get("dtype") or kwargs[outs[0]].dtype
+    outputs = form(*args, **form_kwargs)
     outputs = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
     pairs = list(zip([kwargs[name] for name in outs], outputs, strict=True))
     if any(out.shape != value.shape for out, value in pairs):
@@ -148,10 +151,10 @@ def _decompose(target: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _view(target: Any, args: Args, kwargs: Kwargs) -> Alias:
-    x, *rest = args
+    x, *view_args = args
     names = [a.name for a in target._schema.arguments]
-    rest += [kwargs[name] for name in names[1 + len(rest) :] if name in kwargs]
-    return _view_alias(x, target, *rest)
+    view_args += [kwargs[name] for name in names[1 + len(view_args) :] if name in kwargs]
+    return _view_alias(x, target, *view_args)
 
 
 def _view_in_place(target: Any, args: Args, kwargs: Kwargs) -> CellTensor:
@@ -170,7 +173,7 @@ def _view_alias(x: CellTensor, target: Any, *args: Any) -> Alias:
     return Alias(x._cell, view_step(x, target, args))
 
 
-def _alias(target: Any, args: Args, kwargs: Kwargs) -> Alias:
+def _alias_of(target: Any, args: Args, kwargs: Kwargs) -> Alias:
     return Alias(args[0]._cell, args[0]._view)
 
 
@@ -212,7 +215,7 @@ def _index_put_(target: Any, args: Args, kwargs: Kwargs) -> Any:
     x, indices, value = args[:3]
     masks = [t for t in indices if t is not None and t.dtype in (torch.bool, torch.uint8)]
     if not masks:
-        return _in_place(target, args, kwargs)
+        return _run_in_place(target, args, kwargs)
     accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
     if len(indices) > 1 or value.numel() != 1 or accumulate:
         return _refuse_dynamic(target, args, kwargs)
@@ -225,7 +228,8 @@ def _index_put_(target: Any, args: Args, kwargs: Kwargs) -> Any:
     return _copy_(aten.copy_.default, (x, torch.where(mask, value.reshape(()), x)), {})
 
 
-def _random(target: Any, args: Args, kwargs: Kwargs) -> Any:
+def _run_random(target: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Run a random op in its counter-based form. Raises PlanningError if it has none."""
     drawn = draw(target, args, kwargs)
     if drawn is None:
         name = op_name(target)
@@ -255,10 +259,10 @@ def _to_copy(target: Any, args: Args, kwargs: Kwargs) -> Any:
             "its shards live where the launch put them",
             'dt.launch(mesh, device="cuda")',
         )
-    kept = {k: kwargs[k] for k in ("memory_format",) if kwargs.get(k) is not None}
+    clone_kwargs = {k: kwargs[k] for k in ("memory_format",) if kwargs.get(k) is not None}
     if kwargs.get("dtype") in (None, x.dtype):
-        return _clone(aten.clone.default, (x,), kept)
-    return _compute(target, (x,), {"dtype": kwargs["dtype"], **kept})
+        return _clone(aten.clone.default, (x,), clone_kwargs)
+    return _compute(target, (x,), {"dtype": kwargs["dtype"], **clone_kwargs})
 
 
 def _copy_(target: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -274,11 +278,12 @@ def _copy_(target: Any, args: Args, kwargs: Kwargs) -> Any:
         if cell.value is None or value.stored.spec == cell.layout.spec:
             cell.set(value)
             return x
-    return _in_place(target, args, kwargs)
+    return _run_in_place(target, args, kwargs)
 
 
 def like_spec(spec: TensorSpec) -> TensorSpec:
-    """Return the spec of a new tensor like another: with Replicate in place of pending sums."""
+    """Return the spec for a new tensor of the shape, dtype and placement of another, but with
+    Replicate in place of pending sums."""
     placements = tuple(REPLICATE if isinstance(p, Partial) else p for p in spec.placements)
     return TensorSpec(spec.shape, spec.dtype, spec.mesh, placements)
 
@@ -297,9 +302,9 @@ _EMPTY = (aten.empty_like.default, aten.new_empty.default, aten.new_empty_stride
 def _factory(target: Any, args: Args, kwargs: Kwargs) -> Any:
     """Return a new cell, placed like x if it has x's shape, else replicated."""
     x = args[0]
-    given = {k: v for k, v in kwargs.items() if k != "pin_memory"}
+    factory_kwargs = {k: v for k, v in kwargs.items() if k != "pin_memory"}
     with fake_tensors():
-        new = target(fake(tuple(x.shape), x.stride(), x.dtype), *args[1:], **given)
+        new = target(fake(tuple(x.shape), x.stride(), x.dtype), *args[1:], **factory_kwargs)
     shape, strides = tuple(new.shape), tuple(new.stride())
     spec = like_spec(x.spec)
     if shape == spec.shape:
@@ -414,10 +419,10 @@ _refuse_metadata = _refusing(
 _refuse_writes = _refusing("it writes several of its operands", "dt.compile")
 
 _handlers: dict[Any, Handler] = {
-    aten.detach.default: _alias,
-    aten.alias.default: _alias,
-    aten.lift_fresh.default: _alias,
-    aten.lift.default: _alias,
+    aten.detach.default: _alias_of,
+    aten.alias.default: _alias_of,
+    aten.lift_fresh.default: _alias_of,
+    aten.lift.default: _alias_of,
     aten.split.Tensor: _split,
     aten.split_with_sizes.default: _split,
     aten.unbind.int: _unbind,

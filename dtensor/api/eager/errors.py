@@ -21,7 +21,7 @@ from dtensor.frontend.graph import type_text
 from dtensor.frontend.source import Place, line_of, source_here, user_place
 
 MAX_LINES = 65536
-_lines: WeakKeyDictionary[MeshSession, OrderedDict[int, Place]] = WeakKeyDictionary()
+_lines_of_runs: WeakKeyDictionary[MeshSession, OrderedDict[int, Place]] = WeakKeyDictionary()
 
 
 def op_name(target: Any) -> str:
@@ -39,7 +39,8 @@ def two_homes_error(target: Any, a: Any, b: Any) -> PlanningError:
     if a.mesh != b.mesh:
         return with_line(
             PlanningError(
-                f"{name} takes DTensors on two meshes.\n  {_text(a)}\n  {_text(b)}\n"
+                f"{name} takes DTensors on two meshes.\n"
+                f"  {_operand_text(a)}\n  {_operand_text(b)}\n"
                 f"fix: dt.transfer(x, {a.mesh!r}) for the second, or distribute both on one mesh"
             )
         )
@@ -52,7 +53,7 @@ def two_homes_error(target: Any, a: Any, b: Any) -> PlanningError:
     )
 
 
-def _text(x: Any) -> str:
+def _operand_text(x: Any) -> str:
     return f"{x.spec} on {x.mesh}"
 
 
@@ -65,7 +66,7 @@ def plain_tensor_error(target: Any, operands: Sequence[Any]) -> PlanningError:
     """Return the error for an op on both DTensors and plain tensors."""
     lines = [f"{op_name(target)} takes a DTensor together with a plain tensor."]
     for x in operands:
-        lines.append(f"  {_text(x) if isinstance(x, CellTensor) else type_text(x)}")
+        lines.append(f"  {_operand_text(x) if isinstance(x, CellTensor) else type_text(x)}")
     mesh = next(x.mesh for x in operands if isinstance(x, CellTensor))
     lines.append(
         f"fix: dt.distribute(x, {mesh!r}) for the plain one; its placements default to Replicate"
@@ -81,25 +82,25 @@ def with_line(error: PlanningError) -> PlanningError:
     source = source_here()
     if source is None:
         return error
-    fact, _, rest = str(error).partition("\n")
-    return type(error)(f"{fact}\n  {source}: {source.text}" + (f"\n{rest}" if rest else ""))
+    fact, _, tail = str(error).partition("\n")
+    return type(error)(f"{fact}\n  {source}: {source.text}" + (f"\n{tail}" if tail else ""))
 
 
 def note_line(session: MeshSession) -> None:
     """Record the user's line for the session's next run."""
     place = user_place() if session.cluster.failure is None else None
     if place is not None:
-        lines = _lines.setdefault(session, OrderedDict())
+        lines = _lines_of_runs.setdefault(session, OrderedDict())
         lines[session.cluster.runs] = place
         if len(lines) > MAX_LINES:
             lines.popitem(last=False)
 
 
-def located(session: MeshSession, error: DaftError) -> DaftError:
+def with_line_of_run(session: MeshSession, error: DaftError) -> DaftError:
     """Return the failure of an eager op with the user's line that started the run."""
     failure = error.failure
     step = failure.step if failure.step is not None else session.cluster.runs - 1
-    place = _lines.get(session, {}).get(step)
+    place = _lines_of_runs.get(session, {}).get(step)
     if failure.line is not None or place is None:
         return error
     source = line_of(*place)

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 
 from dtensor.api.eager.errors import (
-    located,
     note_line,
     op_name,
     plain_tensor_error,
     two_homes_error,
     with_line,
+    with_line_of_run,
 )
 from dtensor.api.eager.functions import is_function_argument
 from dtensor.api.eager.op_program import CallKey, OneOp, PlannedOp, plan_op
@@ -137,7 +137,8 @@ def _execute_locked(
     like: Cell | None,
     requested: bool,
 ) -> OpResult:
-    """Find or make the plan of an op, check the communication policy, and run it."""
+    """Find or make the plan of an op, check the communication policy, and run it. A plan that has
+    folded run numbers is cached under these numbers too."""
     call = CallKey()
     open_numbers = _run_number_arguments(target)
     key = (
@@ -147,10 +148,10 @@ def _execute_locked(
     )
     session, mesh = _session_and_mesh(target, call.operands, like)
     reads = [_read_operand(x, mesh, whole=target is None or x is write) for x in call.operands]
-    held = tuple((r.layout, r.view) for r in reads)
-    at = None if write is None else call.places[id(write)]
+    layouts_and_views = tuple((r.layout, r.view) for r in reads)
+    written_operand = None if write is None else call.index_of[id(write)]
     pins = None if pinned is None else tuple(pinned.items())
-    key_of_entry = (key, held, at, pins, mesh, current())
+    key_of_entry = (key, layouts_and_views, written_operand, pins, mesh, current())
     entry = _entries.get(key_of_entry)
     if entry is None and call.numbers:
         entry = _entries.get((key_of_entry, tuple(map(repr, call.numbers))))
@@ -165,10 +166,10 @@ def _execute_locked(
                 k: call.structure(v, names if k in open_numbers else None)
                 for k, v in kwargs.items()
             },
-            operands=held,
+            operands=layouts_and_views,
             labels=_labels(target, call, args, kwargs),
             mesh=mesh,
-            write=at,
+            write=written_operand,
             pinned=pinned,
         )
         entry = _plan(op, key_of_entry, call.numbers)
@@ -225,11 +226,11 @@ def _labels(
     labels: dict[int, str] = {}
     for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
         if isinstance(value, torch.Tensor):
-            labels.setdefault(call.places[id(value)], name)
+            labels.setdefault(call.index_of[id(value)], name)
         elif isinstance(value, (list, tuple)):
             for i, item in enumerate(value):
                 if isinstance(item, torch.Tensor):
-                    labels.setdefault(call.places[id(item)], f"{name}_{i}")
+                    labels.setdefault(call.index_of[id(item)], f"{name}_{i}")
     return tuple(labels[i] for i in range(len(call.operands)))
 
 
@@ -274,7 +275,7 @@ def _run(session: MeshSession, entry: Entry, call: CallKey, reads: Sequence[Read
         else:
             program.last_run = future
     except DaftError as error:
-        raise located(session, error) from error.__cause__
+        raise with_line_of_run(session, error) from error.__cause__
     fresh_names = iter(names)
     values = tuple(
         None if layout is None else Value(session, session.stored(next(fresh_names), layout.spec))
@@ -312,9 +313,10 @@ def fill(cell: Cell, number: Any) -> None:
 
 
 def _read_operand(x: torch.Tensor, mesh: Mesh, *, whole: bool) -> ReadValue:
-    """Return how an op reads an operand. A DTensor is read as its cell's value seen through its
-    views; but the value of a view that needs communication is computed once and cached, unless
-    ``whole``. A plain tensor has one element, or it is autograd's zeros for a missing gradient.
+    """Return how an op reads an operand: a DTensor as its cell's value, seen through its view. If
+    the view needs communication and not ``whole``, the view's own value is read, which is computed
+    once and cached. A plain tensor has one element, or it is autograd's zeros for a missing
+    gradient.
     """
     if not isinstance(x, CellTensor):
         spec = make_spec(tuple(x.shape), x.dtype, mesh)
@@ -334,8 +336,9 @@ def _read_operand(x: torch.Tensor, mesh: Mesh, *, whole: bool) -> ReadValue:
 
 
 def own_value(x: CellTensor, *, requested: bool = False) -> Value:
-    """Return the value of a tensor; for a view, of the view and not of its cell. The value of a
-    view is cached until its cell changes. ``requested``: the user will read it."""
+    """Return the value of a tensor: of its cell or, if it is a view, of the view. The value of a
+    view is cached until its cell changes. ``requested``: the user has asked for the value, so its
+    communication is not implicit."""
     cell = x._cell
     if cell.value is None:
         fill(cell, 0)
@@ -352,7 +355,7 @@ def own_value(x: CellTensor, *, requested: bool = False) -> Value:
 
 
 def spec_of(x: CellTensor) -> TensorSpec:
-    """Return the spec of a tensor; for a view, of the view."""
+    """Return the spec of a tensor: of its cell or, if it is a view, of the view's value."""
     layout = x._cell.layout
     if x._view is None:
         return layout.spec
@@ -441,4 +444,4 @@ def fetch(value: Value) -> list[torch.Tensor]:
         shards = value.session.launch.store.fetch([value.stored])[value.stored.label]
         return [shards[rank] for rank in value.stored.at]
     except DaftError as error:
-        raise located(value.session, error) from error.__cause__
+        raise with_line_of_run(value.session, error) from error.__cause__

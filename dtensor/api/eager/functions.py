@@ -188,9 +188,9 @@ def _run_canonical(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     metas = tuple((tuple(t.shape), t.stride(), t.dtype) for t in tensors)
     key = (target, shape, metas)
     if key not in _rewritten:
-        given = tuple(call.structure(a) for a in args)
-        named = {k: call.structure(v) for k, v in kwargs.items()}
-        _rewritten[key] = _rewrite(target, given, named, metas)
+        structured_args = tuple(call.structure(a) for a in args)
+        structured_kwargs = {k: call.structure(v) for k, v in kwargs.items()}
+        _rewritten[key] = _rewrite(target, structured_args, structured_kwargs, metas)
     module = _rewritten[key]
     return None if module is None else module(*tensors)
 

@@ -83,7 +83,7 @@ class CallKey:
     """Collects the tensors and run numbers of an op's call while `key` walks its arguments."""
 
     operands: list[Any] = field(default_factory=list)  # DTensors, and plain tensors of one element
-    places: dict[int, int] = field(default_factory=dict)  # by id of the tensor, its index there
+    index_of: dict[int, int] = field(default_factory=dict)  # by id of the tensor, its index there
     numbers: list[float] = field(default_factory=list)
 
     def key(self, value: Any, *, is_open: bool = False) -> Any:
@@ -104,17 +104,18 @@ class CallKey:
         return value
 
     def _tensor(self, tensor: torch.Tensor) -> Any:
-        place = self.places.get(id(tensor))
-        if place is None:
-            place = self.places[id(tensor)] = len(self.operands)
+        """Return the key of a tensor operand, and record the tensor at its first occurrence."""
+        index = self.index_of.get(id(tensor))
+        if index is None:
+            index = self.index_of[id(tensor)] = len(self.operands)
             self.operands.append(tensor)
-        return (torch.Tensor, place)
+        return (torch.Tensor, index)
 
     def structure(self, value: Any, numbers: list[str] | None = None) -> Any:
         """Return the argument with `Operand`s in place of tensors, and with `RunNumber`s in place
         of floats if ``numbers`` is a list, to which it adds their names."""
         if isinstance(value, torch.Tensor):
-            return Operand(self.places[id(value)])
+            return Operand(self.index_of[id(value)])
         if isinstance(value, (list, tuple)):
             return type(value)(self.structure(v) for v in value)
         if numbers is not None and type(value) is float:
@@ -168,8 +169,8 @@ class PlannedOp:
 def plan_op(op: OneOp) -> PlannedOp:
     """Plan an op. Raises PlanningError, or torch's own error if the op does not take these
     operands."""
-    built = _build(op)
-    flow = dataflow(built.graph)
+    built_op = _build_graph(op)
+    flow = dataflow(built_op.graph)
     wanted: dict[int, Mapping[str, Placement]] = {}
     if op.pinned is not None:
         wanted = {int(o.of): op.pinned for o in flow.outputs}
@@ -185,38 +186,39 @@ def plan_op(op: OneOp) -> PlannedOp:
         flow = replace(flow, outputs=tuple(outputs))
         planned = _plan(op, flow, wanted)
     specs = {int(o.of): _restated_as_pinned(op, o.spec) for o in planned.outputs}
-    num_results = len(built.graph.outputs)
-    places = {name: i for i, name in enumerate(built.inputs) if name is not None}
+    num_results = len(built_op.graph.outputs)
+    index_of_input = {name: i for i, name in enumerate(built_op.inputs) if name is not None}
     results = iter(range(num_results))
     slots = [slots_of(s.op.call) for s in planned.steps if s.op is not None]
     return PlannedOp(
         plan=planned,
         results=tuple(
             None if strides is None else layout_of(specs[next(results)], strides)
-            for strides in built.strides
+            for strides in built_op.strides
         ),
-        structure=built.structure,
-        inputs=built.inputs,
-        constants=built.constants,
+        structure=built_op.structure,
+        inputs=built_op.inputs,
+        constants=built_op.constants,
         numbers=frozenset(name for names in slots for name in names),
-        folded=_has_folded_number(flow, planned, built.slots),
-        moves=moves_of(planned, places, op.labels),
+        folded=_has_folded_number(flow, planned, built_op.slots),
+        moves=moves_of(planned, index_of_input, op.labels),
         reduced=tuple(
-            Reduced(num_results + i, places[name], specs[num_results + i])
+            Reduced(num_results + i, index_of_input[name], specs[num_results + i])
             for i, (name, _) in enumerate(extra)
         ),
     )
 
 
 def _plan(op: OneOp, flow: Dataflow, results: Mapping[int, Mapping[str, Placement]]) -> Plan:
-    places = {f"operand {i}": layout.spec for i, (layout, _) in enumerate(op.operands)}
+    """Plan the op's dataflow with the operands' present specs. ``results``: pins by index."""
+    specs = {f"operand {i}": layout.spec for i, (layout, _) in enumerate(op.operands)}
     return plan(
         Request(
             name="view" if op.target is None else op_name(op.target),
             flow=flow,
             mesh=op.mesh,
             pins={},
-            held={i.name: places[i.label] for i in flow.inputs if i.label in places},
+            held={i.name: specs[i.label] for i in flow.inputs if i.label in specs},
             results=results,
             split_results=True,
             pending_results=True,
@@ -286,6 +288,7 @@ class OpGraph:
     def read(
         self, name: str, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
     ) -> fx.Node:
+        """Add a placeholder that stands for a tensor with this shape, strides and dtype."""
         node = self.graph.placeholder(name)
         node.meta["val"] = fake(shape, strides, dtype)
         return node
@@ -311,7 +314,7 @@ def _fake_values(value: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Built:
+class _BuiltOp:
     """An op's graph, and the fields of `PlannedOp` that are known before planning. ``strides``: of
     each result; ``slots``: the names of the call's run numbers."""
 
@@ -323,7 +326,7 @@ class _Built:
     slots: frozenset[str]
 
 
-def _build(op: OneOp) -> _Built:
+def _build_graph(op: OneOp) -> _BuiltOp:
     """Build the graph of an op, with the views of its operands, and simplify it."""
     op_graph = OpGraph()
     roots = [  # with "_", because "self" is not a valid argument name
@@ -356,7 +359,7 @@ def _build(op: OneOp) -> _Built:
         for i, node in enumerate(graph.find_nodes(op="placeholder"))
     )
     values = (*op.args, *op.kwargs.values())
-    return _Built(
+    return _BuiltOp(
         graph=Graph(
             fx=graph,
             inputs=arguments,

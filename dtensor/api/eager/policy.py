@@ -42,7 +42,7 @@ class implicit_redistribution:
             raise PlanningError(
                 f'implicit_redistribution({policy!r}): it is "allow", "warn" or "error"'
             )
-        self._before: Policy = _state.policy
+        self._previous_policy: Policy = _state.policy
         _state.policy = policy
 
     def __enter__(self) -> None:
@@ -54,7 +54,7 @@ class implicit_redistribution:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        _state.policy = self._before
+        _state.policy = self._previous_policy
 
 
 @dataclass(slots=True)
@@ -86,20 +86,21 @@ def check_sent(op: str, sent: Sequence[str], kind: str) -> None:
             pass
         case "warn":
             source = source_here()
-            place = (source.file, source.line) if source is not None else ("", 0)
-            if place not in _state.warned:
-                _state.warned.add(place)
-                message = f"implicit redistribution in {_text(op, sent, kind, source)}"
-                warnings.warn_explicit(message, UserWarning, *place)
+            file_and_line = (source.file, source.line) if source is not None else ("", 0)
+            if file_and_line not in _state.warned:
+                _state.warned.add(file_and_line)
+                message = f"implicit redistribution in {_message(op, sent, kind, source)}"
+                warnings.warn_explicit(message, UserWarning, *file_and_line)
         case "error":
             raise PlanningError(
-                f"{_text(op, sent, kind, source_here())}".replace(
+                f"{_message(op, sent, kind, source_here())}".replace(
                     op, f"{op} would redistribute implicitly", 1
                 )
             )
 
 
-def _text(op: str, sent: Sequence[str], kind: str, source: Source | None) -> str:
+def _message(op: str, sent: Sequence[str], kind: str, source: Source | None) -> str:
+    """Return the text of a warning or error: the op, its transfers, the user's line and a fix."""
     lines = [op, *(f"  {line}" for line in sent)]
     if source is not None:
         lines.append(f"  {source}: {source.text}")
@@ -111,7 +112,7 @@ def _text(op: str, sent: Sequence[str], kind: str, source: Source | None) -> str
 
 
 RECORDINGS: list[list[PlannedCollective]] = []
-"""Open recordings: each op on DTensors adds its collectives to each of these lists."""
+"""The lists of running `eager_collectives`: each op on DTensors adds its collectives to each."""
 
 
 @contextmanager
@@ -141,22 +142,22 @@ _REARRANGING = ("aten.reshape.default", "aten.permute.default", "aten.expand.def
 
 
 def moves_of(
-    planned: Plan, places: Mapping[str, int], operands: Sequence[str]
+    planned: Plan, index_of_input: Mapping[str, int], operands: Sequence[str]
 ) -> tuple[tuple[str, Move], ...]:
     """Return the transfers of an op's plan, each with a label: the moved operand's name in torch's
-    schema, or the op whose result is moved. ``places``: the index in ``operands``, the names, of
-    each input of the plan."""
-    labels = {name: operands[index] for name, index in places.items()}
-    sent: list[tuple[str, Move]] = []
+    schema, or the op whose result is moved. ``index_of_input``: for each input of the plan, its
+    index in ``operands``, the names."""
+    labels = {name: operands[index] for name, index in index_of_input.items()}
+    labeled_moves: list[tuple[str, Move]] = []
     for step in planned.steps:
         for operand, result, move in zip(step.reads, step.gives, step.moves):
             label = labels[result] = labels.get(operand, operand)
             if step.sends:
-                sent.append((label, move))
+                labeled_moves.append((label, move))
         if step.op is not None:
             name = step.op.call.name
             view = name in _REARRANGING and len(step.reads) == 1
             source = labels.get(step.reads[0]) if view else None
             label_of_result = source or f"the result of {name.removeprefix('aten.').split('.')[0]}"
             labels.update(dict.fromkeys(step.gives, label_of_result))
-    return tuple(sent)
+    return tuple(labeled_moves)

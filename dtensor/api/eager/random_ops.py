@@ -42,9 +42,9 @@ def draw(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     metas = tuple((tuple(t.shape), t.stride(), t.dtype) for t in call.operands)
     key = (target, shape, tuple(kwargs), metas)
     if key not in _rewritten:
-        given = tuple(call.structure(a) for a in args)
-        named = {k: call.structure(v) for k, v in kwargs.items()}
-        _rewritten[key] = _rewrite(target, given, named, metas)
+        structured_args = tuple(call.structure(a) for a in args)
+        structured_kwargs = {k: call.structure(v) for k, v in kwargs.items()}
+        _rewritten[key] = _rewrite(target, structured_args, structured_kwargs, metas)
     graph = _rewritten[key]
     if graph is None:
         return None

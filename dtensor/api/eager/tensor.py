@@ -122,9 +122,9 @@ class DTensor(CellTensor):
         """
         spec = self.spec
         check_placements(self.mesh, placements)
-        held = restated(spec)
-        wanted = {**held, **placements}
-        if set(placements) >= set(held):  # the user's order says which axis is major
+        present = restated(spec)
+        wanted = {**present, **placements}
+        if set(placements) >= set(present):  # the user's order says which axis is major
             wanted = dict(placements)
         meta = Meta(spec.shape, spec.dtype)
         check_fit("the tensor", meta, wanted, "redistribute", self.mesh)
@@ -141,6 +141,7 @@ class DTensor(CellTensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        """Run a torch function, after fetching lazy parameters among its arguments."""
         if any(issubclass(kind, LazyTensor) for kind in types):
             fault_in((args, kwargs))
         return torch_function(func, args, kwargs or {})
@@ -153,6 +154,7 @@ class DTensor(CellTensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        """Run an ATen op below autograd, as a planned program on the ranks."""
         return _as_tensors(dispatch(func, args, kwargs or {}))
 
     @property
@@ -191,6 +193,7 @@ class DTensor(CellTensor):
         return format(self.item() if is_number else str(self), spec)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        """Return a leaf in a new cell with the same value. Tensors that share a cell still do."""
         if not self.is_leaf:
             raise RuntimeError("only a leaf is deep-copied: this DTensor has history; x.detach()")
         if id(self) in memo:
@@ -260,7 +263,7 @@ class _Redistribute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: DTensor, target: TensorSpec) -> DTensor:  # type: ignore[override]
         before = x.spec
-        ctx.back = like_spec(before)
+        ctx.gradient_spec = like_spec(before)
         if before == target:
             value = x.value()
             return DTensor.of(Cell(value.session, contiguous_layout(value.stored.spec), value))
@@ -269,7 +272,7 @@ class _Redistribute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None]:  # type: ignore[override]
-        return _Redistribute.apply(grad, ctx.back), None
+        return _Redistribute.apply(grad, ctx.gradient_spec), None
 
 
 class _FullTensor(torch.autograd.Function):
@@ -277,13 +280,13 @@ class _FullTensor(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: DTensor) -> torch.Tensor:  # type: ignore[override]
-        ctx.back = like_spec(x.spec)
+        ctx.gradient_spec = like_spec(x.spec)
         ctx.session = x.session
         return x.full_value()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> DTensor:  # type: ignore[override]
-        return _Placed.apply(grad, ctx.back, ctx.session)
+        return _Placed.apply(grad, ctx.gradient_spec, ctx.session)
 
 
 class _Placed(torch.autograd.Function):

@@ -98,9 +98,9 @@ def functional_form(target: Any) -> Any:
     aten.add.out; None if torch has none."""
     space, name = target._schema.name.split("::")
     twin = name if name.endswith("__") else name.removesuffix("_")
-    taken = [(a.name, a.type) for a in target._schema.arguments if not a.is_out]
+    parameters = [(a.name, a.type) for a in target._schema.arguments if not a.is_out]
     for schema in jit_get_schemas_for_operator(f"{space}::{twin}"):
-        if not schema.is_mutable and [(a.name, a.type) for a in schema.arguments] == taken:
+        if not schema.is_mutable and [(a.name, a.type) for a in schema.arguments] == parameters:
             packet = getattr(getattr(torch.ops, space), twin)
             return getattr(packet, schema.overload_name or "default")
     return None
@@ -147,10 +147,12 @@ def _write_through(
             return call(aten.slice_scatter.default, base, new, *step.args)
         case aten.select.int if is_split:  # select_scatter would need the dim unsplit
             dim, index = step.args[0] % len(shape), step.args[1] % shape[step.args[0]]
-            place = call(aten.arange.default, shape[dim], device=CPU)
-            ones = [-1 if d == dim else 1 for d in range(len(shape))]
-            here = call(aten.view.default, call(aten.eq.Scalar, place, index), ones)
-            return call(aten.where.self, here, call(aten.unsqueeze.default, new, dim), base)
+            positions = call(aten.arange.default, shape[dim], device=CPU)
+            view_shape = [-1 if d == dim else 1 for d in range(len(shape))]
+            is_selected = call(
+                aten.view.default, call(aten.eq.Scalar, positions, index), view_shape
+            )
+            return call(aten.where.self, is_selected, call(aten.unsqueeze.default, new, dim), base)
         case aten.select.int:
             return call(aten.select_scatter.default, base, new, *step.args)
         case aten.diagonal.default:

@@ -86,9 +86,11 @@ class DisaggregatedPrefill:
         other: ParallelModule,
         topology: Topology | None = None,
     ) -> None:
+        """Make the caches and programs of the prefill mesh. Raises PlanningError if the two models
+        do not fit together."""
         _check_other(model, other)
         prefill_forward = forward_of(other.module, length)
-        _check_same(forward, prefill_forward, other)
+        _check_same_caches(forward, prefill_forward, other)
         self.model: ParallelModule = model
         self.caches: ParallelModule = caches
         self.other: ParallelModule = other
@@ -106,7 +108,7 @@ class DisaggregatedPrefill:
         self._decode = decode_program(prefill_forward, other.mesh, over, topology)  # never run
         self._prefill = prefill_program(prefill_forward, other.mesh, over, topology)
         self._topology: Topology | None = topology
-        self._settled = False
+        self._caches_settled = False
         self._no_live = torch.zeros(self.rows, 2, dtype=torch.int64)  # that mesh decodes nothing
         self._prefill_session: MeshSession | None = None
         self._decode_session: MeshSession | None = None
@@ -151,7 +153,7 @@ class DisaggregatedPrefill:
     @property
     def requests(self) -> list[TextRequest]:
         """Requests on the prefill mesh that have no slot yet and have not ended."""
-        return [at.request for at in self._prefilled if not at.request.done]
+        return [entry.request for entry in self._prefilled if not entry.request.done]
 
     def enter(self) -> None:
         """Start over in the running launch."""
@@ -173,9 +175,9 @@ class DisaggregatedPrefill:
         """Drop all requests."""
         if self._prefill_session is not None and not self._prefill_session.closed:
             self._prefill_session.model_home(self.prefill_caches).unsaved = False
-        for at in self._prefilled:
-            if not at.request.done:
-                at.request.reason = "dropped"
+        for entry in self._prefilled:
+            if not entry.request.done:
+                entry.request.reason = "dropped"
         self._prefilled.clear()
         self._sent.clear()
         self._free = deque(range(self.rows))
@@ -191,7 +193,7 @@ class DisaggregatedPrefill:
         requests. ``live``: int64[rows, 2] on the decoding mesh, whose rows of these slots are
         written in place."""
         self._sent = {request: run for request, run in self._sent.items() if not request.done}
-        if not self._settled:
+        if not self._caches_settled:
             with CALL_LOCK, evaluating(self.other.module):
                 self._settle()
         while self._assign_slots(seats, live) and waiting and self._free:
@@ -233,46 +235,46 @@ class DisaggregatedPrefill:
             last.first = int(last.token.full_tensor())
             last.request.add_token(last.first, float(last.logprob.full_tensor()))
         while self._prefilled:
-            at = self._prefilled[0]
-            if not at.request.done:
+            entry = self._prefilled[0]
+            if not entry.request.done:
                 if None not in seats:
                     break
                 slot = seats.index(None)
-                self._send(at, slot, live)
-                seats[slot] = at.request
+                self._send(entry, slot, live)
+                seats[slot] = entry.request
             self._free.append(self._prefilled.popleft().row)
         return True
 
     def _settle(self) -> None:
         """Settle the caches' placements by a decode on the prefill mesh, so that the prefill
         program is the same as that of a generator there."""
-        if not self._settled:
+        if not self._caches_settled:
             plan = self._decode.plan(self.other, self.prefill_caches, self._no_live)
             settle_caches(self.prefill_caches, plan)
-            self._settled = True
+            self._caches_settled = True
 
     # -- transfers --------------------------------------------------------------------------------
 
-    def _send(self, at: _Prefilled, slot: int, live: DTensor) -> None:
+    def _send(self, entry: _Prefilled, slot: int, live: DTensor) -> None:
         """Send a prefilled row, its token and its options to a slot of the decoding mesh."""
         prefill, decode = self._prefill_session, self._decode_session
-        assert prefill is not None and decode is not None and at.first is not None
-        request, length, how = at.request, len(at.request.prompt), at.request.sampling
-        fed: dict[str, object] = {
-            "now": torch.tensor([[at.first, length]]),
-            "request": torch.tensor([[request.seed, how.top_k]]),
-            "knobs": torch.tensor([[how.temperature, how.top_p]], dtype=torch.float32),
+        assert prefill is not None and decode is not None and entry.first is not None
+        request, length, sampling = entry.request, len(entry.request.prompt), entry.request.sampling
+        feed: dict[str, object] = {
+            "now": torch.tensor([[entry.first, length]]),
+            "request": torch.tensor([[request.seed, sampling.top_k]]),
+            "knobs": torch.tensor([[sampling.temperature, sampling.top_p]], dtype=torch.float32),
         }
         with CALL_LOCK:
             model_home = decode.model_home(self.caches)
             model_home.settle()
             decode.hold(self.caches, current_homes(self.caches, decode.ranks, model_home))
             make_shards_private([live], (0,))
-            fed["live"] = Stored(name_on_ranks(decode, live.name))
-            program = self._program(length, at.row, slot)
+            feed["live"] = Stored(name_on_ranks(decode, live.name))
+            program = self._program(length, entry.row, slot)
             handle = program.handle
-            fed[FROM], fed[TO] = at.row % self._rows_per_rank[0], slot % self._rows_per_rank[1]
-            inputs_by_rank = [{name: fed[name] for name in r.inputs} for r in handle.program.ranks]
+            feed[FROM], feed[TO] = entry.row % self._rows_per_rank[0], slot % self._rows_per_rank[1]
+            inputs_by_rank = [{name: feed[name] for name in r.inputs} for r in handle.program.ranks]
             run = program.cluster.run(handle, inputs_by_rank, mode=decode.mode)
             program.last_run = ref(run)
             labels = frozenset(label for label, _ in self.caches.module.named_buffers())
@@ -285,6 +287,7 @@ class DisaggregatedPrefill:
             self._sent[request] = run
 
     def _check_run(self, run: Future) -> None:
+        """Wait for a transfer. Raises its failure."""
         assert self._decode_session is not None
         try:
             run.check()
@@ -343,6 +346,7 @@ class DisaggregatedPrefill:
     def _homes(
         self, prefill: MeshSession, decode: MeshSession
     ) -> tuple[Mapping[str, StoredTensor], Mapping[str, StoredTensor]]:
+        """Return the homes of the prefill caches and of the decoding caches, by label."""
         prefill_home = prefill.model_homes.get(id(self.prefill_caches))
         decode_home = decode.model_homes.get(id(self.caches))
         source = current_homes(self.prefill_caches, prefill.ranks, prefill_home)
@@ -398,16 +402,16 @@ def _has_ended(x: DTensor) -> bool:
 # -- checks ----------------------------------------------------------------------------------------
 
 
-def check_length(length: object, slot: object, most: int, slots: int) -> None:
-    """Raises PlanningError for invalid arguments of `Generator.transfer_plan`. ``most``: the
+def check_length(length: object, slot: object, max_length: int, slots: int) -> None:
+    """Raises PlanningError for invalid arguments of `Generator.transfer_plan`. ``max_length``: the
     longest prompt."""
     check_number("t", length, least=1, whole=True, fix="gen.transfer_plan(13)")
     check_number("slot", slot, least=0, whole=True, fix="gen.transfer_plan(13, slot=0)")
     assert isinstance(length, int) and isinstance(slot, int)
-    if length > most or slot >= slots:
+    if length > max_length or slot >= slots:
         raise PlanningError(
-            f"t={length}, slot={slot}: a prompt has at most {most} tokens here, and the slots are "
-            f"0 to {slots - 1}.\nfix: gen.transfer_plan({min(length, most)})"
+            f"t={length}, slot={slot}: a prompt has at most {max_length} tokens here, and the "
+            f"slots are 0 to {slots - 1}.\nfix: gen.transfer_plan({min(length, max_length)})"
         )
 
 
@@ -447,7 +451,7 @@ def _check_other(model: ParallelModule, other: object) -> None:
         )
 
 
-def _check_same(forward: Forward, prefill_forward: Forward, other: ParallelModule) -> None:
+def _check_same_caches(forward: Forward, prefill_forward: Forward, other: ParallelModule) -> None:
     """Raises PlanningError if the two models have different layers or vocabularies."""
     decode, prefill = (
         {"vocabulary": f.vocabulary, **{f"layer {n}": shape for n, shape in f.layers.items()}}

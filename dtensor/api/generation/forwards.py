@@ -70,10 +70,10 @@ def forward_of(module: nn.Module, length: int) -> Forward:
         return _huggingface(module, length)
     parameters = inspect.signature(type(module).forward).parameters
     if not {"cache", "pos"} <= set(parameters):
-        taken = ", ".join(list(parameters)[1:])
+        parameter_names = ", ".join(list(parameters)[1:])
         raise PlanningError(
-            f"{type(module).__name__} is no model of transformers, and its forward({taken}) takes "
-            f"no cache and pos.\n"
+            f"{type(module).__name__} is no model of transformers, and its "
+            f"forward({parameter_names}) takes no cache and pos.\n"
             f"fix: write {PROTOCOL}"
         )
     probe = _probe(module, _call_protocol)
@@ -126,6 +126,8 @@ class HuggingFaceForward:
     eos: tuple[int, ...] = ()
 
     def __call__(self, model: nn.Module, tokens: Tensor, cache: Cache, last: Tensor) -> Tensor:
+        """Return the logits [b v] at each row's last position, computing only these where the model
+        can."""
         if self.one_row and tokens.shape[1] > 1:
             # of each row, the logits at the last positions of all rows
             logits = self.run(model, tokens, cache, logits_to_keep=last)
@@ -210,8 +212,8 @@ def _windows(
     from transformers.cache_utils import get_layer_types_and_kwargs
 
     kinds, stated = get_layer_types_and_kwargs(module.config.get_text_config(decoder=True))
-    known = {"full_attention", "sliding_attention"}
-    if other := sorted(set(kinds) - known):
+    supported_kinds = {"full_attention", "sliding_attention"}
+    if other := sorted(set(kinds) - supported_kinds):
         why = f"its cache has layers of {', '.join(other)}, which is more than keys and values"
         raise error_for(why, "a model whose layers are full_attention or sliding_attention")
     windows = {s["sliding_window"] for s in stated if s.get("sliding_window")}
@@ -220,7 +222,7 @@ def _windows(
     if len(windows) > 1:
         raise error_for(f"its layers have windows of {sorted(windows)}", f"length={min(windows)}")
     window = windows.pop()
-    if set(kinds) == known:
+    if set(kinds) == supported_kinds:
         return len(kinds), {"full_attention": None, "sliding_attention": window}
     return len(kinds), {"": window}
 
@@ -232,20 +234,20 @@ def _check_positions(
     embedding depends on the longest text of a batch."""
     values = config.to_dict()
     for key in ("max_position_embeddings", "n_positions"):
-        most = values.get(key)
-        if isinstance(most, int) and 0 < most < length:
+        limit = values.get(key)
+        if isinstance(limit, int) and 0 < limit < length:
             raise error_for(
-                f"length={length} is more than its {key}, {most}", f"length={most}, or less"
+                f"length={length} is more than its {key}, {limit}", f"length={limit}, or less"
             )
     rope = values.get("rope_parameters") or {}
     default = values.get("max_position_embeddings")
     for options in (rope, *(v for v in rope.values() if isinstance(v, dict))):
-        first = options.get("original_max_position_embeddings") or default
+        original = options.get("original_max_position_embeddings") or default
         kind = options.get("rope_type")
-        if kind == "dynamic" or (kind == "longrope" and first and length > first):
+        if kind == "dynamic" or (kind == "longrope" and original and length > original):
             raise error_for(
                 f"its rotary embedding ({kind}) changes for all slots with the longest of them",
-                f"length={first}, or less" if kind == "longrope" else "another rope_type",
+                f"length={original}, or less" if kind == "longrope" else "another rope_type",
             )
 
 

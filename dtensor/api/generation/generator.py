@@ -78,8 +78,8 @@ vectors if the model's widths are multiples of 4."""
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A run in flight. ``requests``: those that get a token from it, with their rows;
-    ``is_decode``: its results have an entry for each row; those of a prefill, for each request."""
+    """A run in flight. ``requests``: the requests that get a token from it, with their rows;
+    ``is_decode``: the results have an entry for each row, otherwise one for each request."""
 
     requests: tuple[tuple[int, TextRequest], ...]
     token: DTensor
@@ -107,7 +107,7 @@ class Generator:
         model.look()
         forward = forward_of(model.module, length)
         self.model = model
-        self._made_for = forward, model.seen.number
+        self._forward_and_contents = forward, model.seen.number
         self.slots: int = slots
         self.length: int = length
         self.buckets: tuple[int, ...] = tuple(buckets)
@@ -133,7 +133,7 @@ class Generator:
                 model, self.caches, forward, length, prefill, topology
             )
         self._switches = self._count_switches()
-        self._settled = False
+        self._caches_settled = False
         self._shares_graphs = False  # with generators on other meshes: then heads are not copied
         self._lock = RLock()  # taken before CALL_LOCK
         self._request_counter = Counter("generate")  # counts requests without a stated seed
@@ -191,12 +191,12 @@ class Generator:
         self._shares_graphs = True
         for key, program in programs.items():
             program.graph = graphs.get(key)
-        both = self.plan("decode"), self.plan("prefill", bucket)
+        decode_and_prefill = self.plan("decode"), self.plan("prefill", bucket)
         for key, program in programs.items():
             if program.plans.latest is not None:
                 graphs[key] = program.plans.latest.graph
             program.graph = None
-        return both
+        return decode_and_prefill
 
     def transfer_plan(
         self, t: int, slot: int = 0, *, ranks: Mapping[Mesh, Sequence[int]] | None = None
@@ -237,7 +237,7 @@ class Generator:
                 f"length={self.length})"
             )
         self.model.look()
-        forward, number = self._made_for
+        forward, number = self._forward_and_contents
         if number != self.model.seen.number:
             if forward_of(self.model.module, self.length) != forward:
                 raise PlanningError(
@@ -246,21 +246,21 @@ class Generator:
                     f"fix: make a new one: dt.generator(model, slots={self.slots}, "
                     f"length={self.length})"
                 )
-            self._made_for = forward, self.model.seen.number
+            self._forward_and_contents = forward, self.model.seen.number
 
     def _settle(self) -> None:
         """Settle the placements of the caches by the plan of decode. If ranks need copies of heads,
         make the caches again with these copies first."""
-        if not self._settled:
+        if not self._caches_settled:
             live = live_spec(self.model, self.rows, self.rows_over)
             plan = self._decode.plan(self.model, self.caches, live)
             copies = copies_of_heads(plan) if self._disaggregated is None else {}
             if copies and not self._shares_graphs:
-                sizes, (forward, _) = (self.rows, self.length), self._made_for
+                sizes, (forward, _) = (self.rows, self.length), self._forward_and_contents
                 self.caches = caches_of(self.model, forward, *sizes, self.rows_over, copies)
                 plan = self._decode.plan(self.model, self.caches, live)
             settle_caches(self.caches, plan)
-            self._settled = True
+            self._caches_settled = True
 
     # -- all at once ------------------------------------------------------------------------------
 
@@ -288,9 +288,11 @@ class Generator:
         remaining requests."""
         events: list[Event] = []
         requests = self._requests(prompts, max_new_tokens, options, events)
-        return self._streamed(requests, events)
+        return self._events_of(requests, events)
 
-    def _streamed(self, requests: list[TextRequest], events: list[Event]) -> Iterator[Event]:
+    def _events_of(self, requests: list[TextRequest], events: list[Event]) -> Iterator[Event]:
+        """Generate the requests, and yield their events. Cancels requests that are left at the
+        end."""
         self._waiting.extend(requests)
         try:
             while events or not all(request.done for request in requests):
@@ -304,6 +306,7 @@ class Generator:
                 self.cancel(request)
 
     def _run_all(self, requests: list[TextRequest]) -> None:
+        """Generate until all requests have ended. On an error, cancel the remaining requests."""
         self._waiting.extend(requests)
         try:
             while not all(request.done for request in requests):
@@ -375,17 +378,17 @@ class Generator:
                 self.sampling, **{n: values[number] for n, values in columns.items()}
             )
             seed = self._seed(seeds[number], 0 if isinstance(stated, (list, tuple)) else number)
-            most = self._max_new_tokens(prompt, limits[number])
-            requests.append(TextRequest(number, prompt, most, sampling, seed, eos, events))
+            max_tokens = self._max_new_tokens(prompt, limits[number])
+            requests.append(TextRequest(number, prompt, max_tokens, sampling, seed, eos, events))
         return requests
 
-    def _seed(self, seed: object, place: int) -> int:
+    def _seed(self, seed: object, position: int) -> int:
         """Return the key of a request's random numbers, for its stated seed and position, or for
         the next number of the process if ``seed`` is None."""
         if seed is None:
             return key_of(initial_seed(), "generate", "next", str(self._request_counter.advance()))
         check_number("seed", seed, least=0, whole=True, fix="seed=7")
-        return key_of(int(seed), "generate", str(place))  # type: ignore[call-overload]
+        return key_of(int(seed), "generate", str(position))  # type: ignore[call-overload]
 
     def _max_new_tokens(self, prompt: tuple[int, ...], limit: object) -> int:
         """Return the largest number of new tokens of a request. Raises PlanningError if the request
@@ -399,19 +402,19 @@ class Generator:
                 f"fix: a prompt of at most {largest}, or dt.generator(model, slots={self.slots}, "
                 f"length={2 * num})"
             )
-        room = self.length - num
+        num_free = self.length - num
         if limit is None:
-            return room
+            return num_free
         check_number("max_new_tokens", limit, least=1, whole=True, fix="max_new_tokens=64")
-        most = int(limit)  # type: ignore[call-overload]
-        if most > room:
+        max_tokens = int(limit)  # type: ignore[call-overload]
+        if max_tokens > num_free:
             raise PlanningError(
-                f"a prompt of {num} tokens and {most} new ones do not fit in a slot of "
+                f"a prompt of {num} tokens and {max_tokens} new ones do not fit in a slot of "
                 f"{self.length} positions.\n"
-                f"fix: max_new_tokens={room}, or dt.generator(model, slots={self.slots}, "
-                f"length={num + most})"
+                f"fix: max_new_tokens={num_free}, or dt.generator(model, slots={self.slots}, "
+                f"length={num + max_tokens})"
             )
-        return most
+        return max_tokens
 
     # -- runs -------------------------------------------------------------------------------------
 
@@ -428,10 +431,10 @@ class Generator:
             self._check_placed()
             try:
                 with CALL_LOCK:
-                    self._enter()
+                    self._use_session()
                 self._advance_once()
             except BaseException:
-                self._clear()
+                self._drop_requests()
                 raise
 
     def _advance_once(self) -> None:
@@ -442,7 +445,7 @@ class Generator:
             with CALL_LOCK:
                 self._restart_requests()
         try:
-            if not self._settled:
+            if not self._caches_settled:
                 with CALL_LOCK, evaluating(self.model.module):
                     self._settle()
             has_prefilled = self._admit()
@@ -465,11 +468,11 @@ class Generator:
         in_flight = [request for run in self._in_flight for _, request in run.requests]
         prefilled = [] if self._disaggregated is None else self._disaggregated.requests
         seated = [request for request in self._seats if request is not None]
-        begun = [r for r in dict.fromkeys((*in_flight, *seated, *prefilled)) if not r.done]
+        unfinished = [r for r in dict.fromkeys((*in_flight, *seated, *prefilled)) if not r.done]
         self._in_flight.clear()
         self._seats = [None] * self.slots
-        self._waiting.extendleft(reversed(begun))
-        for request in begun:
+        self._waiting.extendleft(reversed(unfinished))
+        for request in unfinished:
             request.restart(self.model.version)
         if self._disaggregated is not None:
             self._disaggregated.restart()
@@ -482,12 +485,12 @@ class Generator:
             assert self._live is not None
             self._disaggregated.admit(self._waiting, self._seats, self._live, self._arguments)
             return bool(self._disaggregated.requests)
-        entering: dict[int, list[tuple[int, TextRequest]]] = {}
+        requests_by_bucket: dict[int, list[tuple[int, TextRequest]]] = {}
         for row in range(self.slots):
             if self._waiting and self._seats[row] is None:
                 request = self._seats[row] = self._waiting.popleft()
-                entering.setdefault(self._bucket(request), []).append((row, request))
-        for group in entering.values():
+                requests_by_bucket.setdefault(self._bucket(request), []).append((row, request))
+        for group in requests_by_bucket.values():
             for first in range(0, len(group), self.prefill_batch):
                 batch = group[first : first + self.prefill_batch]
                 arguments = self._batched([self._arguments(r, row) for row, r in batch])
@@ -495,7 +498,7 @@ class Generator:
                     outputs = self._prefill(self.model, self.caches, self._live, *arguments)
                     self._record_run(tuple(batch), outputs, is_decode=False)
                 self._read(self.ahead)
-        return bool(entering)
+        return bool(requests_by_bucket)
 
     def _bucket(self, request: TextRequest) -> int:
         return next(size for size in self.buckets if size >= len(request.prompt))
@@ -533,7 +536,7 @@ class Generator:
         self._in_flight.append(_Run(requests, outputs["token"], outputs["logprob"], is_decode))
         for row, request in requests:
             request.versions.append(self.model.version)
-            if len(request.versions) == request.most:
+            if len(request.versions) == request.max_new_tokens:
                 self._seats[row] = None
 
     def _read(self, ahead: int) -> None:
@@ -552,36 +555,36 @@ class Generator:
                 return  # the result may depend on lost values
             self._in_flight.popleft()
             for number, (row, request) in enumerate(run.requests):
-                at = row if run.is_decode else number
-                request.add_token(tokens[at], logprobs[at])
+                index = row if run.is_decode else number
+                request.add_token(tokens[index], logprobs[index])
                 if request.done and self._seats[row] is request:
                     self._seats[row] = None
 
-    def _enter(self) -> None:
-        """Use the mesh's session. In a new session, the caches are zeros again, and RuntimeError is
-        raised if requests were in flight."""
+    def _use_session(self) -> None:
+        """Use the present session of the mesh. In a new session, make the caches zeros again.
+        Raises RuntimeError if requests were in flight in the old session."""
         if self._disaggregated is not None:
             self._disaggregated.check_launched()
         session = session_for(self.model.mesh)
         if session is self._session and not session.closed:
             return
-        begun = {id(r) for run in self._in_flight for _, r in run.requests if not r.done}
-        begun |= {id(r) for r in self._seats if r is not None}
+        unfinished = {id(r) for run in self._in_flight for _, r in run.requests if not r.done}
+        unfinished |= {id(r) for r in self._seats if r is not None}
         if self._disaggregated is not None:
-            begun |= {id(r) for r in self._disaggregated.requests}
+            unfinished |= {id(r) for r in self._disaggregated.requests}
             self._disaggregated.enter()
         self._session = session
         self._recovered = session.cluster.recovered
         self.caches.initial.holders.clear()  # the old caches ended with their launch
         spec = live_spec(self.model, self.rows, self.rows_over)
         self._live = put_shards(torch.zeros(spec.shape, dtype=spec.dtype), spec, session)
-        if begun:
+        if unfinished:
             raise RuntimeError(
-                f"the launch in which {len(begun)} requests were in flight has ended, and their "
-                f"caches with it.\nfix: submit them again"
+                f"the launch in which {len(unfinished)} requests were in flight has ended, and "
+                f"their caches with it.\nfix: submit them again"
             )
 
-    def _clear(self) -> None:
+    def _drop_requests(self) -> None:
         """After a failure, drop all requests and runs."""
         in_flight = [request for run in self._in_flight for _, request in run.requests]
         for request in (*self._waiting, *self._seats, *in_flight):
@@ -640,7 +643,7 @@ def generator(
     check_number("slots", slots, least=1, whole=True, fix=fix)
     check_number("length", length, least=2, whole=True, fix=fix)
     check_number("ahead", ahead, least=0, whole=True, fix="ahead=2")
-    how = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
     check_number("prefill_batch", prefill_batch, least=1, whole=True, fix="prefill_batch=4")
     if prefill_batch > slots:
         raise PlanningError(
@@ -653,7 +656,9 @@ def generator(
             f"alone.\nfix: leave prefill_batch out"
         )
     sizes = _buckets(buckets, length)
-    return Generator(model, slots, length, sizes, how, eos, ahead, prefill, prefill_batch, topology)
+    return Generator(
+        model, slots, length, sizes, sampling, eos, ahead, prefill, prefill_batch, topology
+    )
 
 
 def _buckets(buckets: object, length: int) -> tuple[int, ...]:
@@ -682,6 +687,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
 
 
 def _check_complete(requests: Sequence[TextRequest]) -> None:
+    """Raise RuntimeError if a request was dropped before its last token."""
     dropped = [request.number for request in requests if request.reason == "dropped"]
     if dropped:
         raise RuntimeError(
@@ -691,11 +697,11 @@ def _check_complete(requests: Sequence[TextRequest]) -> None:
 
 
 def _prefill_arguments(
-    prompt: Sequence[int], row: int, bucket: int, seed: int, how: Sampling
+    prompt: Sequence[int], row: int, bucket: int, seed: int, sampling: Sampling
 ) -> tuple[Tensor, ...]:
     """Return the arguments, after ``live``, of a prefill of one prompt."""
     tokens = torch.zeros(1, bucket, dtype=torch.int64)
     tokens[0, : len(prompt)] = torch.tensor(prompt)
-    where, request = torch.tensor([[row, len(prompt)]]), torch.tensor([[seed, how.top_k]])
-    knobs = torch.tensor([[how.temperature, how.top_p]], dtype=torch.float32)
+    where, request = torch.tensor([[row, len(prompt)]]), torch.tensor([[seed, sampling.top_k]])
+    knobs = torch.tensor([[sampling.temperature, sampling.top_p]], dtype=torch.float32)
     return tokens, where, request, knobs

@@ -55,6 +55,8 @@ class KVSlots(nn.Module):
         length: int,
         copies: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
+        """Register zeros [rows, heads, length, head dim] as k0, v0, ..., and the sampling
+        options."""
         super().__init__()
         self.rows: int = rows
         self.length: int = length
@@ -67,7 +69,7 @@ class KVSlots(nn.Module):
         self.register_buffer("request", torch.zeros(rows, 2, dtype=torch.int64))
         self.register_buffer("knobs", torch.zeros(rows, 2))
 
-    def copied(self, layer: int, new: Tensor) -> Tensor:
+    def copy_heads(self, layer: int, new: Tensor) -> Tensor:
         """Return heads [b, heads, n, dim] with the copies that the layer's cache stores."""
         if layer not in self.copies:
             return new
@@ -82,17 +84,17 @@ class Decoding:
         self.slots = slots
         self.pos: Tensor = pos
         self._masks: dict[int | None, Tensor] = {}
-        self._places: dict[torch.Size, Tensor] = {}
+        self._position_indices: dict[torch.Size, Tensor] = {}
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Write the token's keys and values [rows, heads, 1, dim]. Return those of all positions,
         [rows, heads, length, dim]."""
         updated: list[Tensor] = []
         for name, x in (("k", k), ("v", v)):
-            buffer, new = self.slots.get_buffer(f"{name}{layer}"), self.slots.copied(layer, x)
-            if new.shape not in self._places:
-                self._places[new.shape] = self.pos[:, None, :, None].expand(new.shape)
-            at = self._places[new.shape]
+            buffer, new = self.slots.get_buffer(f"{name}{layer}"), self.slots.copy_heads(layer, x)
+            if new.shape not in self._position_indices:
+                self._position_indices[new.shape] = self.pos[:, None, :, None].expand(new.shape)
+            at = self._position_indices[new.shape]
             written = buffer.scatter_(2, at, new.to(buffer.dtype))
             if layer in self.slots.copies:
                 heads = list(range(x.shape[1]))
@@ -129,7 +131,7 @@ class Prefill:
         """Write the prompts' keys and values [b, heads, num, dim] into their rows. Return them
         unchanged."""
         for name, x in (("k", k), ("v", v)):
-            buffer, new = self.slots.get_buffer(f"{name}{layer}"), self.slots.copied(layer, x)
+            buffer, new = self.slots.get_buffer(f"{name}{layer}"), self.slots.copy_heads(layer, x)
             cut = new if new.shape[2] <= self.slots.length else new[:, :, : self.slots.length]
             padded = F.pad(cut, (0, 0, 0, self.slots.length - cut.shape[2]))
             buffer.index_copy_(0, self.row, padded.to(buffer.dtype))

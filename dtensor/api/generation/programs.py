@@ -50,6 +50,7 @@ def decode_program(
     ``topology``: the hardware by which the planner prices."""
 
     def decode(model: nn.Module, kv_cache: KVSlots, live: Tensor) -> dict[str, Tensor]:
+        """Write the key and value of each slot's last token, and return its next token."""
         cache = Decoding(kv_cache, live[:, 1:])
         at = live[:, 1] + 1
         logits = forward(model, live[:, :1], cache, torch.zeros(1, dtype=torch.int64))
@@ -78,6 +79,7 @@ def prefill_program(
         request: Tensor,
         knobs: Tensor,
     ) -> dict[str, Tensor]:
+        """Write the prompts and their options into their rows, and return their first tokens."""
         row, at = where[:, 0], where[:, 1]
         cache = Prefill(kv_cache, row, tokens.shape[1])
         logits = forward(model, tokens, cache, at - 1)
@@ -159,8 +161,8 @@ def copies_of_heads(decode: Plan) -> dict[int, list[int]]:
         ((shard, num),) = cuts
         heads, groups = queries.shape[1], keys.shape[1]
         used = [
-            sorted({i * groups // heads for start, stop in held for i in range(start, stop)})
-            for held in index_sets(shard, heads, num)
+            sorted({i * groups // heads for start, stop in query_heads for i in range(start, stop)})
+            for query_heads in index_sets(shard, heads, num)
         ]
         kept_heads, _ = copies_for(used)
         if len(kept_heads) < num * groups:

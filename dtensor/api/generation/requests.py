@@ -2,7 +2,7 @@
 
 prompt = prompt_of([5, 3, 9], vocabulary=256)          # (5, 3, 9)
 sampling = Sampling(temperature=0.7, top_k=50)
-request = TextRequest(number=0, prompt=prompt, most=64, sampling=sampling, key=..., eos=...)
+request = TextRequest(number=0, prompt=prompt, max_new_tokens=64, sampling=sampling, ...)
 request.add_token(token, logprob)                      # adds Event(request=0, token=..., ...)
 """
 
@@ -23,9 +23,9 @@ Eos = int | Sequence[int] | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How a token is drawn. ``temperature`` 0: the most likely token; ``top_k`` 0 and ``top_p`` 1:
-    from all tokens. As in transformers, the filters apply in this order: temperature, top_k, then
-    top_p to the remaining tokens."""
+    """How a token is drawn. ``temperature`` 0: the most likely token; ``top_k`` 0 and
+    ``top_p`` 1: from all tokens. As in transformers, the filters apply in this order: temperature,
+    top_k, then top_p to the remaining tokens."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -75,14 +75,13 @@ class TextRequest:
     """One text, which grows. ``reason``: why it has ended, or None; "dropped": by
     `Generator.cancel`, or because a run failed.
 
-    ``most``: the largest number of new tokens; ``seed``: the 63-bit key of its random numbers;
-    ``versions``: the version of the model's weights for each submitted token; ``events``: the list
-    to which its events are added.
+    ``seed``: the 63-bit key of its random numbers; ``versions``: the version of the model's weights
+    for each submitted token; ``events``: the list to which its events are added.
     """
 
     number: int
     prompt: tuple[int, ...]
-    most: int
+    max_new_tokens: int
     sampling: Sampling
     seed: int
     eos: frozenset[int]
@@ -104,18 +103,18 @@ class TextRequest:
         if self.done:
             return
         if self.num_to_repeat:
-            known, self.num_to_repeat = self.tokens[-self.num_to_repeat], self.num_to_repeat - 1
-            if token != known:
+            previous, self.num_to_repeat = self.tokens[-self.num_to_repeat], self.num_to_repeat - 1
+            if token != previous:
                 raise RuntimeError(
                     f"request {self.number} was made again, as a rank was lost, and a token came "
-                    f"out as {token} that had been {known}.\nfix: submit it again"
+                    f"out as {token} that had been {previous}.\nfix: submit it again"
                 )
             return
         self.tokens.append(token)
         self.logprobs.append(logprob)
         if token in self.eos:
             self.reason = "stop"
-        elif len(self.tokens) == self.most:
+        elif len(self.tokens) == self.max_new_tokens:
             self.reason = "length"
         position = len(self.prompt) + len(self.tokens) - 1
         event = Event(
@@ -130,7 +129,7 @@ class TextRequest:
     def restart(self, version: int) -> None:
         """Start over from the prompt, because the keys and values were lost. Raises RuntimeError if
         a token was made with other weights than the present ``version``."""
-        if any(known != version for known in self.versions[: len(self.tokens)]):
+        if any(token_version != version for token_version in self.versions[: len(self.tokens)]):
             raise RuntimeError(
                 f"the cache of request {self.number} was lost with a rank, and the weights have "
                 f"changed since it was begun, so that it cannot be made again.\n"
@@ -190,11 +189,11 @@ def prompt_of(prompt: object, vocabulary: int) -> tuple[int, ...]:
     return tuple(map(int, tokens))
 
 
-def eos_of(eos: object, known: Sequence[int]) -> frozenset[int]:
-    """Return the tokens that end a text; "model" stands for ``known``, the model's own. Raises
+def eos_of(eos: object, model_eos: Sequence[int]) -> frozenset[int]:
+    """Return the tokens that end a text; "model" stands for ``model_eos``, the model's own. Raises
     PlanningError for an invalid ``eos``."""
     if eos == "model":
-        return frozenset(known)
+        return frozenset(model_eos)
     if eos is None:
         return frozenset()
     listed = [eos] if isinstance(eos, Integral) else eos

@@ -111,21 +111,21 @@ class _Loop:
             self._submit()
             groups = self.ledger.take(ended=self.ended)
             if groups is not None:
-                return self._batch([text for group in groups for text in self.groups.pop(group)])
+                return self._collate([text for group in groups for text in self.groups.pop(group)])
             if self.ended and not self.groups:
                 return None
-            if self.ledger.needs_sync(self._synced):
+            if self.ledger.needs_sync(self._num_syncs):
                 if not self._has_more():
                     continue
                 raise RuntimeError(
                     f"{self.ledger.num_batches} batches were taken and the weights synced "
-                    f"{self._synced} times: no other batch is within staleness="
+                    f"{self._num_syncs} times: no other batch is within staleness="
                     f"{self.ledger.staleness}.\n"
                     f"fix: dt.sync(policy, actor) after each step"
                 )
             if not self.gen.idle:
                 self.gen.step()
-                self._score()
+                self._score_ended_texts()
             elif not any(_has_score(text) for text in self.scoring):
                 time.sleep(POLL_S)
             self._collect()
@@ -139,12 +139,12 @@ class _Loop:
         return not self.ended
 
     @property
-    def _synced(self) -> int:
+    def _num_syncs(self) -> int:
         return self.gen.model.version - self.first
 
     def _submit(self) -> None:
         """Submit the samples of prompts, as far as the staleness bound admits."""
-        while not self.ended and self.ledger.room(self._synced):
+        while not self.ended and self.ledger.room(self._num_syncs):
             prompt = next(self.prompts, None)
             if prompt is None:
                 self.ended = True
@@ -156,10 +156,10 @@ class _Loop:
                 request = self.gen.submit(prompt, seed=seed, **self.options)
                 self.groups[group].append(_Text(self.num_texts, group, request))
                 self.num_texts += 1
-            self.ledger.submit(self._synced)
+            self.ledger.submit(self._num_syncs)
             self.generating += self.groups[group]
 
-    def _score(self) -> None:
+    def _score_ended_texts(self) -> None:
         """Call the reward function for texts that have ended."""
         ended = [text for text in self.generating if text.request.done]
         self.generating = [text for text in self.generating if not text.request.done]
@@ -176,7 +176,8 @@ class _Loop:
             if all(sample.reward is not None for sample in self.groups[text.group]):
                 self.ledger.complete(text.group)
 
-    def _batch(self, texts: Sequence[_Text]) -> Rollouts:
+    def _collate(self, texts: Sequence[_Text]) -> Rollouts:
+        """Return these texts as one batch of tensors, padded to the generator's length."""
         length = self.gen.length
         tokens = torch.zeros(len(texts), length, dtype=torch.int64)
         logprobs = torch.zeros(len(texts), length)
@@ -279,6 +280,7 @@ def rollouts(
 
 
 def _batches(loop: _Loop) -> Iterator[Rollouts]:
+    """Yield the batches of a loop. At its end, cancel the requests in flight."""
     try:
         while (batch := loop.batch()) is not None:
             yield batch
@@ -290,6 +292,8 @@ def _batches(loop: _Loop) -> Iterator[Rollouts]:
 def _generator(
     actor: ParallelModule, batch_size: int, slots: int | None, length: int | None, new: int
 ) -> Generator:
+    """Return a generator for a replica: by default with a slot for each text of a batch, and a
+    length of at least twice ``new``."""
     if length is None:
         length = 256
         while length < 2 * new:

@@ -30,7 +30,7 @@ class Ledger:
     _completed: dict[int, None] = field(default_factory=dict[int, None])  # in order of completion
 
     def room(self, synced: int) -> int:
-        """Return how many more requests may be submitted now."""
+        """Return how many more requests the staleness bound admits now."""
         limit = (self._num_syncs(synced) + self.staleness + 1) * self.batch_size
         return max(0, limit - self.num_submitted)
 
@@ -62,16 +62,16 @@ class Ledger:
         chosen: dict[int, None] = {}
         for later in range(self.staleness + 1):  # d: the number of further batches
             last = self.num_batches + later - self.staleness
-            number_open = sum(when <= last for when in self._submitted_at.values())
-            taken = sum(self._submitted_at[number] <= last for number in chosen)
-            needed = number_open - later * self.batch_size - taken
+            number_open = sum(submitted_at <= last for submitted_at in self._submitted_at.values())
+            num_chosen = sum(self._submitted_at[number] <= last for number in chosen)
+            needed = number_open - later * self.batch_size - num_chosen
             done = (n for n in self._completed if n not in chosen and self._submitted_at[n] <= last)
-            fresh = list(itertools.islice(done, max(0, needed)))
-            if len(fresh) < needed:
+            additional = list(itertools.islice(done, max(0, needed)))
+            if len(additional) < needed:
                 return None
-            chosen.update(dict.fromkeys(fresh))
-        others = (number for number in self._completed if number not in chosen)
-        chosen.update(dict.fromkeys(itertools.islice(others, size - len(chosen))))
+            chosen.update(dict.fromkeys(additional))
+        remaining = (number for number in self._completed if number not in chosen)
+        chosen.update(dict.fromkeys(itertools.islice(remaining, size - len(chosen))))
         for number in chosen:
             del self._submitted_at[number], self._completed[number]
         self.num_batches += 1

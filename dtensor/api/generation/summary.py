@@ -41,12 +41,12 @@ class Summary:
         sizes = sorted(set(self.kv_bytes), reverse=True)
         per_rank = " or ".join(map(size_text, sizes))
         collectives = [f"{n} {kind} over {axis}" for (kind, axis), n in self.collectives.items()]
-        sent = f"; {size_text(self.bytes_sent)} sent by each rank" if collectives else ""
+        bytes_text = f"; {size_text(self.bytes_sent)} sent by each rank" if collectives else ""
         lines = [
             self.head,
             f"  prompts    in buckets of {', '.join(map(str, self.buckets))}",
             f"  cache      {per_rank} on each rank, of {', '.join(self.caches)}",
-            f"  a token    {', '.join(collectives) or 'no communication'}{sent}",
+            f"  a token    {', '.join(collectives) or 'no communication'}{bytes_text}",
         ]
         if self.rows > self.slots:
             lines.append(f"  rows       {self.rows}, so that they divide")

@@ -84,7 +84,7 @@ class LaunchSession(MeshSession):
         def __getattr__(self, name: str) -> Any:
             if name in ("launch", "cluster", "_ranks") and self._state in _NO_RANKS:
                 fix = _NEW_LAUNCH if self._state == "given up" else "run.start(), or `with run:`"
-                raise self._refused(f"was {self._state}, and has no ranks", fix)
+                raise self._state_error(f"was {self._state}, and has no ranks", fix)
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __repr__(self) -> str:
@@ -108,17 +108,17 @@ class LaunchSession(MeshSession):
                 if self._state == "running":
                     return self
                 if self._state != "never started":
-                    was = "has ended" if self._state == "ended" else "was given up"
-                    raise self._refused(f"{was}, and none starts again", _NEW_LAUNCH)
+                    state_text = "has ended" if self._state == "ended" else "was given up"
+                    raise self._state_error(f"{state_text}, and none starts again", _NEW_LAUNCH)
                 _check_none_runs()
                 _starting.append(self)
             try:  # without the lock: other calls continue meanwhile
                 with waits_may_act():
                     running = self._start_ranks()
-                (first, ranks), *others = self._places.items()
+                (first, ranks), *other_meshes = self._places.items()
                 super().__init__(first, running.part(first, ranks), running)
                 running.sessions[first] = self
-                for other, other_ranks in others:
+                for other, other_ranks in other_meshes:
                     running.add(other, other_ranks)
                 with CALL_LOCK:
                     self._actors = self._offer_actors()
@@ -152,7 +152,7 @@ class LaunchSession(MeshSession):
 
     def __enter__(self) -> Self:
         if self._entered and self._state == "running":
-            raise self._refused("is entered already", "leave the inner `with run:` out")
+            raise self._state_error("is entered already", "leave the inner `with run:` out")
         self._entered = True
         try:
             return self.start()
@@ -185,7 +185,7 @@ class LaunchSession(MeshSession):
                 finally:
                     self._end()
 
-    def _refused(self, why: str, fix: str) -> PlanningError:
+    def _state_error(self, why: str, fix: str) -> PlanningError:
         lines = lines_text(launch=self.source, call=source_here())
         return PlanningError(f"the launch {why}.\n{lines}fix: {fix}")
 
@@ -196,7 +196,7 @@ class LaunchSession(MeshSession):
             before = self._state
             self._state = "ended" if before in ("running", "ended") else "given up"
             forget_unstarted(self)
-            atexit.unregister(_end_last)
+            atexit.unregister(_close_at_exit)
         return before == "running"
 
     def _end_after_error(self, error: BaseException) -> None:
@@ -205,8 +205,8 @@ class LaunchSession(MeshSession):
         note_unread(error, self.launch.saves)
         try:
             self._end()
-        except (DaftError, PlanningError) as lost:  # reading the weights raises it too
-            error.add_note(f"and not all weights came home: {lost}")
+        except (DaftError, PlanningError) as values_error:  # reading the weights raises it too
+            error.add_note(f"and not all weights came home: {values_error}")
 
     def _end(self) -> None:
         """End the actors and the ranks, after copying the values back."""
@@ -416,9 +416,10 @@ def launch(
     check_kind("warm", warm, bool, "True or False", "warm=False")
     recovers = backend == "ray" and options.snapshot_every is not None
     if recovers and (mode != "compiled" or device != "cpu"):
-        what = f"mode={mode!r}" if mode != "compiled" else f"device={device!r}"
+        problem = f"mode={mode!r}" if mode != "compiled" else f"device={device!r}"
         raise PlanningError(
-            f"{what} on Ray: ranks that are lost can be replaced in compiled mode on CPUs alone.\n"
+            f"{problem} on Ray: ranks that are lost can be replaced in compiled mode on CPUs "
+            f"alone.\n"
             f"fix: leave spares and snapshot_every out, and dt.resume from a checkpoint"
         )
     with CALL_LOCK:
@@ -427,7 +428,7 @@ def launch(
     def start_ranks() -> Launch:
         groups = () if backend == "inprocess" else together(places)
         cluster = start_cluster(size, options, groups)
-        atexit.register(_end_last, os.getpid())  # after Ray's: so it runs before
+        atexit.register(_close_at_exit, os.getpid())  # after Ray's: so it runs before
         return Launch(cluster, mode, local)
 
     return LaunchSession(places, start_ranks, partial(DeferredLaunch, options), bring_home)
@@ -445,8 +446,9 @@ def _check_none_runs() -> None:
         )
 
 
-def _end_last(controller: int) -> None:
-    """At the end of the process, close a launch that is still running, and print its failure."""
+def _close_at_exit(controller: int) -> None:
+    """At the end of the process, close a launch that is still running, and print its failure.
+    ``controller``: the process that made the launch; a forked child does nothing."""
     run = launched()
     if os.getpid() == controller and isinstance(run, LaunchSession):  # not in a forked child
         try:

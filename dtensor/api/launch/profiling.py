@@ -50,10 +50,10 @@ def profiled(
     check_kind("n of profile", n, Integral, "a whole number", fix)
     check_number("n", n, least=1, whole=True, fix=fix)
     with CALL_LOCK:
-        return _profiled(n, session, step, read, plans)
+        return _profile_locked(n, session, step, read, plans)
 
 
-def _profiled(
+def _profile_locked(
     n: int,
     session: MeshSession,
     step: Callable[[], object],
@@ -62,15 +62,15 @@ def _profiled(
 ) -> Profile:
     """Time ``n`` steps of each kind, alternating, and return their profile."""
     for _ in range(NUM_WARM):
-        _timed(session, step, read)
-        _plain(session, step, read)
+        _time_with_timestamps(session, step, read)
+        _time_without_timestamps(session, step, read)
     floors = measure_floors(session.cluster)
     steps: list[TimedStep] = []
     plain: list[float] = []
     for _ in range(n):
-        recorded, timed = _timed(session, step, read)
+        recorded, timed = _time_with_timestamps(session, step, read)
         steps.append(timed)
-        plain.append(_plain(session, step, read))
+        plain.append(_time_without_timestamps(session, step, read))
     planned = plans.latest
     assert planned is not None, "a run has a plan"
     measured = Measured(
@@ -84,37 +84,37 @@ def _profiled(
     return profile_of(measured, planned.plan, simulate(planned.plan, planned.grid))
 
 
-def _plain(
+def _time_without_timestamps(
     session: MeshSession, step: Callable[[], object], read: Callable[[object], None]
 ) -> float:
     """Return the seconds of a step without timestamps."""
     begin = time.monotonic()
     with session.recording_run("compiled"):
         result = step()
-    recorded, _ = _results(session, result, read)
+    recorded, _ = _results_of_recorded_run(session, result, read)
     read(result)
     return time.monotonic() - begin - recorded.settling
 
 
-def _timed(
+def _time_with_timestamps(
     session: MeshSession, step: Callable[[], object], read: Callable[[object], None]
 ) -> tuple[TimedRun, TimedStep]:
     """Run a step with timestamps. Return the recorded run, and the times of the step."""
     begin = time.monotonic()
     with session.recording_run("timed"):
         result = step()
-    recorded, outputs = _results(session, result, read)
-    came = recorded.returned if session.cluster.immediate else time.monotonic()
+    recorded, outputs = _results_of_recorded_run(session, result, read)
+    results_arrived = recorded.returned if session.cluster.immediate else time.monotonic()
     read(result)
     seconds = time.monotonic() - begin - recorded.settling
-    run = came - recorded.called
+    run = results_arrived - recorded.called
     return recorded, TimedStep(controller=seconds - run, run=run, outputs=outputs)
 
 
-def _results(
+def _results_of_recorded_run(
     session: MeshSession, result: object, read: Callable[[object], None]
 ) -> tuple[TimedRun, list[dict[str, object]]]:
-    """Return the recorded run and the outputs of each rank. Raises the step's failure."""
+    """Wait for the recorded run. Return it, and the outputs of each rank. Raises its failure."""
     recorded, session.recorded_run = session.recorded_run, None
     assert recorded is not None, "a step is a run"
     try:

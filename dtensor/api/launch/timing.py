@@ -65,7 +65,7 @@ class TraceRecording:
 
     def __init__(self) -> None:
         self._begin = 0.0
-        self._ran: list[RecordedRun] = []
+        self._recorded_runs: list[RecordedRun] = []
         self._notes: list[Note] = []
         self._timeline: Timeline | None = None
         self._launch: Launch | None = None
@@ -79,7 +79,7 @@ class TraceRecording:
                 "fix: with dt.launch(mesh): with dt.trace() as recording: ..."
             )
         self._launch, self._begin = launch, time.monotonic()
-        launch.cluster.recording = self._ran
+        launch.cluster.recording = self._recorded_runs
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
@@ -88,8 +88,8 @@ class TraceRecording:
         if error is None:
             self._launch.settle()
             end = time.monotonic()
-            self._timeline = timeline_of(self._ran, self._begin, end, self._notes)
-        self._ran = []  # frees the results of the runs
+            self._timeline = timeline_of(self._recorded_runs, self._begin, end, self._notes)
+        self._recorded_runs = []  # frees the results of the runs
 
     def note(self, row: str, name: str, begin: float, end: float) -> None:
         """Record an activity of the program. ``begin``, ``end``: seconds of `time.monotonic`."""
@@ -143,6 +143,7 @@ def trace(
 
 
 def _check_step(verb: str, step: object) -> None:
+    """Raise PlanningError if ``step`` is neither a training step nor a compiled function."""
     if not isinstance(step, TrainStep | CompiledFunction):
         raise PlanningError(
             f"{verb} takes a result of dt.train_step or dt.compile, not "
@@ -196,9 +197,9 @@ def calibrate(
             ranks_per_actor=ranks_per_actor,
         ) as session:
             return measured_topology(session.cluster, all_ranks, dtype)
-    given = dict(backend=backend, device=device, address=address, deadline_s=deadline_s)
-    given |= dict(ranks_per_actor=ranks_per_actor)
-    stated = [f"{name}={value!r}" for name, value in given.items() if value is not None]
+    launch_options = dict(backend=backend, device=device, address=address, deadline_s=deadline_s)
+    launch_options |= dict(ranks_per_actor=ranks_per_actor)
+    stated = [f"{name}={value!r}" for name, value in launch_options.items() if value is not None]
     if stated:
         raise PlanningError(
             f"calibrate({', '.join(stated)}) inside a launch: it measures the launch's "

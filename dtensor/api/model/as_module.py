@@ -50,7 +50,7 @@ class AsModule:
         return self
 
     def cuda(self, device: object = None) -> Self:
-        """Raises PlanningError: see `to`."""
+        """Raises PlanningError: a launch states the device of the ranks."""
         raise _device_error("cuda()")
 
     def cpu(self) -> Self:

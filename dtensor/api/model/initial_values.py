@@ -51,6 +51,7 @@ class InitialValues:
     """
 
     def __init__(self, module: nn.Module, init: Init | None, seen: SeenModule) -> None:
+        """Record the initialisation ``init``, if there is one, as a recipe for each tensor."""
         self.remedy: str | None = None
         self.holders: dict[str, MetaHolder] = {}
         self.loaded: dict[str, torch.Tensor] = {}
@@ -64,11 +65,11 @@ class InitialValues:
     def source(self, label: str) -> Recipe | OnDisk | None:
         """Return the recipe or file from which a rank makes its shard. Return None if there is
         none, or if `value` has a newer value."""
-        if label in self.loaded or self._is_changed(label):
+        if label in self.loaded or self._is_newer_on_ranks(label):
             return None
         return self.on_disk.get(label) or self.recipes.get(label)
 
-    def _is_changed(self, label: str) -> bool:
+    def _is_newer_on_ranks(self, label: str) -> bool:
         return label in self.holders and self.holders[label].changed
 
     def value(self, label: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -76,7 +77,7 @@ class InitialValues:
         device. Raises PlanningError if there is no value."""
         if not tensor.is_meta:
             return tensor
-        if self._is_changed(label):
+        if self._is_newer_on_ranks(label):
             return self.holders[label].gather([label])[label]
         if label in self.loaded:
             return self.loaded[label]
@@ -139,10 +140,10 @@ def init_program(
             match recipe:
                 case Recipe():
                     lines = [step.source for step in recipe.steps if step.source]
-                    size, dtype, verb, by = recipe.view.size, recipe.view.dtype, "initialise", make
+                    size, dtype, verb, fn = recipe.view.size, recipe.view.dtype, "initialise", make
                 case OnDisk():
-                    lines, size, dtype, verb, by = [], recipe.shape, recipe.dtype, "read", part_of
-            bindings = {"device": device, "make": by, "pieces": pieces, "recipe": recipe}
+                    lines, size, dtype, verb, fn = [], recipe.shape, recipe.dtype, "read", part_of
+            bindings = {"device": device, "make": fn, "pieces": pieces, "recipe": recipe}
             function = Function(
                 name=f"init_{len(functions)}",
                 source="def forward():\n    return (make(recipe, pieces, device),)\n",

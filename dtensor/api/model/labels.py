@@ -28,7 +28,7 @@ from dtensor.frontend.graph import named_tensors
 _MAX_NUMBERS = 64
 """How many different contents keep their numbers, because a module may change back and forth."""
 
-_contents = attrgetter("_parameters", "_buffers", "_modules")
+_dicts_of = attrgetter("_parameters", "_buffers", "_modules")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,6 +90,8 @@ class Labels:
         )
 
     def _label(self, name: str, tensor: Tensor) -> str:
+        """Return the tensor's label: at first, its name, with a number if the name had a label
+        before."""
         label = self._labels.get(tensor)
         if label is None:
             number = self._num_labels[name] = self._num_labels.get(name, 0) + 1
@@ -97,6 +99,8 @@ class Labels:
         return label
 
     def _number(self, named_labels: tuple[tuple[str, str], ...]) -> int:
+        """Return the number of these contents: a new one, unless they are among the last contents
+        seen."""
         number = self._numbers.pop(named_labels, None)
         if number is None:
             self._last_number += 1
@@ -113,7 +117,7 @@ class _Contents:
 
     def __init__(self, module: nn.Module) -> None:
         self.modules = tuple(module.modules())
-        self.dicts: list[dict[str, Any]] = list(chain.from_iterable(map(_contents, self.modules)))
+        self.dicts: list[dict[str, Any]] = list(chain.from_iterable(map(_dicts_of, self.modules)))
         self.full = [items for items in self.dicts if items]
         self.empty = [items for items in self.dicts if not items]
         self.keys = list(chain.from_iterable(self.full))
@@ -122,7 +126,7 @@ class _Contents:
     def is_current(self) -> bool:
         """Return whether the module has the same dicts, keys and values."""
         return not (
-            any(map(is_not, chain.from_iterable(map(_contents, self.modules)), self.dicts))
+            any(map(is_not, chain.from_iterable(map(_dicts_of, self.modules)), self.dicts))
             or any(self.empty)
             or list(chain.from_iterable(self.full)) != self.keys
             or any(map(is_not, chain.from_iterable(map(dict.values, self.full)), self.values))

@@ -35,5 +35,5 @@ def restate(model: ParallelModule, other: ParallelModule) -> None:
 def mesh_since(model: ParallelModule, mesh: Mesh, since: int) -> Mesh:
     """Return the present mesh of the model if it has left ``mesh`` since the switch number
     ``since``, else ``mesh``."""
-    has_left = any(ref() is model and left == mesh for ref, left in _switches[since:])
+    has_left = any(ref() is model and old == mesh for ref, old in _switches[since:])
     return model.mesh if has_left else mesh

@@ -92,13 +92,13 @@ class Models:
     @property
     def module(self) -> nn.Module:
         """A module with all parameters and buffers under the program's names. It has no forward."""
-        (_, first), *others = self.parts.items()
-        if not others:
+        (_, first), *other_parts = self.parts.items()
+        if not other_parts:
             return first.module
         view = nn.Module()
         module = first.module
         view._parameters, view._buffers = module._parameters, module._buffers
-        view._modules = {**module._modules, **{p.rstrip("."): m.module for p, m in others}}
+        view._modules = {**module._modules, **{p.rstrip("."): m.module for p, m in other_parts}}
         return view
 
     @property
@@ -110,7 +110,7 @@ class Models:
         return sum(model.switches for model in self.parts.values())
 
     def settle(self, plan: Plan, stages: StagePlan) -> None:
-        """Fix the plan's choices for each module: see `ParallelModule.settle`."""
+        """Fix the plan's stages and placements for all later programs of each module."""
         is_single = len(self.parts) == 1  # only then may a plan choose the stages ("auto")
         for model, chosen in self.by_part(chosen_by(plan)):
             model.settle(chosen, plan.stage_ranks, stages if is_single else model.stage_plan)

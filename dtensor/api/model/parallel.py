@@ -80,7 +80,7 @@ class ParallelModule(AsModule):
         self.labels = Labels(module)
         self.seen: SeenModule = self.labels.snapshot()
         self.patterns: Mapping[str, StatedRoles] = patterns or {}
-        self._former: _Statements = _Statements({}, {})  # at the look before, by label
+        self._former_statements: _Statements = _Statements({}, {})  # at the look before, by label
         self.misaligned: OnMisaligned = misaligned
         self.recompute = recompute
         self.zero = zero
@@ -116,7 +116,7 @@ class ParallelModule(AsModule):
         from dtensor.api.model.stating.restate import resolve_placements_again, resolve_stages_again
 
         before, now = self.seen, self.labels.snapshot()
-        former = self._former.updated(self)
+        former = self._former_statements.updated(self)
 
         def by_name(values: Mapping[str, Any]) -> dict[str, Any]:
             return {name: values[label] for label, name in now.names.items() if label in values}
@@ -134,9 +134,9 @@ class ParallelModule(AsModule):
             {name for name, label in now.labels.items() if before.labels.get(name) == label},
         )
         self.placements, self.stage_plan = placements, stages
-        self.seen, self._former = now, former.restricted(self.labels.known)
-        known = self.labels.known
-        self.settled = {label: p for label, p in self.settled.items() if label in known}
+        self.seen, self._former_statements = now, former.restricted(self.labels.known)
+        existing_labels = self.labels.known
+        self.settled = {label: p for label, p in self.settled.items() if label in existing_labels}
 
     def claim_homes(self, ranks: tuple[int, ...]) -> None:
         """Fix the rank of each stage for all programs of the model, as a training step's schedule
@@ -174,7 +174,8 @@ class ParallelModule(AsModule):
         stage_ranks: tuple[int, ...],
         stages: StagePlan,
     ) -> bool:
-        """Return whether a plan's choices agree with the fixed choices: see `settle`."""
+        """Return whether the choices of a plan (the arguments of `settle`) agree with the choices
+        that were fixed before."""
         if not self.settled:
             return True
         same_stages = self.stage_plan.patterns == stages.patterns
@@ -382,8 +383,8 @@ def checked_zero(
             f"3 (parameters too), not {level!r}; fix: zero={{{axis!r}: 1}}"
         )
     if axis == stage_axis:
-        others = [a for a, n in mesh.shape.items() if a != axis and n > 1]
-        fix = f"zero={{{others[0]!r}: {level}}}" if others else "leave zero= out"
+        other_axes = [a for a, n in mesh.shape.items() if a != axis and n > 1]
+        fix = f"zero={{{other_axes[0]!r}: {level}}}" if other_axes else "leave zero= out"
         raise PlanningError(
             f"zero={dict(zero)}: the axis {axis!r} holds the pipeline's stages, whose parameters "
             f"differ; fix: {fix}"

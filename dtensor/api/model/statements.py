@@ -179,12 +179,14 @@ def _stages(captured: CapturedCall) -> StagePlan:
 def _common_stages(models: Models) -> StagePlan:
     """Return the stages of all models under the names of the program. Raises PlanningError if the
     models have different axes or numbers of stages."""
-    first, *others = ((prefix, model.stage_plan) for prefix, model in models.parts.items())
+    first, *other_plans = ((prefix, model.stage_plan) for prefix, model in models.parts.items())
     plan = first[1]
     held, homes = dict(plan.held), dict(plan.homes)
-    for prefix, other in others:
-        here, there = (p.axis and (p.axis, p.num_stages) for p in (plan, other))
-        if here != there or plan.waiting or other.waiting:
+    for prefix, other in other_plans:
+        axis_and_number, other_axis_and_number = (
+            p.axis and (p.axis, p.num_stages) for p in (plan, other)
+        )
+        if axis_and_number != other_axis_and_number or plan.waiting or other.waiting:
             raise PlanningError(
                 f"the modules of a call have their stages alike, stated: one has "
                 f"stages={plan.stated()}, {prefix.rstrip('.')} stages={other.stated()}.\n"
@@ -280,6 +282,7 @@ def _with_settled(
 
 
 def _check_results(results: Mapping[int, Mapping[str, Placement]], stages: StagePlan) -> None:
+    """Raise PlanningError if ``out=`` places a result on the axis of stages."""
     for index, placements in results.items():
         if stages.axis in placements:
             raise PlanningError(

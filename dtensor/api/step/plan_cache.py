@@ -85,7 +85,7 @@ class PlanCache:
     def get(
         self,
         call: BoundCall,
-        others: object,
+        planning_key: object,
         make: Callable[[Graph | None], Planned],
         *,
         captures: bool = True,
@@ -93,37 +93,37 @@ class PlanCache:
         """Return a valid plan for the call, making it if there is none.
 
         Args:
-            others: a hashable of what the plan depends on besides the call.
-            make: plans the graph that it is given; captures the call if that is None.
+            planning_key: a hashable of all that the plan depends on besides the call.
+            make: plans a graph or, for None, captures the call and plans its graph.
             captures: whether `make(None)` captures; False if it has a graph already.
         """
         call_key = call.key()
-        key = (call_key, others)
+        key = (call_key, planning_key)
         cached = self._plans.get(key, [])
         if cached and cached[0].planned.is_unchanged() and cached[0].agrees():
             self._latest_key = call_key
             return self._use(cached[0])
-        found, difference = _find_valid(cached)
-        if found is None:
-            found = self._make(call, key, cached, difference, make, captures)
+        entry, difference = _find_valid(cached)
+        if entry is None:
+            entry = self._make_plan(call, key, cached, difference, make, captures)
             cached = [plan for plan in cached if plan.agrees()]
         self._latest_key = call_key
-        return self._store(key, [found, *(plan for plan in cached if plan is not found)])
+        return self._store(key, [entry, *(plan for plan in cached if plan is not entry)])
 
     def get_for_graph(
-        self, graph: Graph, others: object, make: Callable[[Graph], Planned]
+        self, graph: Graph, planning_key: object, make: Callable[[Graph], Planned]
     ) -> Planned:
         """Return the plan for a graph that was captured for one call, and give it the constants of
         this call. Graphs that differ only in the values of constants share a plan."""
         constants = [(c.name, c.value) for c in graph.inputs if isinstance(c, Const)]
         ops = custom_ops(graph.fx)
-        key = (str(graph), str(graph.out_tree), tuple(ops.items()), others)
-        found = next((plan for plan in self._plans.get(key, ()) if plan.agrees()), None)
-        if found is None:
+        key = (str(graph), str(graph.out_tree), tuple(ops.items()), planning_key)
+        cached = next((plan for plan in self._plans.get(key, ()) if plan.agrees()), None)
+        if cached is None:
             planned = make(replace(graph, reads=Guards((), None, constants, ops)))
             self._store(key, [_CachedPlan.of(planned)])
         else:
-            planned = self._use(found)
+            planned = self._use(cached)
         reads = planned.graph.reads
         assert reads is not None
         reads.hold(constants)
@@ -133,8 +133,8 @@ class PlanCache:
         """Store a plan for the calls of the plan ``before``, whose models were switched."""
         for key, plans in list(self._plans.items()):
             if any(plan.planned is before for plan in plans):
-                others = (plan for plan in plans if not plan.is_switched)
-                self._store(key, [_CachedPlan.of(planned), *others])
+                other_plans = (plan for plan in plans if not plan.is_switched)
+                self._store(key, [_CachedPlan.of(planned), *other_plans])
 
     def _use(self, plan: _CachedPlan) -> Planned:
         self._num_uses += 1
@@ -154,7 +154,7 @@ class PlanCache:
                 del self._plans[oldest_key]
         return planned
 
-    def _make(
+    def _make_plan(
         self,
         call: BoundCall,
         key: tuple[object, object],
@@ -163,7 +163,8 @@ class PlanCache:
         make: Callable[[Graph | None], Planned],
         captures: bool,
     ) -> _CachedPlan:
-        """Make a plan: from a graph that is still right if there is one, else from a capture."""
+        """Return a new plan: from the graph of a plan that only a switch has outdated, from an
+        export with symbolic sizes, or else from a capture. Warns of repeated captures."""
         same_graph = (p.planned.graph for p in cached if p.is_switched and p.planned.is_unchanged())
         graph = next(same_graph, None)  # a switch changes placements, not the program
         reason = difference or _changed_number(self._latest_key, key[0], call)
@@ -173,7 +174,7 @@ class PlanCache:
                 return _CachedPlan.of(make(exported))
         began = time.perf_counter()
         try:
-            found = _CachedPlan.of(make(graph))
+            cached_plan = _CachedPlan.of(make(graph))
         except Exception as error:
             from dtensor.frontend.capture.failures import without_ours  # seldom needed
 
@@ -182,17 +183,18 @@ class PlanCache:
         if reason is not None:
             self._count_recapture(reason, seconds)
         elif new_shapes:
-            self._lengths.was_captured(call, key, found.planned.graph, seconds)
-        return found
+            self._lengths.was_captured(call, key, cached_plan.planned.graph, seconds)
+        return cached_plan
 
     def _count_recapture(self, reason: str, seconds: float) -> None:
         """Warn if one value, the part of ``reason`` before ": ", differs from call to call."""
-        spent = self._recaptures.setdefault(reason.partition(": ")[0], [])
-        spent.append(seconds)
-        if len(spent) == MAX_RECAPTURES:
+        seconds_of_captures = self._recaptures.setdefault(reason.partition(": ")[0], [])
+        seconds_of_captures.append(seconds)
+        if len(seconds_of_captures) == MAX_RECAPTURES:
             warnings.warn(
-                f"{reason}. A step was captured for each of its last {len(spent) + 1} values, "
-                f"{sum(spent):.1f} s in all, and will be for the next.\n"
+                f"{reason}. A step was captured for each of its last "
+                f"{len(seconds_of_captures) + 1} values, "
+                f"{sum(seconds_of_captures):.1f} s in all, and will be for the next.\n"
                 f"fix: pass torch.tensor(...) of it as an argument of the step, and read that",
                 stacklevel=caller_level(),
             )

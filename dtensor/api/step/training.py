@@ -115,7 +115,7 @@ class TrainStep:
         self.loss_fn = loss_fn
         is_scaled = options.grad_scaler is not None
         self._captured_fn = loss_scale.scaled(loss_fn) if is_scaled else loss_fn
-        self._kept_scale = 1.0  # the loss scale of the kept gradients
+        self._scale_of_kept_gradients = 1.0  # the loss scale of the kept gradients
         self.optimizer = optimizer
         self.options = options
         self.plans: PlanCache = PlanCache("loss")
@@ -198,7 +198,8 @@ class TrainStep:
             return stage_costs(self._plan(self._bind(batch, kwargs)).plan)
 
     def plan_of(self, graph: Graph, *batch: Any, **kwargs: Any) -> Plan:
-        """Like `plan`, with a graph that was captured before. Several steps may share a graph."""
+        """Return the plan of a step on this batch, from a graph that was captured before. Several
+        steps may share a graph."""
         with CALL_LOCK:
             return self._plan(self._bind(batch, kwargs), graph).plan
 
@@ -220,6 +221,8 @@ class TrainStep:
         held."""
 
         def make(cached_graph: Graph | None) -> Planned:
+            """Plan the step. If the forward slices full values, add the pairs of placements that
+            look swapped to the plan."""
             _refuse_gradients_of_arguments(call)
             options = self.plan_options(self.options, self.grid, groups)
             mesh, name = self.model.mesh, self._name
@@ -235,8 +238,8 @@ class TrainStep:
         refuse_early_hooks(self.optimizer)
         if self.options.planning.each_call:
             _refuse_gradients_of_arguments(call)
-            others = groups, call.arrangement
-            return self.plans.get_for_graph(call.graph("loss", each_call=True), others, make)
+            planning_key = groups, call.arrangement
+            return self.plans.get_for_graph(call.graph("loss", each_call=True), planning_key, make)
         return self.plans.get(call, groups, make, captures=graph is None)
 
     def plan_options(
@@ -269,7 +272,7 @@ class TrainStep:
         step if its loss was not read."""
         if self._session is not None and self._session.closed:
             self._pending.clear()  # the launch raised their unread errors when it ended
-        self._raise_unread()
+        self._raise_unread_failures()
         if self.accelerated is not None:
             refuse_accumulation(self.accelerated)
         call, planned, turn = self._bind(batch, kwargs), None, -1
@@ -329,15 +332,15 @@ class TrainStep:
         scaler, scale = self.options.grad_scaler, self._scale
         options: dict[str, Any] = {"options": home.rule.told(self.optimizer)}
         options |= {} if scaler is None else {SCALE: scale}
-        keeps = self.options.keep_gradients
-        gradients = self._stored_gradients(session, planned) if keeps else {}
-        kept = {f"gradient {name}": stored.label for name, stored in gradients.items()}
+        keeps_gradients = self.options.keep_gradients
+        gradients = self._stored_gradients(session, planned) if keeps_gradients else {}
+        label_by_output = {f"gradient {name}": stored.label for name, stored in gradients.items()}
         steps, model_home = self.model.steps, session.model_home(self.model)
         counted = session.counted(f"{model_home.prefix}steps", steps, takes=True)
         resets = steps.resets
         numbers = numbers_fed(steps.advance(), "train")
-        fed = program.feed(call, numbers, options)
-        future = session.run(program.handle, fed, kept, counted)
+        inputs = program.feed(call, numbers, options)
+        future = session.run(program.handle, inputs, label_by_output, counted)
         program.last_run = weakref.ref(future)
         self.last = planned
         session.wrote(program.written, home)
@@ -345,17 +348,19 @@ class TrainStep:
         updated = home.updated
         undo = home.advance()
 
-        def ended(succeeded: bool) -> None:
+        def on_end(succeeded: bool) -> None:
+            """Record the end of the step: its state exists, or its number and options are taken
+            back."""
             if succeeded:
                 home.ended(updated)
-                self._kept_scale = scale
+                self._scale_of_kept_gradients = scale
             else:
                 session.give_back(steps, resets, counted)
                 undo()
             if scaler is not None and (succeeded or loss.skipped):
                 loss_scale.update(scaler, skipped=not succeeded)
 
-        loss = Loss(future, planned, session, ended, self._line)
+        loss = Loss(future, planned, session, on_end, self._line)
         self._pending.append(loss)
         if session.at_once:
             try:
@@ -367,9 +372,9 @@ class TrainStep:
         model_home.trained_by[id(self.optimizer)] = self
         if session is not self._session:
             self._session = session
-            for settling in (session.wait_functions, model_home.wait_functions):
-                if self._settle not in settling:
-                    settling.append(self._settle)
+            for functions in (session.wait_functions, model_home.wait_functions):
+                if self._settle not in functions:
+                    functions.append(self._settle)
         return loss
 
     def profile(self, n: int, *batch: Any, **kwargs: Any) -> Profile:
@@ -424,8 +429,8 @@ class TrainStep:
             counted = session.counted(name, self.model.steps, takes=False)
             numbers = numbers_fed(self.model.steps.present(), "train")
             scaler, scale = self.options.grad_scaler, self._scale
-            fed = program.feed(call, numbers, {} if scaler is None else {SCALE: scale})
-            run = session.run(program.handle, fed, {}, counted)
+            inputs = program.feed(call, numbers, {} if scaler is None else {SCALE: scale})
+            run = session.run(program.handle, inputs, {}, counted)
             program.last_run = weakref.ref(run)
         results = run.get()
         gradients: dict[str, torch.Tensor] = {}
@@ -447,14 +452,14 @@ class TrainStep:
             )
         results = session.launch.store.get(self._stored_gradients(session, planned))
         gradients = {name: value for name, value in results if value is not None}
-        return planned, gradients, self._kept_scale
+        return planned, gradients, self._scale_of_kept_gradients
 
     def _stored_gradients(self, session: MeshSession, planned: Planned) -> dict[str, StoredTensor]:
         """Return the records of the gradients that a step leaves on the ranks, by name."""
         prefix, specs = session.model_home(self.model).prefix, gradient_specs(planned)
         return {n: session.stored(f"{prefix}gradient {n}", spec) for n, spec in specs.items()}
 
-    def _raise_unread(self) -> None:
+    def _raise_unread_failures(self) -> None:
         for loss in list(self._pending):
             if not loss.was_read and loss.done():
                 self._read(loss)

@@ -95,7 +95,7 @@ class MeshSession:
         self.recorded_run: TimedRun | None = None  # the last run within `recording_run`
         self._is_recording = False
         self.model_homes: dict[int, ModelHome] = {}
-        self.loaded: dict[object, Any] = {}  # programs that the session has loaded, by kind
+        self.loaded: dict[object, Any] = {}  # the owners of loaded programs, by kind
         self.garbage: list[StoredTensor] = []  # values to drop with the next put or run
         self.wait_functions: list[Callable[[], None]] = []  # functions that wait for running calls
         self.undone: dict[str, int] = {}  # the number of undone runs, by `Counted.key`

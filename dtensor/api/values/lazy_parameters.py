@@ -84,6 +84,8 @@ class LazyTensor:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        """Call a torch function: directly if it needs no value, else after fetching the values. A
+        full write of a lost value needs no fetch."""
         kwargs = kwargs or {}
         if func in _WITHOUT_FETCH and not (func == Tensor.type and len(args) + len(kwargs) > 1):
             if func == _GET_GRAD:
@@ -112,13 +114,13 @@ class LazyTensor:
         return Tensor.set_(self, *args, **kwargs)  # type: ignore[arg-type]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(_fetched(self), memo)
+        return copy.deepcopy(_fetch(self), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _fetched(self).__reduce_ex__(protocol)
+        return _fetch(self).__reduce_ex__(protocol)
 
     def __repr__(self, **options: Any) -> str:
-        return repr(_fetched(self))
+        return repr(_fetch(self))
 
 
 def evict(tensor: Tensor, holder: ValueHolder, label: str) -> None:
@@ -192,7 +194,7 @@ def _lazy_class(kind: type[Tensor]) -> type[Any]:
     return types.new_class(name, (LazyTensor, kind), exec_body=lambda body: body.update(_kind=kind))
 
 
-def _fetched(tensor: Any) -> Any:
+def _fetch(tensor: Any) -> Any:
     fault_in(tensor)
     return tensor
 
@@ -200,7 +202,8 @@ def _fetched(tensor: Any) -> Any:
 def _overwrite(
     func: Callable[..., Any], tensor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Write the full tensor without fetching its lost value. It stays lazy if torch raises."""
+    """Call ``func``, which writes the full tensor, without fetching its lost value, and return the
+    result. The tensor becomes plain, or stays lazy if ``func`` raises."""
     fault_in((args[1:], kwargs))
     remote: _Remote = tensor._remote_value
     make_plain(tensor)

@@ -43,5 +43,5 @@ def part_of(stored: OnDisk, pieces: Pieces, device: torch.device) -> torch.Tenso
 
 
 def read_whole(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of an optimizer's state, and read the entries that are on disk."""
+    """Return a parameter's state entries with the full tensors in place of `OnDisk` records."""
     return {key: v.whole() if isinstance(v, OnDisk) else v for key, v in entries.items()}

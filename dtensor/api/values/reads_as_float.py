@@ -96,8 +96,12 @@ class ReadsAsFloat:
 
     def __getattr__(self, name: str) -> NoReturn:
         kind = type(self).__name__
-        known = name in dir(torch.Tensor)
-        fix = f"loss.tensor().{name}, of a torch.Tensor, or float(loss)" if known else "float(loss)"
+        is_tensor_attribute = name in dir(torch.Tensor)
+        fix = (
+            f"loss.tensor().{name}, of a torch.Tensor, or float(loss)"
+            if is_tensor_attribute
+            else "float(loss)"
+        )
         raise AttributeError(
             f"a {kind} has no {name!r}: it is a number that may still be on its way.\nfix: {fix}",
             name=name,

@@ -95,7 +95,7 @@ def choose_stages(
 def units_in(module: nn.Module, flow: Dataflow) -> Units:
     """Return the units of a program of the module. ``flow``: without stages."""
     aliases = {n.name: n.names for n in names_of(module) if n.kind == "parameter"}
-    return units_of(flow, aliases, _containers(module))
+    return units_of(flow, aliases, _parameter_containers(module))
 
 
 def depth_of(units: Units) -> tuple[int, ...]:
@@ -105,7 +105,8 @@ def depth_of(units: Units) -> tuple[int, ...]:
     return tuple(_num_common(a, b) for a, b in itertools.pairwise(owners))
 
 
-def _containers(module: nn.Module) -> frozenset[str]:
+def _parameter_containers(module: nn.Module) -> frozenset[str]:
+    """Return the names of submodules that only hold parameters, such as nn.ParameterList."""
     return frozenset(
         name
         for name, part in module.named_modules()
@@ -127,17 +128,17 @@ def _add_unused(parameters: Sequence[str], homes: dict[str, set[int]]) -> None:
     """Add parameters that no op uses to ``homes``. Such a parameter gets the stage of the nearest
     used parameter before it (if there is none, after it) in the innermost enclosing module that has
     used parameters."""
-    used = [name for name in parameters if name in homes]
-    place = {name: number for number, name in enumerate(parameters)}
-    for name, number in place.items():
+    used_parameters = [name for name in parameters if name in homes]
+    position = {name: number for number, name in enumerate(parameters)}
+    for name, number in position.items():
         if name in homes:
             continue
         path = name
         while path:
             path = path.rpartition(".")[0]
-            inside = [n for n in used if not path or n.startswith(f"{path}.")]
+            inside = [n for n in used_parameters if not path or n.startswith(f"{path}.")]
             if inside:
-                before = [n for n in inside if place[n] < number]
+                before = [n for n in inside if position[n] < number]
                 near = before[-1] if before else inside[0]
                 homes[name] = {max(homes[near]) if before else min(homes[near])}
                 break
@@ -150,14 +151,14 @@ def _patterns(parameters: Sequence[str], homes: Mapping[str, set[int]], stage: i
     """Return globs that match the stage's parameters: one for a module that is only on the stage,
     otherwise one per parameter."""
     exclusive = {name for name in parameters if homes[name] == {stage}}
-    held = {name for name in parameters if stage in homes[name]}
+    on_stage = {name for name in parameters if stage in homes[name]}
     patterns: list[str] = []
-    _add_patterns("", parameters, exclusive, held, patterns)
+    _add_patterns("", parameters, exclusive, on_stage, patterns)
     return list(collapse(patterns))
 
 
 def _add_patterns(
-    path: str, names: Iterable[str], exclusive: set[str], held: set[str], patterns: list[str]
+    path: str, names: Iterable[str], exclusive: set[str], on_stage: set[str], patterns: list[str]
 ) -> None:
     """Append the patterns for the parameters ``names`` below ``path``, in the module's order."""
     start = f"{path}." if path else ""
@@ -166,29 +167,30 @@ def _add_patterns(
         groups.setdefault(start + name[len(start) :].split(".")[0], []).append(name)
     for part, inside in groups.items():
         if inside == [part]:  # a parameter
-            patterns += [part] if part in held else []
+            patterns += [part] if part in on_stage else []
         elif exclusive.issuperset(inside):
             patterns.append(f"{part}.*")
-        elif held.intersection(inside):
-            _add_patterns(part, inside, exclusive, held, patterns)
+        elif on_stage.intersection(inside):
+            _add_patterns(part, inside, exclusive, on_stage, patterns)
 
 
 # -- errors ----------------------------------------------------------------------------------------
 
 
 def _too_few_units_error(units: Units, stages: StagePlan, mesh: Mesh) -> PlanningError:
-    have = [unit.owner or ", ".join(unit.names) for unit in units.units]
+    """Return the error for fewer modules with parameters than stages, with a fix."""
+    unit_names = [unit.owner or ", ".join(unit.names) for unit in units.units]
     size = mesh.axis_size(stages.axis or "")
-    max_stages = len(have) // size * size
+    max_stages = len(unit_names) // size * size
     fix = "state the stages by patterns, or leave stages= out"
     if max_stages:
         fix = f'stages={{"{stages.axis}": dt.Auto(num_stages={max_stages})}}'
-    elif have:
-        fix = f"a mesh with {stages.axis}={len(have)}"
+    elif unit_names:
+        fix = f"a mesh with {stages.axis}={len(unit_names)}"
     return PlanningError(
         f"the program cannot be cut into {stages.num_stages} stages: a stage has a module that "
-        f"computes with parameters, and there are {len(have)}.\n"
-        f"  {listing(have)}\n"
+        f"computes with parameters, and there are {len(unit_names)}.\n"
+        f"  {listing(unit_names)}\n"
         f"fix: {fix}"
     )
 

@@ -40,8 +40,8 @@ class NamedTensor:
     kind: Literal["parameter", "buffer"]
     meta: Meta
 
-    def matched_by(self, glob: str, known: Collection[str] = ()) -> bool:
-        return any(matches(glob, name, known) for name in self.names)
+    def matched_by(self, glob: str, names_as_is: Collection[str] = ()) -> bool:
+        return any(matches(glob, name, names_as_is) for name in self.names)
 
     def __str__(self) -> str:
         return f"{self.name}: {self.meta}"
@@ -74,10 +74,10 @@ def is_patterns(value: object) -> bool:
     )
 
 
-def matches(glob: str, name: str, known: Collection[str] = ()) -> bool:
-    """Return whether the glob matches the full name. A glob that is one of the names ``known``
-    matches only itself. Raises PlanningError for unpaired braces."""
-    if glob == name or glob in known:
+def matches(glob: str, name: str, names_as_is: Collection[str] = ()) -> bool:
+    """Return whether the glob matches the full name. A glob that is one of ``names_as_is`` matches
+    only itself. Raises PlanningError for unpaired braces."""
+    if glob == name or glob in names_as_is:
         return glob == name
     return any(fnmatch.fnmatchcase(name, plain) for plain in expand(glob))
 
@@ -113,9 +113,9 @@ def expand(glob: str) -> tuple[str, ...]:
 # -- a glob that matches nothing -------------------------------------------------------------------
 
 
-def no_match(
+def no_match_error(
     glob: str,
-    where: str,
+    argument: str,
     module: nn.Module,
     names: Sequence[NamedTensor],
     *,
@@ -125,16 +125,18 @@ def no_match(
     matches nothing. The error has the nearest names, and a similar glob that matches."""
     of_parameters = kind == "parameter"
     paths = [p for p, _ in module.named_modules(remove_duplicate=of_parameters) if p]
-    known = [name for named in names for name in named.names] if of_parameters else paths
+    candidates = [name for named in names for name in named.names] if of_parameters else paths
     parameters = [named.name for named in names if named.kind == "parameter"]
-    other_kind, others = ("module", paths) if of_parameters else ("parameter", parameters)
-    matched_others = [name for name in others if matches(glob, name)]
-    lines = [f'the pattern "{glob}" of {where} matches no {kind}.']
-    if matched_others:
-        lines.append(f"  it matches the names of {other_kind}s: {listing(matched_others)}")
-    near = nearest(glob, known)
-    lines.append(f"  nearest names: {', '.join(near)}" if near else f"  {kind}s: {listing(known)}")
-    repaired = _repaired(glob, known, kind)
+    other_kind, other_names = ("module", paths) if of_parameters else ("parameter", parameters)
+    matched_other_names = [name for name in other_names if matches(glob, name)]
+    lines = [f'the pattern "{glob}" of {argument} matches no {kind}.']
+    if matched_other_names:
+        lines.append(f"  it matches the names of {other_kind}s: {listing(matched_other_names)}")
+    near = nearest(glob, candidates)
+    lines.append(
+        f"  nearest names: {', '.join(near)}" if near else f"  {kind}s: {listing(candidates)}"
+    )
+    repaired = _repaired(glob, candidates, kind)
     if repaired is None:
         lines.append(f"fix: name a {kind} as in model.named_{kind}s(), or remove the pattern")
     elif of_parameters:
@@ -149,7 +151,7 @@ def no_match(
 def _repaired(glob: str, names: Sequence[str], kind: Literal["parameter", "module"]) -> str | None:
     """Return a similar glob that matches a name, or None: with another start or end, an escaped
     bracket, or one misspelt word corrected."""
-    stem, (first, _, rest) = glob.rpartition(".")[0], glob.partition(".")
+    stem, (first, _, after_first) = glob.rpartition(".")[0], glob.partition(".")
     weight_globs = [f"{glob}.weight", f"{glob}.*", f"*.{glob}", f"*.{glob}.weight"]
     module_globs = [stem, f"{glob}.*", f"*.{glob}", f"*{glob}*"]
     trials = [glob.replace("[", "[[]")]
@@ -159,13 +161,13 @@ def _repaired(glob: str, names: Sequence[str], kind: Literal["parameter", "modul
     for at, part in enumerate(parts):
         for word in difflib.get_close_matches(part, words, 3, 0.6 if kind == "parameter" else 0.5):
             trials.append(".".join([*parts[:at], word, *parts[at + 1 :]]))
-    trials += [f"{first}.*.{rest}"] if kind == "parameter" else []
+    trials += [f"{first}.*.{after_first}"] if kind == "parameter" else []
     return next((t for t in trials if any(matches(t, name) for name in names)), None)
 
 
-def nearest(word: str, known: Iterable[str]) -> list[str]:
-    """Return up to three of the words ``known`` that are spelt like ``word``, the nearest first."""
-    return difflib.get_close_matches(word, list(dict.fromkeys(known)), 3, cutoff=0.5)
+def nearest(word: str, words: Iterable[str]) -> list[str]:
+    """Return up to three of ``words`` that are spelt like ``word``, the nearest first."""
+    return difflib.get_close_matches(word, list(dict.fromkeys(words)), 3, cutoff=0.5)
 
 
 def listing(words: Sequence[str]) -> str:

@@ -13,7 +13,13 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from dtensor.api.model.stating.patterns import is_patterns, listing, matches, names_of, no_match
+from dtensor.api.model.stating.patterns import (
+    is_patterns,
+    listing,
+    matches,
+    names_of,
+    no_match_error,
+)
 from dtensor.errors import PlanningError
 from dtensor.sharding.plan.dataflow import Dataflow
 
@@ -35,7 +41,7 @@ def checked_recompute(recompute: Sequence[str], module: nn.Module) -> tuple[str,
     names = _modules(module)
     for glob in recompute:
         if not any(matches(glob, name, names) for name in names):
-            raise no_match(glob, "recompute", module, names_of(module), kind="module")
+            raise no_match_error(glob, "recompute", module, names_of(module), kind="module")
     return tuple(recompute)
 
 
@@ -52,7 +58,7 @@ def recomputed_modules(globs: Sequence[str], module: nn.Module, flow: Dataflow) 
         ids = {id(m) for name, m in names.items() if matches(glob, name, names)}
         matched = {name for name, m in names.items() if id(m) in ids}
         if matched and not matched & called:
-            raise _not_called(glob, sorted(matched), called)
+            raise _not_called_error(glob, sorted(matched), called)
         modules |= matched
     return frozenset(modules)
 
@@ -62,7 +68,9 @@ def _modules(module: nn.Module) -> dict[str, nn.Module]:
     return {n: m for n, m in module.named_modules(remove_duplicate=False) if n}
 
 
-def _not_called(glob: str, matched: Sequence[str], called: set[str]) -> PlanningError:
+def _not_called_error(glob: str, matched: Sequence[str], called: set[str]) -> PlanningError:
+    """Return the error for a glob whose modules the program does not call, with called modules
+    inside them."""
     inside = sorted(c for c in called if any(c.startswith(f"{name}.") for name in matched))
     inside = [c for c in inside if not any(c.startswith(f"{outer}.") for outer in inside)]
     lines = [

@@ -33,15 +33,15 @@ def resolve_placements_again(
     placements: Mapping[str, StatedRoles],
     former: Mapping[str, ParameterPlacement],
 ) -> tuple[ParameterPlacement, ...]:
-    """Like `resolve_placements`, for a changed module. ``former``: the placements of the tensors
-    that were in it before, by their present names. Raises PlanningError if a new tensor cannot have
-    its placement."""
+    """Return one entry for each parameter and buffer of a changed module: the placement in
+    ``former`` (by present name) if it was in the module before, else that of the first pattern that
+    matches. Raises PlanningError if a new tensor cannot have its placement."""
     names = names_of(module)
     resolved: list[ParameterPlacement] = []
     for named in names:
         placement, module_name = former.get(named.name), named.name.rpartition(".")[0]
         if placement is None:
-            pattern = next((p for p in placements if _places(p, placements[p], named, names)), None)
+            pattern = next((p for p in placements if _covers(p, placements[p], named, names)), None)
             stated = dict(placements[pattern]) if pattern is not None else {}
             has_roles = any(isinstance(p, Role) for p in stated.values())
             if pattern is not None and not has_roles:
@@ -57,7 +57,7 @@ def resolve_placements_again(
     return tuple(resolved)
 
 
-def _places(
+def _covers(
     pattern: str, stated: StatedRoles, named: NamedTensor, names: Sequence[NamedTensor]
 ) -> bool:
     """Return whether the pattern places this tensor, by the rules of `resolve_placements`."""

@@ -50,7 +50,7 @@ def weights_of_modules(
     paths = dict.fromkeys(p for p, _ in module.named_modules(remove_duplicate=False) if p)
     matched = [path for path in paths if matches(pattern, path, paths)]
     if not matched:
-        raise _no_module(pattern, module, names)
+        raise _no_module_error(pattern, module, names)
     for path in matched:
         inside = [by_name[n] for n in by_name if n.rpartition(".")[0] == path]
         inside = [named for named in inside if named.kind == "parameter"]
@@ -66,12 +66,13 @@ def weights_of_modules(
         raise PlanningError(
             f'"{pattern}" states a role of modules that have no parameters of their own.\n'
             f"  it matches {listing(matched)}\n"
-            f"fix: name the modules that hold weights{_suggestion(matched, by_name)}"
+            f"fix: name the modules that hold weights{_suggested_modules(matched, by_name)}"
         )
     return owners
 
 
-def _suggestion(matched: Sequence[str], by_name: Mapping[str, NamedTensor]) -> str:
+def _suggested_modules(matched: Sequence[str], by_name: Mapping[str, NamedTensor]) -> str:
+    """Return a text that names modules with weights inside the matched modules, or ""."""
     inner = [
         name.rpartition(".")[0]
         for name, named in by_name.items()
@@ -80,7 +81,10 @@ def _suggestion(matched: Sequence[str], by_name: Mapping[str, NamedTensor]) -> s
     return f", such as {listing(list(dict.fromkeys(inner)))}" if inner else ""
 
 
-def _no_module(pattern: str, module: nn.Module, names: Sequence[NamedTensor]) -> PlanningError:
+def _no_module_error(
+    pattern: str, module: nn.Module, names: Sequence[NamedTensor]
+) -> PlanningError:
+    """Return the error for a role's pattern that matches no module, with a fix."""
     lines = [f'the pattern "{pattern}" states a role and matches no module.']
     paths = [path for path, _ in module.named_modules(remove_duplicate=False) if path]
     parameters = [named for named in names if named.matched_by(pattern)]

@@ -25,7 +25,7 @@ from dtensor.api.model.stating.patterns import (
     matches,
     names_of,
     nearest,
-    no_match,
+    no_match_error,
 )
 from dtensor.errors import PlanningError, check_number
 from dtensor.sharding.plan.request import dealt
@@ -124,7 +124,7 @@ def resolve_stages(module: nn.Module, mesh: Mesh, stages: Stages | None) -> Stag
                 f'fix: Mesh(pp=2, ...), or name the axis of stages: {{"axis": "auto"}}'
             )
         stages = {"pp": "auto"}
-    axis, lists = _axis_of(mesh, stages)
+    axis, lists = _axis_and_patterns(mesh, stages)
     if isinstance(lists, int):
         if lists > 1:
             return StagePlan(axis=axis, num_stages=lists, held={}, auto=True)
@@ -135,11 +135,11 @@ def resolve_stages(module: nn.Module, mesh: Mesh, stages: Stages | None) -> Stag
     for index, patterns in enumerate(lists):
         for pattern in patterns:
             if not any(named.matched_by(pattern) for named in names):
-                raise no_match(pattern, f"stage {index}", module, names)
-    known = {name for named in names for name in named.names}
+                raise no_match_error(pattern, f"stage {index}", module, names)
+    all_names = {name for named in names for name in named.names}
     by_name = {
         name: tuple(
-            i for i, globs in enumerate(lists) if any(matches(g, name, known) for g in globs)
+            i for i, globs in enumerate(lists) if any(matches(g, name, all_names) for g in globs)
         )
         for named in names
         for name in named.names
@@ -147,9 +147,9 @@ def resolve_stages(module: nn.Module, mesh: Mesh, stages: Stages | None) -> Stag
     check_unique(lists, by_name)
     held: dict[str, tuple[int, ...]] = {}
     for named in names:
-        holding = sorted({stage for name in named.names for stage in by_name[name]})
-        if holding:
-            held[named.name] = tuple(holding)
+        stages_of_name = sorted({stage for name in named.names for stage in by_name[name]})
+        if stages_of_name:
+            held[named.name] = tuple(stages_of_name)
     missing = [n for n in names if n.kind == "parameter" and n.name not in held]
     if missing:
         raise missing_stage_error(missing, lists, by_name)
@@ -159,7 +159,7 @@ def resolve_stages(module: nn.Module, mesh: Mesh, stages: Stages | None) -> Stag
             stage = enclosing_stage(named, parameters, by_name)
             if stage is not None:
                 held[named.name] = (stage,)
-    homes = {name: holding for name, holding in by_name.items() if holding}
+    homes = {name: stages_of_name for name, stages_of_name in by_name.items() if stages_of_name}
     for named in names:  # each name of a tied parameter has the stage of its module's ops
         if len(named.names) == 1 and named.name in held:
             homes[named.name] = held[named.name]
@@ -168,7 +168,7 @@ def resolve_stages(module: nn.Module, mesh: Mesh, stages: Stages | None) -> Stag
     )
 
 
-def _axis_of(
+def _axis_and_patterns(
     mesh: Mesh, stages: Mapping[str, Patterns | str | Auto] | str
 ) -> tuple[str, tuple[tuple[str, ...], ...] | int]:
     """Return the axis, and the patterns of each stage or the number of stages to choose. Raises
@@ -217,6 +217,8 @@ def _axis_of(
 
 
 def _num_stages(mesh: Mesh, axis: str, auto: Auto) -> int:
+    """Return the number of stages to choose. Raises PlanningError if it is no multiple of the
+    axis."""
     size = mesh.axis_size(axis)
     number = size if auto.num_stages is None else auto.num_stages
     if number < 1 or number % size:
@@ -239,11 +241,11 @@ def check_unique(lists: Sequence[Sequence[str]], by_name: Mapping[str, tuple[int
         return
     lines = [f"{len(ambiguous)} {_names_are(len(ambiguous))} matched by more than one stage."]
     for name, stages in list(ambiguous.items())[:8]:
-        by = " and ".join(
+        matches_text = " and ".join(
             f'stage {i} ("{next(p for p in lists[i] if matches(p, name, by_name))}")'
             for i in stages
         )
-        lines.append(f"  {name}: {by}")
+        lines.append(f"  {name}: {matches_text}")
     if len(ambiguous) > 8:
         lines.append(f"  and {len(ambiguous) - 8} more")
     lines.append("fix: narrow the patterns until each name is matched by one stage")
@@ -260,9 +262,9 @@ def missing_stage_error(
     lines = [f"{len(missing)} {_names_are(len(missing))} in no stage."]
     for named in missing[:8]:
         near = nearest(named.name, all_patterns)
-        at = next((i for i, p in enumerate(lists) if near and near[0] in p), None)
+        stage = next((i for i, p in enumerate(lists) if near and near[0] in p), None)
         lines.append(
-            f"  {named}" + (f', nearest pattern "{near[0]}" of stage {at}' if near else "")
+            f"  {named}" + (f', nearest pattern "{near[0]}" of stage {stage}' if near else "")
         )
     if len(missing) > 8:
         lines.append(f"  and {len(missing) - 8} more")
@@ -281,8 +283,8 @@ def _names_are(count: int) -> str:
 def enclosing_stage(
     buffer: NamedTensor, parameters: Sequence[NamedTensor], by_name: Mapping[str, tuple[int, ...]]
 ) -> int | None:
-    """Return the stage of the parameters of the innermost enclosing module that has any; None if
-    they are on several stages."""
+    """Return the stage of the parameters in the innermost module that contains the buffer and has
+    parameters; None if they are on several stages, or if there are none."""
     path = buffer.name.rpartition(".")[0]
     while path:
         inside = {

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from dtensor.api.model.stating.patterns import listing, names_of, nearest, no_match
+from dtensor.api.model.stating.patterns import listing, names_of, nearest, no_match_error
 from dtensor.api.model.stating.roles_of_weights import (
     Resolver,
     StatedModule,
@@ -102,7 +102,7 @@ def resolve_placements(
             f"placements is {show(placements)}, not a dict.\n"
             f'fix: write {{"pattern": dict({some_axis(mesh)}=dt.Row())}}'
         )
-    known = {name for named in names for name in named.names}
+    all_names = {name for named in names for name in named.names}
     chosen: dict[str, str] = {}
     owners: dict[str, StatedModule] = {}
     for pattern, stated in placements.items():
@@ -113,9 +113,9 @@ def resolve_placements(
                 if name not in chosen:
                     chosen[name], owners[name] = pattern, owner
             continue
-        matches = [named for named in names if named.matched_by(pattern, known)]
+        matches = [named for named in names if named.matched_by(pattern, all_names)]
         if not matches:
-            raise no_match(pattern, "placements", module, names)
+            raise no_match_error(pattern, "placements", module, names)
         parameters = [named for named in matches if named.kind == "parameter"]
         for named in parameters or matches:
             if named.name not in chosen:
@@ -176,9 +176,9 @@ def input_pins(
             for name in matches:
                 check_fit(name, arguments[name], stated, "inputs", mesh)
                 pins[name] = dict(stated)
-        return InputPins(pins=pins, batch=_batch(arguments, pins))
+        return InputPins(pins=pins, batch=_batch_arguments(arguments, pins))
     check_stated(inputs, "inputs", mesh, stage_axis)
-    batch = _batch(arguments, {})
+    batch = _batch_arguments(arguments, {})
     if inputs and not batch:
         raise PlanningError(
             f"inputs states placements, but no argument has a batch dim.\n"
@@ -243,8 +243,10 @@ def restated(spec: TensorSpec) -> dict[str, Placement]:
 # -- the batch -------------------------------------------------------------------------------------
 
 
-def _batch(arguments: Mapping[str, Meta], pins: Mapping[str, Stated]) -> tuple[str, ...]:
-    """Return the names of the arguments with the batch dim: see `input_pins`."""
+def _batch_arguments(arguments: Mapping[str, Meta], pins: Mapping[str, Stated]) -> tuple[str, ...]:
+    """Return the names of the arguments with the batch dim. The batch size is dim 0 of the first
+    argument that a pin shards there, else of the first argument with dims. Arguments with this
+    dim 0 have the batch dim, except arguments that are pinned otherwise."""
 
     def shards_dim_0(name: str) -> bool:
         num_dims = len(arguments[name].shape)
@@ -287,6 +289,7 @@ def _is_named(name: str, key: str) -> bool:
 def _unknown_argument_error(
     name: str, arguments: Mapping[str, Meta], absent: Collection[str]
 ) -> PlanningError:
+    """Return the error for ``inputs`` that name no tensor argument, with the nearest name."""
     near = nearest(name, [*arguments, *absent])
     return PlanningError(
         f'inputs names "{name}", which is no tensor argument that the program uses.\n'
@@ -304,17 +307,17 @@ def _metas(arguments: Mapping[str, Meta]) -> str:
 
 def check_stated(
     stated: object,
-    where: str,
+    statement: str,
     mesh: Mesh,
     stage_axis: str | None = None,
     *,
     roles: bool = False,
 ) -> None:
     """Raise PlanningError unless ``stated`` maps axes of the mesh to Replicate, Shard or, if
-    ``roles``, a role. ``where``: the name of the statement in the message."""
+    ``roles``, a role. ``statement``: the name of the statement in the message."""
     if not isinstance(stated, Mapping):
         raise PlanningError(
-            f"{where} states {show(stated)}, not placements by axis.\n"
+            f"{statement} states {show(stated)}, not placements by axis.\n"
             f"fix: write dict({some_axis(mesh)}={_as_placement(stated)})"
         )
     for axis, placement in stated.items():
@@ -322,37 +325,38 @@ def check_stated(
             near = nearest(str(axis), mesh.axes)
             fix = f"{near[0]}={_as_placement(placement)}" if near else "name an axis of the mesh"
             fix += f"; or add {axis} to the mesh, {axis}=1 to split nothing"
-            if (outer := where.rpartition(" ")[2].strip('"')) in mesh.axes:  # the wrong way round
+            if (outer := statement.rpartition(" ")[2].strip('"')) in mesh.axes:  # swapped
                 fix = f'write {{"{axis}": dict({outer}={_as_placement(placement)})}}'
             raise PlanningError(
-                f'{where} names the axis "{axis}", which is not in the mesh.\n'
+                f'{statement} names the axis "{axis}", which is not in the mesh.\n'
                 f"  {mesh}, axes: {listing(mesh.axes)}\n"
                 f"fix: {fix}"
             )
         if axis == stage_axis:
             raise PlanningError(
-                f'{where} places a tensor on the axis "{axis}", which holds the stages.\n'
+                f'{statement} places a tensor on the axis "{axis}", which holds the stages.\n'
                 f"  {axis}={placement!r}\n"
                 f"fix: remove it; stages= says which stage holds a parameter"
             )
         if isinstance(placement, Role) and not roles:
             raise PlanningError(
-                f"{where} states {axis}={placement!r}, which is a role of a module's weight.\n"
+                f"{statement} states {axis}={placement!r}, which is a role of a module's weight.\n"
                 f"fix: write {axis}=dt.Row() or dt.Column()"
             )
         if not isinstance(placement, Replicate | Shard | Partial | Role):
             raise PlanningError(
-                f"{where} states {axis}={show(placement)}, which is not a placement.\n"
+                f"{statement} states {axis}={show(placement)}, which is not a placement.\n"
                 f"fix: write {axis}={_as_placement(placement)}"
             )
         if isinstance(placement, Partial):
             raise PlanningError(
-                f"{where} states {axis}={placement!r}, but only a computed value can be pending.\n"
+                f"{statement} states {axis}={placement!r}, but only a computed value can be "
+                f"pending.\n"
                 f"fix: write {axis}=dt.Replicate(), or {axis}=dt.Row() to split it"
             )
 
 
-def check_fit(name: str, meta: Meta, stated: Stated, where: str, mesh: Mesh) -> None:
+def check_fit(name: str, meta: Meta, stated: Stated, statement: str, mesh: Mesh) -> None:
     """Raise PlanningError if a tensor with this meta cannot have the placements."""
     for axis, placement in stated.items():
         if isinstance(placement, Shard):
@@ -362,10 +366,10 @@ def check_fit(name: str, meta: Meta, stated: Stated, where: str, mesh: Mesh) -> 
                 raise PlanningError(
                     f"{axis}={placement!r} does not fit {name}: {fact}.\n"
                     f"  {name}: {meta}\n"
-                    f"  stated by {where}\n"
+                    f"  stated by {statement}\n"
                     f"fix: {fix}"
                 )
-    _check_blocks_kept(name, meta, stated, where, mesh)
+    _check_blocks_kept(name, meta, stated, statement, mesh)
 
 
 def _misfit(shard: Shard, meta: Meta) -> tuple[str, str] | None:
@@ -385,26 +389,26 @@ def _misfit(shard: Shard, meta: Meta) -> tuple[str, str] | None:
     return misfit(shard, size, f"dim {shard.dim % len(shape)} of {size}")
 
 
-def _check_blocks_kept(name: str, meta: Meta, stated: Stated, where: str, mesh: Mesh) -> None:
+def _check_blocks_kept(name: str, meta: Meta, stated: Stated, statement: str, mesh: Mesh) -> None:
     """Raise PlanningError if two axes shard one dim and the blocks stated for the minor axis would
     be ignored, because it splits the shards of the major axis."""
     try:
-        lost = _axis_without_blocks(meta, stated, mesh)
+        minor = _axis_without_blocks(meta, stated, mesh)
     except PlanningError as error:
-        raise PlanningError(f"{error}\n  {name}: {meta}\n  stated by {where}") from error
-    if lost is None:
+        raise PlanningError(f"{error}\n  {name}: {meta}\n  stated by {statement}") from error
+    if minor is None:
         return
-    others = {axis: p for axis, p in stated.items() if axis != lost}
-    first = next(iter(others))
-    if _axis_without_blocks(meta, {lost: stated[lost], **others}, mesh) is None:
-        fix = f"name {lost} before {first}, so that {first} splits its blocks"
+    other_placements = {axis: p for axis, p in stated.items() if axis != minor}
+    first = next(iter(other_placements))
+    if _axis_without_blocks(meta, {minor: stated[minor], **other_placements}, mesh) is None:
+        fix = f"name {minor} before {first}, so that {first} splits its blocks"
     else:
         fix = f"state blocks on {first} alone"
     raise PlanningError(
-        f"{lost}={stated[lost]!r} of {name} would split the pieces that {first} cuts, and its own "
-        f"blocks would be lost.\n"
+        f"{minor}={stated[minor]!r} of {name} would split the "
+        f"pieces that {first} cuts, and its own blocks would be lost.\n"
         f"  {name}: {meta}\n"
-        f"  {', '.join(f'{axis}={p!r}' for axis, p in stated.items())}, stated by {where}\n"
+        f"  {', '.join(f'{axis}={p!r}' for axis, p in stated.items())}, stated by {statement}\n"
         f"fix: {fix}"
     )
 
