@@ -177,7 +177,7 @@ class _Capture:
         before = StateBefore(walk(call.roots))
         root = CallAsModule(call, grads, before, surrounding())
         self.changes: list[Change] = root.notes.changes
-        self.moved: list[str] = []
+        self.drawn_generators: list[str] = []
         try:
             with in_capture() as functions, fake_state(call, grads, mode) as tensors:
                 forward = export_call(root, tensors)
@@ -190,7 +190,7 @@ class _Capture:
         finally:
             if (writes := root.notes.writes) is not None:
                 before.forget_cached(writes)
-                self.moved = before.moved(writes)
+                self.drawn_generators = before.moved(writes)
                 if not each_call:
                     before.put_back(writes)
         self.ran = root.recorder.codes()
@@ -203,8 +203,8 @@ class _Capture:
 
     def check(self) -> None:
         self.check_tensors()
-        if self.moved:
-            raise random_state_error(self.moved, source_of_callable(self.call.fn))
+        if self.drawn_generators:
+            raise random_state_error(self.drawn_generators, source_of_callable(self.call.fn))
 
     def text(self) -> str:
         constants = [c.value.tolist() for c in self.graph.inputs if isinstance(c, Const)]
@@ -228,7 +228,7 @@ def in_capture() -> Iterator[list[AppliedFunctions]]:
         torch.enable_grad(),
         patched(below=CallAsModule.forward) as functions,
         without_trace(),
-        as_set(),  # of signals
+        as_set(),  # runs signal handlers at once
     ):
         yield functions
 

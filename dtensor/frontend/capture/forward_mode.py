@@ -61,10 +61,10 @@ def make_below_jvp(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     if sys._getframe(2).f_globals.get("__name__", "").startswith("torch._functorch"):
         return None
     options = {k: v for k, v in kwargs.items() if k != "memory_format"}
-    if like := _LIKE_FACTORIES.get(func) or _NEW_FACTORIES.get(func):
-        x, *rest = args
-        args = (x.shape, *rest) if func in _LIKE_FACTORIES else tuple(rest)
-        func = like
+    if factory := _LIKE_FACTORIES.get(func) or _NEW_FACTORIES.get(func):
+        x, *other_args = args
+        args = (x.shape, *other_args) if func in _LIKE_FACTORIES else tuple(other_args)
+        func = factory
         options["dtype"] = options.get("dtype") or x.dtype
     elif func not in _FACTORIES:
         return None
@@ -102,30 +102,30 @@ class PlainZeros(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def enter_with_plain_zeros(plain: Any) -> Any:
+def enter_with_plain_zeros(original: Any) -> Any:
     """Return `dual_level.__enter__` that also enters `PlainZeros`."""
 
     def enter(level: Any) -> Any:
         level.plain_zeros = PlainZeros()
         level.plain_zeros.__enter__()
-        return plain(level)
+        return original(level)
 
     return enter
 
 
-def exit_with_plain_zeros(plain: Any) -> Any:
+def exit_with_plain_zeros(original: Any) -> Any:
     """Return `dual_level.__exit__` that also leaves `PlainZeros`."""
 
     def leave(level: Any, *error: Any) -> Any:
         try:
-            return plain(level, *error)
+            return original(level, *error)
         finally:
             level.plain_zeros.__exit__(*error)
 
     return leave
 
 
-def batched_snapshot(plain: Any) -> Any:
+def batched_snapshot(original: Any) -> Any:
     """Extend torch's `snapshot_fake`, which copies values of nodes, to functorch's tensors."""
 
     def snapshot(value: Tensor, include_real: bool = False) -> Tensor | None:
@@ -133,7 +133,7 @@ def batched_snapshot(plain: Any) -> Any:
         from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
         if not is_functorch_wrapped_tensor(value):
-            return plain(value, include_real)
+            return original(value, include_real)
         inner: Any = value
         while is_functorch_wrapped_tensor(inner):
             inner = get_unwrapped(inner)

@@ -84,11 +84,11 @@ class AppliedFunction:
 
         Raises PlanningError if forward changes an argument in place.
         """
-        before = [x._version for x in self.tensors]
+        versions = [x._version for x in self.tensors]
         with _HideTensorlessCalls():
             out = self._apply(*args)
         results = _tensors(out)
-        changed = [x._version for x in self.tensors] != before
+        changed = [x._version for x in self.tensors] != versions
         if changed or any(x is y for x in results for y in self.tensors):
             raise self.error(
                 "it changes an argument in place (ctx.mark_dirty)", "return a new tensor"
@@ -101,9 +101,9 @@ class AppliedFunction:
                 torch.autograd.grad(outputs, inputs, ones, retain_graph=True, allow_unused=True)
         return out
 
-    def error(self, why: str, fix: str) -> PlanningError:
+    def error(self, reason: str, fix: str) -> PlanningError:
         return planning_error(
-            f"This torch.autograd.Function cannot be captured: {why}.",
+            f"This torch.autograd.Function cannot be captured: {reason}.",
             f"class {self.cls.__module__}.{self.cls.__qualname__}",
             source=self.source,
             fix=fix + _OR_CUSTOM_OP,
@@ -129,13 +129,13 @@ class AppliedFunctions:
         self._calls: list[AppliedFunction] = []
         self._recording = True
 
-    def apply(self, plain: Callable[..., Any], cls: type, args: tuple[Any, ...]) -> Any:
-        """Return ``cls.apply(*args)`` and record the call; ``plain`` is torch's apply."""
+    def apply(self, original: Callable[..., Any], cls: type, args: tuple[Any, ...]) -> Any:
+        """Return ``cls.apply(*args)`` and record the call; ``original`` is torch's apply."""
         if not self._recording:
-            return plain(*args)
+            return original(*args)
         self._recording = False
         try:
-            return self._record(AppliedFunction(plain, cls, args, source_here()), args)
+            return self._record(AppliedFunction(original, cls, args, source_here()), args)
         finally:
             self._recording = True
 

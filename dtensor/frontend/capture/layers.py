@@ -297,9 +297,9 @@ def _content(value: Any) -> Any:
         case FakeTensor() | torch.nn.Parameter():
             return _layouts(value), value.requires_grad
         case torch.Tensor() if value.nbytes <= MAX_HASHED_BYTES and value.layout is torch.strided:
-            held = value.detach().cpu().resolve_conj().resolve_neg()
-            held = held.clone(memory_format=torch.contiguous_format)  # numpy() forbids resize_
-            return _layouts(value), bytes(held.reshape(-1).view(torch.uint8).numpy())
+            values = value.detach().cpu().resolve_conj().resolve_neg()
+            values = values.clone(memory_format=torch.contiguous_format)  # numpy() forbids resize_
+            return _layouts(value), bytes(values.reshape(-1).view(torch.uint8).numpy())
         case _:
             return next(_unique_numbers)
 

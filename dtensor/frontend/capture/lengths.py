@@ -289,12 +289,12 @@ class _Symbols:
     def patch_export(self) -> Iterator[None]:
         """In this context, torch's export makes its fake arguments with our symbols."""
         trace = export_trace()
-        plain: Any = vars(trace)["make_fake_inputs"]
+        original: Any = vars(trace)["make_fake_inputs"]
 
         def make(*args: Any, **kwargs: Any) -> Any:
-            mode, fakes, *rest = plain(*args, **kwargs)
+            mode, fakes, *others = original(*args, **kwargs)
             self.shape_env = mode.shape_env
-            return (mode, self._with_symbols(mode, fakes), *rest)
+            return (mode, self._with_symbols(mode, fakes), *others)
 
         def no_guards(*_args: Any, **_kwargs: Any) -> None:
             pass  # `guards` returns all of them
@@ -356,7 +356,7 @@ class _Symbols:
         return conditions
 
 
-# -- what Python does with a length ----------------------------------------------------------------
+# -- uses of a length ------------------------------------------------------------------------------
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _LOGGING = _TORCH + "_logging" + os.sep
@@ -414,8 +414,8 @@ class _UseRecorder:
         changes: list[tuple[Any, str, Any]] = []
 
         def patch(owner: Any, name: str, wrap: Callable[[str, Any], Any]) -> None:
-            plain = getattr(owner, name)
-            changes.append((owner, name, if_capturing(wrap(name, plain), plain)))
+            original = getattr(owner, name)
+            changes.append((owner, name, if_capturing(wrap(name, original), original)))
 
         for cls in _SYMBOLIC:
             for name in ("__repr__", "__hash__"):
@@ -444,33 +444,33 @@ class _UseRecorder:
         line = source_here()
         self.uses.append(use if line is None else f"{use} ({line}: {line.text})")
 
-    def _wrap(self, name: str, plain: Any) -> Any:
+    def _wrap(self, name: str, original: Any) -> Any:
         """Wrap the method ``name`` of a symbolic number: record each call."""
 
         def method(value: Any, *args: Any) -> Any:
             is_use = _called_by_user() if name == "__hash__" else not _called_by_logger()
             if is_capturing() and is_use:
                 self.record(_USES[name])
-            return plain(value, *args)
+            return original(value, *args)
 
         return method
 
-    def _wrap_arithmetic(self, _name: str, plain: Any) -> Any:
+    def _wrap_arithmetic(self, _name: str, original: Any) -> Any:
         """Wrap an arithmetic method: record a float result, which sympy may round differently."""
 
         def method(value: Any, *args: Any) -> Any:
-            result = plain(value, *args)
+            result = original(value, *args)
             if type(result) is torch.SymFloat and _called_by_user():
                 self.record("a length becomes a float")
             return result
 
         return method
 
-    def _wrap_comparison(self, _name: str, plain: Any) -> Any:
+    def _wrap_comparison(self, _name: str, original: Any) -> Any:
         """Wrap a comparison: in the user's code it returns a bool, and torch adds a guard."""
 
         def method(value: Any, other: Any) -> Any:
-            result = plain(value, other)
+            result = original(value, other)
             if not _called_by_user():
                 return result
             if result is NotImplemented and not isinstance(other, _COMPARABLE_TYPES):
@@ -479,13 +479,13 @@ class _UseRecorder:
 
         return method
 
-    def _wrap_conversion(self, _name: str, plain: Any) -> Any:
+    def _wrap_conversion(self, _name: str, original: Any) -> Any:
         """Wrap a conversion to int, float or bool: record it if the number has symbols."""
 
         def method(node: Any, *args: Any) -> Any:
             if node.expr.free_symbols:
                 self.record("a length is converted to a plain number")
-            return plain(node, *args)
+            return original(node, *args)
 
         return method
 
@@ -501,14 +501,14 @@ class _UseRecorder:
 
         return method
 
-    def _wrap_isinstance(self, plain: Any) -> Any:
+    def _wrap_isinstance(self, original: Any) -> Any:
         """Wrap `isinstance`: record a call by the user's code on a symbolic number."""
         recorder, symbolic = self, frozenset(_SYMBOLIC)
 
         def is_instance(value: Any, kind: Any, /) -> bool:
             if type(value) in symbolic and is_capturing() and _called_by_user():
                 recorder.record("a length is asked for its type")
-            return plain(value, kind)
+            return original(value, kind)
 
         return is_instance
 
@@ -581,7 +581,7 @@ def _recording_type(recorder: _UseRecorder) -> type:
     return Type
 
 
-# -- cut down to numbers ---------------------------------------------------------------------------
+# -- static copies ---------------------------------------------------------------------------------
 
 
 class _StaticCopy:

@@ -101,8 +101,8 @@ def patched(*, below: FunctionType) -> Iterator[list[AppliedFunctions]]:
     ]
     originals = [vars(owner).get(name, print) for owner, name, _ in replacements]
     changes: list[tuple[Any, str, Any]] = [
-        (owner, name, if_capturing(change(plain), plain))
-        for (owner, name, change), plain in zip(replacements, originals, strict=True)
+        (owner, name, if_capturing(change(original), original))
+        for (owner, name, change), original in zip(replacements, originals, strict=True)
     ]
     recorded_apply = _recorded_apply(numbers, functions, error_context)
     parametrize_cache: Any = parametrize._cache
@@ -142,21 +142,21 @@ PROCESS_FLAGS += (symbolic_trace.is_fx_tracing, symbolic_trace.is_fx_symbolic_tr
 """Process-wide flags that torch, and compiled functions of other threads, read at each call."""
 
 
-def _patch_for_thread(plain: Any) -> Any:
+def _patch_for_thread(original: Any) -> Any:
     """Make torch's patches of `Module.__call__` and `__getattr__` apply to this thread only."""
 
     def patch_method(patcher: Any, cls: type, name: str, new: Any, **options: Any) -> None:
-        plain(patcher, cls, name, if_capturing(new, getattr(cls, name)), **options)
+        original(patcher, cls, name, if_capturing(new, getattr(cls, name)), **options)
 
     return patch_method
 
 
-def _register_thread(plain: Any) -> Any:
+def _register_thread(original: Any) -> Any:
     """Wrap Thread.start: a thread that the program starts counts as a part of the program."""
 
     def start(thread: Thread) -> None:
         started(thread)
-        plain(thread)
+        original(thread)
 
     return start
 
@@ -287,7 +287,7 @@ def _recorded_apply(
     reentrant checkpoints. Patching below also covers aliases: relu = MyRelu.apply."""
 
     def apply(cls: type, *args: Any) -> Any:
-        plain = super(_SingleLevelFunction, cls).apply  # type: ignore[misc]
+        original = super(_SingleLevelFunction, cls).apply  # type: ignore[misc]
         if is_capturing() and cls is checkpoints.CheckpointFunction:
             function, _, *inputs = args
             with _number_checkpoint(numbers):
@@ -296,8 +296,8 @@ def _recorded_apply(
             return result
         # Torch's own Functions, which implement custom ops, need no recording.
         if is_capturing() and cls.__module__.split(".", 1)[0] != "torch":
-            return _applied_functions(functions, stack).apply(plain, cls, args)
-        return plain(*args)
+            return _applied_functions(functions, stack).apply(original, cls, args)
+        return original(*args)
 
     return classmethod(apply)
 

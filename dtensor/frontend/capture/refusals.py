@@ -83,7 +83,7 @@ def planning_error(fact: str, *operands: str, source: Source | None, fix: str) -
     return PlanningError("\n".join([*lines, f"fix: {fix}"]))
 
 
-# -- what the user's code asks of a value ------------------------------------------------------
+# -- reads of values and other calls -----------------------------------------------------------
 
 _VALUE_READS: dict[Callable[..., Any], str] = {
     torch.Tensor.item: ".item()",
@@ -367,10 +367,10 @@ def data_assignment_error(x: torch.Tensor, source: Source | None) -> PlanningErr
     )
 
 
-def data_error(what: str, source: Source | None, fix: str = _FIX) -> PlanningError:
+def data_error(read: str, source: Source | None, fix: str = _FIX) -> PlanningError:
     return planning_error(
         "The program depends on a tensor's value, which is not known when it is planned.",
-        what,
+        read,
         source=source,
         fix=fix,
     )
@@ -471,11 +471,11 @@ def buffer_grad_error(name: str, source: Source | None) -> PlanningError:
 
 
 def gradient_hooks_error(
-    where: Sequence[str], source: Source | None, what: str = "a hook on a gradient"
+    places: Sequence[str], source: Source | None, hook: str = "a hook on a gradient"
 ) -> PlanningError:
     return planning_error(
-        f"The program has {what}, which a captured step would not call.",
-        *where,
+        f"The program has {hook}, which a captured step would not call.",
+        *places,
         source=source,
         fix="remove the hook; step.gradients() gives gradients, clip_grad_norm= clips them, and a "
         "torch.library.custom_op with register_autograd may change one",
@@ -516,7 +516,7 @@ def stored_names(warning: str) -> list[str]:
     return re.findall(r"self\.(?:module_\d+\.)?([\w.\[\]]+)", warning)
 
 
-# -- what the forward graph shows --------------------------------------------------------------
+# -- checks of graphs --------------------------------------------------------------------------
 
 _DROPOUTS = {"dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"}
 _INDICES = {"where", "nonzero", "nonzero_numpy", "argwhere", "masked_select"}

@@ -83,14 +83,14 @@ class ProgramDevice:
     def patch_fake_tensors(self, mode: TorchFunctionMode) -> Iterator[None]:
         """In this context, `x.device` of a fake tensor is the program's device while ``mode`` is
         active. `FakeTensor.device` is a Python property, which modes do not intercept."""
-        plain: Any = vars(FakeTensor)["device"]
+        original: Any = vars(FakeTensor)["device"]
 
         def reported_device(x: FakeTensor) -> torch.device:
             if is_capturing() and mode in function_modes():
                 return self.device
-            return plain.fget(x)
+            return original.fget(x)
 
-        with patch_attributes([(FakeTensor, "device", property(reported_device, plain.fset))]):
+        with patch_attributes([(FakeTensor, "device", property(reported_device, original.fset))]):
             yield
 
 

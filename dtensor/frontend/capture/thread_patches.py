@@ -27,12 +27,12 @@ from dtensor.signals import defer_signals
 _ABSENT = object()
 
 
-def if_capturing(ours: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls ``ours`` in the thread that captures, else ``plain``."""
+def if_capturing(ours: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls ``ours`` in the thread that captures, else ``original``."""
 
-    @functools.wraps(plain)
+    @functools.wraps(original)
     def dispatch(*args: Any, **kwargs: Any) -> Any:
-        return (ours if is_capturing() else plain)(*args, **kwargs)
+        return (ours if is_capturing() else original)(*args, **kwargs)
 
     return dispatch
 
@@ -66,8 +66,8 @@ def patch_flags(functions: Sequence[FunctionType]) -> Iterator[None]:
     have imported them by name."""
     changes: list[tuple[Any, str, Any]] = []
     for function in functions:
-        plain = FunctionType(function.__code__, function.__globals__)
-        defaults = {"_here": is_capturing, "_plain": plain}
+        original = FunctionType(function.__code__, function.__globals__)
+        defaults = {"_here": is_capturing, "_plain": original}
         # Restored in reverse order: the old code does not take these keyword arguments.
         changes += [(function, "__kwdefaults__", defaults), (function, "__code__", _flag.__code__)]
     originals = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]

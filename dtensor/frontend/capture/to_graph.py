@@ -270,13 +270,13 @@ def _fold_tangent(graph: fx.Graph, inputs: dict[fx.Node, Input]) -> None:
         val = node.meta["val"]
         last = graph.find_nodes(op="placeholder")[-1]
         with graph.inserting_after(last):
-            one = graph.call_function(
+            cotangent = graph.call_function(
                 torch.ops.aten.full.default,
                 ([], 1.0),
                 {"dtype": val.dtype, "device": torch.device("cpu")},
             )
-        one.meta.update(val=val, partitioner_tag="is_backward")
-        node.replace_all_uses_with(one)
+        cotangent.meta.update(val=val, partitioner_tag="is_backward")
+        node.replace_all_uses_with(cotangent)
         del inputs[node]
         graph.erase_node(node)
 

@@ -101,18 +101,18 @@ class ValueReads:
             return None
         values: dict[fx.Node, Any] = {}
         with disable_current_modes(), DisableTorchFunction(), torch.no_grad():
-            for each in node.graph.nodes:
-                if each not in needed:
+            for current in node.graph.nodes:
+                if current not in needed:
                     continue
-                if each.op == "get_attr":
-                    constant = getattr(root, str(each.target))
+                if current.op == "get_attr":
+                    constant = getattr(root, str(current.target))
                     if isinstance(constant, FakeTensor):
                         return None
                     self.add(constant)
-                    values[each] = constant.detach().clone()
+                    values[current] = constant.detach().clone()
                 else:
-                    args, kwargs = fx.map_arg((each.args, each.kwargs), values.__getitem__)
-                    values[each] = each.target(*args, **kwargs)
+                    args, kwargs = fx.map_arg((current.args, current.kwargs), values.__getitem__)
+                    values[current] = current.target(*args, **kwargs)
         return values[node]
 
 

@@ -37,20 +37,20 @@ Mask = tuple[fx.Node, int, int]
 """A mask, the number of queries and the number of keys."""
 
 
-def simplify_mask(node: fx.Node, constants: Constants, known: dict[Mask, bool | None]) -> None:
+def simplify_mask(node: fx.Node, constants: Constants, mask_kinds: dict[Mask, bool | None]) -> None:
     """Remove a mask that hides nothing; replace one that hides only later keys by `is_causal`.
 
-    ``known``: the results for masks of the graph, because layers share a mask, and computing a mask
-    of thousands of tokens takes a second.
+    ``mask_kinds``: earlier results, because layers share a mask, and computing a mask of thousands
+    of tokens takes a second.
     """
     a = bound(node)
     mask = a["attn_mask"]
     if mask is None or a["is_causal"]:
         return
     key = (mask, a["query"].meta["val"].shape[-2], a["key"].meta["val"].shape[-2])
-    if key not in known:
-        known[key] = _mask_kind(*key, constants)
-    is_causal = known[key]
+    if key not in mask_kinds:
+        mask_kinds[key] = _mask_kind(*key, constants)
+    is_causal = mask_kinds[key]
     if is_causal is None:
         return
     a.update(attn_mask=None, is_causal=is_causal)

@@ -54,9 +54,9 @@ class Constants:
         remaining_reads = Counter(x for n in nodes for x in n.all_input_nodes)
         values: dict[fx.Node, Any] = {}
         with unset_fake_temporarily(), torch.no_grad():
-            for each in nodes:
-                values[each] = _compute(each, values)
-                for read in each.all_input_nodes:
+            for current in nodes:
+                values[current] = _compute(current, values)
+                for read in current.all_input_nodes:
                     remaining_reads[read] -= 1
                     if not remaining_reads[read]:
                         del values[read]
@@ -68,11 +68,11 @@ class Constants:
         """Return the node and its ancestors in the order of the graph. Raises NotConstant."""
         ancestors, waiting, is_changed = {node: None}, [node], False
         while waiting:
-            each = waiting.pop()
-            if each not in self._constant_nodes:
-                self._check(each)
-                is_changed |= each not in self._positions or each in self.writes.changed
-            for read in each.all_input_nodes:
+            current = waiting.pop()
+            if current not in self._constant_nodes:
+                self._check(current)
+                is_changed |= current not in self._positions or current in self.writes.changed
+            for read in current.all_input_nodes:
                 if read not in ancestors:
                     ancestors[read] = None
                     waiting.append(read)
@@ -110,10 +110,10 @@ class Writes:
             if operands:
                 self._write_positions.append(index)
                 self.changed.add(node)
-            for each in operands:
-                while isinstance(each, fx.Node) and each not in self.changed:
-                    self.changed.add(each)
-                    each = each.args[0] if _is_view(each) else None
+            for value in operands:
+                while isinstance(value, fx.Node) and value not in self.changed:
+                    self.changed.add(value)
+                    value = value.args[0] if _is_view(value) else None
 
     def between(self, first: fx.Node, last: fx.Node) -> bool:
         """Return whether any op between ``first`` and ``last`` writes in place."""

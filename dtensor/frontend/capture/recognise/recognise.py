@@ -54,16 +54,16 @@ def recognise(graph: fx.Graph) -> list[PatternMatch]:
     constants = Constants(graph)
     writes, order = constants.writes, {node: i for i, node in enumerate(graph.nodes)}
     report: list[tuple[int, PatternMatch]] = []
-    for what, rewrite, targets in _PATTERNS:
+    for name, rewrite, targets in _PATTERNS:
         for target in targets:
             for node in graph.find_nodes(op="call_function", target=target):
                 try:
                     op, new = rewrite(graph, node, writes)
                 except NoMatch as reason:
                     if str(reason):
-                        report.append((order[node], PatternMatch(what, "", str(reason), node.meta)))
+                        report.append((order[node], PatternMatch(name, "", str(reason), node.meta)))
                 else:
-                    report.append((order[node], PatternMatch(what, op, "", new.meta)))
+                    report.append((order[node], PatternMatch(name, op, "", new.meta)))
     for node in graph.find_nodes(op="call_function", target=aten.rms_norm.default):
         report.append((order[node], PatternMatch("rms norm", "_fused_rms_norm", "", node.meta)))
     report += _attentions(graph, constants, order)
