@@ -1,4 +1,4 @@
-"""The classes whose actors the tests of daft alone spawn, on both backends."""
+"""Classes of actors that only the tests of daft spawn, on both backends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.daft.programs import same_bits
 
 @dataclass
 class Batch:
-    """A user's own class, tensors and metadata in one value."""
+    """A user-defined class that holds tensors and metadata."""
 
     tokens: Tensor
     lengths: list[int]
@@ -28,7 +28,7 @@ class Batch:
 
 
 class Model:
-    """A layer with a step of SGD, so that results depend on the order of tasks."""
+    """A layer with an SGD step, so that results depend on the order of tasks."""
 
     def __init__(self, seed: int = 0, width: int = 4) -> None:
         self.weight = torch.nn.Parameter(
@@ -88,7 +88,7 @@ class Model:
         return threading.Lock()
 
     def meet_in(self, folder: str) -> None:
-        """Where `mark` and `await_mark` of several actors have their files."""
+        """Set the folder in which `mark` and `await_mark` of several actors keep their files."""
         self.folder = Path(folder)
 
     def mark(self, number: float) -> float:
@@ -118,7 +118,7 @@ class Unborn:
 
 
 def same(u: Any, v: Any) -> bool:
-    """Equal to the bit, tensors anywhere in lists, tuples and dicts."""
+    """Return whether two nested values are equal, tensors bitwise."""
     if isinstance(u, Tensor):
         return isinstance(v, Tensor) and same_bits(u, v)
     if isinstance(u, dict):
@@ -129,7 +129,8 @@ def same(u: Any, v: Any) -> bool:
 
 
 class Feeder:
-    """What users of other systems try first: methods that wait and that yield, a property."""
+    """An actor with async methods, generators and a property, which users of other systems try
+    first."""
 
     def __init__(self) -> None:
         self.turn = 0
@@ -148,7 +149,7 @@ class Feeder:
         raise ValueError("not in time")
 
     async def meet(self, first: bool) -> list[str]:
-        """What is bound to an event loop lives from call to call."""
+        """Return an object bound to the event loop, which must survive between calls."""
         if first:
             self.queue: asyncio.Queue[str] = asyncio.Queue()
             self.task = asyncio.create_task(self.queue.get())

@@ -1,11 +1,11 @@
-"""Actors of one host as plain processes, without Ray: each joins the others, and does what it is
-told.
+"""Runs the actors of one host as plain processes without Ray; each process joins the others and
+runs a given function.
 
     with actors(2, tell_rank) as told:           # two processes that call tell_rank(joined, pipe)
         told[0].send(...)
 
-`Here` is what an actor has: its number, the transport that a launch on Ray would give it, and one
-over gloo alone, beside it.
+`Here` is the state of one actor: its number, the transport that a launch on Ray would give it, and
+a gloo-only transport for comparison.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Here:
         self.joins = 0
 
     def join(self, node: str = "here") -> ExchangeTransport | SameHostTransport:
-        """All actors call it together."""
+        """Join the other actors. All actors call this method together."""
         self.joins += 1
         store = PrefixStore(f"join{self.joins}", self.store)
 
@@ -75,7 +75,7 @@ class Here:
 
 
 class Hosted:
-    """An actor's worker over a transport; programs are loaded as a cluster does it."""
+    """An actor's worker over a transport; it loads programs as a cluster does."""
 
     def __init__(self, here: Here, transport: ExchangeTransport | SameHostTransport) -> None:
         self.here = here
@@ -100,7 +100,7 @@ class Hosted:
 
 
 def each(size: int, act: Callable[..., Any], *given: Any, hosts: Hosts | None = None) -> list[Any]:
-    """What `act(here, *given)` gives in each of `size` processes."""
+    """Run `act(here, *given)` in each of `size` processes and return the results."""
     with actors(size, _answer, act, given, hosts=hosts) as pipes:
         answers = [pipe.recv() for pipe in pipes]
     for answer in answers:
@@ -121,8 +121,8 @@ def _answer(here: Here, pipe: Connection, act: Callable[..., Any], given: Sequen
 def actors(
     size: int, act: Callable[..., None], *given: Any, hosts: Hosts | None = None
 ) -> Iterator[list[Connection]]:
-    """Processes that call `act(here, pipe, *given)`; the other ends of their pipes. They end with
-    the block."""
+    """Start processes that call `act(here, pipe, *given)` and yield the other ends of their pipes.
+    The processes end with the block."""
     hosts = tuple((rank,) for rank in range(size)) if hosts is None else hosts
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

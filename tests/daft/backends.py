@@ -1,8 +1,8 @@
-"""The backends that keep one contract: this process, plain processes without Ray, and Ray.
+"""The backends that share one contract: this process, plain processes without Ray, and Ray.
 
     @pytest.mark.parametrize("backend", able("run ahead"), indirect=True, scope="module")
 
-Plain processes are hosts of the code that runs on Ray: forks of a process that has imported it.
+A plain process is a fork of a process that has imported the host code of the Ray backend.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CANNOT: dict[str, dict[str, str]] = {
 
 
 def able(*promises: str) -> list[Any]:
-    """The backends that can promise this, as parameters of a test."""
+    """Return, as test parameters, the backends that have all these abilities."""
     known = {promise for reasons in CANNOT.values() for promise in reasons}
     assert known.issuperset(promises), promises
     marks = {"ray": [pytest.mark.ray]}
@@ -56,7 +56,7 @@ context.set_forkserver_preload(list(PRELOADED))
 
 
 class PlainHost:
-    """An `Actor` of `processes.py`."""
+    """A plain process that stands in for an `Actor` of `processes.py`."""
 
     def __init__(self, counter: str, given: bytes) -> None:
         self._pipe, its = context.Pipe()
@@ -87,7 +87,7 @@ def _host(counter: str, given: bytes, pipe: Connection) -> None:
 
 
 class PlainHosts:
-    """In place of the Ray of this machine (`LocalRay`)."""
+    """Stands in for the Ray of this machine (`LocalRay`)."""
 
     stays = True
 
@@ -99,7 +99,7 @@ class PlainHosts:
 
 @contextmanager
 def plain_processes() -> Iterator[None]:
-    """Within, launches on Ray start plain processes instead."""
+    """Make launches on Ray start plain processes inside the block."""
     from dtensor.daft.ray.channel import local_ray, processes
     from tests.conftest import hosts_may_stand_still
 
@@ -123,7 +123,7 @@ class Backend:
 
     @property
     def immediate(self) -> bool:
-        """Whether a run has ended when it is submitted."""
+        """Whether a run has ended by the time it is submitted."""
         return self.name == "inprocess"
 
     def cluster(self, size: int, **options: Any) -> Cluster:

@@ -1,19 +1,14 @@
-"""Hosts whose connections break, or that die, at any instruction: what the cut promises, by trying.
+"""Tests recovery by simulation: hosts die or lose their connections at random instructions.
 
     ops = drawn(random.Random(7), 2, 14)         # puts, deletes, runs on some ranks
     calm = World(2, 0).play(ops)
     world = World(2, 7, store="file", folder=folder).play(ops, faults=0.03, kills=True)
     differs(calm.tables()[0], world.tables()[0]) == ""
 
-Each of the hosts has one rank and a real `Worker`; they meet in one `LocalTransport`, of which a
-wait is only tried once all have started, and go on in any interleaving. The controller is
-`ChangeLog` and a list of messages. At random moments some hosts die (a new one opens the file that
-they left) and all others lose what was under way. Then the cut is taken of what the hosts say that
-they have ended, each goes back to its part of it, and what is behind that is sent again, as it was
-sent the first time.
-
-What is checked on the way: that a host can go back to where the cut says; that its table is then
-bit for bit what it was right after that change, but for what is replayable.
+Each host has one rank and a real `Worker`; all share one `LocalTransport` and run in random order.
+After a loss, a new host opens the file of the dead one, each host rolls back to the recovery line,
+and the controller resends all later calls. Checked at each rollback: the host can go back, and its
+table is then bitwise what it was, except for replayable values.
 """
 
 from __future__ import annotations
@@ -70,7 +65,7 @@ def _made(x: Tensor) -> tuple[Tensor]:
 
 
 def _write(w: Tensor, m: Tensor, y: Tensor, n: object) -> tuple[()]:
-    """What the order and the number of writes can be seen of."""
+    """Write `w` so that the number and the order of writes show in its value."""
     w.mul_(1.25).add_(y)
     m.add_(w.sum()).add_(int(str(n)))
     return ()
@@ -105,8 +100,9 @@ Kind = Literal["step", "plain", "grow", "seat"]
 
 
 def program(size: int, members: Sequence[int], kind: Kind) -> Program:
-    """step: writes at its commit point, and a cache before it; plain: as step, without a commit
-    point, each sending to the next; grow: makes a value of state anew; seat: writes the cache."""
+    """Return a program of one kind. "step": writes at its commit point, and a cache before it;
+    "plain": like step without a commit point, each rank sending to the next; "grow": creates a
+    state value again; "seat": writes the cache."""
     group = tuple(members)
     lists: list[RankProgram] = [RankProgram(instructions=())] * size
     for rank in group:
@@ -199,7 +195,7 @@ def drawn(draw: random.Random, size: int, count: int) -> list[Op]:
             }
         )
     ]
-    there: dict[int, list[str]] = {rank: [] for rank in range(size)}  # that may go
+    there: dict[int, list[str]] = {rank: [] for rank in range(size)}  # values that may be dropped
 
     def going(ranks: Sequence[int]) -> dict[int, list[str]]:
         found: dict[int, list[str]] = {}
@@ -244,7 +240,7 @@ def drawn(draw: random.Random, size: int, count: int) -> list[Op]:
 
 
 class _Ready(LocalTransport):
-    """Whose waits can be asked whether they would block."""
+    """A transport whose waits can be asked whether they would block."""
 
     def missing(self, pending: Pending) -> bool:
         return bool(pending.meeting.missing)  # type: ignore[attr-defined]
@@ -365,7 +361,7 @@ class World:
     # -- what hosts do ----------------------------------------------------------------------------
 
     def step(self, host: _Host) -> bool:
-        """One message, or one instruction of it; False if it has to wait."""
+        """Handle one message, or one instruction of it. Return False if the host has to wait."""
         if not host.queue:
             return False
         method, part, change = host.queue[0]
@@ -404,7 +400,8 @@ class World:
             self.changes.heard(host.rank, change.number)
 
     def settle(self, faults: float = 0.0, kills: bool = False, until: int = 0) -> None:
-        """Until no more than so many messages are left; with such a chance of a fault a step."""
+        """Run until at most `until` messages are left; each step has a fault with probability
+        `faults`."""
         while sum(len(host.queue) for host in self.hosts) > until:
             if faults and self.draw.random() < faults:
                 self.fault(kills)
@@ -450,7 +447,7 @@ class World:
         return self
 
     def left_over(self) -> list[tuple[int, str]]:
-        """What hosts keep for nobody, once they know that all is committed."""
+        """Return what hosts still keep after they know that everything is committed."""
         for _ in range(2 * self.every):  # of those taken one that tells them, and one of that
             for host in self.hosts:
                 self.changes.heard(host.rank, host.worker.ended())
@@ -471,7 +468,7 @@ class World:
 
 
 def _sent(run: HostRun, change: TableChange) -> HostRun:
-    """As it arrives, each time: the run may change what it is given."""
+    """Return a copy of the run as it arrives; the run may change its inputs."""
     inputs = {rank: dict(own) for rank, own in run.inputs.items()}
     return HostRun.of(run._replace(inputs=inputs, change=change).plain())
 
@@ -484,7 +481,7 @@ def copied(worker: Worker) -> Table:
 
 
 def differs(one: Table, other: Table, *, lasting_only: bool = False) -> str:
-    """What of two tables is not bit for bit the same."""
+    """Describe which values of two tables are not bitwise equal; "" if none."""
 
     def wanted(key: tuple[int, str]) -> bool:
         return not (lasting_only and key[1] == "c")

@@ -1,9 +1,10 @@
-"""What listens in a launch on Ray, from a process of its own: `python -m tests.daft.doors`.
+"""Lists the listening sockets of a launch on Ray, from a separate process: `python -m
+tests.daft.doors`.
 
-Prints as JSON, by stage, the listening sockets of this process and of all that it has started, as
-(process, address, port); and what the launches have left behind. `strangers` are processes that
-call Ray without its token; what they were told is printed, too. With an address it joins the
-Ray there, and prints what the launch itself has listening, or why it was not let in.
+Prints JSON: by stage, the listening sockets of this process and of all processes that it has
+started, as (process, address, port), and what the launches left behind. `strangers` are processes
+that call Ray without its token; the answers they got are printed too. With an address the launch
+joins the Ray at that address and prints its own sockets, or why it was refused.
 """
 
 from __future__ import annotations
@@ -90,12 +91,12 @@ def join(address: str) -> None:
 
 
 def _lasting() -> list[tuple[str, str, int]]:
-    """Without Ray's workers, which come and go; in order."""
+    """Return the sorted sockets without those of Ray's workers, which come and go."""
     return sorted(each for each in listening() if not each[0].startswith(("idle", "ray::Host")))
 
 
 def _settings() -> dict[str, object]:
-    """What would decide over the address and the token of a Ray that starts next."""
+    """Return the settings that decide the address and token of the next Ray to start."""
     names = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS")
     constant: Any = ray_constants
     found: dict[str, object] = {name: os.environ[name] for name in names if name in os.environ}
@@ -103,7 +104,8 @@ def _settings() -> dict[str, object]:
 
 
 def _strangers() -> dict[str, str]:
-    """What Ray answers to who has no token, another one, and to Ray's own agent's clients."""
+    """Return what Ray answers to clients without a token, with a wrong token, and to clients of
+    Ray's own agent."""
     (gcs,) = {f"127.0.0.1:{port}" for name, _, port in listening() if name == "gcs_server"}
     found: dict[str, str] = {}
     for name, token in (("no token", {}), ("another token", {"RAY_AUTH_TOKEN": "0" * 64})):
@@ -126,7 +128,8 @@ def _strangers() -> dict[str, str]:
 
 
 def _session_folder() -> str:
-    """Of the Ray that this process or one that it started has started."""
+    """Return the session folder of the Ray that this process has started, itself or through a
+    child."""
     told = "--session-dir="
     commands = (Path(f"/proc/{p}/cmdline").read_text() for p in processes_of(os.getpid()))
     words = (word for command in commands for word in command.split("\0"))
@@ -134,7 +137,7 @@ def _session_folder() -> str:
 
 
 def _who_may_enter(path: str) -> list[str]:
-    """The modes of the folders above it that are this user's alone."""
+    """Return the modes of the parent folders that belong to this user alone."""
     found: list[str] = []
     while path != "/":
         mode = stat.S_IMODE(os.stat(path).st_mode)

@@ -61,7 +61,7 @@ Made = tuple[tuple[Transfer, ...], tuple[Order, ...]]
 
 
 def built(transfers: Sequence[Transfer], orders: Sequence[Order]) -> Program:
-    """The program in which each rank starts and waits for its transfers in its order."""
+    """Return the program in which each rank starts and waits for its transfers in its order."""
     lists: list[list[Instruction]] = []
     for rank, order in enumerate(orders):
         items: list[Instruction] = []
@@ -95,11 +95,9 @@ def built(transfers: Sequence[Transfer], orders: Sequence[Order]) -> Program:
 
 
 def can_hang(transfers: Sequence[Transfer], orders: Sequence[Order], buffered: bool) -> bool:
-    """Whether a state can be reached in which nothing can happen before the end.
-
-    The k-th send on a channel is met by the k-th receive, whatever they are called: so a transfer
-    is a pair (channel, k), and what an order calls transfer n may be met by another's m.
-    """
+    """Return whether some reachable state is stuck before the end. The k-th send on a channel
+    meets the k-th receive whatever their names, so a transfer is identified by (channel, k), not
+    by the number that an order uses."""
     # by rank, the queues that its starts join, in order: (key, place in it)
     places: list[dict[int, tuple[object, int]]] = []
     for order in orders:
@@ -163,7 +161,7 @@ def _up(counts: tuple[int, ...], which: int) -> tuple[int, ...]:
 
 
 def disagreement(transfers: Sequence[Transfer], orders: Sequence[Order]) -> str | None:
-    """What the verifier says wrongly of a program, if it does."""
+    """Describe how the verifier's answer for this program is wrong; None if it is right."""
     hangs = can_hang(transfers, orders, buffered=False)
     if not hangs and can_hang(transfers, orders, buffered=True):
         return "hangs with buffers alone"
@@ -177,7 +175,8 @@ def disagreement(transfers: Sequence[Transfer], orders: Sequence[Order]) -> str 
 
 
 def exhaustive(ranks: int, count: int, channels: str = "c") -> Iterator[Made]:
-    """Every program of ``count`` transfers on ``ranks`` ranks, up to the numbering of transfers."""
+    """Yield every program of ``count`` transfers on ``ranks`` ranks, up to renumbering of
+    transfers."""
     groups = [g for size in range(2, ranks + 1) for g in itertools.combinations(range(ranks), size)]
     kinds = [
         *(
@@ -196,7 +195,7 @@ def exhaustive(ranks: int, count: int, channels: str = "c") -> Iterator[Made]:
 
 
 def _orders(numbers: tuple[int, ...]) -> Iterator[Order]:
-    """Every order of starts and waits in which no wait comes before its start."""
+    """Return every order of starts and waits in which each wait follows its start."""
     events = [(waits, n) for n in numbers for waits in (False, True)]
     for order in itertools.permutations(events):
         at = {event: i for i, event in enumerate(order)}

@@ -1,16 +1,15 @@
-"""The verifier against the mock of NCCL: real engines and transports, a simulated GPU a rank.
+"""Compares the verifier with the mock of NCCL: real engines and transports, one simulated GPU per
+rank.
 
     python -m tests.daft.explore --gpus           # exhaustive families, then 300 random programs
     python -m tests.daft.gpu_programs --seeds 200 # the messages of training steps, every schedule
 
-`hangs` runs a program whether or not the verifier accepts it: it connects, starts and waits, and at
-the end each host waits for its GPU. A kernel that cannot start is a `Deadlock`. What the verifier
-refuses as it can hang must hang, whatever the seed, and what it accepts must end under every seed.
-Both are so by the rules of NCCL that `dtensor/testing/gpus/nccl.py` names; it has run on no GPU.
-
-Of a training step `of_messages` keeps all instructions, and what its calls compute is left out:
-half of them, drawn, make their results and go on, half first wait on the host for the GPU, as one
-does that reads a value.
+`hangs` runs a program even if the verifier refuses it; at the end each host waits for its GPU, and
+a kernel that cannot start raises `Deadlock`. A program that the verifier refuses as hanging must
+hang under every seed, and an accepted program must end under every seed. The rules of NCCL are
+those of `dtensor/testing/gpus/nccl.py`. `of_messages` keeps all instructions of a training step
+and replaces its calls: a random half return at once, the others first wait on the host for the
+GPU.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def hangs(program: Program, seed: int) -> bool:
         dt.testing.simulated_gpus(size, seed, early=(0.0, 0.5)[seed % 2]) as gpus,
         ThreadPoolExecutor(size) as threads,
     ):
-        for rank in hosts:  # before one of them waits for those that are to come
+        for rank in hosts:  # all must connect before one of them waits for the others
             gpus.expect(1 + rank)
         asked = [threads.submit(_run, gpus, rank, parts[rank], tags, size) for rank in hosts]
         with gpus.waiting_for_hosts():
@@ -71,7 +70,7 @@ def hangs(program: Program, seed: int) -> bool:
 
 
 def _is_deadlock(error: BaseException) -> bool:
-    """Also where the engine has named the instruction."""
+    """Whether the error is a Deadlock, also if the engine has wrapped it with the instruction."""
     return isinstance(error, Deadlock) or isinstance(error.__cause__, Deadlock)
 
 
@@ -97,7 +96,7 @@ def _made(buffer: Buffer) -> torch.Tensor:
 
 
 def _sent(own: RankProgram) -> dict[str, Buffer]:
-    """What a rank gives to others, by name."""
+    """Return, by name, the values that a rank sends to others."""
     found: dict[str, Buffer] = {}
     for instruction in own.instructions:
         if isinstance(instruction, Send):
@@ -108,7 +107,7 @@ def _sent(own: RankProgram) -> dict[str, Buffer]:
 
 
 def training_step(make: Callable[[int], dt.Schedule], v: int, p: int) -> Program:
-    """The first program that a step over p ranks with v stages each loads."""
+    """Return the program that the first step over p ranks with v stages each loads."""
     loaded: list[Program] = []
     plain = HostedCluster.load
 

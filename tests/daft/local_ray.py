@@ -1,5 +1,5 @@
-"""Launches that start Ray themselves, in a process of their own: `python -m tests.daft.local_ray
-CASE` prints what it found as JSON."""
+"""Launches that start Ray themselves, run in a separate process: `python -m tests.daft.local_ray
+CASE` prints its findings as JSON."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PRELOADED = ("dtensor", "torch", "numpy", "_cython")
 
 
 class Host:
-    """What a process is, as a program of the user's sees it."""
+    """The state of a process as a user's program sees it."""
 
     def facts(self) -> dict[str, Any]:
         imported = sorted(name for name in sys.modules if not name.startswith("ray."))
@@ -56,7 +56,7 @@ class Host:
         }
 
     def draws(self) -> list[float]:
-        """By random states that nobody has seeded."""
+        """Return draws from random generators that nobody has seeded."""
         return [random.random(), float(numpy.random.random()), float(torch.rand(()))]
 
     def process(self) -> int:
@@ -97,7 +97,7 @@ def hosts(**stated: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def keeper() -> int | None:
-    """The process that has Ray."""
+    """Return the process that owns Ray."""
     ray = local_ray._current
     return None if ray is None else ray._process.pid
 
@@ -121,7 +121,8 @@ def until(done: Callable[[], bool]) -> bool:
 
 # -- cases ----------------------------------------------------------------------------------------
 def as_new() -> dict[str, Any]:
-    """Hosts of a Ray that stayed, after launches that spoilt theirs, failed and lost one."""
+    """Compare hosts of a reused Ray after launches that changed their state, failed, or lost a
+    host."""
     with hosts() as (a, b):
         new, process = a.facts().get(), a.process().get()
         drawn = [a.draws().get(), b.draws().get()]
@@ -143,7 +144,7 @@ def as_new() -> dict[str, Any]:
     with hosts(warm=False) as (a, _):
         replaced = keeper() != first
         unforked = a.facts().get()
-        for facts in (new, unforked):  # a fork has imported more of these
+        for facts in (new, unforked):  # a fork has more modules imported
             facts["modules"] = [m for m in facts["modules"] if not m.startswith(PRELOADED)]
         found["not forked"] = differences(new, unforked)
     return {
@@ -156,7 +157,7 @@ def as_new() -> dict[str, Any]:
 
 
 def replaced() -> dict[str, Any]:
-    """Which Ray does not stay."""
+    """Report in which cases Ray is replaced."""
     found: dict[str, Any] = {}
 
     def launch() -> int | None:
@@ -187,7 +188,7 @@ def replaced() -> dict[str, Any]:
 
 
 def forked() -> dict[str, Any]:
-    """A fork neither uses it nor ends it."""
+    """Check that a fork neither uses nor ends the Ray of its parent."""
     with hosts() as (a, _):
         before = keeper()
         reading, writing = os.pipe()
@@ -204,7 +205,7 @@ def forked() -> dict[str, Any]:
 
 
 def fails() -> dict[str, Any]:
-    """Ray that cannot be started."""
+    """Report the errors if Ray cannot be started."""
     found: dict[str, Any] = {}
     os.environ["RAY_TMPDIR"] = "/proc/nowhere"
     for name in ("at the call", "at the end"):
@@ -221,11 +222,11 @@ def fails() -> dict[str, Any]:
 
 
 def interrupted() -> dict[str, Any]:
-    """Ctrl-C while Ray starts."""
+    """Press Ctrl-C while Ray starts."""
     import dtensor as dt
     from dtensor.daft.ray.bootstrap.rendezvous import SignedStore
 
-    SignedStore.open("127.0.0.1", bytes(32))  # a process's first leaves a pipe
+    SignedStore.open("127.0.0.1", bytes(32))  # the first store of a process leaves a pipe open
     before = held()
     mesh = dt.Mesh(tp=2)
     caught = ""
@@ -238,13 +239,13 @@ def interrupted() -> dict[str, Any]:
             dt.distribute(torch.ones(4, 4), mesh, tp=dt.Row())
     except KeyboardInterrupt:
         caught = "KeyboardInterrupt"
-    others = "temporary file: "  # other processes have some, too
+    others = "temporary file: "  # other processes create temporary files too
     more = [each for each in left(before, 60.0) if not each.startswith(others)]
     return {"caught": caught, "left": more}
 
 
 def at_exit() -> dict[str, Any]:
-    """What is there when the process has ended, `test_local_ray.py` looks for."""
+    """Print the processes, which `test_local_ray.py` looks for after this process has ended."""
 
     with hosts() as (a, b):
         a.process().get()
@@ -254,7 +255,7 @@ def at_exit() -> dict[str, Any]:
 
 
 def killed() -> dict[str, Any]:
-    """This process is killed within a launch."""
+    """Kill this process inside a launch."""
 
     with hosts() as (a, b):
         a.process().get()
@@ -266,7 +267,7 @@ def killed() -> dict[str, Any]:
 
 
 def killed_while_it_starts() -> dict[str, Any]:
-    """The same, where Ray does not come up."""
+    """Kill this process while Ray hangs during its start."""
 
     os.environ["RAY_worker_register_timeout_seconds"] = "1"  # noqa: SIM112 - then init hangs
     with hosts():

@@ -1,17 +1,13 @@
-"""Pairs of programs on the same ranks against brute force: every interleaving of their runs.
+"""Compares pairs of programs on the same ranks with brute force: every interleaving of their runs.
 
     python -m tests.daft.explore --pairs          # exhaustive families, then 5,000 random pairs
 
-A `Small` program is as in `explore.py`, and its ranks also read and write state, and carry a value
-that depends on all that they have read and received: a term of which nothing is computed, so that
-two results are equal only if they came about in the same way. `outcomes` explores all states that
-two runs can reach when each rank goes through its part of the one and then of the other, and gives
-every end there is. `wrong` compares them with what `dtensor.daft.interference` says:
-
-- in one order on all ranks nothing hangs, and there is one end: that of one run after the other;
-- the other order gives the same results exactly if the verdict is that the programs commute.
-
-`spoilt` is the same where the ranks do not agree on the order: what the runtime must never do.
+A `Small` program is as in `explore.py`; its ranks also read and write state and carry a symbolic
+term of all they have read and received, so two results are equal only if they were computed in the
+same way. `outcomes` returns every end that two runs can reach. `wrong` compares these ends with
+`dtensor.daft.interference`: in one order on all ranks nothing hangs and the end is that of
+sequential runs; the other order gives the same results exactly if the programs commute. `spoilt`
+explores ranks that do not agree on the order, which the runtime must prevent.
 """
 
 from __future__ import annotations
@@ -60,7 +56,7 @@ class Small:
 
 
 def built(small: Small) -> Program:
-    """The program that the verifier sees. All that a rank makes is an output, so none is freed."""
+    """Return the program that the verifier sees. Every value is an output, so none is freed."""
     lists: list[list[Instruction]] = []
     made: list[list[str]] = []
     for rank, steps in enumerate(small.lists):
@@ -122,8 +118,8 @@ def _receiving(own: Transfer, given: str, name: str) -> Instruction:
 def outcomes(
     runs: Sequence[Small], orders: Sequence[Order], buffered: bool, state: Tuples | None = None
 ) -> set[object]:
-    """Every end of `runs`, of which rank r has those of `orders[r]`: what each rank's run carries
-    in the end and the ranks' state, or `HANGS`."""
+    """Return every reachable end of `runs`, in which rank r executes the runs `orders[r]`: the
+    final term of each rank's run and the ranks' state, or `HANGS`."""
     ranks = range(len(orders))
     keys = sorted({(t.kind, t.members, t.channel) for run in runs for t in run.transfers})
     # by rank: (word, run, key, place in the key's queue) or (word, run, number of state, 0)
@@ -216,8 +212,8 @@ def _put(values: tuple, which: int, value: object) -> tuple:  # type: ignore[typ
 
 
 def in_turn(first: Small, second: Small) -> object:
-    """The end of one run and then the other, with nothing under way in between. `first` and
-    `second` are sound alone, so that each has one end."""
+    """Return the end of one run followed by the other, with nothing in flight in between. Each of
+    `first` and `second` is sound alone, so the end is unique."""
     everyone = [(0,)] * len(first.lists)
     (one,) = outcomes([first], everyone, buffered=False)
     assert isinstance(one, tuple), first
@@ -228,7 +224,7 @@ def in_turn(first: Small, second: Small) -> object:
 
 
 def wrong(first: Small, second: Small) -> str | None:
-    """What the verdict on two sound programs says wrongly, if it does."""
+    """Describe how the verdict on two sound programs is wrong; None if it is right."""
     ranks = len(first.lists)
     found = interference(built(first), built(second))
     expected = in_turn(first, second)
@@ -248,8 +244,8 @@ def wrong(first: Small, second: Small) -> str | None:
 
 
 def spoilt(first: Small, second: Small) -> str | None:
-    """What becomes of it if rank 0 has the runs in the other order than the others: "hangs", or
-    "other values" than either order gives on all ranks."""
+    """Return the effect of rank 0 executing the runs in the opposite order: "hangs", or "other
+    values" than either order gives on all ranks."""
     orders = [(1, 0), *([(0, 1)] * (len(first.lists) - 1))]
     ends = outcomes([first, second], orders, buffered=False)
     if HANGS in ends:
@@ -270,8 +266,8 @@ def sound(small: Small) -> bool:
 
 
 def with_state() -> list[Small]:
-    """Every program of one transfer between two ranks, each of which reads, changes or replaces
-    its state before it or after it, or does not."""
+    """Yield every program of one transfer between two ranks, each of which reads, changes or
+    replaces its state before or after the transfer, or leaves it alone."""
     both = (0, 1)
     kinds = (
         Transfer("send", both, "c"),
@@ -292,7 +288,7 @@ def with_state() -> list[Small]:
 
 
 def without_state(channels: str = "c") -> list[Small]:
-    """Every sound program of two transfers between two ranks."""
+    """Yield every sound program of two transfers between two ranks."""
     return [
         small
         for transfers, orders in transfers_alone(2, 2, channels)
@@ -301,13 +297,13 @@ def without_state(channels: str = "c") -> list[Small]:
 
 
 def pairs(family: Sequence[Small], every: int = 1) -> Iterator[tuple[Small, Small]]:
-    """Each with each, itself too; or one pair in `every`."""
+    """Yield each pair of programs of the family, including equal ones, or one pair in `every`."""
     for first, second in itertools.islice(itertools.product(family, repeat=2), 0, None, every):
         yield replace(first, name="A"), replace(second, name="B")
 
 
 def drawn_pair(draw: random.Random) -> tuple[Small, Small]:
-    """Two random sound programs of 2 to 4 ranks, each on some of them, with state."""
+    """Return two random sound programs with state, each on some of 2 to 4 ranks."""
     ranks = draw.randint(2, 4)
     return _drawn("A", ranks, draw), _drawn("B", ranks, draw)
 
@@ -317,7 +313,7 @@ def _drawn(name: str, ranks: int, draw: random.Random) -> Small:
         transfers, orders = drawn(draw)
         if len(orders) > ranks or len(transfers) > 3:
             continue
-        # which of the cluster's ranks its own are: another subset for each program
+        # each program runs on its own subset of the cluster's ranks
         chosen = draw.sample(range(ranks), len(orders))
         moved = tuple(replace(t, members=tuple(chosen[r] for r in t.members)) for t in transfers)
         lists: list[list[Step]] = [[] for _ in range(ranks)]
@@ -337,7 +333,7 @@ def _steps(orders: Sequence[Sequence[tuple[bool, int]]]) -> Lists:
 
 
 def report(number: int, seed: int) -> int:
-    """Try all families, print the numbers; 1 if there is a disagreement."""
+    """Check all families and print the counts. Return 1 if there is a disagreement."""
     draw = random.Random(seed)
     families: dict[str, Iterator[tuple[Small, Small]]] = {
         "one transfer with state": pairs(with_state()),

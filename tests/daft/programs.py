@@ -1,4 +1,4 @@
-"""Programs that several tests run, with what they must give, computed directly."""
+"""Programs that several tests run, with their expected results computed directly."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ F32 = torch.float32
 
 @contextmanager
 def ctrl_c_interrupts() -> Iterator[None]:
-    """As Python has it by default, also where the shell has this process ignore the signal."""
+    """Make SIGINT raise KeyboardInterrupt inside the block, even if the shell made this process
+    ignore it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
@@ -46,7 +47,7 @@ def function(name: str, source: str, **bindings: object) -> Function:
 
 
 def parts_of(made: Program, hosts: Sequence[Sequence[int]]) -> tuple[HostProgram, ...]:
-    """What each of the hosts is sent of a program."""
+    """Return the part of a program that each host receives."""
     hosts = tuple(map(tuple, hosts))
     between = CrossHostKeys(made, [h for h, ranks in enumerate(hosts) for _ in ranks])
     parts = host_programs(made, hosts, merge_sites(made, hosts))
@@ -73,7 +74,8 @@ def program(
 
 
 def precisions(size: int) -> Program:
-    """Each rank gives `x` where its matrix products may be less precise, else 0."""
+    """Return a program in which each rank returns `x` if its matrix products may use lower
+    precision, else 0."""
     source = "def forward(x):\n    return (x * (precision() == 'high'),)"
     asks = function("asks", source, precision=torch.get_float32_matmul_precision)
     return program(
@@ -91,7 +93,7 @@ def values(rank: int, *shape: int, dtype: torch.dtype = F32, seed: int = 0) -> T
 
 
 def _left_fold(parts: Sequence[Tensor], op: str, dtype: torch.dtype | None = None) -> Tensor:
-    """Written without `fold`, to check it."""
+    """A left fold that does not use `fold`, to check it."""
     total = parts[0].double() if parts[0].dtype == torch.float64 else parts[0]
     narrow = op == "sum" and parts[0].dtype in (torch.float16, torch.bfloat16)
     total = total.float() if narrow else total
@@ -109,7 +111,7 @@ def _left_fold(parts: Sequence[Tensor], op: str, dtype: torch.dtype | None = Non
 
 
 class Collectives:
-    """Every collective on every rank, one after the other; all results are outputs."""
+    """A program with every collective on every rank, one after the other; all results are outputs."""
 
     def __init__(self, size: int, large: int = 40_000) -> None:
         self.size = size
@@ -200,7 +202,8 @@ class Collectives:
 
 
 def pipeline(size: int) -> Program:
-    """Each rank adds its state `w` to what comes and passes it on; counts its runs in `n`."""
+    """Return a program in which each rank adds its state `w` to the received value, passes it on,
+    and counts its runs in `n`."""
     buffer = Buffer((4,), F32)
     step = function(
         "step", "def forward(x, w, n):\n    n += 1\n    return (add(x, w),)", add=torch.add

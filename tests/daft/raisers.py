@@ -1,5 +1,5 @@
-"""What code on a host may raise, by name: the table of `test_remote_exceptions.py`, which hosts
-import too."""
+"""Exceptions that code on a host may raise, by name: the table of `test_remote_exceptions.py`.
+Hosts import this file too."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from dtensor.daft.remote_exceptions import MAX_TRACEBACK_CHARS, RemoteTraceback
 
 
 class Base(BaseException):
-    """No Exception."""
+    """A BaseException that is no Exception."""
 
 
 class Required(Exception):
-    """Is not made again of its `args`."""
+    """An exception that cannot be constructed again from its `args`."""
 
     def __init__(self, code: int, *, where: str) -> None:
         super().__init__(f"{where}: {code}")
@@ -38,7 +38,7 @@ class Wordless(Exception):
 
 
 class Asked(Exception):
-    """Whose class is asked for each attribute, and has none but its arguments."""
+    """An exception whose class is asked for each attribute, and which has none but its arguments."""
 
     def __getattribute__(self, name: str) -> Any:
         if name in ("__traceback__", "__cause__", "__context__", "__suppress_context__"):
@@ -52,14 +52,14 @@ class Unreducible(Exception):
 
 
 class Harmful(Exception):
-    """Ends the process that unpickles it, if it is let."""
+    """An exception that ends the process that unpickles it."""
 
     def __reduce__(self) -> Any:
         return os._exit, (3,)
 
 
 class HarmfulPart:
-    """The same of what an exception holds, which is unpickled."""
+    """An exception that holds a value that ends the process that unpickles it."""
 
     def __reduce__(self) -> Any:
         return sys.exit, (3,)
@@ -91,7 +91,7 @@ def _inner() -> Exception:
 
 
 def _hosts_own() -> Exception:
-    """Of a module that this process alone has."""
+    """Return an exception of a module that only this process has."""
     name = f"only_of_{os.getpid()}"
     if name not in sys.modules:
         module = sys.modules[name] = types.ModuleType(name)
@@ -135,7 +135,7 @@ NAMES = list(KINDS)
 
 
 def check(error: DaftError, kind: str, *, carried: bool = True) -> None:
-    """The error that a user gets, of what was raised there."""
+    """Check the error that a user gets for an exception raised on a host."""
     made, cause = KINDS[kind](), error.__cause__
     name = type(made).__name__
     assert name in str(error) and len(str(error)) < 30_000
@@ -173,12 +173,12 @@ def act(kind: str) -> NoReturn:
 
 
 def numbered(kind: str) -> Tensor:
-    """A kind as an input that a program may be given."""
+    """Return a kind of exception as a number that a program takes as an input."""
     return torch.full((4, 4), float(NAMES.index(kind)))
 
 
 def act_on(x: Tensor) -> Tensor:
-    """Raises the kind whose number is in x; below 0, none."""
+    """Raise the exception whose number is in x; raise nothing for a negative number."""
     number = int(x.flatten()[0])
     if number >= 0:
         act(NAMES[number])
@@ -186,7 +186,7 @@ def act_on(x: Tensor) -> Tensor:
 
 
 class Actor:
-    """With methods that raise, and results that do when they are pickled or unpickled."""
+    """An actor with methods that raise, and with results that raise when pickled or unpickled."""
 
     def __init__(self, kind: str = "") -> None:
         if kind:
@@ -216,7 +216,7 @@ class Actor:
 
 
 class Given:
-    """A value that raises as it is pickled, or as it is unpickled."""
+    """A value that raises while it is pickled, or while it is unpickled."""
 
     def __init__(self, when: str) -> None:
         self.when = when

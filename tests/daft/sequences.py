@@ -1,17 +1,13 @@
-"""Sequences of runs, each on some of the ranks, against brute force: every interleaving of them.
+"""Compares sequences of runs, each on some of the ranks, with brute force: every interleaving.
 
     python -m tests.daft.explore --sequences      # exhaustive families, then 100,000 random ones
 
-Programs are those of `pairs.py`. A run goes to the ranks that take part in its program, and to no
-others; each rank has its runs in the order of submission. `wrong` explores all states that they can
-reach, rendezvous and buffered, and says what is not as docs/design/0019-runs-on-their-own-ranks.md
-has it:
-
-- nothing hangs, and there is one end: that of one run after the other;
-- with nothing carried out but a run and its causal past, that run ends, with the same values.
-
-`spoilt` is what the runtime must never do: one rank has two runs in another order than the others,
-or a run got to all of its ranks but one.
+Programs are those of `pairs.py`. A run goes only to the ranks of its program, and each rank
+executes its runs in the order of submission. `wrong` explores all reachable states, rendezvous and
+buffered, and describes violations of docs/design/0019-runs-on-their-own-ranks.md: nothing hangs,
+and the only end is that of sequential runs; a run ends with the same values if only its causal
+past is executed before it. `spoilt` explores what the runtime must prevent: one rank with two runs
+in another order, or a run that does not reach one of its ranks.
 """
 
 from __future__ import annotations
@@ -34,14 +30,14 @@ def members(run: Small) -> frozenset[int]:
 
 
 def orders(runs: Runs, chosen: Sequence[int]) -> list[Order]:
-    """By rank, those of the chosen runs in which it takes part."""
+    """Return, for each rank, the chosen runs in which it takes part."""
     return [
         tuple(n for n in chosen if rank in members(runs[n])) for rank in range(len(runs[0].lists))
     ]
 
 
 def causal_past(runs: Runs, last: int) -> list[int]:
-    """A run, and the earlier ones that share a rank with one of these."""
+    """Return a run and the earlier runs that share a rank with it, directly or through others."""
     past, ranks = [last], set(members(runs[last]))
     for n in reversed(range(last)):
         if not ranks.isdisjoint(members(runs[n])):
@@ -51,7 +47,8 @@ def causal_past(runs: Runs, last: int) -> list[int]:
 
 
 def in_turn(runs: Runs, chosen: Sequence[int]) -> object:
-    """The end of the chosen runs, one after the other, with nothing under way in between."""
+    """Return the end of the chosen runs executed one after the other, with nothing in flight in
+    between."""
     ranks = len(runs[0].lists)
     (start,) = outcomes(runs, [()] * ranks, buffered=False)
     assert isinstance(start, tuple)
@@ -66,7 +63,7 @@ def in_turn(runs: Runs, chosen: Sequence[int]) -> object:
 
 
 def wrong(runs: Runs) -> str | None:
-    """What is not as the theorem has it."""
+    """Describe how the runs violate the theorem; None if they do not."""
     everything = range(len(runs))
     whole = in_turn(runs, everything)
     for buffered in (False, True):
@@ -88,8 +85,8 @@ def wrong(runs: Runs) -> str | None:
 
 
 def spoilt(runs: Runs, draw: random.Random) -> tuple[str, str] | None:
-    """What becomes of it if a rank has two runs in the other order than another rank of both, and
-    if a run with transfers does not get to one of its ranks; None where there are no such runs."""
+    """Return the effects of two faults: one rank executes two runs in the opposite order, and a
+    run with transfers misses one of its ranks. None if no runs fit."""
     right = orders(runs, range(len(runs)))
     twice = [
         (rank, i)
@@ -126,8 +123,8 @@ def _against(right: set[object], ends: set[object]) -> str:
 
 
 def kinds(ranks: int) -> list[Small]:
-    """A transfer between two of the ranks, or a sum of two or more; each member reads its state,
-    and replaces it in the end. And a rank alone."""
+    """Return the programs: a transfer between two ranks, a sum over two or more, and a rank alone;
+    each member reads its state and replaces it at the end."""
     groups = [g for n in range(2, ranks + 1) for g in itertools.combinations(range(ranks), n)]
     transfers = [
         *(Transfer("send", pair, "c") for pair in itertools.permutations(range(ranks), 2)),
@@ -147,7 +144,7 @@ def kinds(ranks: int) -> list[Small]:
 
 
 def exhaustive(ranks: int, length: int, every: int = 1) -> Iterator[list[Small]]:
-    """Every sequence of so many runs of these programs; or one in `every`."""
+    """Yield every sequence of `length` runs of these programs, or one in `every`."""
     chosen = itertools.product(kinds(ranks), repeat=length)
     for runs in itertools.islice(chosen, 0, None, every):
         yield named(runs)
@@ -158,8 +155,8 @@ def named(runs: Runs) -> list[Small]:
 
 
 class Drawn:
-    """Random sequences of 2 to 4 runs of sound random programs, each on some of four ranks, with
-    state; up to three transfers in each."""
+    """Random sequences of 2 to 4 runs of sound random programs with state and up to three
+    transfers, each on some of four ranks."""
 
     def __init__(self, draw: random.Random, programs: int = 300) -> None:
         self.draw = draw
@@ -175,7 +172,7 @@ class Drawn:
 
 
 def report(number: int, seed: int) -> int:
-    """Try all families, print the numbers; 1 if there is a disagreement."""
+    """Check all families and print the counts. Return 1 if there is a disagreement."""
     drawn, draw = Drawn(random.Random(seed)), random.Random(seed)
     families: dict[str, Iterator[list[Small]]] = {
         "3 runs on 2 ranks": exhaustive(2, 3),
@@ -193,7 +190,7 @@ def report(number: int, seed: int) -> int:
             count["with a run on some ranks"] += any(members(run) != everyone for run in runs)
             apart = any(len(causal_past(runs, n)) <= n for n in range(len(runs)))
             count["with a run that another before it does not hold up"] += apart
-            # of random ones every tenth: it takes as long as the rest
+            # one random sequence in ten: this takes as long as all other checks
             tried = not title.startswith("random") or count["sequences"] % 10 == 0
             if tried and (found := spoilt(runs, draw)) is not None:
                 count[f"with two runs in the other order on one rank: {found[0]}"] += 1

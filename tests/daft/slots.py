@@ -1,20 +1,14 @@
-"""The slots of shared memory against brute force: every interleaving of what actors do with them.
+"""Compares the slots of shared memory with brute force: every interleaving of what actors do with
+them.
 
     python -m tests.daft.explore --slots          # exhaustive families, then 2,000 random programs
 
-`wrong` explores all states that the ranks of a program can reach, run after run, with the numbers
-that `lay_out` gives for it: how many slots a key has, and how many starts of a partner a wait
-takes. A start may always be made. It writes its slot, and says so to each partner; a wait goes on
-when it has been told often enough, reads its partners' slots and ends. A collective of three or
-more is folded together, in two pieces: who waits claims pieces, folds them, tells the others, and
-ends when it was told of all that others have claimed. Nothing else makes anybody wait.
-
-It is wrong if ranks stand still before the end; if a start writes a slot, or a fold a result, that
-somebody has not read; if a claim is offered that nobody has taken; if a semaphore is left over.
-
-`Rules` says what is done otherwise, so that a test can see that the explorer would find it: a slot
-less; senders that do not wait for receivers; waits that end only when partners have read; values
-that are lent and read for one start longer than they may be.
+`wrong` explores all reachable states of the ranks with the numbers of `lay_out`. A start writes
+its slot and notifies each partner; a wait continues after enough notifications and reads its
+partners' slots. A collective of three or more is folded in two pieces, which waiting ranks claim.
+Errors: ranks are stuck before the end, an unread slot or result is overwritten, a claim is not
+taken, or a semaphore is left over. `Rules` states deliberate faults, so that a test can see that
+the explorer finds them.
 """
 
 from __future__ import annotations
@@ -52,8 +46,8 @@ LENT = Rules(lent=True)
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """What a rank does in one go. `number`: of the start on its lane, over all runs; `needed`: of a
-    wait, how many starts of each partner's; `piece`: of a claim or a fold."""
+    """One atomic operation of a rank. `number`: of the start on its lane, over all runs; `needed`:
+    how many starts of each partner a wait needs; `piece`: the piece of a claim or a fold."""
 
     kind: Literal["start", "take", "claim", "fold", "end", "acknowledged"]
     lane: int
@@ -68,7 +62,8 @@ piece, whether there is a claim; by lane, slot and member, of how many it was to
 
 
 def laid_out(made: Program, shares: Callable[[Key], bool] = lambda key: True) -> Arena:
-    """By all hosts, of a rank each, from what each has of the program."""
+    """Return the arena that all hosts, with one rank each, lay out from their parts of the
+    program."""
     ranks = range(made.size)
     found = [lay_out(own, ranks, shares) for own in parts_of(made, [(rank,) for rank in ranks])]
     first = found[0]
@@ -81,8 +76,8 @@ def laid_out(made: Program, shares: Callable[[Key], bool] = lambda key: True) ->
 
 
 class Explored:
-    """`runs`: by number, the programs that run, one after the other on each rank; `together`: which
-    lanes are folded together."""
+    """`runs`: the numbers of the programs that run one after the other on each rank; `together`:
+    the lanes that are folded together."""
 
     def __init__(self, programs: Sequence[Program], runs: Sequence[int], rules: Rules) -> None:
         self.rules = rules
@@ -100,8 +95,8 @@ class Explored:
         self.told: list[list[Counter[int]]] = []
         self.read: list[list[frozenset[tuple[int, int]]]] = []
         for rank in ranks:
-            counts: Counter[int] = Counter()  # of starts that concern another
-            numbers: Counter[int] = Counter()  # of starts on a lane
+            counts: Counter[int] = Counter()  # starts that concern another rank
+            numbers: Counter[int] = Counter()  # starts on a lane
             for run in runs:
                 lanes = {key: i for i, (which, key) in enumerate(self.lanes) if which == run}
                 self._append(programs[run], laid[run], rank, lanes, counts, numbers)
@@ -116,11 +111,11 @@ class Explored:
         counts: Counter[int],
         numbers: Counter[int],
     ) -> None:
-        """The ops of one run."""
+        """Append the operations of one run."""
         instructions = program.ranks[rank].instructions
         waits = starts_of_waits(instructions)
         started: dict[int, tuple[int, int, tuple[tuple[int, int], ...]]] = {}
-        lent: dict[int, list[Op]] = {}  # by lane: what is read yet
+        lent: dict[int, list[Op]] = {}  # by lane: borrowed values that are still read
         ops = self.ops[rank]
         for index, instruction in enumerate(instructions):
             if isinstance(instruction, Wait):
@@ -171,7 +166,7 @@ class Explored:
         self.read.append(all_read)
 
     def problem(self) -> str | None:
-        """What goes wrong, if anything can."""
+        """Describe what can go wrong; None if nothing can."""
         shared = [
             (lane, slot)
             for lane, slots in enumerate(self.slots)
@@ -249,7 +244,7 @@ class Explored:
         return None
 
     def _unread(self, at: Sequence[int], rank: int, lane: int, number: int) -> bool:
-        """Whether somebody has yet to read what is in the slot of this start."""
+        """Return whether some partner has not yet read the slot of this start."""
         last = number - self.slots[lane]
         return last >= 0 and any(
             (lane, last) not in self.read[other][at[other]]
@@ -267,7 +262,7 @@ def _put(values: tuple[int, ...], which: int, value: int) -> tuple[int, ...]:
 
 
 def wrong(programs: Sequence[Program], runs: Sequence[int], rules: Rules = REAL) -> str | None:
-    """What can go wrong with programs that the verifier accepts."""
+    """Describe what can go wrong with programs that the verifier accepts; None if nothing can."""
     return Explored(programs, runs, rules).problem()
 
 
@@ -294,13 +289,13 @@ def drawn_programs(draw: random.Random) -> Iterator[tuple[list[Program], list[in
 
 
 def _small(made: Program) -> bool:
-    """What can be explored in a moment."""
+    """Return whether the program can be explored quickly."""
     length = sum(len(own.instructions) for own in made.ranks)
     return made.size < 4 and length <= 16
 
 
 def report(number: int, seed: int) -> int:
-    """Try all families, print the numbers; 1 if anything can go wrong."""
+    """Check all families and print the counts. Return 1 if anything can go wrong."""
     total = 0
     draw = random.Random(seed)
     families: dict[str, Iterator[tuple[list[Program], list[int]]]] = {

@@ -1,11 +1,12 @@
-"""Random programs of tasks: the same values and errors, interpreted and compiled, in-process and on
-Ray.
+"""Compares random programs of tasks: the same values and errors interpreted and compiled,
+in-process and on Ray.
 
     python -m tests.daft.explore --tasks --random 200
 
-A program is some calls of methods on values before them: those keep what they get, write into it,
-fail, leave by `SystemExit`, wait, and pass on values from a few bytes to a megabyte, which go by
-other ways. Each is run in the four ways, by the same actors, which forget first what they have.
+A program is a few method calls on earlier values: methods keep their argument, write into it,
+fail, raise `SystemExit`, wait, and pass on values from a few bytes to a megabyte, which use
+different transports. Each program runs in all four ways on the same actors, which first forget
+their state.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Player:
         return self.kept
 
     def array(self, x: Any) -> Any:
-        """The other sort of array."""
+        """Convert between a tensor and a numpy array."""
         return x.numpy() if isinstance(x, Tensor) else torch.from_numpy(numpy.ascontiguousarray(x))
 
     async def later(self, x: Any) -> Any:
@@ -76,7 +77,7 @@ class Player:
 
 
 def calls(seed: int, actors: Sequence[daft.ActorHandle], x: Any) -> list[daft.TaskFuture]:
-    """The calls of a program, of which some results are returned."""
+    """Make the calls of a program and return some of their results."""
     rng = random.Random(seed)
     values: list[Any] = [x]
     for _ in range(rng.randrange(3, 25)):
@@ -115,7 +116,7 @@ def outcome(future: daft.TaskFuture) -> Any:
 
 
 def in_ways(seed: int, actors: Sequence[daft.ActorHandle]) -> list[list[Any]]:
-    """What a program gives, interpreted and compiled."""
+    """Return the results of a program, interpreted and compiled."""
     program, found = functools.partial(calls, seed, actors), list[list[Any]]()
     for run in (program, daft.compile(program)):
         for actor in actors:
@@ -125,13 +126,13 @@ def in_ways(seed: int, actors: Sequence[daft.ActorHandle]) -> list[list[Any]]:
 
 
 def players() -> list[daft.ActorHandle]:
-    """The last one shares the process of the first."""
+    """Return the actors; the last shares a process with the first."""
     made = [daft.spawn(Player, number) for number in range(ACTORS - 1)]
     return [*made, daft.spawn(Player, ACTORS - 1, host=made[0])]
 
 
 def compared(seeds: Sequence[int]) -> tuple[Counter[str], list[str]]:
-    """How many programs gave the same in the four ways, and what others gave."""
+    """Return how many programs gave the same in the four ways, and the results of the others."""
     found: dict[str, list[list[list[Any]]]] = {}
     for backend in ("inprocess", "ray"):
         session = daft.launch(backend, deadline_s=120.0)  # type: ignore[arg-type]

@@ -105,7 +105,7 @@ def test_future_used_as_value_or_outside_launch_raises_with_fix():
             a.execute(a)
         with pytest.raises(ValueError, match="an actor 'x' already"):
             daft.spawn(Model, name="x"), daft.spawn(Model, name="x")
-        message = r"open already: the one at .*test_actors.py:\d+ in test_what.*\n  at .*\n  Fix:"
+        message = r"open already: the one at .*test_actors.py:\d+ in test_future.*\n  at .*\n  Fix:"
         with pytest.raises(RuntimeError, match=message):
             daft.launch()
         with pytest.raises(daft.ProgramError, match="ended while a function is recorded"):

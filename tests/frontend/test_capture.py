@@ -60,7 +60,7 @@ def test_tied_weights_are_captured_as_one_parameter_with_one_gradient() -> None:
     assert Param("embed.weight") in graph.inputs
     assert Param("head.weight") not in graph.inputs
     assert graph.outputs.count(Grad(Param("embed.weight"))) == 1
-    # That it is the sum of both uses is what test_loss_and_gradients compares.
+    # test_captured_language_models_give_eager_loss_and_gradients compares its value.
 
 
 def test_captured_autocast_and_no_grad_regions_match_eager() -> None:
