@@ -111,7 +111,7 @@ def _left_fold(parts: Sequence[Tensor], op: str, dtype: torch.dtype | None = Non
 
 
 class Collectives:
-    """A program with every collective on every rank, one after the other; all results are outputs."""
+    """A program with every collective on every rank in sequence; all results are outputs."""
 
     def __init__(self, size: int, large: int = 40_000) -> None:
         self.size = size

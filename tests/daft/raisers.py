@@ -38,7 +38,7 @@ class Wordless(Exception):
 
 
 class Asked(Exception):
-    """An exception whose class is asked for each attribute, and which has none but its arguments."""
+    """An exception whose class handles each attribute access and which has only its arguments."""
 
     def __getattribute__(self, name: str) -> Any:
         if name in ("__traceback__", "__cause__", "__context__", "__suppress_context__"):

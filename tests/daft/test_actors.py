@@ -148,7 +148,7 @@ def test_worker_group_calls_all_members_and_scatters_arguments():
             daft.all_reduce(group.execute(daft.Scatter([X, X, X[:1]]))).get()
         with pytest.raises(AttributeError, match="no public method"):
             group.nothing()
-        failed = group.fail(1)  # one of a group's failures is enough to have read them
+        failed = group.fail(1)  # reading one failure of a group counts as reading all
         with pytest.raises(daft.TaskError, match="actor 'g-0', fail"):
             failed.get()
 
@@ -184,7 +184,7 @@ def test_large_copies_work_in_forked_process():
     with daft.launch():
         daft.spawn(Feeder).call(torch.abs, value).get()
     if not (child := os.fork()):
-        signal.alarm(600)  # it would wait for ever
+        signal.alarm(600)  # a deadlock would otherwise hang the test
         with daft.launch():
             daft.spawn(Feeder).call(torch.abs, value).get()
         os._exit(0)
@@ -283,11 +283,11 @@ def test_compiled_function_is_recorded_once_per_argument_structure():
         assert recorded == [1, 2]
         assert not same(step(X, twice=True).get(), step(X).get())
         assert recorded == [1, 2, 1]
-        outer = daft.compile(lambda x: a.execute(step(x)))  # one inside another is a part of it
+        outer = daft.compile(lambda x: a.execute(step(x)))  # a nested compiled function is inlined
         assert same(outer(X).get(), a.execute(step(X)).get())
     with daft.launch():
         a = daft.spawn(Model, 1)
-        assert same(step(X).get(), a.add([X]).get())  # recorded anew in another launch
+        assert same(step(X).get(), a.add([X]).get())  # another launch records again
 
 
 def test_interrupted_step_leaves_no_pending_transfers(monkeypatch: pytest.MonkeyPatch):
@@ -372,4 +372,4 @@ def test_compile_refuses_function_that_reads_values_or_spawns():
             daft.compile(lambda x: daft.spawn(Model))(X)
         with pytest.raises(daft.ProgramError, match="calls no method of an actor"):
             daft.compile(lambda x: x)(X)
-        assert a.execute(X).get() is not None  # no longer recording
+        assert a.execute(X).get() is not None  # the recording has ended

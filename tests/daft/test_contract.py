@@ -109,7 +109,7 @@ def four(backend: Backend) -> Iterator[Cluster]:
 
 
 def on(*promises: str) -> pytest.MarkDecorator:
-    """The backends that can promise this."""
+    """Return, as test parameters, the backends that have all these abilities."""
     return pytest.mark.parametrize("backend", able(*promises), indirect=True, scope="module")
 
 
@@ -122,7 +122,7 @@ def at_rank(
     outputs: Sequence[str] = (),
     state: Sequence[str] = (),
 ) -> Program:
-    """What this rank does, while the others do nothing."""
+    """Return a program with these instructions on one rank and none on the others."""
     names = [(inputs, outputs, state) if r == rank else ((),) * 3 for r in range(size)]
     return program(
         *(items if r == rank else () for r in range(size)),
@@ -159,7 +159,7 @@ def test_state_persists_between_runs(four: Cluster) -> None:
         four.put([{"w": ones * 10**rank, "n": torch.zeros(())} for rank in range(4)])
         ones.zero_()  # the cluster has its own copy
         before = four.calls
-        futures = [four.run(handle, fed, mode=mode) for _ in range(3)]  # before any is read
+        futures = [four.run(handle, fed, mode=mode) for _ in range(3)]  # submitted before reading
         assert mode == "interpreted" or four.calls - before == 12
         for future in futures:
             results = future.get()
@@ -226,8 +226,8 @@ def test_inputs_results_and_state_do_not_share_memory(
         two.put([{"w": torch.ones(2)}, {}])
         (found, _) = two.run(handle, [{"x": x, "v": v}, {}], keep={"y": "kept"}, mode=mode).get()
         assert torch.equal(found["v"], wanted + 1) and torch.equal(v, wanted)
-        x.zero_()  # what was kept is no part of it
-        found["z"].zero_()  # nor the state of what came back
+        x.zero_()  # the kept value does not share its memory
+        found["z"].zero_()  # nor does the state share memory with the result
         kept, w = two.get([("kept", "w"), ()]).get()[0]
         assert torch.equal(kept, wanted) and w.tolist() == [1, 1]
 
@@ -316,7 +316,7 @@ def test_several_programs_run_ahead_on_same_channels(four: Cluster) -> None:
             futures.append((future, ys[0] + ys[1] + ys[2] + ys[3], scaled, k))
     for future, total, scaled, k in futures:
         assert all(same_bits(own["s"], total) for own in future.get())
-        assert scaled.get()[1]["y"].tolist() == [k * (k + 1.0)] * 2  # 2 (1 + 2 + ... + k)
+        assert scaled.get()[1]["y"].tolist() == [k * (k + 1.0)] * 2  # = 2 (1 + 2 + ... + k)
 
 
 @pytest.mark.default
@@ -324,7 +324,7 @@ def test_concurrent_threads_submit_runs_in_one_order(
     four: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Actors that saw two programs in different orders would wait for each other."""
-    channel = getattr(four, "channel", None)  # Ray's: it sends the calls of a run one by one
+    channel = getattr(four, "channel", None)  # Ray's channel sends the calls of a run one by one
     kind, method = (type(four), "_call") if channel is None else (type(channel), "send")
     call, results, failures = getattr(kind, method), list[list[float]](), list[BaseException]()
 
@@ -383,8 +383,8 @@ def test_runs_on_overlapping_rank_pairs_equal_sequential_execution(four: Cluster
 
 
 def among(ranks: Sequence[int], by: str = "next", size: int = 4) -> Program:
-    """These ranks add 1 to what they are fed, the last of them by another function, and sum up; one
-    alone adds 1 again."""
+    """Return a program in which these ranks add 1 to their input (the last rank with another
+    function) and sum the results. A single rank adds 1 again."""
     lists: list[list[Instruction]] = [[] for _ in range(size)]
     for rank in ranks:
         fn = by if rank == ranks[-1] else "next"
@@ -455,7 +455,7 @@ def test_ranks_outside_program_return_nothing_and_are_not_called(four: Cluster) 
     four.put([{}, {}, {"w": 1}, {}])
     four.unload(handle)
     assert four.calls - before == 1 + 2 + 1 + 2
-    assert four.get([()] * 4).get() == [()] * 4  # all are waited for
+    assert four.get([()] * 4).get() == [()] * 4  # waits for all ranks
     assert four.calls - before == 6 + 4
 
 
@@ -487,7 +487,7 @@ def test_pair_of_ranks_works_while_other_pair_is_busy(four: Cluster, tmp_path: P
         assert four.get([(), (), ("w", "kept"), ("kept",)]).get()[3] == (torch.tensor([2.0]),)
         four.delete([(), (), ("w", "kept"), ("kept",)])
         four.unload(handle)
-    four.put([{"w": raisers.Given("unpickled")}, {}, {}, {}])  # whose failure is its actor's alone
+    four.put([{"w": raisers.Given("unpickled")}, {}, {}, {}])  # it fails only on its own actor
     assert run(four, four.load(among((2, 3)))).get()[3]["s"].item() == 4
     assert not held.done()
     (tmp_path / "go").touch()
@@ -573,7 +573,7 @@ def test_plain_input_data_is_sent_only_if_changed(
 
 
 def given_back(size: int) -> Program:
-    """Each rank gives back what it is fed, which may not be [0, ...]."""
+    """Return a program in which each rank returns its input, which must not be [0, ...]."""
     source = "def forward(x):\n    check(x)\n    return (x,)"
     give = function("give", source, check=_check)
     call = Call("give", ("x",), ("y",))
@@ -602,7 +602,7 @@ def test_actors_on_one_host_map_shared_memory(two: Cluster) -> None:
     run(two, two.load(among((0, 1), size=2))).get()
     for pid in pids_of(two):
         maps = Path(f"/proc/{pid}/maps").read_text()
-        assert maps.count("memfd:dtensor") >= 2  # its own and its partner's
+        assert maps.count("memfd:dtensor") >= 2  # its own segment and its partner's
 
 
 # -- errors ----------------------------------------------------------------------------------------
@@ -694,7 +694,8 @@ def test_invalid_arguments_of_cluster_calls_are_refused(two: Cluster) -> None:
 
 
 def update() -> Program:
-    """Both ranks add to `w` what rank 0 makes of its number, which must not be 0."""
+    """Return a program in which both ranks add to `w` a value that rank 0 computes from its input,
+    which must not be 0."""
     lists = (
         [Call("checked", ("x",), ("y",), label=Label("F0")), Send("y", 1, "c", WORD), Wait(("y",))],
         [Recv("y", 0, "c", WORD), Wait(("y",))],
@@ -746,7 +747,7 @@ def test_value_kept_by_failed_run_is_poisoned_and_old_value_stays(two: Cluster) 
         with pytest.raises(TaskError, match=f"run {first}: ZeroDivisionError"):
             read.get()
     with pytest.raises(TaskError, match=f"run {first + 1}: ZeroDivisionError"):
-        two.check_undone()  # nobody has read that
+        two.check_undone()  # the failure has not been read yet
     two.check_undone()
     two.delete([("new", "newer")] * 2)
     assert two.failure is None
@@ -796,7 +797,8 @@ def test_number_of_failed_run_is_reused_by_next_run(four: Cluster) -> None:
 
 
 def numbered(ranks: Sequence[int], size: int) -> Program:
-    """These ranks note the number of the run, unless one of them is fed 0."""
+    """Return a program in which these ranks record the number of the run, unless one of them is
+    fed 0."""
     vote, total, *rest = AGREE
     assert isinstance(total, Collective)
     agree: list[Instruction] = [vote, replace(total, group=tuple(ranks)), *rest]
@@ -836,7 +838,7 @@ def test_failure_without_rollback_loses_state_and_closes_cluster(
                 made = program(sends, takes, functions=[CHECKED], inputs=names[0], outputs=names[1])
                 with pytest.raises(TaskError):
                     cluster.run(cluster.load(made), fed).get()
-                assert cluster.failure is None  # what came back is not used
+                assert cluster.failure is None  # the returned value is not used
                 keep = {"y": "kept"}  # rank 1 has a zero for it
         with pytest.raises(TaskError) as caught:
             cluster.run(cluster.load(made), fed, keep=keep).get()
@@ -858,7 +860,8 @@ def pids_of(cluster: Cluster) -> list[int]:
 
 
 def all_end(pids: Sequence[int]) -> bool:
-    """Ray may still have to read how a process has ended that it did not end."""
+    """Wait until these processes have ended. Ray may take a moment to notice a process that it did
+    not end."""
     end = time.monotonic() + 600.0
     while any(map(running, pids)) and time.monotonic() < end:
         time.sleep(0.01)
@@ -899,7 +902,7 @@ def test_lost_host_is_named_and_every_later_call_raises_same_error(
         if how == "hangs":
             await_places(cluster, {0: 2, 1: 0})
         if how in ("hangs", "stopped"):
-            cluster.watch.deadline_s = 1.0  # only now: starting may take longer
+            cluster.watch.deadline_s = 1.0  # set after the start, which may take longer
         with pytest.raises(ActorLost, match=LOSSES[how][1]) as caught:
             future.get()
         assert caught.value.failure.rank == LOSSES[how][0]
@@ -913,15 +916,16 @@ def test_lost_host_is_named_and_every_later_call_raises_same_error(
 
 
 def await_places(cluster: Any, places: dict[int, int]) -> None:
-    """Return when these hosts are at these positions of their lists, where they stay."""
+    """Wait until these hosts stay at these positions of their lists."""
     while any(cluster.membership.host(h).counter.read().position != at for h, at in places.items()):
         time.sleep(0.01)
 
 
 @contextmanager
 def clock_of(cluster: Any, host: int) -> Iterator[None]:
-    """Within, the controller's clock goes as this host computes: else one that computes all the
-    time seems to stand still with a machine that does."""
+    """Make the controller's clock advance by the CPU time of this host inside the block.
+    Otherwise, on a machine that stalls, a host that computes all the time would seem to stand
+    still."""
     from dtensor.daft.ray.diagnosis import failure_detector
 
     process, now = cluster.membership.host(host), time.monotonic()
@@ -939,8 +943,8 @@ def clock_of(cluster: Any, host: int) -> Iterator[None]:
 
 
 def warned_of(future: Future, rank: int) -> str:
-    """The warning of a rank that comes while a future is waited for, which does not come back. On
-    a busy machine others may seem to compute, too: they wait for a core."""
+    """Return the warning about a rank that is issued while a future that never completes is waited
+    for. On a busy machine other ranks, waiting for a core, may seem to compute too."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         while True:
@@ -1003,7 +1007,7 @@ def test_progress_of_one_rank_does_not_hide_hang_of_another(
             os.kill(cluster._home.processes[1].counter.pid, signal.SIGSTOP)
         with pytest.raises(ActorLost) as lost:
             while True:
-                cluster.watch.deadline_s = 3600.0  # a step of rank 3 takes what it takes
+                cluster.watch.deadline_s = 3600.0  # a step of rank 3 may take long
                 steps += int(run(cluster, fine).get()[3]["y"].item()) - 1
                 cluster.watch.deadline_s = 3.0
                 with pytest.raises(TimeoutError):
@@ -1180,7 +1184,8 @@ def test_tasks_give_same_results_interpreted_and_compiled_on_each_backend(backen
 
 
 def run_everything(backend: Backend, compiled: bool) -> list[Any]:
-    """Groups, actors that share a process, three compiled functions in turns, and steps ahead."""
+    """Return the results of groups, actors that share a process, three alternating compiled
+    functions, and steps that run ahead."""
     with backend.session() as session:
         group = daft.WorkerGroup(Model, 3, daft.Scatter([5, 6, 7]))
         a, b = daft.spawn(Model, 1, host=group[0]), daft.spawn(Model, seed=2, host=group[1])
@@ -1392,7 +1397,7 @@ def test_tasks_run_ahead_of_slow_actor(session: daft.Session, tmp_path: Path) ->
     for actor in (a, b):
         actor.meet_in(str(tmp_path))
     a.mark(0.5)
-    wait_for_file(str(tmp_path / "0.5"))  # a task begins though nobody waits for it
+    wait_for_file(str(tmp_path / "0.5"))  # a task starts although no one waits for its result
     step = daft.compile(lambda x, n: (b.add([a.execute(x), x]), b.await_mark(a.mark(n))))
     futures = [step(X + i, float(i)) for i in range(3)]
     assert futures[1][1].get() == 2.0
@@ -1435,7 +1440,7 @@ def test_tensors_between_actors_bypass_controller(session: daft.Session) -> None
 def test_actors_of_any_class_can_share_one_process(session: daft.Session) -> None:
     a, b = daft.spawn(Model, 1), daft.spawn(Model, 2)
 
-    class Local:  # a class that no actor can import
+    class Local:  # actors cannot import this class
         def __init__(self, model: dict[str, Any]) -> None:
             self.weight = model["weight"]
 
@@ -1544,7 +1549,7 @@ def test_daft_end_ends_actor_and_leaves_others_running(session: daft.Session) ->
     x = a.execute(X)
     y = b.execute(x)
     assert same(y.get(), X @ WEIGHTS[0] @ WEIGHTS[1])
-    c.execute(X)  # which is not read
+    c.execute(X)  # this result is not read
     daft.end(c)
     daft.end(c)
     with pytest.raises(
@@ -1601,7 +1606,7 @@ def test_stopped_actor_and_actor_past_deadline_are_named(backend: Backend, tmp_p
         process = a.process().get()
         daft.wait([b.fail(1)])
         c.meet_in(str(tmp_path)).get()
-        session.watch.call_deadline_s = 1.0  # none else is in a call
+        session.watch.call_deadline_s = 1.0  # no other rank is in a call
         with pytest.raises(daft.ActorLost, match="'c', await_mark: .* one call for more than 1 s"):
             c.await_mark(1.0).get()
         session.watch.call_deadline_s = math.inf
@@ -1708,7 +1713,7 @@ def test_shared_memory_of_values_is_freed_after_use_and_after_death(session: daf
     a, b, c = (daft.spawn(Keeper, name=name) for name in "abc")
     step = daft.compile(lambda x: b.same(a.later(x)))
     assert [step(i).get() for i in range(2)] == [0, 1]
-    assert a.wanted().get() == 0  # the receiver had to wait, and has asked for nothing
+    assert a.wanted().get() == 0  # the receiver waits without asking for the value
     b.keep(a.ones(MANY)).get()
     b.forks().get()
     for i in range(3):

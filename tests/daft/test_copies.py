@@ -36,13 +36,14 @@ RANKS = (0, 1)
 
 @pytest.fixture
 def folders() -> Iterator[tuple[Path, Path]]:
-    """Of the owner and of the keeper."""
+    """Return the folder of the owner and the folder of the keeper."""
     with TemporaryDirectory(dir="/dev/shm") as one, TemporaryDirectory(dir="/dev/shm") as two:
         yield Path(one), Path(two)
 
 
 class Owner:
-    """A table whose change n makes all values n; changes 3, 6, ... put a new one, too."""
+    """The owner of a table whose change n sets all values to n; changes 3, 6, ... also put a new
+    value."""
 
     def __init__(self, folder: Path) -> None:
         self.table: dict[Key, object] = {}
@@ -80,7 +81,7 @@ def left(folder: Path) -> Snapshots:
 
 
 def check(folder: Path, state: int) -> None:
-    """Whoever opens the file can have this state, and has it no later one then."""
+    """Check that opening the file gives this state, and no later one."""
     found = left(folder)
     assert found.roll_back(state) == state
     table = found._table
@@ -94,7 +95,7 @@ def test_peer_copy_has_last_and_previous_committed_state(
     folders: tuple[Path, Path], owner: Owner, keeper: ReplicaServer
 ) -> None:
     other = folders[1]
-    for _ in range(4):  # what there was before
+    for _ in range(4):  # earlier changes
         owner.change()
     owner.store.copy_to(keeper.endpoint, SECRET, RANKS)
     check(other, 4)
@@ -107,7 +108,7 @@ def test_peer_copy_has_last_and_previous_committed_state(
     keeper.end([RANKS])
     check(other, 9)
     check(other, 8)
-    owner.change()  # which fails nothing
+    owner.change()  # a failed copy does not fail the change
     assert owner.snapshots.ended == 10
     with pytest.raises(ConnectionError, match="another machine broke off"):
         owner.store.check()
@@ -249,12 +250,12 @@ def test_ranks_of_lost_machine_are_replaced_with_same_losses_and_state() -> None
     assert found["machines"] == 2 and found["copies"] == 4 and not found["left on the first"]
     assert found["disturbed"] == found["undisturbed"]
     process, machine = found["recoveries"]
-    # a spare that is there, or one that has not started yet
+    # a running spare, or one that has not started yet
     assert re.search("a spare (that started )?on another machine", process)
     assert "rank 3: the process died" in process
-    # by processes that start there, or a spare, if another has taken its place already
+    # by new processes, or by a spare if it has taken the place already
     assert "on another machine" in machine
-    # by its connection, or by Ray's error, whichever comes first
+    # noticed by its connection or by Ray's error, whichever is first
     assert re.search("rank 2: (its connection broke|the process died)", machine)
     assert "Machine 10.77.0.2 (two) has ended or cannot be reached." in machine
     error, *notes = found["all lost"]

@@ -70,7 +70,7 @@ def test_launch_on_one_machine_listens_only_on_loopback() -> None:
     assert said["strangers"] == refused
     assert said["folder"], "Ray's sockets are where another user may replace them"
 
-    # a Ray that the user starts next, or has started, is as Ray has it
+    # a Ray that the user starts keeps Ray's own settings
     assert said["environment after"] == said["environment"]
     before, after = said["the user's Ray"], said["the user's Ray after"]
     assert before == after
@@ -133,7 +133,7 @@ def test_ray_cluster_accepts_only_clients_with_token() -> None:
             if where not in LOOPBACK
         )
         cluster.stdin.close()
-    if not address.startswith("127."):  # it has an address besides
+    if not address.startswith("127."):  # the machine has an address besides loopback
         assert found == {name: len(doors) for name, doors in ON_CLUSTERS.items()} | {"host": 4}
 
 
@@ -144,7 +144,7 @@ def test_ray_socket_folder_is_private_to_user(
     own = tmp_path / f"dtensor-{os.getuid()}"
     assert directory_of_sockets() == directory_of_sockets() == own
     assert stat.S_IMODE(own.stat().st_mode) == 0o700
-    own.chmod(0o755)  # as if another had made it first
+    own.chmod(0o755)  # as if another user had created it first
     other = directory_of_sockets()
     assert other.parent == tmp_path and other != own
     assert stat.S_IMODE(other.stat().st_mode) == 0o700
@@ -198,7 +198,7 @@ def test_value_written_to_store_by_stranger_is_refused() -> None:
 
 
 def _both(act: Callable[[int], object]) -> list[object]:
-    """What two actors get, or the errors that they raise."""
+    """Return the results of two actors, or the exceptions that they raise."""
 
     def caught(index: int) -> object:
         try:
@@ -236,7 +236,7 @@ def test_host_does_not_join_by_address_written_by_stranger(
     stranger = TCPStore("127.0.0.1", store.port, None, False, wait_for_workers=False)
     card = '{"place": "here", "pid": 1, "descriptor": 3, "nonce": "00"}'
     stranger.set(key, card)
-    if key == "ranks/here1":  # the other is late, as it may be
+    if key == "ranks/here1":  # the other actor joins late, which is allowed
         store.set("ranks/seen1", "0 1")
     elif key == "ranks/seen1":
         store.set("ranks/here1", "")
@@ -260,7 +260,7 @@ def test_peer_without_secret_cannot_join_gloo_group() -> None:
     store = SignedStore.open("127.0.0.1", SECRET)
 
     def joins(index: int) -> object:
-        # a client of its own: one that waits lets no other thread write
+        # a separate client, because a waiting client blocks other threads
         own = SignedStore.join("127.0.0.1", store.port, SECRET, PATIENCE)
         secret = (SECRET, b"a stranger's")[index]
         return join_gloo(PrefixStore("ranks", own), index, (0, 1), "127.0.0.1", secret)
@@ -303,7 +303,7 @@ def test_actors_survive_garbage_sent_to_their_ports() -> None:
         for port in ports:
             for noise in (b"", b"\x00", struct.pack("<q", 1), os.urandom(4096)):
                 with (
-                    suppress(ConnectionRefusedError),  # it was of an earlier test, and has closed
+                    suppress(ConnectionRefusedError),  # a closed port of an earlier test
                     socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as sock,
                 ):
                     sock.sendall(noise)

@@ -33,7 +33,8 @@ CALL, START, WAIT = 0, 1, 2
 
 
 def chain() -> Program:
-    """Each of three calls, then all add up what they have."""
+    """Return a program in which each of three ranks calls a function, then all reduce their
+    values."""
     import torch
 
     one = Buffer((1,), torch.float32)
@@ -48,7 +49,8 @@ def chain() -> Program:
 
 @dataclass(eq=False)
 class Process:
-    """What the watch sees of one; `burns`: of a core. None for its place: it is not seen."""
+    """What the failure detector observes of a process. `burns`: cores used; a place of None: not
+    observed."""
 
     index: int
     at: Progress | None
@@ -74,7 +76,7 @@ class Process:
 
 
 class Cluster:
-    """Three hosts with a rank each, of which all are waited for, and a clock."""
+    """Three hosts with one rank each, all being waited for, and a clock."""
 
     def __init__(self, *places: Progress | None, **of_two: Any) -> None:
         self.now = 100.0
@@ -96,7 +98,7 @@ class Cluster:
         )
         self.asked = [AwaitedCall(cast(HostProcess, each), each) for each in self.processes]
 
-    # what the watch asks of the controller, and of calls
+    # the interface that the failure detector uses
     def describe(self, host: int, at: Progress, reason: str) -> Failure:
         return Failure(rank=host, reason=reason)
 
@@ -125,7 +127,8 @@ class Cluster:
         return ()
 
     def pass_by(self, seconds: float) -> dict[int, str]:
-        """Look as often as a controller that waits does; who was ended, and why."""
+        """Let time pass, looking as often as a waiting controller does. Return the hosts that were
+        ended, and why."""
         for _ in range(int(4 * seconds)):
             self.now += 0.25
             for each in self.processes:
@@ -139,7 +142,7 @@ class Cluster:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A cluster; the watch takes the time from the last one that was made."""
+    """Return a function that makes a cluster; the detector uses the clock of the last one."""
     clusters: list[Cluster] = []
     clock = SimpleNamespace(monotonic=lambda: clusters[-1].now if clusters else 0.0)
     monkeypatch.setattr(failure_detector, "time", clock)
@@ -156,7 +159,7 @@ def at(position: int, run: int = RUN, **what: Any) -> Progress:
 
 
 def silent(seconds: float) -> Progress:
-    """Whose last heartbeat is so old."""
+    """Return a place whose last heartbeat is this old."""
     return replace(at(CALL), beat_s=seconds)
 
 
@@ -164,7 +167,7 @@ def test_host_without_heartbeat_is_ended_as_stopped(made: Any) -> None:
     """No signal stopped it: it may be in a debugger, or its machine may be gone."""
     cluster = made(at(WAIT), at(WAIT), silent(failure_detector.SILENT_S))
     cluster.watch.deadline_s = 1.0
-    assert cluster.pass_by(4.0) == {}  # it may be late
+    assert cluster.pass_by(4.0) == {}  # a heartbeat may be late
     cluster.processes[2].at = silent(failure_detector.SILENT_S + 1)
     ((host, why),) = cluster.pass_by(1.0).items()
     assert host == 2 and "the process has stopped: no heartbeat for 6.0 s" in why
@@ -180,15 +183,15 @@ def test_computing_host_with_late_heartbeat_is_not_ended(made: Any, of_two: Any)
 
 
 def meets(rank: int | None = None) -> Progress:
-    """Between runs, where it waits for a rank to come."""
+    """Return a place between runs, at which a host waits for a rank to join."""
     return at(-1, run=-1, peer=rank)
 
 
 SLEEPING = [
     (at(WAIT), at(WAIT), at(CALL)),
-    (at(WAIT), at(WAIT), at(START)),  # in what does not end by itself either
-    (at(WAIT), at(WAIT), at(-1, run=RUN - 1)),  # it has not begun the run
-    (meets(2), meets(2), meets()),  # to its part of a meeting it has not come
+    (at(WAIT), at(WAIT), at(START)),  # starting, which does not end by itself either
+    (at(WAIT), at(WAIT), at(-1, run=RUN - 1)),  # it has not started the run
+    (meets(2), meets(2), meets()),  # it has not joined the meeting
     (meets(1), meets(2), meets()),
     (meets(2), at(WAIT), meets()),
 ]
@@ -223,7 +226,7 @@ def test_host_starved_of_cpu_is_not_ended(made: Any) -> None:
 
 def test_cpu_time_of_waiting_host_does_not_hide_hang(made: Any) -> None:
     cluster = made(meets(2), meets(2), meets())
-    cluster.processes[0].burns = 0.3  # it looks whether the others have come
+    cluster.processes[0].burns = 0.3  # it polls for the others
     assert list(cluster.pass_by(2 * DEADLINE_S)) == [2]
 
 
@@ -263,7 +266,8 @@ def test_progress_of_one_host_restarts_deadline_of_all(made: Any) -> None:
 
 
 def on_gpu(position: int | None, run: int = RUN) -> Progress:
-    """In a call that reads a value of its GPU, which waits at a position, or computes."""
+    """Return a place in a call that reads a value of its GPU. The GPU waits at a position, or
+    computes (None)."""
     return at(CALL, device=None if position is None else (0, run, position))
 
 

@@ -64,7 +64,8 @@ CUDA = torch.device("cuda", 0)
 
 
 def summed() -> Program:
-    """Rank 0 reads a value of its GPU, which waits for the sum; rank 1 looks before it sends."""
+    """Return a program in which rank 0 reads a value of its GPU, which waits for the sum; rank 1
+    observes rank 0 before it sends."""
     sums = Collective("all_reduce", (0, 1), ("x",), ("y",), (BUFFER,), (BUFFER,), "sum", "c")
     read = function("read", "def forward(y):\n    return (read(y),)", read=_read)
     look = function("look", "def forward():\n    return (look(),)", look=_look)
@@ -83,11 +84,11 @@ def _read(y: Any) -> float:
 
 
 def _look() -> Any:
-    """Where rank 0's GPU is, once its host is in the call."""
-    if not RUNS.is_set():  # the first use of it
+    """Record where rank 0's GPU is once its host is in the call."""
+    if not RUNS.is_set():  # skip the first run
         return 0
     assert READS.wait(60.0)
-    end = time.monotonic() + 60.0  # its GPU has something to compute before
+    end = time.monotonic() + 60.0  # the GPU computes something first
     while (found := WORKERS[0].device_waits.current_wait()) is None and time.monotonic() < end:
         time.sleep(0.01)
     FOUND.append(found)
@@ -135,7 +136,7 @@ def test_status_separates_call_of_host_from_wait_of_its_gpu() -> None:
 
 
 class Stream:
-    """Events in the order of a stream: all up to `done` have come."""
+    """A stream whose events up to number `done` have completed."""
 
     def __init__(self) -> None:
         self.recorded = self.done = 0

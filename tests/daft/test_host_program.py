@@ -82,7 +82,8 @@ def test_failed_run_is_undone_unless_other_rank_may_have_written(
 
 
 class Stream:
-    """As CUDA answers for one: whether its work is done, or the error that ended the context."""
+    """A fake CUDA stream: reports whether its work is done, or raises the error that ended the
+    context."""
 
     def __init__(self, error: Exception | None) -> None:
         self.error = error

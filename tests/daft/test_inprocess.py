@@ -99,14 +99,14 @@ def test_tensor_on_gpu_is_lent_without_copy() -> None:
 
 def test_sum_is_left_fold_in_rank_order_with_float32_accumulation() -> None:
     parts = [torch.tensor([x]) for x in (1e8, 1.0, 1.0, -1e8)]
-    assert fold(parts, "sum").item() == 0.0  # a tree would give 1 or 2
+    assert fold(parts, "sum").item() == 0.0  # a tree reduction would give 1 or 2
     assert fold(parts[::-1], "sum").item() == 1e8 - 1e8 + 0.0
     halves = [torch.tensor([1.0]).bfloat16(), *[torch.tensor([2**-9]).bfloat16()] * 4]
     assert fold(halves, "sum").item() == 1.0 + 2**-7  # in bf16 each addition would be lost
 
 
 def _triples(x: torch.Tensor) -> torch.Tensor:
-    """Of rows of x: the maximum, the sum of exp(x - maximum), a number to be summed."""
+    """For each row of x: its maximum, the sum of exp(x - maximum), and a number to be summed."""
     top = x.amax(1) if x.shape[1] else x.new_full(x.shape[:1], -torch.inf)
     total = torch.where(x == top[:, None], 1.0, (x - top[:, None]).exp()).sum(1)
     return torch.stack((top, total * (top > -torch.inf), x.isfinite().sum(1)), 1)

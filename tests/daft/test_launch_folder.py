@@ -42,8 +42,8 @@ from tests.daft.test_status import ALL
 
 @pytest.fixture
 def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where temporary files go, and nothing is yet; /tmp is not looked at."""
-    (own := tmp_path / "t").mkdir()  # short: a socket of multiprocessing is below
+    """Return an empty folder for temporary files, so that /tmp is not searched."""
+    (own := tmp_path / "t").mkdir()  # a short path, because multiprocessing puts a socket below it
     monkeypatch.setattr(tempfile, "tempdir", str(own))
     monkeypatch.setattr(launch_folder, "ALSO", str(own))
     return own
@@ -51,7 +51,7 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Of counters, which stands still but for what a test makes of it."""
+    """Replace the clock of counters with one that only the test advances."""
     now = time.monotonic_ns()
     made = SimpleNamespace(monotonic_ns=lambda: now, sleep=time.sleep)
     monkeypatch.setattr(progress, "time", made)
@@ -85,7 +85,7 @@ def launched() -> Iterator[tuple[LaunchFolder, list[ProgramCounter]]]:
 
 
 def waits_in(thread: threading.Thread, function: Callable[..., object]) -> bool:
-    """Whether it has come to where it waits, called by this function through one more."""
+    """Return whether the thread waits inside a call made by this function through one more frame."""
     at = sys._current_frames().get(thread.ident or 0)
     for _ in range(2):
         at = at and at.f_back
@@ -165,7 +165,7 @@ def test_folder_removed_before_it_was_locked_is_created_again(
 
     monkeypatch.setattr(own_folder.tempfile, "mkdtemp", swept)
     with OwnFolder(tmp_path, "1-") as folder:
-        sweep(tmp_path, "*")  # it is locked
+        sweep(tmp_path, "*")  # a locked folder is not removed
         assert os.listdir(tmp_path) == [folder.path.name] and str(folder.path) == made[2]
     assert os.listdir(tmp_path) == []
 
@@ -191,7 +191,7 @@ def test_launch_directory_that_is_symlink_or_of_other_user_is_refused(
     with pytest.raises(PermissionError, match="is no directory"):
         launches()
     own_directory().unlink()
-    if os.geteuid() == 0:  # only root gives directories away
+    if os.geteuid() == 0:  # only root may change the owner of a directory
         own_directory().mkdir(mode=0o700)
         os.chown(own_directory(), 4321, -1)
         with pytest.raises(PermissionError, match="belongs to user 4321, and this is user 0"):
@@ -273,7 +273,7 @@ def test_program_counter_reports_position_duration_and_usual_duration(
     assert counter.read().usual_s is None and counter.read().run == 4
     counter.view[0] = 9
     for _ in range(int(beats._value) + 2):
-        beats.acquire()  # one that was on its way, and one that has seen where it stands
+        beats.acquire()  # one beat in progress, and one that has seen the position
     now += 600_000_000
     at = counter.read()
     assert at.standing_s == pytest.approx(0.6) and at.peer is None
@@ -306,7 +306,7 @@ def test_straggler_warning_names_run_much_slower_than_usual(
         late = StragglerWarnings(folder.path)
         assert told(late, 1.0) == []
         running_for(counters, 6.0, usual=0.1)
-        assert told(late, 1.0) == []  # as it is turned off
+        assert told(late, 1.0) == []  # warnings are turned off
         monkeypatch.delenv("DTENSOR_LATE_WARNINGS")
         running_for(counters, 6.0, usual=0.1)
         (text,) = told(late, 1.0)
@@ -324,7 +324,7 @@ def test_straggler_warning_names_run_much_slower_than_usual(
         assert told(late, 1.0) == []
         running_for(counters, 6.0, usual=0.1)
         assert len(told(late, 1.0)) == 1
-        running_for(counters, 6.0, usual=2.0)  # it takes as long as that
+        running_for(counters, 6.0, usual=2.0)  # the run usually takes this long
         assert told(late, 30.0) == []
 
 
@@ -339,7 +339,7 @@ def test_status_reports_ranks_in_this_process() -> None:
     found: list[dt.Status] = []
 
     def ask(x: torch.Tensor) -> tuple[torch.Tensor]:
-        """By another thread, while this one is in the call."""
+        """Ask for the status from another thread while this thread is in the call."""
         caller = threading.current_thread()
 
         def look() -> None:

@@ -39,7 +39,7 @@ PATIENCE_S = 600.0
 
 
 class Silent:
-    """Stands in for a `ProcessGroupNCCL`, and sends nothing."""
+    """Stands in for a `ProcessGroupNCCL` and sends nothing."""
 
     def __init__(self) -> None:
         self.posted = 0
@@ -112,7 +112,7 @@ def test_closed_wire_has_aborted_and_refuses_messages() -> None:
 
 
 class Lost(Silent):
-    """After the message that connects, none goes, and an abort waits for the device, for ever."""
+    """After the connecting message no message is sent, and an abort waits for the device for ever."""
 
     def _end_coalescing(self) -> Silent:
         if self.posted:
@@ -209,7 +209,7 @@ def test_too_few_gpus_error_proposes_ranks_per_actor(
     shared, together = "between 2 ranks with ranks_per_actor=2", "ranks_per_actor=16"
     assert 0 < str(caught.value).find(shared) < str(caught.value).find(together)
     assert [machines.ranks_per_gpu(16, asked) for asked in (2, 16)] == [2, 16]
-    monkeypatch.setattr(Resources, "free", 1)  # each rank on that one: no other way to share
+    monkeypatch.setattr(Resources, "free", 1)  # all ranks must share the one GPU
     with pytest.raises(ValueError, match="Fix: put all ranks on one GPU with ranks_per_actor=9"):
         machines.ranks_per_gpu(9, None)
 
@@ -227,13 +227,13 @@ def test_ray_cluster_without_gpus_is_refused_at_launch() -> None:
     from dtensor.daft.ray.bootstrap.machines import ranks_per_gpu
     from dtensor.daft.ray.bootstrap.start_ray import end_ray
 
-    end_ray()  # that of earlier tests
+    end_ray()  # end the Ray of earlier tests
     with pytest.raises(ValueError, match="need 1000 free GPUs, one for each actor"):
         launch_cluster(1000, backend="ray", device="cuda", ranks_per_actor=1)
     assert not ray.is_initialized()
     with pytest.raises(ValueError, match="got 'cuda:1'"):
         launch_cluster(2, backend="ray", device="cuda:1")
-    # Ray believes what it is told about GPUs.
+    # Ray does not check the stated number of GPUs.
     own: dict[str, Any] = dict(address="local", include_dashboard=False, log_to_driver=False)
     ray.init(num_gpus=3, num_cpus=1, **own)
     try:
@@ -270,7 +270,7 @@ def reduces(group: tuple[int, ...], channels: str) -> list[Instruction]:
 
 
 def numbers(shared: Communicators, loaded: Program) -> list[str]:
-    """Channels by communicator, of all programs so far."""
+    """Return the channels of each communicator, over all programs so far."""
     host_of = tuple(range(loaded.size))
     shared.number(loaded, check_routes(loaded, host_of), host_of)
     by: dict[int, str] = {}

@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 def scaled(by: float) -> Callable[[Tensor], Tensor]:
-    """Two kernels of one code: they differ in what they close over."""
+    """Return a kernel that closes over `by`, so two kernels can share their code."""
 
     def scale(x: Tensor) -> Tensor:
         return x * by
@@ -168,7 +168,7 @@ def test_ops_called_by_kernel_are_sent_with_it() -> None:
 
 
 def custom(factor: float) -> CustomOpDef:
-    """Each has the name of the one before, as where its module is reloaded."""
+    """Define an op with the same name again, as a reloaded module does."""
     return torch.library.custom_op(
         "test_operators::custom", lambda x: x * factor, mutates_args=(), schema=ONE
     )
@@ -184,7 +184,7 @@ def test_redefined_custom_op_replaces_its_kernel_on_actor() -> None:
     (after,) = program.origins
     assert (before.is_redefined, after.is_redefined) == (False, True)
     assert torch.ops.test_operators.custom(torch.ones(1)).item() == 3.0
-    custom(2.0)  # that of a process which has not been told
+    custom(2.0)  # a process that still has the first kernel
     assert program.provide() == []
     assert torch.ops.test_operators.custom(torch.ones(1)).item() == 3.0
     lost = replace(program, origins=(replace(after, kernel=None, reason="why not"),))

@@ -26,12 +26,12 @@ def test_placement_keeps_rows_of_mesh_on_one_machine() -> None:
     assert placed(dt.Mesh(pp=2, tp=2, dp=1), [8, 8]) == [0, 0, 1, 1]
     assert placed(dt.Mesh(pp=3, tp=2), [4, 4]) == [0, 0, 1, 1, 1, 1]
     assert placed(dt.Mesh(dp=2, tp=4), [8, 8, 8]) == [0] * 4 + [1] * 4
-    # one row; rows that no machine has room for; too few CPUs, which are shared
+    # one row; rows too long for any machine; too few CPUs, which are shared
     assert placed(dt.Mesh(dp=4), [8, 8]) == [0, 0, 1, 1]
     assert placed(dt.Mesh(pp=2, tp=4), [2] * 4) == [0, 0, 1, 1, 2, 2, 3, 3]
     assert placed(dt.Mesh(pp=4, tp=2), [2, 1]) == [0] * 4 + [1] * 4
     assert placed(dt.Mesh(), [0, 1]) == [1]
-    # a machine without room; as few as hold all
+    # a full machine; the fewest machines that hold all ranks
     assert placed(dt.Mesh(pp=2, tp=2), [0, 4, 4]) == [1, 1, 2, 2]
     assert placed(dt.Mesh(pp=2, tp=2), [8, 8], fewest=True) == [0] * 4
     assert placed(dt.Mesh(pp=2, tp=2), [2, 2, 2], fewest=True) == [0, 0, 1, 1]

@@ -28,8 +28,8 @@ Sleeper = subprocess.Popen[bytes]
 
 
 class Services:
-    """Plays Ray's module that starts processes: "raylet" is known at the n-th look, at one of which
-    each second passes; ``dies_at``: a look."""
+    """Stands in for Ray's module that starts processes: the raylet is known at look number
+    `known_at` and exits at look `dies_at`. Each look takes a second."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, known_at: int, dies_at: int = -1) -> None:
         self.known_at, self.dies_at = known_at, dies_at
@@ -53,7 +53,7 @@ class Services:
         return f"{name} at {address}"
 
     def init(self, **settings: object) -> str:
-        """As Ray does it."""
+        """Start the processes in the order in which Ray starts them."""
         for kind in ("gcs_server", "raylet"):
             self.start_ray_process(["sleep", "1e6"], kind, fate_share=True)
         return self.get_node("here", "a")
@@ -143,7 +143,7 @@ def test_own_processes_lists_processes_of_real_ray(ray_session: None) -> None:
 
 
 class Stream(io.StringIO):
-    """`awaited` is set once that text has been written."""
+    """A stream that sets `came` once the text `awaited` has been written."""
 
     def __init__(self, terminal: bool, awaited: str = "") -> None:
         super().__init__()

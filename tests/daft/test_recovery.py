@@ -56,7 +56,8 @@ def lose(cluster: RayCluster, host: int, how: signal.Signals = signal.SIGKILL) -
 
 
 def counting(size: int = 2) -> Program:
-    """Each rank adds the sum of all ranks' `x` to its `n`, and gives it."""
+    """Return a program in which each rank adds the sum of all ranks' `x` to its `n` and returns
+    it."""
     adds = function("add", "def forward(s, n):\n    n.add_(s)\n    return (n.clone(),)")
     add = Collective("all_reduce", tuple(range(size)), ("x",), ("s",), SUM, SUM, "sum", "c")
     own = [add, Wait(("s",)), Call("add", ("s", "n"), ("y",), writes=("n",)), Free(("s",))]
@@ -140,7 +141,7 @@ def test_rank_lost_during_replacement_of_another_is_replaced(
         replace = cluster.membership.replace
 
         def loses_another(host: int, places: Sequence[str]) -> Any:
-            found = replace(host, places)  # which is starting
+            found = replace(host, places)  # the replacement is still starting
             if host == 1:
                 lose(cluster, 0)
             return found
@@ -308,7 +309,7 @@ def test_loss_during_waited_put_is_recovered(ray_session: None) -> None:
         assert [w[-1].item() for (w,) in cluster.get([("w",)] * 2).get()] == [0.0, 1.0]
         lost = [torch.full((1 << 22,), 3.0) for _ in range(2)]
         lose(cluster, 0)
-        cluster.put([{"w": value} for value in lost], wait=True)  # which is when it is seen
+        cluster.put([{"w": value} for value in lost], wait=True)  # the loss is noticed here
         assert [w[-1].item() for (w,) in cluster.get([("w",)] * 2).get()] == [3.0, 3.0]
         assert len(cluster.recoveries) == 2
 
@@ -354,7 +355,7 @@ def test_interrupt_during_replacement_frees_snapshots_and_does_not_hang(
 def test_snapshot_folder_of_dead_process_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(user_folder, "MEMORY", tmp_path)  # where other tests remove none
+    monkeypatch.setattr(user_folder, "MEMORY", tmp_path)  # a folder that other tests do not clean
     with OwnFolder.in_memory() as own:
         there, said = os.pipe()
         pid = os.fork()

@@ -82,7 +82,7 @@ def interrupted_by(act: Callable[[], object]) -> bool:
 
 
 def send(number: int) -> None:
-    """The signal, as one that comes while Python's code runs."""
+    """Send the signal, to be handled while Python code runs."""
     os.kill(os.getpid(), number)
     while True:  # until it is delivered
         pass
@@ -103,7 +103,7 @@ def raising(error: BaseException) -> Callable[[], NoReturn]:
 
 
 def after(first: Callable[[], object], error: BaseException | None) -> Callable[[], None]:
-    """Code that catches what comes, and raises another, or the same."""
+    """Return code that catches an exception and raises another one, or the same."""
 
     def act() -> None:
         try:
@@ -160,7 +160,7 @@ def test_exception_of_host_code_is_not_attributed_to_controller() -> None:
     with ctrl_c_interrupts(), pytest.raises(KeyboardInterrupt):
         try:
             sigint()
-        except KeyboardInterrupt:  # handled by the controller, around what it asks of a host
+        except KeyboardInterrupt:  # the controller handles it around a call of a host
             assert not interrupted_by(raising(SystemExit(3)))
             raise
 

@@ -48,7 +48,7 @@ PATIENCE_S = 600.0
 
 
 class Echo:
-    """What a host of these tests hosts."""
+    """The object that the hosts of these tests host."""
 
     def __init__(self, counter: ProgramCounter) -> None:
         self.counter = counter
@@ -81,7 +81,7 @@ class Echo:
 
 
 class Odd(Exception):
-    """Does not unpickle by itself."""
+    """A value that does not unpickle by itself."""
 
     def __init__(self, one: int, two: int) -> None:
         super().__init__(f"{one} and {two}")
@@ -89,7 +89,7 @@ class Odd(Exception):
 
 @contextmanager
 def channel_of(folder: Path, count: int = 1, address: str | None = None) -> Iterator[Any]:
-    """A channel, its hosts, and that they end."""
+    """Yield a channel and its hosts; check at the end that the hosts end."""
     channel = RunChannel(folder, count, address)
     hosts, threads = list[Host](), list[threading.Thread]()
     try:
@@ -117,9 +117,9 @@ def ask(channel: RunChannel, what: Callable[..., Any], *given: object, host: int
 
 
 def joined(channel: RunChannel) -> None:
-    """Its host has joined, and nobody but this thread reads."""
+    """Wait until the host has joined and only this thread reads."""
     assert channel.get([ask(channel, Echo.give, 0)], PATIENCE_S) == [0]
-    if (writer := channel._writer) is not None:  # the host had not joined; it would read, too
+    if (writer := channel._writer) is not None:  # it reads too
         writer.join()
 
 
@@ -154,7 +154,7 @@ def test_run_channel_copies_tensors_exactly(tmp_path: Path) -> None:
             assert came.dtype == given.dtype and came.shape == given.shape
             assert torch.equal(came, given) or given.isnan().all()
             assert came.is_contiguous() and not came.requires_grad
-            came.zero_()  # it is nobody else's
+            came.zero_()  # the received tensor shares no memory
         parameter = torch.nn.Parameter(torch.ones(2))
         (found,) = channel.get([ask(channel, Echo.give, parameter)], PATIENCE_S)
         assert isinstance(found, torch.nn.Parameter) and found.requires_grad
@@ -183,14 +183,14 @@ def test_run_channel_reads_answers_while_sending(tmp_path: Path) -> None:
     """Otherwise unread results would block the host in its write."""
     with channel_of(tmp_path) as (channel, _):
         joined(channel)
-        for _ in range(100):  # many times what sockets hold
+        for _ in range(100):  # much more than the socket buffers hold
             channel.send(0, REQUEST, (Echo.make,), (1 << 16,))
         end = time.monotonic() + PATIENCE_S
         while len(channel._connections[0].expected) >= MAX_UNREAD and time.monotonic() < end:
             channel.send(0, ONE_WAY, (Echo.keep,), (1,))
             time.sleep(0.02)  # the socket must not fill
         assert len(channel._connections[0].expected) < MAX_UNREAD
-        assert channel._writer is None  # which would have read, too
+        assert channel._writer is None  # a writer thread would read too
 
 
 def test_run_channel_does_not_copy_lent_tensor_unless_changed_before_sent(tmp_path: Path) -> None:
@@ -270,7 +270,7 @@ def test_unreachable_machine_ends_message_stream(number: int) -> None:
 
 @contextmanager
 def join_in_thread(channel: RunChannel) -> Iterator[socket.socket]:
-    """The host's end of line 0; the controller has to read meanwhile."""
+    """Join as the host of connection 0 in a thread; the controller has to read meanwhile."""
     found: list[socket.socket] = []
     thread = threading.Thread(target=lambda: found.append(join(channel.credentials(0), PATIENCE_S)))
     thread.start()
@@ -302,7 +302,7 @@ def test_run_channel_refuses_host_with_wrong_key(tmp_path: Path) -> None:
         thread.start()
         read_while_alive(channel, thread)
         assert len(failed) == 1
-        # a host that is called by another is not taken in either
+        # a host under another number is refused too
         with socket.create_server(("127.0.0.1", 0)) as other:
             address = other.getsockname()[:2]
             false = replace(channel.credentials(0), path=None, address=address)
@@ -312,7 +312,7 @@ def test_run_channel_refuses_host_with_wrong_key(tmp_path: Path) -> None:
                 join(false, PATIENCE_S)
             caller.join()
         with join_in_thread(channel), socket.socket(socket.AF_UNIX) as silent:
-            silent.connect(str(tmp_path / "runs"))  # says nothing, and holds up nobody
+            silent.connect(str(tmp_path / "runs"))  # a silent client blocks nobody
             assert channel.broken() == []
     finally:
         channel.close()
@@ -347,20 +347,20 @@ def test_interrupt_while_reading_message_marks_call_lost(tmp_path: Path) -> None
 
 
 class Pressed(KeyboardInterrupt):
-    """Ctrl-C, told from a real one."""
+    """An exception for a simulated Ctrl-C, distinct from a real one."""
 
 
 def interrupted_at(place: int, act: Callable[[], object]) -> bool:
-    """Whether there is such a place, of those where Python looks for signals: as a function begins
-    and when one of C's has returned, in the channel and in what it waits by. One came there, whose
-    handler raises."""
+    """Raise `Pressed` at the given place, counting the places where Python handles signals
+    (function entry, and return from a C function) in the channel and its waits. Return whether
+    that place exists."""
     files, seen = (run_channel.__file__, threading.__file__), 0
 
     def look(frame: FrameType, kind: str, _: object) -> None:
         nonlocal seen
         code = frame.f_code
         if kind in ("call", "c_return") and code.co_filename in files:
-            seen += code.co_name != "<genexpr>"  # what its end raises is lost
+            seen += code.co_name != "<genexpr>"  # an exception raised at its end would be lost
             if seen == place + 1:
                 sys.setprofile(None)
                 signal.raise_signal(signal.SIGUSR1)
@@ -388,7 +388,7 @@ def presses() -> Iterator[None]:
 
 @contextmanager
 def read_by_another(channel: RunChannel) -> Iterator[None]:
-    """A thread that reads all the while."""
+    """Let another thread read from the channel inside the block."""
     stop = threading.Event()
     thread = threading.Thread(target=channel._wait, args=(stop.is_set, 3600.0))
     thread.start()
@@ -399,7 +399,7 @@ def read_by_another(channel: RunChannel) -> Iterator[None]:
         assert channel._reader == thread.ident
     finally:
         stop.set()
-        ask(channel, Echo.give, None)  # whose answer it reads
+        ask(channel, Echo.give, None)  # the other thread reads this answer
         thread.join()
 
 
@@ -417,7 +417,7 @@ def test_interrupt_at_any_point_of_wait_loses_no_answer(
                 reply = ask(channel, Echo.give, place)
                 if others is nullcontext:
                     there = interrupted_at(place, partial(channel.get, [reply], PATIENCE_S))
-                else:  # so that it waits for the other thread, and looks again
+                else:  # this thread waits for the other and looks again
                     looks = iter((False,) * 4)
                     done = partial(next, looks, True)
                     there = interrupted_at(place, partial(channel._wait, done, PATIENCE_S))

@@ -56,7 +56,7 @@ def _sum(
 
 
 def _sums(size: int = 2, buffer: Buffer = B, count: int = 1) -> Program:
-    """All ranks sum what they are fed, one after the other."""
+    """Return a program in which all ranks sum their inputs, one after the other."""
     own: list[Instruction] = []
     for n in range(count):
         own += [_sum(n, group=range(size), buffer=buffer), Wait((f"y{n}",))]
@@ -94,9 +94,9 @@ def test_shared_memory_collectives_are_bitwise_equal_to_gloo_and_inprocess(
 
 
 def _random_programs(here: Here, seed: int, number: int) -> int:
-    """Programs that the verifier accepts, in random orders of runs, with nobody in step: what they
-    give in one process."""
-    slots.TOGETHER_BYTES, slots.PIECE_BYTES = 0, 4  # every sum of three in two pieces
+    """Run accepted random programs in random orders of runs, ranks out of step, and compare with
+    one process."""
+    slots.TOGETHER_BYTES, slots.PIECE_BYTES = 0, 4  # fold every sum of three ranks in two pieces
     size, draw = len(here.hosts), random.Random(seed)
     hosted = Hosted(here, here.join())
     own = random.Random(here.index)
@@ -161,7 +161,7 @@ def test_routes_contain_only_transfers_between_hosts() -> None:
 
 
 def _places(here: Here, nodes: Sequence[str]) -> tuple[str, list[int]]:
-    """Sums over all, over the first two and over the last two."""
+    """Sum over all ranks, over the first two, and over the last two."""
     transport = here.join(nodes[here.index])
     hosted = Hosted(here, transport)
     groups = ((0, 1, 2), (0, 1), (1, 2))
@@ -213,7 +213,7 @@ def test_segment_open_refuses_other_or_closed_segment() -> None:
 
 
 def _another_program(here: Here) -> str:
-    """Two actors have other programs under one number."""
+    """Load a different program under one number on each of two actors."""
     hosted = Hosted(here, here.join())
     handle = hosted.load(_sums(buffer=Buffer((2 + 99 * here.index,), torch.float32)))
     with pytest.raises(CommunicationError, match="not loaded the same program under number 1"):
@@ -229,7 +229,7 @@ def test_actors_with_different_programs_refuse_to_connect() -> None:
 
 
 def _waits(here: Here, pipe: Connection) -> None:
-    """Rank 0 runs and says when it failed and how; rank 1 comes when it is told."""
+    """Rank 0 runs and reports when and how it failed; rank 1 joins when it is told to."""
     hosted = Hosted(here, here.join())
     handle = hosted.load(_sums())
     fed = [{"x0": torch.ones(2)}] * 2
@@ -263,7 +263,8 @@ def test_wait_for_dead_or_closed_partner_raises(how: str) -> None:
 
 
 def _folds(here: Here, pipe: Connection) -> None:
-    """Rank 1 dies in the middle of a piece that it has claimed; each other has claimed one."""
+    """Rank 1 dies in the middle of a piece that it has claimed; each other rank has claimed one
+    piece."""
     slots.TOGETHER_BYTES = 0
     hosted = Hosted(here, here.join())
     handle = hosted.load(_sums(3, buffer=Buffer((6,), torch.float32)))
@@ -274,7 +275,7 @@ def _folds(here: Here, pipe: Connection) -> None:
         if here.index == 1:
             here.store.set("claimed", "")
             os.kill(os.getpid(), signal.SIGKILL)
-        here.store.wait(["claimed"])  # else the others fold all
+        here.store.wait(["claimed"])  # otherwise the other ranks would fold all pieces
         return fold(*given)
 
     same_host.fold = fails
@@ -307,11 +308,11 @@ def test_wait_for_stopped_partner_continues_when_it_resumes() -> None:
 
 
 def _held() -> tuple[list[str], int]:
-    """This process's: where descriptors of memory and files lead, and mappings of segments."""
+    """Return this process's open memory and file descriptors, and its mapped segments."""
     gc.collect()
     folder, found = Path("/proc/self/fd"), list[str]()
     for name in os.listdir(folder):
-        with suppress(FileNotFoundError):  # that of the listing itself
+        with suppress(FileNotFoundError):  # the descriptor of the listing itself
             found.append(os.readlink(folder / name))
     maps = Path("/proc/self/maps").read_text().count("memfd:dtensor")
     return sorted(link for link in found if link.startswith("/")), maps
@@ -322,7 +323,7 @@ def _fails(x: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _opens_and_closes(here: Here, count: int) -> tuple[int, str]:
-    """Ends well, or with a rank that fails where it cannot be undone."""
+    """Open and close connections, normally or after a failure that cannot be undone."""
     fed = [{"x0": torch.ones(2)}] * 2
     write = function("write", "def forward(x):\n    x += 1\n    return ()")
     fails = function("fails", "def forward(x):\n    fail()\n    return (x,)", fail=_fails)
@@ -362,7 +363,7 @@ def test_closed_and_failed_connections_leave_no_resources() -> None:
 
 
 def _loads_and_unloads(here: Here) -> tuple[int, int]:
-    """Bytes that its segment holds: with a large program loaded, and when all have unloaded it."""
+    """Return the bytes of its segment with a large program loaded, and after all have unloaded it."""
     transport = here.join()
     assert isinstance(transport, SameHostTransport)
     hosted = Hosted(here, transport)

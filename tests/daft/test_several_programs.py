@@ -60,7 +60,8 @@ MUL = function("mul", "def forward(w, x):\n    return (w * x,)")
 def move(
     shape: tuple[int, ...], dtype: torch.dtype, name: str, size: int = 2, state: str = "w"
 ) -> Program:
-    """Rank 0 sends `x` to rank 1, which adds it to its state; all ranks then sum up their `y`."""
+    """Return a program in which rank 0 sends `x` to rank 1, which adds it to its state; all ranks
+    then sum their `y`."""
     b, r = Buffer(shape, dtype), Buffer((2, *shape), dtype)
     group = tuple(range(size))
     total = Collective("all_reduce", group, ("y",), ("s",), (r,), (r,), "sum", "c")
@@ -87,7 +88,7 @@ def move(
 
 
 def scale(name: str = "scale", size: int = 2, state: str = "w") -> Program:
-    """Rank 1 gives its state times what it is fed; on other ranks there is nothing to do."""
+    """Return a program in which rank 1 returns its state times its input; other ranks do nothing."""
     call = Call("mul", (state, "x"), ("y",), source="scale.py:3: return w * x")
     more: list[tuple[()]] = [()] * (size - 2)
     made = program(
@@ -143,7 +144,7 @@ def test_interference_counts_kept_and_stored_values_as_state() -> None:
         "      test writes it at as its runs are bound\n"
         "      bare reads it at (rank 0, instr 0 y = call mul(x, x))"
     )
-    with launch_cluster(1) as cluster:  # as it is said: the order counts
+    with launch_cluster(1) as cluster:  # as predicted, the order matters
         handle = cluster.load(square)
         cluster.put([{"h": torch.tensor(3.0)}])
         for expected in (9.0, 81.0):
@@ -158,7 +159,7 @@ def test_interference_of_compiled_functions_names_shared_actors() -> None:
         g = daft.compile(lambda x: c.execute(b.execute(x))).program(X)
         h = daft.compile(lambda x: c.execute(x)).program(X)
         found = interference(f, g)
-        assert found.actors == ("b",) and not found.channels  # connections of their own
+        assert found.actors == ("b",) and not found.channels  # separate connections
         (conflict,) = found.conflicts
         assert (conflict.actor, conflict.kind) == ("b", "write-write")
         assert conflict.second.source is not None and "b.execute(x)" in conflict.second.source
@@ -181,7 +182,7 @@ def test_programs_with_conflicting_state_sizes_are_refused() -> None:
         handle = cluster.load(small)
         with pytest.raises(ProgramError, match=message):
             cluster.load(large)
-        cluster.load(scale())  # it declares no size
+        cluster.load(scale())  # scale() declares no size
         cluster.unload(handle)
         cluster.load(large)
     with pytest.raises(ProgramError, match="clusters of 2 and 1 ranks"):
@@ -197,7 +198,7 @@ def test_sampled_program_pairs_with_state_match_brute_force() -> None:
         assert wrong(first, second) is None, (first, second)
         count[interference(built(first), built(second)).commutes] += 1
         count[spoilt(first, second)] += 1
-    # And no verdict helps where the ranks do not agree on the order.
+    # Ranks that do not agree on the order give wrong results whatever the verdict.
     assert count == {False: 167, True: 33, HANGS: 193, "other values": 7}
 
 
@@ -291,7 +292,7 @@ def test_counted_runs_names_hosts_that_know_which_runs_were_undone() -> None:
     assert counting.hosts_to_ask("k", (1, 2)) == ()
     assert counting.with_known_undone(Counted("k", 0, "n")) == Counted("k", -1, "n", since=5)
     assert counting.with_known_undone(Counted("k", 1, "n")) == Counted("k", 0, "n", since=5)
-    counting.add("k", 6, (0, 1), know_outcome=False)  # whoever failed knows it alone
+    counting.add("k", 6, (0, 1), know_outcome=False)  # only the failed host knows the outcome
     assert counting.hosts_to_ask("k", (0,)) == (0, 1)
     counting.add("k", 7, (2,), know_outcome=True)
     assert counting.hosts_to_ask("k", (2,)) == (0, 1, 2)
@@ -308,7 +309,7 @@ def test_sampled_run_sequences_match_brute_force() -> None:
         assert sequences.wrong(runs) is None, runs
         if (found := sequences.spoilt(runs, draw)) is not None:
             count.update(zip(("order", "lost"), found, strict=True))
-    # and nothing helps where a rank has another order, or a run is half submitted
+    # a different order on one rank, or a half-submitted run, always fails
     assert count["lost", HANGS] == count["order", HANGS] + count["order", "other values"] > 20
     assert count.total() == 2 * count["lost", HANGS]
 

@@ -105,7 +105,7 @@ def test_changes_after_recovery_line_are_repeated_to_same_state(
         world = World(size, seed, store=store, folder=Path(folder), every=every)
         world.play(ops, 0.03, kills=kills)
         for expected, found in zip(calm.tables(), world.tables(), strict=True):
-            # a cache of a host that died has the rows that were written since its last record
+            # a dead host's cache keeps the rows written since its last record
             assert differs(expected, found, lasting_only=kills) == ""
         assert world.left_over() == []
 
@@ -115,7 +115,7 @@ def test_change_log_frees_states_before_recovery_line() -> None:
     assert changes.add((0, 1, 2), together=False) == (1, [0, 0, 0], True)
     assert changes.add((0, 1, 2), commits=True) == (2, [1, 1, 1], True)
     assert changes.add((0, 1, 2)) == (3, [0, 0, 0], True)  # it has no commit point
-    # hosts 0 and 1 have ended all before it, but host 2 may be behind: then they go back with it
+    # hosts 0 and 1 have ended all changes before it; if host 2 is behind, they roll back with it
     assert changes.add((0, 1), commits=True) == (4, [1, 1], True)
     for host in range(3):
         changes.heard(host, 3)
@@ -131,7 +131,8 @@ def test_change_log_frees_states_before_recovery_line() -> None:
 
 
 def _steps(folder: str, lines: int) -> None:
-    """Change n fills all values with n; killed so many lines of dtensor after change 3."""
+    """Change n sets all values to n. The process is killed `lines` lines of dtensor after change
+    3."""
 
     def traced(frame: FrameType, event: str, arg: object) -> Any:
         nonlocal lines
@@ -175,7 +176,7 @@ def test_killed_process_leaves_complete_recent_snapshot(kill: int) -> None:
         assert process.exitcode == -signal.SIGKILL
         table: dict[tuple[int, str], object] = {}
         snapshots = Snapshots(table, SnapshotFile.open(Path(folder), (0,)))
-        oldest = snapshots._states[0]  # the change under way may have said that one is committed
+        oldest = snapshots._states[0]  # the current change may already have committed this state
         assert snapshots.ended - 1 <= oldest <= snapshots.ended
         for state in (snapshots.ended, oldest):
             assert snapshots.roll_back(state) == state
@@ -207,7 +208,7 @@ def test_snapshot_file_size_is_bounded() -> None:
             snapshots.begin(trained)
             snapshots.end(number, written=trained, committed=number - 1)
         step = -(-nbytes_of([table[key] for key in trained]) // page) * page  # type: ignore[misc]
-        heads = 3 * page  # states, entries, what says which values there are
+        heads = 3 * page  # pages for states, entries and the value index
         assert store.nbytes == heads + 2 * step + 3 * page
         table.pop(frozen)
         snapshots.begin((frozen,))
@@ -215,7 +216,7 @@ def test_snapshot_file_size_is_bounded() -> None:
         wide = torch.zeros(100_000)
         table[0, "wide"] = wide
         snapshots.begin(((0, "wide"),))
-        snapshots.end(10, alone=((0, "wide"),), committed=10)  # pages that nobody uses go back
+        snapshots.end(10, alone=((0, "wide"),), committed=10)  # unused pages are freed
         assert store.nbytes <= heads + step + -(-wide.nbytes // page) * page
 
 
@@ -288,7 +289,7 @@ def test_single_host_run_is_undone_after_runs_without_snapshot(shm: Path) -> Non
     with pytest.raises(LookupError):
         worker.get({0: ["old"]})
     run(2.0, TableChange(4, taken=False), {})
-    assert worker.ended() == 4 and worker.roll_back(4) == 3  # what was taken
+    assert worker.ended() == 4 and worker.roll_back(4) == 3  # the snapshots that were taken
     assert worker.get({0: ["w"]})[0][0].tolist() == [1.0, 1.0]  # type: ignore[index]
 
 

@@ -66,8 +66,9 @@ def test_code_without_line_table_runs_without_stamps():
 
 
 class Streams:
-    """Of a GPU that two hosts exchange messages with: a send ends when the other host has begun to
-    receive, so a host that waits for all streams after a send waits for the other host."""
+    """Streams of a GPU with which two hosts exchange messages: a send ends when the other host has
+    started to receive, so a host that waits for all streams after a send waits for the other host.
+    """
 
     def __init__(self, here: Queue[str], there: Queue[str]) -> None:
         self.here, self.there = here, there
@@ -79,7 +80,7 @@ class Streams:
         return self
 
     def synchronize(self) -> None:
-        """Of the current stream: no message is on it."""
+        """Synchronize the current stream, which has no message."""
 
     def send(self) -> None:
         self.sending = True

@@ -30,7 +30,7 @@ NEVER = 1 << 30
 
 @pytest.fixture(scope="module")
 def training() -> Program:
-    """A step of tp2pp2."""
+    """The program of a step at tp=2, pp=2."""
     mesh = dt.Mesh(pp=2, tp=2)
     pins = {"*.up.weight": dict(tp=dt.Row()), "*.down.weight": dict(tp=dt.Column())}
     model = dt.parallelize(Blocks(), mesh, pins, stages={"pp": [["first*"], ["second*"]]})
@@ -47,7 +47,7 @@ def training() -> Program:
 
 
 def chain(size: int) -> Program:
-    """Each calls, then all add up what they have."""
+    """Return a program in which each rank calls a function, then all reduce their values."""
     group = tuple(range(size))
     sums = Collective(
         "all_reduce", group, ("y",), ("s",), (ONE,), (ONE,), "sum", "c", label=Label("add")
@@ -64,8 +64,8 @@ def chain(size: int) -> Program:
 def stuck(
     lines: ProgramLines, ends: Sequence[int], held: dict[int, int], unheard: dict[int, int]
 ) -> Any:
-    """Where all hosts are in the end: host h does not go past position `held[h]`, and what it has
-    started from `unheard[h]` on, nobody hears of."""
+    """Return where all hosts end up if host h stops at position `held[h]` and its starts from
+    `unheard[h]` on reach nobody."""
     at = [0] * len(ends)
     moved = True
     while moved:
@@ -173,7 +173,7 @@ LINES = ProgramLines.of(ALL, verify(ALL).lists)
 
 
 def at(*positions: int, **of_two: Any) -> Status:
-    """Ranks 0, 1 and 2 at these; and what there is of rank 2 besides."""
+    """Return the status of ranks 0, 1 and 2 at these positions; keywords describe rank 2."""
     found = [seen(h, p, 3, **(of_two if h == 2 else {})) for h, p in enumerate(positions)]
     return status_of(LINES, HOSTS, found)
 
@@ -214,7 +214,7 @@ def test_status_names_rank_that_controller_has_not_called() -> None:
     status = at(2, 2, 3, run=RUN - 1)
     assert status.reason == "Rank 2 sleeps before run 7; ranks 0 and 1 wait for it."
     assert at(2, 2, 3, run=RUN - 1, standing_s=FIRST_S + 1).hangs and not status.hangs
-    earlier = at(2, 2, 2, run=RUN - 1, program=3)  # in another program, whose lines are not there
+    earlier = at(2, 2, 2, run=RUN - 1, program=3)  # in another program, whose lines are missing
     assert (earlier.waited_for, earlier.ranks[2].does) == (None, "sleeps")
     assert earlier.reason == (
         "Rank 2 sleeps, and its waits are not known: the lines of its program are "
@@ -234,7 +234,7 @@ def test_status_names_member_whose_message_is_missing() -> None:
     stopped = status_of(LINES, HOSTS, [seen(0, 2, 3), seen(1, 3, 3), seen(2, 3, 3, state="T")])
     assert (stopped.waited_for, stopped.link) == (2, None)
     taking = status_of(LINES, HOSTS, [seen(h, 2, 3, cpu_s=0.2) for h in range(3)])
-    assert {each.does for each in taking.ranks} == {"computes"}  # it copies what has come
+    assert {each.does for each in taking.ranks} == {"computes"}  # the ranks copy received data
 
 
 def test_moving_rank_is_not_reported_as_hanging() -> None:

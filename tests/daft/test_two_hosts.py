@@ -28,14 +28,15 @@ TOKEN = {"RAY_AUTH_MODE": "token", **MARK}
 
 
 def commands(containing: str) -> list[tuple[str, str]]:
-    """The page's blocks with this, each with the address of the machine that it is for."""
+    """Return the page's blocks that contain this text, each with the address of its machine."""
     found = [block.text for block in SHELL if containing in block.text and not block.not_run]
     return [(text.split("\n")[0].removeprefix("# on "), text) for text in found]
 
 
 @contextmanager
 def ray_of_two() -> Iterator[tuple[Machine, Machine]]:
-    """As the page starts it; the machines end, and with them all that is theirs."""
+    """Start Ray on two machines as the page does; the machines and their processes end with the
+    block."""
     with Machines("one", "two") as machines:
         by_address = {machine.address: machine for machine in machines}
         one, two = machines
@@ -50,13 +51,13 @@ def ray_of_two() -> Iterator[tuple[Machine, Machine]]:
 
 @pytest.fixture
 def can() -> Iterator[None]:
-    """What was made is gone afterwards."""
+    """Whether the machines can be made; they are removed again."""
     if not can_make():
         pytest.skip("namespaces cannot be made here")
     networks = interfaces()
     yield
     assert interfaces() == networks
-    end = time.monotonic() + 600.0  # the kernel frees the memory of what it has killed
+    end = time.monotonic() + 600.0  # the kernel frees the memory of killed processes
     while marked(MARK[MARKED]) and time.monotonic() < end:
         time.sleep(0.05)
     assert not marked(MARK[MARKED])
@@ -113,7 +114,7 @@ def test_scale_out_page_commands_run_on_two_machines(can: None) -> None:
 
 
 def alone_of(demo: str) -> str:
-    """The same on one machine, in one process."""
+    """Return the command that does the same on one machine in one process."""
     return re.sub(r"--backend ray --address=\S+", "", demo).replace("/mnt/demo", "/mnt/alone")
 
 

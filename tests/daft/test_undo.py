@@ -143,8 +143,8 @@ MODES: list[Mode] = ["compiled", "interpreted", "timed"]
 
 
 def failing(alive: weakref.WeakSet[torch.Tensor], *, in_a_users: bool) -> Program:
-    """Its call makes a tensor, notes it and raises, in the generated code or in a user's function
-    that has the tensor."""
+    """Return a program whose call makes a tensor, records it and raises, in generated code or in a
+    user's function that holds the tensor."""
     source = "def forward(x):\n    y = x + 1\n    note(y)\n    [][3]\n    return (y,)"
 
     def note(y: torch.Tensor) -> None:

@@ -128,7 +128,7 @@ def test_verifier_refuses_invalid_program_with_fix(
 
 
 def sharing(items: Sequence[Instruction], **own: object) -> Program:
-    """One rank with state k and input x, of which ``own`` says more."""
+    """Return a program of one rank with state k and input x; ``own`` overrides its fields."""
     made = program(items, functions=[ONE, TAKE], inputs=[("x",)], state=[("k",)])
     return replace(made, ranks=(replace(made.ranks[0], **own),))  # type: ignore[arg-type]
 
@@ -179,7 +179,7 @@ def test_verifier_accepts_writes_that_no_reader_can_see() -> None:
     verify(sharing([*agreed, WRITE]))
     write = Call("take", ("x",), (), ("x",))
     verify(sharing([write, *agreed], replayable=("x",), changed=("x",)))
-    verify(sharing([VIEW, WRITE, Call("take", ("v",), ()), Free(("v",))]))  # its author's business
+    verify(sharing([VIEW, WRITE, Call("take", ("v",), ()), Free(("v",))]))  # `shares` is unstated
 
 
 def test_verifier_requires_borrowed_values_to_be_returned() -> None:

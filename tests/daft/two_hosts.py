@@ -1,10 +1,10 @@
-"""What runs on the first of two machines, in tests/daft/test_two_hosts.py: a GPT at tp=2 x pp=2.
+"""Trains a GPT at tp=2, pp=2 on the first of two machines, for tests/daft/test_two_hosts.py.
 
     python -m tests.daft.two_hosts 10.77.0.1:6379          # one JSON line
 
-It says the losses in this process and on Ray, who was where, what the ranks of this machine sent in
-a step to those of the other one and to each other, and what is said of refusals. It prints "lose"
-when the other machine shall be lost, and then the error.
+It prints the losses in this process and on Ray, where each rank ran, the bytes per step that the
+ranks of this machine sent to the other machine and to each other, and the errors of refused calls.
+It prints "lose" when the test should disconnect the other machine, and then the error.
 """
 
 from __future__ import annotations
@@ -94,9 +94,9 @@ def refused(address: str) -> str:
 
 
 def counted(cluster: Any) -> dict[str, int]:
-    """Bytes that ranks on this machine have sent to those of another one ("sent"), or of another
-    of Ray's nodes, and to each other, by the kernel's count of their connections: Ray's own are
-    others."""
+    """Return the bytes that ranks on this machine have sent to another machine ("sent") or to
+    another Ray node, and to each other, from the kernel's counters of their connections. Ray's own
+    connections are not counted."""
     assert isinstance(cluster, RayCluster)
     node_of = {process.counter.pid: process.machine for process in cluster.membership.processes}
     told = subprocess.run(["ss", "-tinpHO"], capture_output=True, text=True, check=True).stdout

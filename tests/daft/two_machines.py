@@ -1,9 +1,10 @@
-"""A launch over two machines, of which one is lost: namespaces of this one (tests/machines.py).
+"""A launch over two machines, one of which is lost; the machines are namespaces
+(tests/machines.py).
 
-    python -m tests.daft.two_machines            # as root; what became of it, as JSON
+    python -m tests.daft.two_machines            # as root; prints the results as JSON
 
-`both` has the machines; on the first one `controller` launches. The second is lost when its first
-process is killed: the kernel ends all others.
+`both` makes the machines, and `controller` launches on the first. The second machine is lost when
+its first process is killed: the kernel then ends all its others.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ OPTIONS = "--num-cpus=2 --object-store-memory=100000000"
 
 
 def both() -> None:
-    """What the first one says, while it has done so."""
+    """Return what the first machine prints."""
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     with Machines("one", "two") as machines:
         one, two = machines
@@ -65,7 +66,7 @@ def controller() -> None:
     with trained() as (run, step, model, opt):
         cluster = run.cluster
         losses = [loss(step, i) for i in range(3)]
-        end(cluster.membership.host(3))  # the process alone
+        end(cluster.membership.host(3))  # end only the process
         losses += [loss(step, i) for i in range(3, 5)]
         pending = [step(*batch(i)) for i in range(5, 7)]
         say("lose")
@@ -77,7 +78,7 @@ def controller() -> None:
         found["disturbed"] = losses, state(model, opt)
         found["recoveries"] = [str(each) for each in run.recoveries]
         dt.save("/tmp/kept", model, opt, step=8).get()
-        # now all is on one machine, and there are no copies
+        # all ranks are on one machine now, so there are no copies
         for kept in Path("/dev/shm").glob("dtensor-*/ranks-0-0"):
             kept.unlink()
         end(cluster.membership.host(0))

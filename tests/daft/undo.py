@@ -1,14 +1,13 @@
-"""The commit point against brute force: every interleaving, with a failure at any call.
+"""Compares the commit point with brute force: every interleaving, with a failure at any call.
 
     python -m tests.daft.explore --undo           # exhaustive families, then 1,000 random programs
 
-On each rank a program calls something that may fail, votes, adds up votes, commits and writes its
-state, in any order, among transfers. `torn` explores all states that its ranks can reach, for every
-set of calls that fail, and says whether an end is torn: some ranks have written and others have
-not, or they have though a call failed. A failure after its rank's commit point is not looked at.
-The verifier follows one order in which nothing fails; the two must agree on every program.
-
-`cuts.py` has real workers, whose failed runs must leave the next as if they had not been.
+The ranks of a program call functions that may fail, vote, reduce votes, commit and write state, in
+any order, between transfers. `torn` explores all reachable states for every set of failing calls
+and returns whether an end is torn: only some ranks have written, or a rank has written though a
+call failed. Failures after a rank's commit point are ignored. The verifier follows one order
+without failures; both must agree on every program. `cuts.py` runs real workers, whose failed runs
+must not affect the next run.
 """
 
 from __future__ import annotations
@@ -72,8 +71,8 @@ class Small:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """What it knows: whether it calls nothing any more, the word that it would commit on, what it
-    gave to its reductions, and how often it wrote."""
+    """The state of a rank: whether it calls nothing any more, the word that it would commit on,
+    the inputs of its reductions, and how often it wrote."""
 
     poisoned: bool = False
     word: int = 0
@@ -82,7 +81,8 @@ class Rank:
 
 
 def built(small: Small) -> Program:
-    """What is added up is the last word that a rank has: its vote, or a sum that it waited for."""
+    """Return the program. A reduction takes the last word of a rank: its vote, or a sum that it
+    waited for."""
     lists: list[list[Instruction]] = []
     made: list[tuple[str, ...]] = []
     for rank, steps in enumerate(small.lists):
@@ -141,7 +141,7 @@ Failing = frozenset[tuple[int, int]]
 
 
 def may_fail(small: Small) -> list[tuple[int, int]]:
-    """The calls before their rank's commit point."""
+    """Return the calls before their rank's commit point."""
     found = []
     for rank, steps in enumerate(small.lists):
         for what, n in steps:
@@ -153,7 +153,7 @@ def may_fail(small: Small) -> list[tuple[int, int]]:
 
 
 def ends(small: Small, failing: Failing, buffered: bool) -> set[tuple[int, ...]]:
-    """How often each rank has written, in every end that can be reached."""
+    """Return how often each rank has written, for every reachable end."""
     ranks = range(len(small.lists))
     keys = sorted({(t.kind, t.members, t.channel) for t in small.transfers})
     index = {key: i for i, key in enumerate(keys)}
@@ -238,8 +238,8 @@ def _with(items: tuple, at: int, item: object) -> tuple:  # type: ignore[type-ar
 
 
 def torn(small: Small) -> Failing | None:
-    """Calls that fail, if there are any for which some ranks write and others do not, or any
-    though one failed. Of more than four calls, one, two, or all fail."""
+    """Return failing calls after which only some ranks write, or any rank writes although a call
+    failed; None if there are none. Of more than four calls, one, two, or all fail."""
     calls = may_fail(small)
     whole = (1,) * len(small.lists)
     none = (0,) * len(small.lists)
@@ -268,7 +268,8 @@ def accepted(small: Small) -> bool:
 
 
 def disagreement(small: Small) -> str | None:
-    """What the verifier says wrongly of a program that cannot hang."""
+    """Describe how the verifier's answer for a program that cannot hang is wrong; None if it is
+    right."""
     failing = torn(small)
     if accepted(small) == (failing is None):
         return None
@@ -279,7 +280,7 @@ def disagreement(small: Small) -> str | None:
 
 
 def _lists(own: Sequence[int], more: Sequence[Step]) -> Iterator[tuple[Step, ...]]:
-    """Every order of starts and waits of these transfers and of ``more``, after a call."""
+    """Yield every order of starts and waits of these transfers, and of ``more``, after a call."""
     steps: list[Step] = [(what, n) for n in own for what in ("start", "wait")]
     for order in itertools.permutations([*steps, *more]):
         at = {step: i for i, step in enumerate(order)}
@@ -311,7 +312,8 @@ FAMILIES: dict[str, tuple[list[Transfer], list[list[Step]]]] = {
 
 
 def random_program(draw: random.Random) -> Small:
-    """2 or 3 ranks, up to 4 transfers; sound but for steps that are moved, if any."""
+    """Return a program of 2 or 3 ranks with up to 4 transfers, sound except for moved steps, if
+    any."""
     while True:
         transfers, orders = drawn(draw)
         ranks = len(orders)
@@ -336,7 +338,7 @@ def random_program(draw: random.Random) -> Small:
 
 
 def _in_order(small: Small) -> bool:
-    """Waits after their starts, commit points after votes."""
+    """Return whether waits follow their starts, and commit points follow votes."""
     for steps in small.lists:
         at = {step: i for i, step in enumerate(steps)}
         if at[VOTE] > at[COMMIT]:

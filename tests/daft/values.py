@@ -1,4 +1,5 @@
-"""Tensors and what holds them, of which something besides the elements counts; and their parts.
+"""Tensors and containers of tensors whose metadata must survive sending, and a description of
+them.
 
 for name, value in kinds().items():
     assert parts(sent(value)) == parts(value), name
@@ -72,7 +73,8 @@ def kinds() -> dict[str, Any]:
 
 
 def parts(value: Any, seen: dict[Any, int] | None = None) -> Any:
-    """Types, attributes, layouts, elements, gradients; which tensors are one or share memory."""
+    """Return types, attributes, strides, elements and gradients, and which tensors are the same or
+    share memory."""
     seen = {} if seen is None else seen
     match value:
         case Tensor() if id(value) in seen:
