@@ -85,7 +85,7 @@ def launched() -> Iterator[tuple[LaunchFolder, list[ProgramCounter]]]:
 
 
 def waits_in(thread: threading.Thread, function: Callable[..., object]) -> bool:
-    """Return whether the thread waits inside a call made by this function through one more frame."""
+    """Return whether the thread waits in a call made by this function through one more frame."""
     at = sys._current_frames().get(thread.ident or 0)
     for _ in range(2):
         at = at and at.f_back

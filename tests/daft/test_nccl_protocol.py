@@ -112,7 +112,7 @@ def test_closed_wire_has_aborted_and_refuses_messages() -> None:
 
 
 class Lost(Silent):
-    """After the connecting message no message is sent, and an abort waits for the device for ever."""
+    """After the connecting message nothing is sent, and an abort waits for the device for ever."""
 
     def _end_coalescing(self) -> Silent:
         if self.posted:

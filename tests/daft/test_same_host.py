@@ -363,7 +363,7 @@ def test_closed_and_failed_connections_leave_no_resources() -> None:
 
 
 def _loads_and_unloads(here: Here) -> tuple[int, int]:
-    """Return the bytes of its segment with a large program loaded, and after all have unloaded it."""
+    """Return the bytes of its segment with a large program loaded, and after all unloaded it."""
     transport = here.join()
     assert isinstance(transport, SameHostTransport)
     hosted = Hosted(here, transport)

@@ -88,7 +88,7 @@ def move(
 
 
 def scale(name: str = "scale", size: int = 2, state: str = "w") -> Program:
-    """Return a program in which rank 1 returns its state times its input; other ranks do nothing."""
+    """Return a program in which rank 1 returns its state times its input; others do nothing."""
     call = Call("mul", (state, "x"), ("y",), source="scale.py:3: return w * x")
     more: list[tuple[()]] = [()] * (size - 2)
     made = program(

@@ -1,8 +1,8 @@
-"""Runs a captured graph on real values, and compares it with eager autograd.
+"""Runs a captured graph on real values and compares it with eager autograd.
 
     check(loss_fn, (model, tokens, targets), grads="loss")     # results and every gradient
 
-The interpreter is the plainest one: node by node, whole tensors, no placements.
+The interpreter is the simplest possible: node by node, whole tensors, no placements.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def modules_of(fn: Any, args: tuple[Any, ...]) -> list[nn.Module]:
 def run_graph(
     graph: Graph, model: nn.Module | None, args: tuple[Any, ...], tangents: dict[int, Any]
 ) -> dict[Any, torch.Tensor]:
-    """Each of graph.outputs -> its value. `model` owns the parameters under their own names."""
+    """Return the value of each of graph.outputs. `model` owns the parameters under their own
+    names."""
     leaves = pytree.tree_leaves((args, {}))
     env: dict[fx.Node, Any] = {}
     for node, what in zip(graph.placeholders, graph.inputs, strict=True):
@@ -65,7 +66,8 @@ def run_graph(
 
 
 def close(a: torch.Tensor, b: torch.Tensor, tolerance: float = 1e-6) -> None:
-    """Within `tolerance` of the largest magnitude of b (at least 1e-3 of 1)."""
+    """Check that a equals b within `tolerance` of the largest magnitude of b (at least 1e-3 of
+    1)."""
     a, b = a.detach(), b.detach()
     assert a.shape == b.shape and a.dtype == b.dtype, (a.shape, b.shape, a.dtype, b.dtype)
     scale = max(1e-3, float(b.double().abs().max())) if b.numel() else 1.0
@@ -74,7 +76,8 @@ def close(a: torch.Tensor, b: torch.Tensor, tolerance: float = 1e-6) -> None:
 
 
 def check(fn: Any, args: tuple[Any, ...], *, grads: Any = "loss", tolerance: float = 3e-6) -> Graph:
-    """Captures fn(*args), runs the graph and compares results, gradients and buffers."""
+    """Capture fn(*args), run the graph, and compare results, gradients and buffers with eager
+    torch."""
     graph = capture(fn, args, grads=grads)
     owners = modules_of(fn, args)
     model = owners[0] if owners else None

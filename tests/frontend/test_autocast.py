@@ -31,7 +31,7 @@ BF16, F32 = torch.bfloat16, torch.float32
 
 
 class Twice(nn.Module):
-    """One weight in two products, and a product that is kept out of autocast."""
+    """A model with one weight in two products, and one product outside autocast."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def within(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def ops(graph: Graph) -> list[tuple[str, str, str]]:
-    """(op, dtype, phase) of each, in order."""
+    """Return (op, dtype, phase) of each node, in order."""
     return [
         (str(n.target), str(getattr(n.meta["val"], "dtype", "")), n.meta["phase"])
         for n in graph.nodes
@@ -168,7 +168,8 @@ def test_capture_leaves_torch_autocast_and_fake_tensors_unpatched() -> None:
 
 
 class Mixed(nn.Module):
-    """Of what the lists of the CPU and of CUDA treat differently, and of what they treat alike."""
+    """A model of ops that the lists of the CPU and of CUDA treat differently, and of ops that
+    they treat alike."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -223,16 +224,16 @@ def named_dtypes(op: Any, made: Any) -> tuple[str, list[torch.dtype]]:
 
 
 def as_torch_runs_it(model: nn.Module) -> list[tuple[str, list[torch.dtype]]]:
-    """The forward's ops on torch's own fake tensors of CUDA, under its own autocast."""
+    """Return the forward's ops on torch's own fake CUDA tensors under torch's own autocast."""
     with FakeTensorMode():
         for module in model.modules():
             for held in (module._parameters, module._buffers):
                 for name, x in held.items():
                     held[name] = None if x is None else torch.empty(x.shape, device="cuda")
-        torch.set_autocast_enabled("cuda", True)  # torch.autocast does not, where it sees no GPU
+        torch.set_autocast_enabled("cuda", True)  # torch.autocast does not if there is no GPU
         torch.set_autocast_dtype("cuda", BF16)
         try:
-            with torch.no_grad(), Seen() as seen:  # with gradients a build without CUDA aborts
+            with torch.no_grad(), Seen() as seen:  # a build without CUDA aborts with gradients
                 smoothed(model, torch.empty(2, 4, dtype=torch.int64, device="cuda"))
         finally:
             torch.set_autocast_enabled("cuda", False)
@@ -269,7 +270,7 @@ def test_cpu_and_cuda_autocast_differ_for_softmax_norms_and_powers() -> None:
 
 
 class Normed(nn.Module):
-    """A norm of a sum, which one op takes along where their dtypes are one."""
+    """A norm of a sum; both are fused into one op if their dtypes are equal."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -345,7 +346,7 @@ def test_recognised_patterns_keep_dtypes_of_cuda_autocast(fn: Any, dtype: torch.
 @pytest.mark.slow
 def test_cuda_autocast_around_capture_gives_same_ops_as_inside_function() -> None:
     args = (Mixed(), torch.zeros(2, 4, dtype=torch.int64))
-    torch.set_autocast_enabled("cuda", True)  # what torch.autocast("cuda") does where there is one
+    torch.set_autocast_enabled("cuda", True)  # what torch.autocast("cuda") does with a GPU
     torch.set_autocast_dtype("cuda", BF16)
     try:
         around = capture(smoothed, args, grads="loss")
@@ -358,7 +359,7 @@ def test_cuda_autocast_around_capture_gives_same_ops_as_inside_function() -> Non
 
 def test_cuda_autocast_object_created_before_capture_is_refused() -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns that it switches it off
+        warnings.simplefilter("ignore")  # torch warns that it disables autocast
         region = torch.autocast("cuda", dtype=BF16)
     x = torch.randn(2, 2)
 

@@ -144,14 +144,14 @@ def test_tensors_of_closed_over_module_are_captured_and_match_eager() -> None:
 
 
 class Late(types.ModuleType):
-    """A module that is imported when it is asked for an attribute, as of lazy packages."""
+    """A lazy module, imported when an attribute is read, as in lazy packages."""
 
     def __getattr__(self, name: str) -> Any:
         raise ImportError(f"{self.__name__} is not installed")
 
 
 def made_on_the_way() -> Any:
-    return eval("lambda h: h * 2")  # a function that no walk from the roots comes to
+    return eval("lambda h: h * 2")  # a function that is not reachable from the roots
 
 
 def test_capture_tolerates_lazy_and_blocked_entries_in_sys_modules(
@@ -316,7 +316,7 @@ LABELS = torch.tensor([[0, 3, -100], [2, 2, 15]])
 
 
 def upcast(model: nn.Module, x: Tensor) -> Tensor:
-    """As the causal models of Hugging Face have it."""
+    """Cast the logits to float32, as the causal models of Hugging Face do."""
     logits = model(x).float()
     labels = F.pad(LABELS, (0, 1), value=-100)[..., 1:].contiguous()
     return F.cross_entropy(logits.view(-1, 16), labels.view(-1), reduction="sum") / 4

@@ -20,7 +20,8 @@ from tests.models import MLP
 
 
 class Two(nn.Module):
-    """A checkpoint of a module, one of a method that calls another module, and one inside it."""
+    """A model with a checkpoint of a module, a checkpoint of a method that calls another module,
+    and one inside it."""
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
@@ -43,7 +44,8 @@ def loss(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def numbers(graph: Graph) -> dict[int | None, set[str]]:
-    """Checkpoint number to the outermost calls of its forward ops ("" for ops in none)."""
+    """Return, for each checkpoint number, the outermost modules of its forward ops ("" for ops
+    in none)."""
     found: dict[int | None, set[str]] = {}
     for node in graph.nodes:
         if node.meta["phase"] == "forward":

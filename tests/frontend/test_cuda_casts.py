@@ -1,8 +1,8 @@
-"""The casts of CUDA's list on CPU tensors are those that torch makes on its own "cuda" tensors.
+"""Tests that the project's CUDA autocast on CPU tensors casts as torch does on "cuda" tensors.
 
-The reference is torch: fake tensors on "cuda" follow CUDA's list, on a build without CUDA too. Each
-op on the list is called on both kinds, in several mixes of dtypes; compared are the ops that come
-of it below autograd, their dtypes, and what they give.
+The reference is torch itself: fake "cuda" tensors follow CUDA's list even in a build without
+CUDA. Each op on the list is called on both kinds of tensors in several mixes of dtypes; the ops
+below autograd, their dtypes and the results are compared.
 """
 
 from __future__ import annotations
@@ -180,14 +180,15 @@ MIXES = [(BF16,), (F32,), (F64,), (F32, BF16), (BF16, F32), (F64, BF16, F32), (F
 
 
 def on_the_list() -> set[str]:
-    """Of torch's own ops; a build for CUDA has one more, which no program calls itself."""
+    """Return torch's own ops on the list. A CUDA build has one more, which no program calls
+    directly."""
     names = _dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
     own = {name.removeprefix("aten::") for name in names if name.startswith("aten::")}
     return own - {"_cudnn_rnn"}
 
 
 class Seen(TorchDispatchMode):
-    """Each op below autograd, with the dtypes that it is given."""
+    """Record each op below autograd with the dtypes of its arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -197,13 +198,13 @@ class Seen(TorchDispatchMode):
         leaves = pytree.tree_leaves((args, kwargs or {}))
         dtypes = [x.dtype if isinstance(x, Tensor) else x for x in leaves]
         kept = [x for x in dtypes if not isinstance(x, torch.device | torch.layout)]
-        if func.namespace != "prim":  # questions of a tensor's device
+        if func.namespace != "prim":  # queries of a tensor's device
             self.ops.append((str(func), *kept))
         return func(*args, **(kwargs or {}))
 
 
 def outcome(name: str, mix: tuple[torch.dtype, ...], device: str) -> tuple[Any, Any]:
-    """What comes of the op: the ops below, and the dtypes of what it gives; or its error."""
+    """Return the ops below the op and the dtypes of its results, or its error."""
     packet, _, overload = name.partition(".")
     op = getattr(getattr(aten, packet), overload or "default")
     count = iter(range(1000))
@@ -250,7 +251,7 @@ def test_casts_of_ops_unsupported_by_fake_tensors_have_stated_dtypes(name: str) 
 @pytest.mark.parametrize("name", sorted(CALLS.keys() - STATED.keys()))
 def test_cuda_casts_on_cpu_tensors_equal_torchs_on_fake_cuda_tensors(name: str) -> None:
     for mix in MIXES:
-        if name == "lstm_cell" and F64 in mix:  # one fused kernel on CUDA, which takes no mix
+        if name == "lstm_cell" and F64 in mix:  # a fused CUDA kernel without mixed dtypes
             continue
         ops, results = outcome(name, mix, "cuda")
         here = outcome(name, mix, "cpu")

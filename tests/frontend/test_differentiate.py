@@ -21,7 +21,7 @@ from tests.models import GPT, MLP, DropoutGPT, loss_fn
 
 
 class Chain(nn.Module):
-    """Layers one after the other; ``forward`` of a layer is given, with what it may keep."""
+    """A chain of layers. ``forward`` of a layer is given, with the values that it may store."""
 
     def __init__(self, layer: Callable[[MLP, Tensor, Tensor], Tensor], layers: int = 4) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Chain(nn.Module):
 
 
 def _frozen(model: nn.Module) -> nn.Module:
-    """The first two of a GPT's blocks and its tables do not require grad."""
+    """Freeze the first two blocks and the tables of a GPT."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.startswith(("blocks.2", "blocks.3", "blocks.4", "norm")))
     return model
@@ -51,7 +51,7 @@ def _written(block: MLP, x: Tensor, first: Tensor) -> Tensor:
 
 
 def _conjugated(block: MLP, x: Tensor, first: Tensor) -> Tensor:
-    """Leaves a view that is conjugated, which its strides do not show."""
+    """Return a conjugated view, which strides do not reveal."""
     size = x.abs()
     return torch.complex(block(size), size).conj()
 
@@ -68,7 +68,7 @@ class Complex(nn.Module):
         return self.chain.head(x.abs())
 
 
-# Model, and how many exports there are: 1 is the whole, else before, after and each kind of layer.
+# Model and number of exports: 1 for the whole; else one before, one after, one per kind of layer.
 CASES: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "tied": (lambda: GPT(layers=4), 3),
     "dropout": (lambda: DropoutGPT(layers=4), 3),
@@ -87,7 +87,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], int]] = {
 
 @pytest.fixture
 def exports(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What is exported, one after the other; small layers count as worth it."""
+    """Record the exports in order; small layers count as worth exporting."""
     export, found = capture_module.export_joint, []
 
     def counted(module: Any, tensors: Any) -> Any:

@@ -57,7 +57,7 @@ def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def error_of(last: nn.Module) -> PlanningError:
-    """What a step of it is refused with."""
+    """Return the error that refuses a step of a model with this last part."""
     with pytest.raises(PlanningError) as caught:
         capture(loss_fn, (Net(last), torch.randn(4, 8)), grads="loss")
     return caught.value

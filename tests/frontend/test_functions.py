@@ -20,7 +20,7 @@ from dtensor.frontend.capture.capture import capture
 
 
 class Tripled(torch.autograd.Function):
-    """x * x with 3 x in the place of the derivative."""
+    """x * x with 3 x as its derivative."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -34,7 +34,8 @@ class Tripled(torch.autograd.Function):
 
 
 class Scaled(torch.autograd.Function):
-    """Numbers and strings beside tensors, kept on ctx; None for their gradients."""
+    """Takes numbers and strings beside tensors, stores them on ctx, and returns None as their
+    gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float, how: str, shift: Tensor | None) -> Tensor:
@@ -49,7 +50,7 @@ class Scaled(torch.autograd.Function):
 
 
 class Both(torch.autograd.Function):
-    """Two results, one that is not to be differentiated, and gradients that nobody needs."""
+    """Returns two results, one of them not differentiable, and gradients that nobody needs."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -67,7 +68,7 @@ class Both(torch.autograd.Function):
 
 
 class SetUp(torch.autograd.Function):
-    """The newer form: forward without ctx."""
+    """The newer form, with a forward without ctx."""
 
     @staticmethod
     def forward(x: Tensor, power: int) -> Tensor:
@@ -86,7 +87,7 @@ class SetUp(torch.autograd.Function):
 
 
 class Nested(torch.autograd.Function):
-    """One within another: torch asks the outer one alone for a gradient."""
+    """Calls another Function inside; torch asks only the outer one for a gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -99,7 +100,7 @@ class Nested(torch.autograd.Function):
 
 
 class Lists(torch.autograd.Function):
-    """Tensors in a list count as constants to torch."""
+    """Takes tensors in a list, which torch treats as constants."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, others: list[Tensor]) -> Tensor:
@@ -111,7 +112,7 @@ class Lists(torch.autograd.Function):
 
 
 class Net(nn.Module):
-    """A layer with every form of Function, twice."""
+    """A model with each form of Function, twice."""
 
     def __init__(self, apply: Callable[..., Tensor], layers: int = 2) -> None:
         super().__init__()
@@ -171,7 +172,7 @@ def test_gradients_of_autograd_function_come_from_its_backward(form: str) -> Non
     reference(x).backward()
     expected = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
     pins = {"up.*.weight": dict(tp=dt.Row()), "down.*.weight": dict(tp=dt.Column())}
-    if form in ("several", "in autocast"):  # which contract the dim that would be split
+    if form in ("several", "in autocast"):  # these contract the dim that would be split
         pins = {"down.*.weight": dict(tp=dt.Row())}
     placed = dt.parallelize(model, dt.Mesh(tp=2), pins)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

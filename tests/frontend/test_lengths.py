@@ -216,7 +216,7 @@ def test_argument_with_other_strides_or_dtype_does_not_fit_export() -> None:
 def test_export_after_capture_refuses_program_that_asks_type_of_length(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(sys.modules, "not there", None)  # as of an import that is to fail
+    monkeypatch.setitem(sys.modules, "not there", None)  # marks an import that must fail
     model = nn.Linear(4, 4)
 
     def loss(model: nn.Module, x: Tensor) -> Tensor:
@@ -261,7 +261,7 @@ def test_failed_export_restores_patched_state(error: type[BaseException]) -> Non
     def now() -> list[Any]:
         return [builtins.isinstance, dict(vars(torch.SymInt)), dict(vars(SymNode))]
 
-    exported(lambda x, n: x * n)  # what torch adds at its first export
+    exported(lambda x, n: x * n)  # torch adds state at its first export
     before = now()
     with pytest.raises(error, match="stop"):
         exported(stop)

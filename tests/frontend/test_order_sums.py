@@ -12,7 +12,7 @@ aten = torch.ops.aten
 
 
 class Shared(nn.Module):
-    """One tensor that a residual and three layers read; which is met first is the order given."""
+    """One tensor read by a residual and three layers; the flag decides which is met first."""
 
     def __init__(self, residual_last: bool) -> None:
         super().__init__()
@@ -32,7 +32,8 @@ def graph_of(model: nn.Module) -> Graph:
 
 
 def sums(graph: Graph) -> list[list[str]]:
-    """The operands of each sum of two tensors in the backward: products, sums, others."""
+    """Return the operands of each sum of two tensors in the backward: "product", "sum" or
+    "other"."""
 
     def kind(node: torch.fx.Node) -> str:
         while node.target in (aten.reshape.default, aten.permute.default):

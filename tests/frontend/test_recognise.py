@@ -22,7 +22,7 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 def ops(graph: Graph) -> list[str]:
-    """The project's own ops of the forward, without their namespace."""
+    """Return the project's own ops of the forward, without their namespace."""
     return [
         str(n.target).removeprefix("dt.").removesuffix(".default")
         for n in graph.nodes
@@ -31,7 +31,7 @@ def ops(graph: Graph) -> list[str]:
 
 
 def same_bits(graph: Graph, model: nn.Module, *args: Tensor) -> None:
-    """The results of the graph are those of plain torch, bit for bit."""
+    """Check that the results of the graph are bitwise those of plain torch."""
     found = run_graph(graph, model, args, {0: torch.ones(())})
     want = model(*args)
     assert torch.equal(found[Result(0)].view(torch.int32), want.detach().view(torch.int32))
@@ -54,7 +54,8 @@ class Model(nn.Module):
 
 
 def captured(fn: Callable[..., Tensor], dtype: torch.dtype = torch.float32) -> Graph:
-    """The graph, whose results have the bits of plain torch and whose gradients are near it."""
+    """Return the graph, after checking that its results are bitwise those of plain torch and its
+    gradients close to torch's."""
     model = Model(fn, dtype)
     x = torch.randn(B, T, D, generator=torch.Generator().manual_seed(1)).to(dtype)
     x.requires_grad_()
@@ -419,7 +420,7 @@ def in_a_checkpoint(x: Tensor, m: Any) -> Tensor:
 def both_graphs(
     fn: Callable[..., Tensor], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> list[tuple[Graph, dict[Any, Tensor]]]:
-    """As it is recognised and as it is written, and what each gives."""
+    """Capture fn with and without recognition; return both graphs and their results."""
     model = Model(fn, dtype)
     x = torch.randn(B, T, D, generator=torch.Generator().manual_seed(1)).to(dtype)
     x.requires_grad_()

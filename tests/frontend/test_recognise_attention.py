@@ -26,19 +26,19 @@ def heads(num: int = H, length: int = T, seed: int = 0) -> Tensor:
 
 
 def attentions(graph: Graph) -> list[bool]:
-    """Of each dt.attention whether it is causal."""
+    """Return whether each dt.attention of the graph is causal."""
     found = (n for n in graph.nodes if n.target is torch.ops.dt.attention.default)
     return [bool(n.args[3]) for n in found]
 
 
 def masks(graph: Graph) -> list[tuple[int, ...]]:
-    """Of each dt.attention_masked the shape of its mask."""
+    """Return the mask shape of each dt.attention_masked of the graph."""
     found = (n for n in graph.nodes if n.target is torch.ops.dt.attention_masked.default)
     return [tuple(n.args[3].meta["val"].shape) for n in found]
 
 
 def captured(fn: Callable[..., Tensor], *args: Tensor) -> Graph:
-    """The graph, whose loss and gradients are those of plain torch."""
+    """Return the graph, after checking that its loss and gradients are those of plain torch."""
     return check(fn, args, grads="loss")
 
 
@@ -56,7 +56,7 @@ def earlier(q: Tensor, k: Tensor) -> Tensor:
 
 
 def per_row(q: Tensor, k: Tensor) -> Tensor:
-    """As transformers makes it: by indexing with the numbers of the rows."""
+    """Return the mask as transformers makes it: by indexing with the row numbers."""
     ids = torch.arange(q.shape[2])[None].expand(B, -1)
     rows = torch.arange(B)[:, None, None, None]
     at, to = torch.arange(q.shape[2])[None, None, :, None], torch.arange(k.shape[2])
@@ -119,7 +119,7 @@ def test_only_causal_mask_aligned_to_first_position_becomes_is_causal(length: in
 
 
 class Masked(nn.Module):
-    """Attention with a mask that is its own."""
+    """Attention with a mask that is a buffer or parameter of the module."""
 
     def __init__(self, *, is_parameter: bool, is_trained: bool = False) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ def expanded_padding(q: Tensor, lengths: Tensor) -> Tensor:
 
 
 def hidden(q: Tensor, lengths: Tensor) -> Tensor:
-    """Some queries see nothing."""
+    """Return a mask under which some queries see nothing."""
     i, j = positions(q, q)
     seen = (j <= i) & (j >= lengths[:, None, None, None] // 2)
     return squares(F.scaled_dot_product_attention(q, q, q, seen))
@@ -289,7 +289,7 @@ def expanded(x: Tensor) -> Tensor:
 
 
 def tiled(x: Tensor) -> Tensor:
-    """Another order: each query head's neighbour has another group."""
+    """Repeat heads in another order: neighbouring query heads belong to different groups."""
     return x.repeat(1, H // G, 1, 1)
 
 

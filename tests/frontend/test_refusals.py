@@ -36,7 +36,7 @@ class Doubled(torch.autograd.Function):
 
 
 def refused(fn: Callable[..., Any], *args: Any, grads: Any = "none") -> str:
-    """The error's text, with line numbers (which move with this file) as N."""
+    """Return the text of the error, with line numbers as N, because they move with this file."""
     with pytest.raises(PlanningError) as caught:
         capture(fn, args or (torch.randn(2, 3),), grads=grads)
     return re.sub(r"\.py:\d+", ".py:N", str(caught.value))
@@ -315,7 +315,7 @@ def test_refused_programs_raise_message_in_their_docstring(
 
 
 EYE = torch.eye(3).to_sparse()
-with warnings.catch_warnings(action="ignore"):  # nested tensors are a prototype of torch's
+with warnings.catch_warnings(action="ignore"):  # nested tensors are a prototype in torch
     NESTED = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
 LAZY = nn.LazyLinear(2)
 UNPLANNABLE: list[tuple[Callable[[Tensor], Any], str, str]] = [
@@ -622,7 +622,7 @@ def test_parameter_written_before_backward_reads_it_is_refused() -> None:
 
 
 def pruned(module: nn.Linear) -> None:
-    from torch.nn.utils import prune  # which torch does not load by itself
+    from torch.nn.utils import prune  # torch does not import it by itself
 
     prune.random_unstructured(module, "weight", amount=0.3)
 

@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def texts(fn: Callable[..., Any], *args: Any, grads: Any = "none") -> set[str]:
-    """The lines of the ops of a captured call, as they are written."""
+    """Return the source lines of the ops of a captured call."""
     graph = capture(fn, args or (torch.randn(4, 6),), grads=grads)
     return {n.meta["source"].text for n in graph.nodes if n.meta["source"] is not None}
 
@@ -58,7 +58,7 @@ def test_op_inside_library_call_has_line_of_calling_function() -> None:
         'return rearrange(h.sin(), "b h d -> h b d")',
     }
     graph = capture(heads, (torch.randn(4, 6),), grads="none")
-    assert graph.nodes[0].name == "h"  # named by the statement, as a view would be
+    assert graph.nodes[0].name == "h"  # named after the assigned variable, as a view would be
 
 
 class Heads(nn.Module):
@@ -144,7 +144,7 @@ print(seen[0].filename, seen[0].lineno)"""
 
 @pytest.fixture
 def library(tmp_path: Path) -> ModuleType:
-    """An installed library with a model, a layer and a function."""
+    """Return an installed library with a model, a layer and a function."""
     text = """
 import torch
 from torch import nn

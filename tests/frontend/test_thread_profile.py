@@ -42,7 +42,7 @@ def program() -> None:
 
 
 def within(profile: Any, function: Callable[[], Any]) -> dict[CodeType | str, set[CodeType | str]]:
-    """What it ran, with what that called."""
+    """Return the profile entries of `function`, with the calls of each."""
     profile.enable(subcalls=True, builtins=True)
     function()
     profile.disable()

@@ -26,7 +26,7 @@ def test_gpt_has_one_unit_per_module_with_parameters() -> None:
         *("blocks.0.norm2", "blocks.0.mlp.up", "blocks.0.mlp.down", "norm", "head"),
     ]
     assert found.units[3].names == ("blocks.0.attn.qkv.weight", "blocks.0.attn.qkv.bias")
-    # tied: one parameter, by the names that its two modules have for it
+    # tied: one parameter with a name in each of its two modules
     assert found.units[9].names == ("head.weight",) and found.units[9].labels == ("embed.weight",)
     assert found.of_label()["embed.weight"] == (0, 9) and not found.reused
     stages = {op.module: op.stage for op in found.flow.ops if op.phase == "forward"}

@@ -137,7 +137,7 @@ def test_cuda_addmm_is_not_used_if_operand_is_written_before_bias() -> None:
 # -- quick functions -------------------------------------------------------------------------------
 
 A, IDS = torch.randn(4, 6), torch.tensor([2, 0, 2])
-# of no rule, so without samples of their own
+# ops without a rule have no samples
 IN_PLACE: dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {
     "aten.index_copy_.default": [((torch.zeros(4, 6), 0, IDS[:2], A[:2]), {})],
     "aten.scatter_.src": [((torch.zeros(4, 6), 1, IDS[None], A), {})],
@@ -145,8 +145,8 @@ IN_PLACE: dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {
 
 
 def calls(op: Any) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Arguments of the op, positional and by keyword."""
-    from tests.certify.samples import SAMPLES, Draw  # needs transformers
+    """Yield arguments of the op, positional and by keyword."""
+    from tests.certify.samples import SAMPLES, Draw  # imports transformers
 
     name = str(op)
     return IN_PLACE.get(name) or [sample(Draw(0)) for sample in SAMPLES[name]]

@@ -30,7 +30,8 @@ X, Y = torch.randn(3, 4), torch.randn(2, 4)
 
 
 def calls(a: int, b: int) -> dict[Any, tuple[Any, ...]]:
-    """By op, arguments that look up ``a`` and ``b`` along a dim of 3, 4 for losses."""
+    """Return, by op, arguments that look up indices ``a`` and ``b`` along a dim of size 3 (4 for
+    losses)."""
     at = i64(a, b)
     row = at[:, None].expand(2, 4)
     one = torch.ones(())
@@ -78,7 +79,7 @@ def test_this_file_tests_every_range_check() -> None:
 
 
 def check_as_op(op: Any, error: Any, match: str | None, *args: Any, **options: Any) -> None:
-    """The check raises ``error`` where the op raises, and only there."""
+    """Check that the check raises ``error`` exactly where the op raises."""
     try:
         op(*args, **options)
     except (IndexError, RuntimeError):
@@ -231,7 +232,8 @@ def test_code_for_cuda_checks_indices_and_code_for_cpu_does_not() -> None:
 
 
 def checked_calls(step: Any, *batch: Tensor, grid: Any = None) -> list[tuple[str, str, str]]:
-    """Of code for a GPU: what a check is given, and the call after it with its arguments."""
+    """Return, for GPU code, the arguments of each check, and the call after it with its
+    arguments."""
     functions = lower(step.plan(*batch), grid, device=torch.device("cuda")).functions
     code = "\n".join(function.source for _, function in functions)
     return re.findall(r"check\w*\((.*)\)\n.* = (\w+)\((.*?)\)(?:;.*)?\n", code)

@@ -88,7 +88,7 @@ def pipeline(stages: int, microbatches: int) -> Plan:
 def test_receive_is_posted_one_action_before_its_wait() -> None:
     """The value arrives while the rank computes, and the sender can free its buffer."""
     program = lower(pipeline(2, 4), OneFOneB(4).grid(2, 2))
-    between: list[list[str]] = []  # by rank, the actions whose calls stand before the wait
+    between: list[list[str]] = []  # by rank: the actions between the receive and its wait
     for rank in program.ranks:
         items = rank.instructions
         between.append([])

@@ -1,11 +1,10 @@
-"""What a plan says of memory is what the ranks hold (measured op by op, on one training step) and
-what the simulator says.
+"""Tests that the memory in a plan equals the memory that ranks hold in a training step, and the
+simulator's.
 
-The measuring run is in-process and interpreted, one instruction at a time, so that each storage
-that an op makes belongs to the rank whose instruction runs (or to the rank in whose table it then
-stands: a collective is completed by the last of its group). A storage counts while it is alive.
-What a kernel allocates within itself, and what the transport buffers, is neither counted nor
-predicted.
+The measuring run is in-process and interpreted, one instruction at a time, so each new storage
+belongs to the rank whose instruction runs, or to the rank in whose table it appears (the last
+member of a group completes a collective). A storage counts while it is alive. Temporary memory
+of kernels and buffers of the transport are neither counted nor predicted.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ class Meter(TorchDispatchMode):
     def __init__(self, num_ranks: int) -> None:
         super().__init__()
         self.live: dict[int, tuple[StorageWeakRef, int, int]] = {}  # address -> ref, bytes, rank
-        self.rank: int | None = None  # whose code runs
-        self.state: set[int] = set()  # addresses of what lives throughout
-        self.held = [0] * num_ranks  # bytes of that
-        self.bound = [0] * num_ranks  # bytes of all that, and of `live`, expired or not
+        self.rank: int | None = None  # the rank whose code runs
+        self.state: set[int] = set()  # addresses of storages that live throughout
+        self.held = [0] * num_ranks  # bytes of `state`
+        self.bound = [0] * num_ranks  # bytes of `state` and `live`, expired ones included
         self.peak = [0] * num_ranks
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -53,7 +52,7 @@ class Meter(TorchDispatchMode):
         return result
 
     def add(self, tensor: torch.Tensor, rank: int, *, known: bool = False) -> None:
-        """``known``: a storage that has an owner keeps it."""
+        """Count a tensor's storage. ``known``: a storage that has an owner keeps it."""
         storage = tensor.untyped_storage()
         if storage._cdata in self.state:
             return
@@ -87,8 +86,8 @@ def stage_of(run: Run, rank: int) -> int:
 
 
 def measure(run: Run, one: Any) -> list[dict[str, int]]:
-    """By rank, the second step's bytes: of state, of the gradients held when the last backward is
-    over, and of the peak."""
+    """Return, by rank, bytes in the second step: of state, of gradients when the last backward
+    ends, and at the peak."""
     plan = run.step.plan(*one)
     with dt.launch(run.mesh, mode="interpreted") as session, pytest.MonkeyPatch.context() as patch:
         float(run.step(*one))
@@ -103,7 +102,7 @@ def measure(run: Run, one: Any) -> list[dict[str, int]]:
                 for buffer in value.buffer_by_name.values():
                     if buffer.master:
                         meter.add_state(buffer.parameter.data, rank)
-            elif name.startswith("model 0: optimizer 0: "):  # a view of what is counted above
+            elif name.startswith("model 0: optimizer 0: "):  # a view of a storage counted above
                 held[rank]["optimizer"] += value.nbytes
             elif name.startswith("model"):
                 held[rank]["parameters"] += value.nbytes
@@ -112,7 +111,7 @@ def measure(run: Run, one: Any) -> list[dict[str, int]]:
 
         def step(worker: Worker, handle: int, position: int) -> None:
             engine = worker.engines[handle]
-            values = engine.values  # of the run: all but state
+            values = engine.values  # the values of the run, without state
             rank, index = engine.sites[position]
             instruction = engine.program.ranks[rank].instructions[index]
             label = instruction.label
@@ -122,7 +121,7 @@ def measure(run: Run, one: Any) -> list[dict[str, int]]:
             meter.rank = rank if isinstance(instruction, Call) else None
             plain(worker, handle, position)
             meter.rank = None
-            made = values.items()  # communication may end for other ranks too
+            made = values.items()  # a message may complete on other ranks too
             if isinstance(instruction, Call):
                 made = [((rank, n), values.get((rank, n))) for n in instruction.outputs]
             for (owner, _), value in made:
@@ -195,7 +194,7 @@ def test_predicted_memory_matches_measured_memory(case: str) -> None:
         expected = predicted[stage_of(run, rank)]
         optimizer = expected.optimizer + expected.masters
         assert found["parameters"] == pytest.approx(expected.parameters, rel=0.05), rank
-        if not CASES[case].narrow:  # these are widened once the optimizer begins
+        if not CASES[case].narrow:  # narrow gradients are widened when the optimizer starts
             assert found["gradients"] == pytest.approx(expected.gradients, rel=0.05), rank
         assert found["optimizer"] == pytest.approx(optimizer, rel=0.05), rank
         assert expected.total == pytest.approx(found["peak"], rel=0.15), rank
@@ -210,8 +209,8 @@ RECOMPUTED = {
 
 
 def sent(plan: dt.Plan, zero3: bool) -> list[tuple[object, ...]]:
-    """The collectives in order. Of ZeRO-3's gathers not the bytes: a block that runs again reads
-    its biases too, which are gathered with its other parameters."""
+    """Return the collectives in order. ZeRO-3 gathers are listed without bytes: a recomputed
+    block also reads its biases, which are gathered with its other parameters."""
     return [
         (c.kind, c.axis, c.phase, c.stage, c.times, c.source, None if zero3 else c.bytes_sent)
         for c in plan.collectives
@@ -277,7 +276,7 @@ def plans() -> dt.Comparison:
         name: (mesh, over_tp if "tp" in mesh.axes else {}, options)
         for name, (mesh, options) in SIMULATED.items()
     }
-    topology = dt.Topology(launch_latency=0.0)  # stages="auto" by the seconds of devices
+    topology = dt.Topology(launch_latency=0.0)  # stages="auto" uses device seconds only
     return dt.compare(model, loss_fn, strategies, TOKENS, TOKENS, topology=topology)
 
 

@@ -30,7 +30,7 @@ SLOW = dt.Topology(
 
 
 def trained(run: Run, backend: Backend = "inprocess") -> tuple[Any, Handle]:
-    """Losses and state after three steps, and the program."""
+    """Return losses and state after three steps, and the program."""
     with dt.launch(run.mesh, backend):
         found = run.losses(batches(3)), run.state()
         [loaded] = programs_of(session_for(run.mesh))
@@ -38,7 +38,7 @@ def trained(run: Run, backend: Backend = "inprocess") -> tuple[Any, Handle]:
 
 
 def inside(handle: Handle, rank: int = 0) -> list[tuple[int, int, list[Call]]]:
-    """Each message's start, its wait, and the calls between them."""
+    """Return, for each message, its start, its wait, and the calls between them."""
     instructions = handle.program.ranks[rank].instructions
     return [
         (start, at, [i for i in instructions[start:at] if isinstance(i, Call)])
@@ -48,7 +48,7 @@ def inside(handle: Handle, rank: int = 0) -> list[tuple[int, int, list[Call]]]:
 
 
 def most_held(handle: Handle, rank: int) -> int:
-    """The most bytes that collectives with calls before their wait make at once."""
+    """Return the maximum bytes that collectives with calls before their wait hold at once."""
     instructions = handle.program.ranks[rank].instructions
     changes: list[tuple[int, int]] = []
     for start, at, calls in inside(handle, rank):
@@ -60,8 +60,8 @@ def most_held(handle: Handle, rank: int) -> int:
 
 
 def compared(monkeypatch: pytest.MonkeyPatch, name: str, **stated: Any) -> tuple[Handle, Handle]:
-    """The programs of a run and of the same without overlap: the same bits, little more memory,
-    and less time, if the first is another program."""
+    """Return the programs of a run with and without overlap, after checking equal bits, little
+    more memory, and less time if the programs differ."""
     run = Run.of(name, topology=SLOW, **stated)
     found, handle = trained(run)
     predicted = dt.simulate(run.step)
@@ -94,7 +94,7 @@ def test_overlapped_training_is_bitwise_equal_and_computes_during_messages(
     name: str, stated: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     handle, plain = compared(monkeypatch, name, **stated)
-    if "schedule" in stated:  # a half of a backward that has the message has nothing else to do
+    if "schedule" in stated:  # half a backward with a message has no other work
         assert handle.program.text() == plain.program.text()
     else:
         count, before = (sum(bool(c) for _, _, c in inside(h)) for h in (handle, plain))

@@ -26,7 +26,8 @@ MLP_PINS = {"up.weight": dict(tp=dt.Row()), "down.weight": dict(tp=dt.Column())}
 
 
 def cases(pins: Mapping, stages: Mapping, again: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """By name: a placement; ZeRO's level, microbatches and regions that run again, where stated."""
+    """Return cases by name: a placement, with a ZeRO level, microbatches and recomputed regions
+    if stated."""
     both = Placed(axes=dict(pp=2, tp=2), pins=pins, stages=stages)
     dp2 = Placed(axes=dict(dp=2), inputs=ROWS)
     return {
@@ -47,7 +48,7 @@ NAMES = [f"{model}_{case}" for model, found in CASES.items() for case in found]
 
 
 def text_of(name: str) -> str:
-    """The plan and the program; of an MLP also the functions that it calls."""
+    """Return the text of the plan and the program; for an MLP also its functions."""
     kind, _, case = name.partition("_")
     stated = dict(CASES[kind][case])
     torch.manual_seed(0)

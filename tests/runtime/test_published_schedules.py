@@ -50,7 +50,7 @@ ALL: list[tuple[Make, int]] = [  # schedule, stages per rank
 
 
 def grid_of(schedule: Make, v: int, p: int, m: int) -> Grid | None:
-    """None outside the schedule's domain."""
+    """Return the schedule's grid, or None outside its domain."""
     try:
         return schedule(m).grid(v * p, p)
     except PlanningError as error:
@@ -71,7 +71,7 @@ def test_schedule_grid_is_valid_and_parses_back(schedule: Make, v: int) -> None:
             validate(grid)
             assert Grid.parse(str(grid)) == grid
             assert (grid.num_ranks, grid.num_stages, grid.num_microbatches) == (p, v * p, m)
-            for rank in range(p):  # gradients add up in the same order under every schedule
+            for rank in range(p):  # gradients are added in the same order under every schedule
                 for stage in grid.stages_of(rank):
                     own = [a for a in grid.order(rank) if a.stage == stage]
                     last = [a.microbatch for a in own if a.kind in ("B", "W")]
@@ -117,18 +117,16 @@ def test_grid_svg_has_one_rectangle_per_action() -> None:
     drawn = ZBV(2).grid(4, 2)._repr_svg_()
     assert drawn.count("<rect") == 2 * 4 * 3
     assert ">3W1</text>" in drawn and ">rank 1</text>" in drawn
-    assert ">F0</text>" in OneFOneB(2).grid(2, 2)._repr_svg_()  # the stage is the rank's
+    assert ">F0</text>" in OneFOneB(2).grid(2, 2)._repr_svg_()  # the stage equals the rank
 
 
 # -- closed forms ----------------------------------------------------------------------------------
 
 
 def span_bubble(grid: Grid) -> float:
-    """The idle fraction of the rank that idles most between its own first and last action.
-
-    That is what counts where a rank begins its next step without waiting for the others, as the
-    zero-bubble schedules assume (Qi et al. 2023, section 4).
-    """
+    """Return the idle fraction of the rank that idles most between its own first and last
+    action. This is the bubble if a rank starts its next step without waiting for the others, as
+    the zero-bubble schedules assume (Qi et al. 2023, section 4)."""
     times = timeline(grid)
     worst = 0.0
     for rank in range(grid.num_ranks):
@@ -143,7 +141,7 @@ def total(grid: Grid, costs: Costs) -> float:
 
 
 def held(grid: Grid) -> int:
-    """The most (stage, microbatch) in flight at once on a rank."""
+    """Return the maximum number of (stage, microbatch) in flight at once on a rank."""
     most = 0
     for rank in range(grid.num_ranks):
         now = 0
@@ -189,7 +187,7 @@ def test_schedule_time_with_one_slow_stage_matches_closed_form() -> None:
     """The other stages wait for the slow one."""
     grid = OneFOneB(4).grid(2, 2)
     slow = Costs(forward=(1.0, 2.0), input=(1.0, 2.0), weight=(1.0, 2.0))
-    assert total(grid, slow) == 1 + 4 * 6 + 2  # its forward, four times the slow one, its backward
+    assert total(grid, slow) == 1 + 4 * 6 + 2  # its forward, four slow microbatches, its backward
     assert bubble(grid, slow) == pytest.approx(1 - (4 * 3 + 4 * 6) / (2 * 27))
     with pytest.raises(PlanningError, match="0 or more"):
         Costs(forward=-1.0)
@@ -199,7 +197,8 @@ def test_schedule_time_with_one_slow_stage_matches_closed_form() -> None:
 
 
 def torchs(name: str, p: int, m: int, v: int) -> list[list[str]] | None:
-    """PyTorch's table, by rank, without idle steps; pairs that it overlaps one after the other."""
+    """Return PyTorch's table by rank, without idle steps; pairs that PyTorch overlaps follow one
+    another."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

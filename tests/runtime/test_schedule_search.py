@@ -46,7 +46,7 @@ def time_of(grid: Grid, costs: Costs) -> float:
 
 
 def orders(stage: int, microbatches: int, most_held: int | None) -> Iterator[tuple[Action, ...]]:
-    """Every order of one stage's actions that keeps microbatches in order."""
+    """Yield every order of one stage's actions that keeps microbatches in order."""
     each: tuple[Kind, ...] = ("F", "I", "W")
     for kinds in sorted(set(itertools.permutations(each * microbatches))):
         counts = {"F": 0, "I": 0, "W": 0}
@@ -72,7 +72,7 @@ def test_schedule_search_is_optimal_for_small_problems(costs: Costs, most_held: 
         try:
             times.append(time_of(place(rows), costs))
         except PlanningError:
-            continue  # they wait for each other
+            continue  # the ranks wait for each other
     found = search(2, 2, 2, costs=costs, most_held=most_held)
     assert found.bound <= min(times) == pytest.approx(found.time)
     assert found.time == time_of(found.grid, costs)
@@ -115,7 +115,7 @@ def test_searched_schedule_reports_gap_to_lower_bound() -> None:
     assert schedule.grid(4, 2) == found.grid
     assert str(found).endswith("above the lower bound 31")
     assert 0 <= found.gap < 0.1
-    assert search(4, 4, 8, most_held=4).gap == 0  # ZB-H1's time, which is the bound
+    assert search(4, 4, 8, most_held=4).gap == 0  # ZB-H1 reaches the bound
 
 
 def test_schedule_search_refuses_memory_too_small_for_one_microbatch() -> None:

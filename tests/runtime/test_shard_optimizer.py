@@ -77,7 +77,7 @@ def by_torch(
 
 
 class Rank:
-    """A rank's optimizer and the values of its table."""
+    """The optimizer of one rank and the values of its table."""
 
     def __init__(
         self,

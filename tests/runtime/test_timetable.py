@@ -37,7 +37,7 @@ TOPOLOGIES = {
 
 
 def check(plan: Plan) -> None:
-    """With what is priced at any proportion of work and messages."""
+    """Check the prediction for several ratios of computation and message prices."""
     assert isinstance(plan.timetable, GridTimetable)
     grid = plan.timetable.grid
     for name, topology in TOPOLOGIES.items():
@@ -72,7 +72,7 @@ def test_predicted_time_of_schedules_equals_virtual_clock(
     try:
         step = step_of(v * p, dt.Mesh(pp=p, dp=2), schedule(microbatches), **rows)
     except dt.PlanningError:
-        return  # not in its domain
+        return  # outside the schedule's domain
     check(step.plan(*data()))
 
 

@@ -21,7 +21,7 @@ from tests.training import Run, sgd
 
 
 def said(program: HostProgram) -> list[int]:
-    """By rank, the bytes that its program states."""
+    """Return, by rank, the copied bytes that its program states."""
     functions = dict(program.functions)
     found: list[int] = []
     for rank in program.ranks.values():
@@ -35,8 +35,8 @@ def said(program: HostProgram) -> list[int]:
 
 
 def counted(run: Run, one: Any) -> tuple[list[int], list[int], list[int]]:
-    """By rank: what is said, the bytes of gradients that a kernel does not read where they were
-    made, and those of all."""
+    """Return, by rank: the stated bytes, the bytes of gradients that kernels read from a copy,
+    and the bytes of all gradients."""
     copied: list[int] = []
     whole: list[int] = []
     plain_step, plain_update = ShardOptimizer.step, shard_optimizer._update
@@ -106,7 +106,7 @@ def test_bytes_copied_by_update_equal_bytes_stated_in_program(case: str) -> None
     assert stated_bytes == copied
     share = max(c / w for c, w in zip(copied, whole, strict=True))
     if case in ("kept", "rmsprop_clip", "narrow_sgd"):
-        assert share == 1  # they are returned, or divided before
+        assert share == 1  # the gradients are returned, or divided first
     else:
         assert 0 < share < 0.05  # biases and norms
 

@@ -1,4 +1,4 @@
-"""The cheapest choice by enumeration, for small graphs: what `solve` is compared with."""
+"""Finds the cheapest choice for small graphs by enumeration, to compare `solve` with."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dtensor.sharding.spec.placements import REPLICATE, Placement
 
 
 def brute_force(nodes: Sequence[Node], price: Price) -> float:
-    """The seconds of the cheapest choice; infinity where none connects the nodes."""
+    """Return the seconds of the cheapest choice; infinity if no choice connects the nodes."""
     best = math.inf
     for combination in itertools.product(*(range(len(n.options)) for n in nodes)):
         chosen = {n.name: k for n, k in zip(nodes, combination, strict=True)}
@@ -20,7 +20,7 @@ def brute_force(nodes: Sequence[Node], price: Price) -> float:
 
 
 def evaluate(nodes: Sequence[Node], chosen: Mapping[str, int], price: Price) -> float:
-    """Seconds of a choice: its options and the conversions that connect them."""
+    """Return the seconds of a choice: its options and the conversions that connect them."""
     total = 0.0
     native: dict[str, Placement] = {}
     needed: dict[str, dict[Placement, None]] = {}
@@ -38,7 +38,7 @@ def evaluate(nodes: Sequence[Node], chosen: Mapping[str, int], price: Price) -> 
 def conversion_seconds(
     value: str, native: Placement, needed: Sequence[Placement], price: Price
 ) -> float:
-    """The least price to have ``value`` at all the ``needed`` placements."""
+    """Return the lowest price of having ``value`` at all the ``needed`` placements."""
     rest = [p for p in needed if p != native]
     direct = sum(price(value, native, p) for p in rest)
     if native == REPLICATE or not rest:

@@ -40,7 +40,7 @@ class Program:
     inputs: Mapping[str, tuple[int, ...]]
     instructions: tuple[Instruction, ...]
     outputs: tuple[str, ...]
-    loss: bool = False  # one scalar comes out, whose gradients are taken
+    loss: bool = False  # the result is one scalar, whose gradients are taken
 
     def run(self, values: Mapping[str, Tensor]) -> list[Tensor]:
         env: dict[str, Tensor] = dict(values)
@@ -133,7 +133,8 @@ class _Maker:
                 pass
 
     def broadcast(self, shape: tuple[int, ...]) -> str:
-        """An input that broadcasts to ``shape``: some dims of size 1, leading ones left out."""
+        """Return an input that broadcasts to ``shape``: some dims of size 1, leading dims left
+        out."""
         wide = [self.rng.random() < 0.6 for _ in shape]
         sizes = tuple(s if keep else 1 for s, keep in zip(shape, wide, strict=True))
         start = wide.index(True) if True in wide else len(shape) - 1
@@ -169,7 +170,7 @@ def random_program(
     outputs = [f"p{wanted - 1}"]
     if rng.random() < 0.4 and wanted > 1:
         outputs.append(f"p{rng.randrange(wanted - 1)}")
-    if loss:  # so that there is something to differentiate by
+    if loss:  # gradients need at least one parameter
         shape = maker.shapes[outputs[0]]
         maker.emit("mul", (outputs[0], maker.input(shape[1:], "w")), shape)
         outputs[0] = maker.instructions[-1][0]
@@ -177,7 +178,8 @@ def random_program(
 
 
 def random_topology(rng: random.Random) -> Topology:
-    """From dear communication, which replicates, to free communication, which splits all."""
+    """Return a topology between expensive communication (all replicated) and free communication
+    (all split)."""
     return Topology(
         latency=rng.choice((0.0, 1e-9, 5e-6)),
         bandwidth=rng.choice((1e6, 1e9, 1e12)),
@@ -207,7 +209,7 @@ class _Module(nn.Module):
 
 
 def fused(flow: Dataflow) -> Dataflow:
-    """The program with its composite ops as they are: what an exact search is compared on."""
+    """Return the program with its composite ops fused, on which exact searches are compared."""
     return replace(flow, ops=tuple(replace(op, expand=None) for op in flow.ops))
 
 
@@ -221,7 +223,7 @@ def flow_of(program: Program) -> Dataflow:
 
 
 def program_name(program: Program, flow: Dataflow, value: str) -> str:
-    """The program's name of a plan input: parameters by label, arguments in order."""
+    """Return the program's name of a plan input: parameters by label, arguments in order."""
     item = next(i for i in flow.inputs if i.name == value)
     if item.kind == "parameter":
         return item.label
@@ -232,7 +234,7 @@ def program_name(program: Program, flow: Dataflow, value: str) -> str:
 def random_pins(
     rng: random.Random, flow: Dataflow, mesh: Mesh, often: float = 0.5
 ) -> dict[str, dict[str, Placement]]:
-    """Some inputs split somewhere, some of them in blocks or units."""
+    """Return pins that split some inputs, some of them in blocks or units."""
     pins: dict[str, dict[str, Placement]] = {}
     for item in flow.inputs:
         if item.kind not in ("parameter", "argument"):
@@ -274,7 +276,7 @@ def plan_program(
 
 
 def execute(found: Plan, program: Program) -> dict[str, Tensor]:
-    """Lower the plan, run it on in-process ranks, assemble what comes out."""
+    """Lower the plan, run it on in-process ranks, and assemble the results."""
     lowered = lower(found, None, roles=Roles(gradients=True))
     tensors = program.tensors()
     mesh = found.mesh

@@ -1,13 +1,13 @@
-"""What redistribution is held to: exact values, and the least price that any path has.
+"""The reference for redistribution: exact values, and the lowest price of any path.
 
-The price is found again by other means: a breadth-first search over *all* shardings of a tensor
-(every placement that occurs on an axis, with every one on the others), one axis changed at a
-time, at most `STEPS` steps, the axes left alone on which both ends agree; what a step sends is
-counted on sets of elements. It shares with the library what a placement means and the formula of
-seconds, but neither its search nor its counting.
+The price comes from a breadth-first search over *all* shardings of a tensor (all combinations of
+the placements that occur on the axes), changing one axis at a time, in at most `STEPS` steps,
+and leaving axes alone on which both ends agree. Bytes are counted on sets of elements. The
+search shares with the library the meaning of placements and the formula of seconds, but neither
+its search nor its counting.
 
-`run` moves values by the real lowering: a program without ops whose input is pinned one way and
-whose result is wanted another, on ranks in this process.
+`run` moves values by the real lowering: a program without ops whose input and result are pinned
+to different placements, on ranks in this process.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Family:
     dtype: torch.dtype = torch.int64
 
     def specs(self) -> list[TensorSpec]:
-        """All combinations, with two axes on a dim in each order; what fits the shape."""
+        """Return all combinations that fit the shape, with two axes on one dim in both orders."""
         found: dict[TensorSpec, None] = {}
         for placements in itertools.product(self.kinds, repeat=len(self.mesh.axes)):
             stated = dict(zip(self.mesh.axes, placements, strict=True))
@@ -70,7 +70,7 @@ class Family:
                 try:
                     pins = {axis: stated[axis] for axis in order}
                     spec = make_spec(self.shape, self.dtype, self.mesh, pins)
-                except PlanningError:  # units that do not fit; a last dim that must be whole
+                except PlanningError:  # the units do not fit, or the last dim must be whole
                     continue
                 found[spec] = None
         return list(found)
@@ -86,7 +86,7 @@ TRIPLES: tuple[Placement, ...] = (REPLICATE, SOFTMAX, Shard(0), Shard(1))
 FAMILIES = (
     Family(Mesh(a=2), (12, 5), (*KINDS, MAX, MIN)),
     Family(Mesh(a=3), (12, 5), (*KINDS, MAX, MIN)),
-    Family(Mesh(a=4), (7, 6), (*UNEVEN, MAX, MIN)),  # a rank holds nothing
+    Family(Mesh(a=4), (7, 6), (*UNEVEN, MAX, MIN)),  # one rank holds nothing
     Family(Mesh(a=3), (2, 4), FEW),
     Family(Mesh(a=2, b=2), (12, 5), KINDS),
     Family(Mesh(a=2, b=2), (12, 5), (REPLICATE, MAX, Shard(0), Shard(1))),
@@ -104,14 +104,14 @@ FAMILIES = (
 
 
 def run(src: TensorSpec, dst: TensorSpec, local: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The shards under ``dst``, moved by the lowered program of an empty dataflow."""
+    """Return the shards under ``dst``, moved by the lowered program of an empty dataflow."""
     meta = Meta(src.shape, src.dtype)
     flow = Dataflow(
         inputs=(Input(name="x", meta=meta, kind="argument", label="x"),),
         ops=(),
         outputs=(Output("x", "result", 0),),
     )
-    # as majors come first in specs, pins by axis would refine again: state the finished spec
+    # specs list major axes first, so pins by axis would refine again: state the final spec
     request = Request(
         name="move",
         flow=flow,
@@ -131,7 +131,8 @@ def run(src: TensorSpec, dst: TensorSpec, local: list[torch.Tensor]) -> list[tor
 
 
 def check_values(src: TensorSpec, dst: TensorSpec, rng: torch.Generator) -> None:
-    """Pending sources are fed as random parts that are nowhere zero; whole numbers are exact."""
+    """Check that values stay exact. Partial inputs are random nonzero parts; integers make sums
+    exact."""
     x = torch.randint(-99, 99, src.shape, generator=rng).to(src.dtype)
     same_values = torch.equal if src.dtype == torch.int64 else torch.allclose
     found = run(src, dst, cut(x, src, rng))
@@ -143,7 +144,7 @@ def check_values(src: TensorSpec, dst: TensorSpec, rng: torch.Generator) -> None
 
 
 def stated(spec: TensorSpec) -> dict[str, Placement]:
-    """Placements in an order of axes from which make_spec gives ``spec`` again."""
+    """Return placements in an order of axes from which make_spec gives ``spec`` again."""
     for order in itertools.permutations(spec.mesh.axes):
         for kinds in itertools.product((None, 1), repeat=len(order)):
             found: dict[str, Placement] = {}
@@ -161,7 +162,7 @@ def stated(spec: TensorSpec) -> dict[str, Placement]:
 
 
 def _kinds(path: Sequence[Move]) -> list[tuple[str, str]]:
-    """A move that changes names alone may be left out."""
+    """Return the kinds of the path's moves, without moves that only rename."""
     return [(m.kind, m.axis) for m in path if m.kind != "relabel"]
 
 
@@ -172,7 +173,8 @@ Best: TypeAlias = dict[tuple[Placement, ...], float]
 
 
 class Search:
-    """All shardings that mix the placements of a family, and what each change of one axis costs."""
+    """All shardings that mix the placements of a family, with the price of each change of one
+    axis."""
 
     def __init__(self, specs: Sequence[TensorSpec], topology: Topology) -> None:
         self.topology = topology
@@ -201,7 +203,7 @@ class Search:
                         self.edges[i].append((j, price, k))
 
     def from_(self, src: TensorSpec) -> Best:
-        """The least price to every sharding that differs on exactly the axes that may move."""
+        """Return the lowest price to every sharding that differs from ``src``."""
         best: Best = {}
         num = len(src.placements)
         for moving in itertools.product((False, True), repeat=num):
@@ -212,7 +214,8 @@ class Search:
         return best
 
     def _moving(self, src: TensorSpec, moving: tuple[bool, ...]) -> Best:
-        """The least price to every sharding within `STEPS` steps, each on an axis that may move."""
+        """Return the lowest price to every sharding within `STEPS` steps that change only the
+        axes ``moving``."""
         start = self.index[src.placements]
         best = {start: 0.0}
         frontier = {start}
@@ -229,7 +232,7 @@ class Search:
 
 
 def _step_seconds(src: TensorSpec, dst: TensorSpec, axis: str, topology: Topology) -> float | None:
-    """The price of changing ``axis`` alone; None where no collective does that."""
+    """Return the price of changing only ``axis``; None if no collective does that."""
     before, after = src.placement(axis), dst.placement(axis)
     num = src.mesh.axis_size(axis)
     item = src.dtype.itemsize
@@ -237,7 +240,7 @@ def _step_seconds(src: TensorSpec, dst: TensorSpec, axis: str, topology: Topolog
     match before, after:
         case (Replicate(), Shard()) | (Replicate(), Partial("sum" | "softmax")):
             return copied
-        case Partial("softmax"), Shard(1):  # of two dims the last
+        case Partial("softmax"), Shard(1):  # of two dims, the last
             return None
         case Shard(), Shard() if same(before, after, src.shape, num):
             return 0.0
@@ -261,7 +264,7 @@ def _step_seconds(src: TensorSpec, dst: TensorSpec, axis: str, topology: Topolog
 
 @cache
 def held(spec: TensorSpec) -> tuple[frozenset[int], ...]:
-    """Per rank, the numbers of the elements that it holds."""
+    """Return, per rank, the numbers of its elements."""
     grid = torch.arange(math.prod(spec.shape)).view(spec.shape)
     found: list[frozenset[int]] = []
     for rank in range(spec.mesh.size):
@@ -278,7 +281,7 @@ def held(spec: TensorSpec) -> tuple[frozenset[int], ...]:
 
 
 def check_price(src: TensorSpec, dst: TensorSpec, best: Best, topology: Topology) -> None:
-    """The least price, or within 1% of it where one collective fewer was worth that."""
+    """Check that the price is the lowest, or within 1% of it if that saves a collective."""
     price = seconds(src, dst, topology)
     least = best.get(dst.placements, math.inf)
     if math.isinf(least):
@@ -289,7 +292,7 @@ def check_price(src: TensorSpec, dst: TensorSpec, best: Best, topology: Topology
         through = seconds(src, whole, topology, whole=True)
         through += seconds(whole, dst, topology, whole=True)
         assert price <= through * (1 + 1e-9), f"{src} -> {dst}: dearer than gather, then slice"
-    # where bytes alone count: by way of blocks that neither end has, or beyond MAX_EXPANDED; a
+    # if only bytes count: through blocks that neither end has, or beyond MAX_EXPANDED; a
     # small all_reduce sends n / 2 times the bytes of its two halves
     by_bytes = 1.25 if len(src.mesh.axes) < 3 else 2.0
     if any(isinstance(p, Partial) for p in src.placements):

@@ -26,7 +26,8 @@ HALVES = {"pp": [["embed*", "positions*", "blocks.[0-2].*"], ["blocks.[3-5].*", 
 
 
 def titles(plan: dt.Plan, section: str = "") -> list[str]:
-    """The runs of layers in the plan's text, which communicates what the full text does."""
+    """Return the runs of layers in the plan's text, after checking that it communicates what the
+    full text does."""
     with mock.patch("dtensor.sharding.plan.text.folded.MAX_STEP_LINES", 10**9):  # lines are steps
         text = str(plan)
     assert sent(text) == sent(plan.text(full=True))
@@ -49,7 +50,7 @@ class Block(nn.Module):
 
 
 class Blocks(nn.Module):
-    """``wire(number, x, first)`` is what each block reads."""
+    """A chain of blocks. ``wire(number, x, first)`` returns the input of each block."""
 
     def __init__(self, *widths: int, wire: Callable[[int, Tensor, Tensor], Tensor] | None = None):
         super().__init__()
@@ -95,14 +96,15 @@ def test_folded_plan_text_keeps_stages_and_totals_of_full_text() -> None:
         clip_grad_norm=1.0,
     )  # fmt: skip
     text, full = str(plan), plan.text(full=True)
-    # once, there, back, sums
+    # once, forward, backward, gradient sums
     assert titles(plan) == ["blocks.{0..2}"] * 4 + ["blocks.{3..5}"] * 4
     for end in ("schedule", "memory per rank", "communication per rank"):
         assert text.partition(f"\n{end}")[2] == full.partition(f"\n{end}")[2]
 
 
 def sent(text: str) -> dict[tuple[str, ...], int]:
-    """How often a step of each kind, type, size and line communicates, by stage and section."""
+    """Return how often steps of each kind, type, size and line communicate, by stage and
+    section."""
     found: dict[tuple[str, ...], int] = {}
     where, times = "", 1
     for line in text.splitlines():
@@ -152,7 +154,7 @@ class OneCast(Blocks):
 
 
 class Gaps(Blocks):
-    """0, 1, 3, 4: the labels are of one pattern, and no run of numbers."""
+    """Layers numbered 0, 1, 3, 4: the labels have one pattern but no contiguous range."""
 
     def forward(self, x: Tensor) -> Tensor:
         for number in (0, 1, 3, 4):

@@ -15,7 +15,7 @@ def every_cut(num: int, parts: int) -> list[tuple[int, ...]]:
 
 
 def random_chain(seed: int, num: int = 9) -> Chain:
-    """Units that share, skip over others, send backwards and are tied."""
+    """Return a chain with shared costs, skip connections, backward sends and tied units."""
     rng = random.Random(seed)
 
     def units(least: int = 1) -> tuple[int, ...]:

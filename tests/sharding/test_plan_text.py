@@ -196,7 +196,7 @@ def test_plan_totals_count_flop_and_seconds_per_rank() -> None:
     latency, num_bytes = 12e-6, 8 * 16 * 4  # an all_reduce of two ranks is one exchange
     assert half.communication_seconds == pytest.approx(latency + num_bytes / 147e9)
     assert micro.communication_seconds == pytest.approx(4 * latency + num_bytes / 147e9)
-    vote = latency  # of the commit point, which is no step of a plan
+    vote = latency  # the commit point, which is no step of a plan
     cost = mlp(2).cost
     device = cost.compute_seconds + cost.communication_seconds
     assert device == pytest.approx(half.device_seconds + vote, rel=1e-3)
@@ -342,7 +342,7 @@ def test_rounding_report_omits_gathered_parameters() -> None:
 
 
 def main() -> None:
-    """Write the golden files anew."""
+    """Rewrite the golden files."""
     for name, make in WHOLE.items():
         (GOLDEN / f"{name}.txt").write_text(str(make()) + "\n")
 

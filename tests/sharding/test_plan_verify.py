@@ -30,7 +30,8 @@ from tests.training import TWO_STAGES
 
 @cache
 def planned() -> Plan:
-    """Every kind of step: tp, dp and pp, microbatches, a tied weight, clipping."""
+    """Return a plan with every kind of step: tp, dp and pp, microbatches, a tied weight,
+    clipping."""
     return plan_model(
         GPT(),
         loss_fn,
@@ -54,13 +55,14 @@ def with_step(at: int, step: Step) -> tuple[Step, ...]:
 
 
 def of_microbatch(step: Step) -> bool:
-    """Whether it reads what another step of a microbatch on the same stage made."""
+    """Return whether the step reads a value made by another step of a microbatch on the same
+    stage."""
     made = {n for s in planned().steps if not s.once and s.stage == 0 for n in s.gives}
     return step.stage == 0 and not step.once and any(n in made for n in step.reads)
 
 
 def moves(attribute: str) -> Callable[[Step], bool]:
-    """Whether it is a redistribution of this sort."""
+    """Return a predicate that finds redistributions with this attribute."""
     return lambda step: isinstance(step, Redistribute) and bool(getattr(step, attribute))
 
 
@@ -75,7 +77,7 @@ def changed(
 
 
 def other_strategy() -> tuple[Step, ...]:
-    """A product whose strategy splits a factor of one operand alone."""
+    """Return steps in which a product's strategy splits a factor of only one operand."""
     at = first(Compute, lambda s: isinstance(s, Compute) and s.op.call.name == "aten.mm.default")
     step = planned().steps[at]
     assert isinstance(step, Compute)
@@ -84,7 +86,7 @@ def other_strategy() -> tuple[Step, ...]:
 
 
 def narrower() -> tuple[Step, ...]:
-    """A result under another dtype than the program's."""
+    """Return steps in which a result has another dtype than in the program."""
     at = first(Compute)
     step = planned().steps[at]
     assert isinstance(step, Compute) and step.result_specs[0] is not None
@@ -93,7 +95,7 @@ def narrower() -> tuple[Step, ...]:
 
 
 def moved() -> tuple[Step, ...]:
-    """A collective that says that it is another."""
+    """Return steps in which a collective claims to be another one."""
     at = first(Redistribute, lambda s: alone(s) and getattr(s, "kind", "") == "all_reduce")
     step = planned().steps[at]
     assert isinstance(step, Redistribute)
@@ -110,7 +112,7 @@ def twice() -> tuple[Step, ...]:
 
 
 def early() -> tuple[Step, ...]:
-    """A step before what it reads."""
+    """Return steps in which one step precedes the step it reads."""
     at = first(Redistribute, lambda s: alone(s) and of_microbatch(s))
     return (planned().steps[at], *planned().steps[:at], *planned().steps[at + 1 :])
 

@@ -50,7 +50,7 @@ MESHES = (Mesh(tp=2), Mesh(tp=3), Mesh(a=2, b=2), Mesh(a=2, b=3), Mesh(a=3, b=2)
 
 
 def check(program: Program, rng: random.Random, mesh: Mesh) -> bool:
-    """Whether the program could be planned; if so, its outputs are right on every rank."""
+    """Return whether the program could be planned, after checking its outputs on every rank."""
     flow = flow_of(program)
     pins = random_pins(rng, flow, mesh)
     results: dict[int, dict[str, Placement]] = {}
@@ -69,7 +69,7 @@ def check(program: Program, rng: random.Random, mesh: Mesh) -> bool:
             topology=random_topology(rng),
             results=results,
         )
-    except PlanningError:  # a random pin whose unit or view does not fit
+    except PlanningError:  # a random pin with a unit or view that does not fit
         return False
     got, expected = execute(found, program), program.reference()
     assert sorted(got) == sorted(expected)
@@ -129,8 +129,8 @@ def _any_split(
     metas: Mapping[str, Meta],
     num: int,
 ) -> tuple[Strategy, ...]:
-    """The strategies that read a settled value as it is split, or a value that is not settled
-    split: the least that follows the pins."""
+    """Return the strategies that read a settled value as it is split, or a value that is not
+    settled as split: the minimum that follows the pins."""
     if not any(isinstance(settled[name], Shard) for _, name in known):
         return CLOSEST_TO_SETTLED(strategies, known, settled, metas, num)
     indices = {index for index, _ in known}
@@ -155,7 +155,7 @@ def test_plan_is_cheapest_of_enumerated_plans_that_follow_pins(
         pins, topology = random_pins(rng, flow, mesh), random_topology(rng)
         try:
             found = plan_program(flow, mesh, pins, free=False, topology=topology).cost.seconds
-        except PlanningError:  # a random pin whose unit does not fit
+        except PlanningError:  # a random pin with a unit that does not fit
             continue
         free = plan_program(flow, mesh, pins, free=True, topology=topology).cost.seconds
         with monkeypatch.context() as patched:
@@ -193,7 +193,7 @@ def test_sharing_work_between_repeated_layers_does_not_change_plan(
     monkeypatch.setattr(split_through_op, "through", split_through_op.through.__wrapped__)
     monkeypatch.setattr(choose_axis, "solve", alone)
     assert _planned() == found
-    assert sizes and min(sizes) > 0  # there was something to share
+    assert sizes and min(sizes) > 0  # some work was shared
 
 
 def _full(value: object) -> OpCall:

@@ -37,7 +37,7 @@ both_sizes = pytest.mark.parametrize("ranks", [2, 4])
 
 
 def ring(num_bytes: int, ranks: int) -> int:
-    """What an all_reduce of num_bytes sends from each rank, rounded up."""
+    """Return the bytes that each rank sends in an all_reduce of num_bytes, rounded up."""
     return -(-2 * (ranks - 1) * num_bytes // ranks)
 
 
@@ -99,7 +99,7 @@ def test_sharded_vocabulary_reduces_embedding_and_loss_statistics(tied: bool, ra
     embedding, *losses = sent(plan, "forward", "all_reduce@tp")
     assert embedding == ring(ACTIVATION, ranks)
     assert losses == [ring(3 * one_per_token, ranks)]
-    assert sent(plan, "backward", "all_reduce@tp") == [ring(ACTIVATION, ranks)]  # of the head
+    assert sent(plan, "backward", "all_reduce@tp") == [ring(ACTIVATION, ranks)]  # the head
     assert len(plan.collectives) == 3
 
 
@@ -169,7 +169,7 @@ def test_pipeline_sends_each_value_once_per_stage_boundary_and_direction(tied: b
 
 
 class Skip(nn.Module):
-    """Three stages; what the first makes is read by both others, by one through a view."""
+    """Three stages: both later stages read the value of the first, one of them through a view."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -122,7 +122,7 @@ def test_random_values_need_little_temporary_memory(
                 made = uniform(place, key, torch.float32, meta)
             case "integers":
                 made = integers(place, key, 0, 9, torch.int64, meta)
-            case _:  # it asks for values, so on the CPU, for two chunks
+            case _:  # it reads values, so it runs on the CPU, in two chunks
                 monkeypatch.setattr(philox_file, "_CPU_CHUNK", philox_file._DEVICE_CHUNK)
                 few = Place.whole((8, 1 << 20))
                 made = normal(few, key, torch.float32, torch.device("cpu"))
@@ -136,7 +136,7 @@ def test_random_values_need_little_temporary_memory(
 def drawn(
     logits: Tensor, temperature: float, top_k: int, top_p: float, num: int
 ) -> tuple[Tensor, Tensor]:
-    """From one row of logits, at ``num`` positions."""
+    """Return tokens drawn from one row of logits at ``num`` positions."""
     request = torch.tensor([[11, top_k]]).expand(num, 2)
     knobs = torch.tensor([[temperature, top_p]]).expand(num, 2)
     rows = logits.expand(num, -1).contiguous()
@@ -177,7 +177,7 @@ def test_next_tokens_follow_distribution_of_transformers(
     live = want > 0
     expected = want[live] * num
     chi_squared = ((counts[live] - expected) ** 2 / expected).sum()
-    assert chi_squared < 30  # of 6 degrees of freedom: once in 25,000
+    assert chi_squared < 30  # 6 degrees of freedom: exceeded once in 25,000
     torch.testing.assert_close(logprob, of_all[token], rtol=0, atol=1e-6)
 
 

@@ -37,7 +37,7 @@ def flow_of(model: nn.Module, *args: Tensor) -> Dataflow:
 def reached(
     flow: Dataflow, stated: Mapping[str, Placement], num: int = 2, **options: bool
 ) -> Reach:
-    """``stated``: by label of an input."""
+    """Return the factors that pins open on a tp axis. ``stated``: pins by label of an input."""
     names = {i.label: i.name for i in flow.inputs}
     labels = {i.name: i.label for i in flow.inputs}
     metas = flow.metas
@@ -67,7 +67,7 @@ def test_pin_of_fused_qkv_with_blocks_opens_head_factor() -> None:
     assert shardings["qkv.bias"] == (Shard(0, blocks=3),)
     assert shardings["proj.weight"] == (Shard(1),)
     sizes = {flow.metas[v].shape[s.dim] for v, ss in found.shardings.items() for s in ss}
-    assert sizes == {3 * D, D, 4}  # qkv; one of them, or all heads; heads
+    assert sizes == {3 * D, D, 4}  # qkv; q, k or v, or all heads; heads
 
 
 def test_pin_of_kv_heads_opens_query_heads_of_same_group() -> None:
@@ -92,7 +92,7 @@ def test_vocabulary_factor_stops_at_embedding_and_softmax() -> None:
     embedding = reached(flow, {"embed.weight": Shard(0)})
     assert embedding.opened[0].reached == ("embed_weight",)
     pending = [s.kind for s in embedding.strategies["embedding"]]
-    assert len(pending) == 2  # replicate, and the rows split
+    assert len(pending) == 2  # replicate, or split the rows
     head = reached(flow, {"head.weight": Shard(0)})
     softmax = next(op for op in flow.ops if "softmax" in op.call.name)
     assert [s.kind for s in head.strategies[softmax.name]] == ["replicate"]
@@ -134,7 +134,7 @@ class Sequence(Block):
 
 
 class Norms(Block):
-    """The same, with the results of the norms annotated alone."""
+    """Like Sequence, but with only the results of the norms annotated."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(annotate(self.norm1(x), "b t@tp d"))
@@ -163,7 +163,7 @@ def test_pin_of_fused_qkv_without_blocks_is_refused_with_fix() -> None:
     with pytest.raises(PlanningError, match="fix: tp=Shard.0, blocks=3.") as caught:
         reached(flow, {"qkv.weight": Shard(0)})
     assert "does not line up" in str(caught.value)
-    reached(flow, {"qkv.weight": Shard(0, blocks=3)})  # what was proposed is accepted
+    reached(flow, {"qkv.weight": Shard(0, blocks=3)})  # the proposed fix is accepted
 
 
 def test_more_ranks_than_kv_heads_is_refused_with_smaller_axis_as_fix() -> None:

@@ -104,7 +104,7 @@ def test_recompute_in_pipeline_lowers_memory_of_every_stage() -> None:
     assert plan.collectives == plain.collectives
     assert [(r.name, r.stage) for r in plan.regions] == [("blocks.0", 0), ("blocks.1", 1)]
     assert {s.stage for s in again(plan)} == {0, 1} and not any(s.once for s in again(plan))
-    # the last stage holds one microbatch of one block, and all of that when it runs again
+    # the last stage holds one microbatch of one block, and all of it while it is recomputed
     assert plan.memory[0].activations < 0.75 * plain.memory[0].activations
     assert plan.memory[1].activations <= plain.memory[1].activations
     assert "blocks.1          stage 1, 1 region\n" in section(plan)
@@ -168,7 +168,7 @@ def test_torch_checkpoint_in_model_is_recomputed_region() -> None:
     assert "sin" not in {s.op.name for s in again(plan)}  # its result leaves the region
     assert plan.memory[0].activations < plan.plain.memory[0].activations  # type: ignore[union-attr]
     stated = plan_of(Checkpointed(), ["blocks.*"])
-    # a module that is stated is a region of its own; what else the checkpoint runs, another
+    # a stated module is its own region; the rest of the checkpoint is another region
     names = [r.name for r in stated.regions]
     assert names == ["blocks.0", "blocks.1", "blocks.2", "checkpoint 1"]
 

@@ -145,7 +145,7 @@ def test_large_sum_over_two_axes_uses_hierarchical_all_reduce() -> None:
     plain = moves(src, dst, TOPOLOGY, whole=True)
     assert [m.kind for m in plain] == ["all_reduce", "all_reduce"]
     assert [m.bytes_sent for m in plain] == [2 * 2**24] * 2
-    # where latency is all that counts, two collectives are better than three
+    # if only latency counts, two collectives are better than three
     small = [make_spec((8, 4), torch.float32, mesh, s.sharding) for s in (src, dst)]
     assert [m.kind for m in moves(*small, TOPOLOGY)] == ["all_reduce", "all_reduce"]
 

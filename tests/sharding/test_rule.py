@@ -47,7 +47,7 @@ def _texts(rule: Rule) -> list[str]:
 
 
 def _call(target: object, args: tuple[object, ...], *shapes: tuple[int, ...]) -> OpCall:
-    """Operands are numbered in order; the last shape is the result's."""
+    """Return a call whose operands are numbered in order; the last shape is the result's."""
     return OpCall(
         target=target,  # pyright: ignore[reportArgumentType]
         args=args,

@@ -29,7 +29,7 @@ SEEDS = st.integers(min_value=0, max_value=2**32)
 
 
 def random_prices(rng: random.Random, infinite: float) -> Price:
-    """A price for each (value, from, to), drawn when it is first asked for, kept from then on."""
+    """Return a random price for each (value, from, to), drawn at the first use and kept."""
     found: dict[tuple[str, Placement, Placement], float] = {}
 
     def price(value: str, src: Placement, dst: Placement) -> float:
@@ -42,7 +42,8 @@ def random_prices(rng: random.Random, infinite: float) -> Price:
 
 
 def random_nodes(rng: random.Random) -> list[Node]:
-    """A graph in program order: each node reads up to two earlier values and writes one or two."""
+    """Return a graph in program order: each node reads up to two earlier values and writes one
+    or two."""
     values: list[str] = []
     nodes: list[Node] = []
     for number in range(rng.randint(2, 6)):
@@ -76,7 +77,8 @@ def test_solve_is_as_cheap_as_enumeration(seed: int) -> None:
 
 
 def layers(rng: random.Random, num: int) -> tuple[list[Node], Price]:
-    """``num`` equal layers in a chain, each of two nodes; the first value is free to choose."""
+    """Return ``num`` equal layers in a chain, each of two nodes; the first value is free to
+    choose."""
     costs = [[rng.randint(0, 30) * 1e-6 for _ in PLACEMENTS] for _ in range(2)]
     shuffles = [rng.sample(PLACEMENTS, len(PLACEMENTS)) for _ in range(2)]
     drawn = random_prices(rng, 0.3)
@@ -91,7 +93,7 @@ def layers(rng: random.Random, num: int) -> tuple[list[Node], Price]:
             nodes.append(Node(f"layer{layer}.{part}", options, ("layer", part)))
 
     def price(value: str, src: Placement, dst: Placement) -> float:
-        # an infinite price is made merely high, so that every chain has a solution
+        # infinite prices become high ones, so that every chain has a solution
         return min(drawn(value[0], src, dst), 1e-3)
 
     return nodes, price

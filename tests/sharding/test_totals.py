@@ -56,7 +56,7 @@ def test_rank_totals_are_sums_over_its_stages() -> None:
         assert rank == totals.stages[first] + totals.stages[second]
     memory = [m.total for m in totals.stage_memory]
     for own, (first, second) in zip(totals.rank_memory, HOSTED, strict=True):
-        assert own.total < memory[first] + memory[second]  # they are not at their peaks at once
+        assert own.total < memory[first] + memory[second]  # the stages do not peak at the same time
         assert own.total + own.not_at_once == memory[first] + memory[second]
 
 
@@ -100,7 +100,7 @@ def test_predicted_step_cost_at_other_sizes_equals_planned_cost(dp: int, microba
     assert len(set(costs(small))) < len(small.steps)  # steps that are alike cost the same
     for step, before, after in zip(small.steps, costs(small), costs(large), strict=True):
         found = before.resized(to)
-        if isinstance(step, Norm):  # of one number, which is not divided
+        if isinstance(step, Norm):  # a norm is one number, which is not divided
             found, after = ([(m.axis, m.num) for m in c.messages] for c in (found, after))
         assert found == after, step
 
@@ -118,9 +118,9 @@ ROWS = dict(inputs=dict(dp=dt.Row()))
     ("mesh", "pins", "placed", "stepped", "within"),
     [
         (dt.Mesh(pp=2, tp=2), MEGATRON, {}, {}, 1e-6),
-        # what ends a stage is not computed again
+        # the end of a stage is not recomputed
         (dt.Mesh(pp=2, tp=2), MEGATRON, dict(recompute=["blocks.*"]), {}, 1e-2),
-        (dt.Mesh(pp=3, dp=2), {}, {}, ROWS, 1e-2),  # buckets are the stages' own
+        (dt.Mesh(pp=3, dp=2), {}, {}, ROWS, 1e-2),  # each stage has its own buckets
         (dt.Mesh(dp=2, pp=2), {}, dict(zero={"dp": 3}), ROWS, 1e-2),
     ],
 )
@@ -197,7 +197,7 @@ def test_plan_of_small_model_reports_host_bound() -> None:
     for plan, words in ((small, "NVLink), host-bound"), (large, "NVLink)")):
         assert any(line.rstrip().endswith(words) for line in plan.summary().splitlines())
         assert f"{words}: compute" in plan.text()
-    # a step takes at least as long as its launches, and no longer than these and the device's work
+    # a step takes at least its launches, and at most its launches plus the device's work
     for cost in (small.cost, large.cost):
         device = cost.compute_seconds + cost.communication_seconds
         assert max(device, cost.host_seconds) <= cost.seconds

@@ -47,7 +47,7 @@ def planned(
     target_ranks: Sequence[int] = range(9),
     **given: Any,
 ) -> TransferPlan:
-    """Between ranks of a launch: rank i is rank i on both sides, if nothing else is said."""
+    """Plan a transfer between ranks of a launch; by default rank i is rank i on both sides."""
     here = StoredTensor.of("x", source, holders_of(source), source_ranks)
     there = StoredTensor.of("y", target, holders_of(target), target_ranks)
     return plan_transfer(here, there, **given)
@@ -69,7 +69,7 @@ def content(label: str, spec: TensorSpec) -> torch.Tensor:
 
 @st.composite
 def ends(draw: st.DrawFn) -> tuple[TensorSpec, TensorSpec]:
-    """Any two placements of one value, the target's pending or not."""
+    """Draw any two placements of one value; the target may be partial."""
     first, second = (draw(st.sampled_from(MESHES[1:])) for _ in range(2))
     given = dict(shape=(7, 6), dtype=torch.float64)
     target = strategies.specs(mesh=second, pending=True, **given)
@@ -158,7 +158,8 @@ def test_transfer_of_partial_mismatched_or_duplicate_targets_is_refused() -> Non
 
 @st.composite
 def syncs(draw: st.DrawFn) -> tuple[Values, int, int]:
-    """Values of which some ranks hold parts on each side, the cluster's size, a message's bytes."""
+    """Draw values with parts on some ranks of each side, the size of the cluster, and the bytes
+    of a message."""
     meshes = draw(st.sampled_from(MESHES[:4])), draw(st.sampled_from(MESHES[:4]))
     size = draw(st.integers(max(mesh.size for mesh in meshes), 6))
     numbers = [tuple(draw(st.permutations(range(size)))[: mesh.size]) for mesh in meshes]
@@ -180,7 +181,7 @@ def syncs(draw: st.DrawFn) -> tuple[Values, int, int]:
 
 
 def check_sent(plan: SyncPlan, values: Values) -> None:
-    """Each target's rank is sent each element that it lacks once, by a rank that has it."""
+    """Check that each target rank receives each missing element once, from a rank that has it."""
     wanted: Counter[tuple[int, str, tuple[int, ...]]] = Counter()
     nbytes = 0
     for label, (here, there) in values.items():
@@ -263,7 +264,7 @@ def test_sync_packs_values_into_few_bounded_messages() -> None:
         for label, (rows, dtype) in sizes.items()
     }
     plan = plan_sync("v", values, bucket_bytes=1024, topology=Topology(latency=1, bandwidth=64))
-    # 16 rows of 64 bytes at a time; what is left of the large one goes with the small ones
+    # 16 rows of 64 bytes at a time; the rest of the large value goes with the small ones
     assert [m.bytes_sent for m in plan.messages] == [1024] * 6 + [4 * 64 + 3 * 64 + 3 * 32]
     assert [b.label for b in plan.messages[-1].blocks] == [
         *("large", "small 0", "small 1", "small 2", "half")

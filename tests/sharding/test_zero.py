@@ -142,7 +142,7 @@ SPECS: list[tuple[tuple[int, ...], dict[str, Any], str | None]] = [
     ((8, 16), dict(tp=dt.Row()), "f32[8@tp,16@dp]"),  # a dim that no other axis splits
     ((8, 3), dict(tp=dt.Row()), "f32[8@(tp,dp),3]"),  # the stored split is the last on its dim
     ((48,), dict(tp=dt.Row(blocks=3)), "f32[3*16@(tp,dp)]"),
-    ((8, 16), dict(dp=dt.Row()), None),  # pinned over it
+    ((8, 16), dict(dp=dt.Row()), None),  # pinned to the ZeRO axis
 ]
 
 

@@ -1,4 +1,4 @@
-"""What tests of checkpoints share: a small state, saved by two ranks."""
+"""Helpers of the checkpoint tests: a small state, saved by two ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dtensor.runtime.checkpoint import Checkpoint, PartRecord, TensorPiece, Writ
 
 
 def state(seed: int = 0) -> dict[tuple[str, ...], Tensor]:
-    """By path: matrices of several dtypes, a number, a tensor without elements."""
+    """Return, by path, matrices of several dtypes, a number, and a tensor without elements."""
     drawn = torch.Generator().manual_seed(seed)
     w = torch.randn(10, 6, generator=drawn)
     return {
@@ -31,7 +31,7 @@ SMALL: Mapping[tuple[str, ...], Any] = {("optimizer", "param_groups"): GROUPS}
 
 
 def block(path: tuple[str, ...], full: Tensor, *where: tuple[int, int]) -> TensorPiece:
-    """The piece of a tensor at these ranges of its first dims."""
+    """Return the piece of a tensor at these ranges of its first dims."""
     at = where + tuple((0, n) for n in full.shape[len(where) :])
     return TensorPiece(
         path=path,
@@ -42,7 +42,8 @@ def block(path: tuple[str, ...], full: Tensor, *where: tuple[int, int]) -> Tenso
 
 
 def pieces(values: Mapping[tuple[str, ...], Tensor], rank: int) -> list[TensorPiece]:
-    """Of two ranks: rows unevenly, 7 of 10; of "wide" three column blocks; all else on rank 0."""
+    """Return a rank's pieces, of two ranks: 7 and 3 rows of most tensors; three column blocks of
+    "wide"; all else on rank 0."""
     own: list[TensorPiece] = []
     for path, full in values.items():
         if path == ("model", "wide"):

@@ -38,12 +38,12 @@ from dtensor.runtime.checkpoint.saving import (
 )
 from tests.runtime.checkpoint.saving import block, check_equal, pieces, save, state
 
-# A child of fork() that only writes files and is killed.
+# The fork() child only writes files and is then killed.
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 
 def in_child(work: Callable[[], None]) -> int:
-    """Run it in a forked process, which ends there; its process number."""
+    """Run `work` in a forked process, which ends afterwards. Return its process id."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -57,8 +57,8 @@ CHANGES = {"open", "os.mkdir", "os.rename", "os.link", "os.remove", "os.rmdir", 
 
 
 def count_down(ticks: int, at_end: Callable[[int], None]) -> None:
-    """Call ``at_end(0)`` before the change to the disk that comes after so many bytes and changes;
-    in the midst of a write, after its last byte that counts. It is for a process that then ends."""
+    """Call ``at_end(0)`` before the disk change that follows `ticks` bytes and changes; during a
+    write, call it after the last counted byte. The process must then end."""
     left = [ticks]
 
     def tick(event: str, _: tuple[object, ...]) -> None:
@@ -81,7 +81,7 @@ def count_down(ticks: int, at_end: Callable[[int], None]) -> None:
 def test_save_killed_at_any_byte_leaves_complete_or_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    # A killed process loses nothing that it has written; the order of syncs is another test's.
+    # A killed process loses nothing that it has written; another test checks the order of syncs.
     monkeypatch.setattr(os, "fsync", lambda _: None)
     before, after = state(1), state(2)
     first, tmp_path = tmp_path / "first", tmp_path / "now"
@@ -113,7 +113,7 @@ def test_save_killed_at_any_byte_leaves_complete_or_no_checkpoint(
         shutil.rmtree(tmp_path)
         shutil.copytree(first, tmp_path)
         ticks = drawn.randrange(total)
-        if drawn.random() < 0.5:  # among the last changes: the renames and removals
+        if drawn.random() < 0.5:  # among the last changes, the renames and removals
             ticks = total - ticks % 40
 
         def work(ticks: int = ticks) -> None:
@@ -164,13 +164,13 @@ def test_part_left_incomplete_by_killed_process_is_rewritten(tmp_path: Path, kin
 
         os.waitpid(in_child(work), 0)
         hand_over(saving, 0, own)
-        hand_over(saving, 0, own)  # done again on a rank that was not lost
+        hand_over(saving, 0, own)  # repeated on a rank that was not lost
         while state_of(writing.folder, 0) == "writing":
             time.sleep(0.001)
         part = read_part(writing.folder, 0)
         assert part is not None, state_of(writing.folder, 0)
         writing.finish([part])
-        hand_over(saving, 0, own)  # and when the save is over
+        hand_over(saving, 0, own)  # and again after the save
         found = Checkpoint.open(tmp_path / "3")
         for path, value in values.items():
             assert torch.equal(found.read(".".join(path)), value)

@@ -41,12 +41,12 @@ load_file = pytest.importorskip("safetensors.torch", reason=missing("safetensors
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 Values = dict[str, Tensor]
-SHARDED = 300  # bytes of a file: several of them
+SHARDED = 300  # bytes of a file, so that there are several files
 WHOLE = 1 << 30
 
 
 def values(n: int) -> Values:
-    """Of the n-th save: all differ, and so does one name."""
+    """Return the values of the n-th save: all differ, and so does one name."""
     names = ("a", "b", "c", f"only {n}")
     return {name: torch.full((7, 9), n + i / 10) for i, name in enumerate(names)}
 
@@ -80,7 +80,7 @@ def put(folder: Path, n: int, shard_bytes: int, width: int | None = 1) -> None:
 
 
 def as_transformers(folder: Path) -> tuple[Values, object]:
-    """By the order in which `from_pretrained` looks for files."""
+    """Load the folder, looking for files in the order of `from_pretrained`."""
     config = (folder / "config.json").read_text() if (folder / "config.json").exists() else None
     if (folder / SINGLE).is_file():
         return load_file(folder / SINGLE), config
@@ -108,7 +108,7 @@ REFUSALS = OSError, CheckpointError, PlanningError, RuntimeError
 
 
 def read(reader: Callable[[Path], Any], folder: Path) -> str:
-    """All that it reads, as text; "" where it raises."""
+    """Return all that the reader reads, as text; "" if it raises."""
     try:
         return str(reader(folder))
     except REFUSALS:
@@ -124,8 +124,8 @@ OPERATIONS = (
 
 
 class Disk:
-    """Counts operations on files, of this process, and does something before the n-th; ``moved``
-    are those that came before the first file was moved into ``folder``."""
+    """Counts this process's file operations and calls a function before the n-th. ``moved``:
+    operations before the first file was moved into ``folder``."""
 
     def __init__(
         self,
@@ -152,7 +152,8 @@ class Disk:
             self.count += 1
             if self.count == self.left + 1:
                 self.happens()
-            # a killed process loses nothing that it has written: only machines need a sync
+            # a killed process loses nothing that it has written: only a machine failure needs a
+            # sync
             return None if skipped else real(*args, **named)
 
         return call
@@ -225,8 +226,8 @@ DEFAULT = pytest.mark.sample(*(f"{case}: some" for case in SOME))
 def operations(
     case: str, every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[int, list[int], list[set[str]]]:
-    """How many operations the save of the case has; at which it shall end; what each reader may see
-    then."""
+    """Return the number of operations of the case's save, those at which to end it, and what
+    each reader may see then."""
     begin, shard_bytes, width = CASES[case]
     folder = tmp_path / "out"
     begin(tmp_path / "first")
@@ -243,7 +244,7 @@ def operations(
 
 
 def as_before(folder: Path) -> None:
-    """The folder as the case began."""
+    """Return the folder as it is at the start of the case."""
     shutil.rmtree(folder, ignore_errors=True)
     first = folder.parent / "first"
     if first.exists():
@@ -255,7 +256,7 @@ def listed(folder: Path) -> list[str]:
 
 
 def check_next_save(folder: Path, others: set[str]) -> None:
-    """Goes through, and leaves nothing but its own and what never was ours."""
+    """Check that the next save succeeds and leaves only its own files and files of others."""
     put(folder, 3, SHARDED, 3)
     for reader in READERS:
         assert "3.1" in read(reader, folder)
@@ -293,7 +294,7 @@ def test_save_killed_at_any_file_operation_leaves_old_or_new_weights(
         others = {"tokenizer.json"} if begin in (tokenizer, one) else set[str]()
         check_next_save(folder, others)
     for those, may in zip(seen, allowed, strict=True):
-        assert those >= may - {""}  # the kills were on both sides of what is decisive
+        assert those >= may - {""}  # kills before and after the decisive operation
 
 
 @pytest.mark.default("tokenizer, one: some")
@@ -318,7 +319,7 @@ def test_save_failing_at_any_file_operation_leaves_old_or_new_weights(
             except (CheckpointError, OSError) as error:
                 said = str(error)
         now = [read(reader, folder) for reader in READERS]
-        if not said or "is saved, but" in said:  # at most what is of no use any more is there
+        if not said or "is saved, but" in said:  # at most useless files are left
             assert all("2.1" in found for found in now[1:]), n
             assert said or "2.1" in now[0], n
         else:
@@ -388,7 +389,7 @@ def test_each_save_uses_new_file_names_and_touches_no_other_file(tmp_path: Path)
     folder = tmp_path / "out"
     tokenizer(folder)
     put(folder, 1, WHOLE)
-    assert (folder / SINGLE).exists()  # of the first, as if nothing had been there
+    assert (folder / SINGLE).exists()  # the first save uses the plain name
     put(folder, 2, SHARDED)
     two = {name for name in os.listdir(folder) if name.endswith(".safetensors")}
     assert SINGLE not in two and len(two) == 4
@@ -458,10 +459,10 @@ def test_concurrent_save_to_same_folder_is_refused(tmp_path: Path) -> None:
     writing.abort()
     put(folder, 2, WHOLE)
     descriptor = os.open(folder, os.O_RDONLY)
-    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # it holds no lock any more
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the lock is free
     os.close(descriptor)
     writing = Writing.begin_hf(folder, {"a": (torch.float32, (4,))})
-    child = in_child(signal.pause)  # of a fork meanwhile, as a data loader's
+    child = in_child(signal.pause)  # a forked process, like a data loader's
     try:
         writing.abort()
         put(folder, 3, WHOLE)

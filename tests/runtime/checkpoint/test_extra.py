@@ -25,7 +25,8 @@ def back(value: Any) -> Any:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal, of one type, all the way down; floats by their bits."""
+    """Return whether two values are equal and of one type at every level; floats are compared by
+    bits."""
     if type(a) is not type(b):
         return False
     if isinstance(a, float):

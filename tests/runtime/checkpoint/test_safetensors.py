@@ -47,7 +47,7 @@ def llama() -> nn.Module:
 
 
 def pieces(values: dict[str, torch.Tensor], rank: int, dim: int) -> list[TensorPiece]:
-    """Rank's part of three, uneven, along a dim, if there is such a dim."""
+    """Return the rank's part of three uneven parts along a dim, if the tensor has that dim."""
     own: list[TensorPiece] = []
     for name, full in values.items():
         along = min(dim, full.dim() - 1)

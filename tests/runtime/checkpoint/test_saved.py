@@ -98,7 +98,7 @@ def test_stored_items_are_complete_torch_save_files(tmp_path: Path):
 
 def test_any_block_of_saved_tensor_can_be_read(tmp_path: Path):
     values = state()
-    values["model", "deep"] = torch.randn(3, 40, 5, 90)  # rows of more than a block, and of less
+    values["model", "deep"] = torch.randn(3, 40, 5, 90)  # rows longer and shorter than a block
     values["model", "complex"] = torch.randn(4, 5, dtype=torch.complex64).conj()
     values["model", "f8"] = torch.randn(4, 5).to(torch.float8_e4m3fn)
     writing = Writing.begin(tmp_path / "a")
@@ -163,10 +163,10 @@ def test_elements_are_written_once_and_unchanged_files_are_hard_linked(tmp_path:
             assert (tmp_path / "2" / name).stat().st_nlink == 2
 
     values["model", "0.weight"] = values["model", "0.weight"] + 1
-    parts = save(tmp_path / "3", values)  # both files hold rows of it
+    parts = save(tmp_path / "3", values)  # both files hold some of its rows
     assert sum(part.bytes_linked for part in parts) == 0
     values["model", "0.weight"] = values["model", "0.weight"] + 1
-    parts = save(tmp_path / "4", values)  # the changed rows have files of their own by now
+    parts = save(tmp_path / "4", values)  # the changed rows now have separate files
     assert 0 < sum(part.bytes_written for part in parts) < 2 * 2_000
     assert sum(part.bytes_linked for part in parts) > data
     for name in "1234":
@@ -221,7 +221,7 @@ def test_keep_option_removes_oldest_checkpoints_and_nothing_else(tmp_path: Path)
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "manifest.json").write_text("{}")
     save(tmp_path / "0", state())
-    os.rename(tmp_path / "0", tmp_path / "best")  # another's name: it is the user's now
+    os.rename(tmp_path / "0", tmp_path / "best")  # renamed by the user, so no longer removed
     for step in (10, 9, 8, 7):
         save(tmp_path / str(step), state(step), step=step, keep=3)
     assert sorted(os.listdir(tmp_path)) == ["7", "8", "9", "best", "notes"]

@@ -26,7 +26,8 @@ from tests.runtime.checkpoint.saving import save, state
 
 @pytest.fixture
 def theirs(tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
-    """A model with an optimizer, as torch's own planner saves it; and its tensors by name."""
+    """Return a checkpoint of a model and optimizer saved by torch's own planner, and its tensors
+    by name."""
     model = nn.Linear(6, 8)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(2, 6)).sum().backward()
@@ -76,7 +77,7 @@ def test_foreign_dcp_range_reads_only_its_bytes_and_headers(tmp_path: Path):
 
 
 class Planted:
-    """Its pickle makes a file when it is read."""
+    """An object whose pickle creates a file when it is read."""
 
     def __init__(self, there: Path) -> None:
         self.there = there
@@ -104,7 +105,7 @@ def test_malicious_pickle_in_dcp_metadata_is_not_run(
         Checkpoint.open(path)
     (path / ".metadata").write_bytes(content)
 
-    # In every item of its files, each a pickle of its own.
+    # Plant it in every item of the files; each item is a separate pickle.
     written = BytesIO()
     torch.save(Planted(there), written)
     for index, info in metadata.storage_data.items():
@@ -121,7 +122,7 @@ def test_malicious_pickle_in_dcp_metadata_is_not_run(
         assert file.name in str(caught.value) and index.fqn in str(caught.value)
         file.write_bytes(content)
     assert not there.exists()
-    os.system(f"touch {there}")  # as it would have
+    os.system(f"touch {there}")  # the pickle would have done this
     assert there.exists()
 
 
