@@ -137,7 +137,7 @@ def _session_folder() -> str:
 
 
 def _who_may_enter(path: str) -> list[str]:
-    """Return the modes of the parent folders that belong to this user alone."""
+    """Return the folder and those of its parents that only this user may enter."""
     found: list[str] = []
     while path != "/":
         mode = stat.S_IMODE(os.stat(path).st_mode)

@@ -1,18 +1,13 @@
-"""The verifier against brute force: every interleaving of every small program.
+"""Compares the verifier with brute force: every interleaving of every small program.
 
     python -m tests.daft.explore                  # exhaustive, then 100,000 random programs
-    python -m tests.daft.explore --pairs          # two programs on the same ranks: `pairs.py`
-    python -m tests.daft.explore --sequences      # runs on some of the ranks: `sequences.py`
-    python -m tests.daft.explore --undo           # with calls that fail: `undo.py`
-    python -m tests.daft.explore --slots          # memory that actors share: `slots.py`
-    python -m tests.daft.explore --tasks          # calls of spawned actors: `task_programs.py`
-    python -m tests.daft.explore --gpus           # on simulated GPUs, over NCCL: `gpu_programs.py`
+    python -m tests.daft.explore --pairs          # or --sequences, --undo, --slots, --tasks, --gpus
 
-A program is some operations, each a send or a collective of a group, and for each rank an order of
-its starts and waits. `can_hang` explores all states that the ranks' lists and the queues of a
-transport can reach: a rank goes on by itself; an operation completes when it heads the queue of
-its channel on all its members (rendezvous), or, buffered, a send as soon as it heads its own. The
-verifier knows of no queues and runs one order alone; the two must agree on every program.
+A program is a list of operations (sends, or collectives of a group) and, for each rank, an order
+of its starts and waits. `can_hang` explores all reachable states: an operation completes when it
+heads the queue of its channel on all members (rendezvous); a buffered send completes when it
+heads its own queue. The verifier has no queues and follows one order; both must agree on every
+program.
 """
 
 from __future__ import annotations

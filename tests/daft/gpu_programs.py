@@ -1,15 +1,14 @@
-"""Compares the verifier with the mock of NCCL: real engines and transports, one simulated GPU per
-rank.
+"""Compares the verifier with the mock of NCCL: real engines and transports, one simulated GPU
+per rank.
 
     python -m tests.daft.explore --gpus           # exhaustive families, then 300 random programs
     python -m tests.daft.gpu_programs --seeds 200 # the messages of training steps, every schedule
 
-`hangs` runs a program even if the verifier refuses it; at the end each host waits for its GPU, and
-a kernel that cannot start raises `Deadlock`. A program that the verifier refuses as hanging must
-hang under every seed, and an accepted program must end under every seed. The rules of NCCL are
-those of `dtensor/testing/gpus/nccl.py`. `of_messages` keeps all instructions of a training step
-and replaces its calls: a random half return at once, the others first wait on the host for the
-GPU.
+`hangs` runs a program even if the verifier refuses it; a kernel that cannot start raises
+`Deadlock`. A refused program must hang under every seed, and an accepted one must end under
+every seed. The rules of NCCL are those of `dtensor/testing/gpus/nccl.py`. `of_messages` keeps
+all instructions of a training step and replaces its calls: a random half return at once, the
+others first wait on the host for the GPU.
 """
 
 from __future__ import annotations

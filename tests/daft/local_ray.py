@@ -245,7 +245,8 @@ def interrupted() -> dict[str, Any]:
 
 
 def at_exit() -> dict[str, Any]:
-    """Print the processes, which `test_local_ray.py` looks for after this process has ended."""
+    """Return the processes of a launch, for `test_local_ray.py` to look for after this process
+    has ended."""
 
     with hosts() as (a, b):
         a.process().get()

@@ -85,7 +85,7 @@ def _read(y: Any) -> float:
 
 def _look() -> Any:
     """Record where rank 0's GPU is once its host is in the call."""
-    if not RUNS.is_set():  # skip the first run
+    if not RUNS.is_set():  # skip its first use
         return 0
     assert READS.wait(60.0)
     end = time.monotonic() + 60.0  # the GPU computes something first

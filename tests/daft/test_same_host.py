@@ -308,7 +308,8 @@ def test_wait_for_stopped_partner_continues_when_it_resumes() -> None:
 
 
 def _held() -> tuple[list[str], int]:
-    """Return this process's open memory and file descriptors, and its mapped segments."""
+    """Return the paths of this process's open descriptors, and the number of its mapped
+    segments."""
     gc.collect()
     folder, found = Path("/proc/self/fd"), list[str]()
     for name in os.listdir(folder):

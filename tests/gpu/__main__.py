@@ -1,18 +1,15 @@
-"""All that is to run on the day a GPU is there: `make gpu`, part by part, right first.
+"""Runs all checks and measurements that need a GPU (`make gpu`), part by part, correctness
+first.
 
     python -m tests.gpu --list                       # the parts, in order, with their limits
     python -m tests.gpu --part 3 speed_step          # some, by number or name
     python -m tests.gpu --simulated 2                # the same on simulated GPUs, with small sizes
 
-Each part (parts.py) runs in a process of its own, whose group is killed at the part's limit, and
-writes a table: build/gpu/03_memcheck.md, or in the folder of `--to`. What the part prints is beside
-it, in 03_memcheck.log. A part that fails names the line of it, and the others go on. Nothing is
-installed or fetched: what a part needs and does not find is "not installed" in its table.
-
-Tables are in build, which git ignores: whoever ran them copies what is worth keeping to
-benchmarks/results, and those of simulated GPUs, which say nothing of a GPU, never are.
-
-Exit status 1 where a part fails, 2 where there is no GPU.
+Each part (parts.py) runs in its own process group, which is killed at the part's time limit, and
+writes a table and a log: build/gpu/03_memcheck.md and .log, or in the folder of `--to`. Nothing
+is installed: a missing tool is "not installed" in the table. Copy tables worth keeping to
+benchmarks/results, never those of simulated GPUs. Exit status 1 if a part fails, 2 without a
+GPU.
 """
 
 from __future__ import annotations
@@ -46,7 +43,7 @@ LEAVES_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What the head of each table says."""
+    """The facts at the head of each table."""
 
     facts: Mapping[str, Any]
     command: str
@@ -62,7 +59,7 @@ class Outcome:
 
     @property
     def failed(self) -> bool:
-        """Also where it says nothing."""
+        """Whether the part failed; a part that reports nothing has failed."""
         return bool(self.ended) or not self.lines or self.wrong != []
 
     @property
@@ -122,7 +119,7 @@ def main(argv: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) -> in
 
 
 def run(number: int, part: Part, folder: Path, machine: Machine) -> Outcome:
-    """In a process group of its own, until it ends or is over its limit."""
+    """Run the part in its own process group, until it ends or exceeds its limit."""
     stem = f"{number:02}_{part.name}"
     table, log = folder / f"{stem}.md", folder / f"{stem}.log"
     private = folder / f"{stem}.tmp"
@@ -165,7 +162,7 @@ def run(number: int, part: Part, folder: Path, machine: Machine) -> Outcome:
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
-    """The part's own process, and those that it started in its group."""
+    """End the part's process and all processes in its group."""
     for how in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, how)
@@ -175,7 +172,8 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def end_marked(mark: str) -> None:
-    """Those that have left the group: Ray's, which stay for a next launch and hold GPUs."""
+    """End processes that left the group: Ray's processes, which stay for the next launch and
+    hold GPUs."""
     sought = f"{MARK}={mark}".encode()
     for file in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):
@@ -203,7 +201,7 @@ print(json.dumps({
 
 
 def facts_here() -> dict[str, Any]:
-    """Asked in another process: this one holds no GPU's memory."""
+    """Return facts of the machine, from another process, so that this one holds no GPU memory."""
     done = subprocess.run([sys.executable, "-c", FACTS], stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise SystemExit("torch cannot be imported: see above")
@@ -214,7 +212,7 @@ DRIVER = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
 
 
 def first_of(command: Sequence[str]) -> str:
-    """The first line that it prints."""
+    """Return the first line that the command prints."""
     with suppress(OSError, IndexError):
         done = subprocess.run(command, capture_output=True, text=True)
         return done.stdout.splitlines()[0] if done.returncode == 0 else "none"
@@ -273,5 +271,5 @@ def inside(function: str, where: Where) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a part's group ends too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the part's group then ends too
     sys.exit(main())

@@ -1,6 +1,6 @@
-"""What is measured on GPUs: where a step's time goes, waits, memory, and speed beside peers.
+"""Measurements on GPUs: the time of a step by cause, waits, memory, and speed beside peers.
 
-The benchmarks are those of benchmarks/; each runs in a process of this part's group.
+The benchmarks are those of benchmarks/; each runs in the process group of this part.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.gpu.tables import Line, Where
 
 
 def profile(where: Where) -> None:
-    """Of two stages, with four microbatches."""
+    """Profile two stages with four microbatches."""
     import torch
 
     import dtensor as dt
@@ -59,8 +59,8 @@ def profile(where: Where) -> None:
 
 
 def waits(where: Where) -> None:
-    """Of a warm step. Ranks are threads of this process, where torch can tell of its waits; a
-    simulated GPU tells by itself."""
+    """Count the host waits of a warm step. Ranks are threads of this process, because torch
+    reports the waits of its own process; a simulated GPU reports them itself."""
     import torch
 
     import dtensor as dt
@@ -95,7 +95,7 @@ def _simulated(call: Callable[[], object], gpus: Any) -> Mapping[str, int]:
 
 
 def memory(where: Where) -> None:
-    """At one rank: torch's peak and what it reserved, and what the GPU has less than before."""
+    """Measure one rank: torch's peak and reserved memory, and the memory missing on the GPU."""
     import torch
 
     import dtensor as dt
@@ -180,7 +180,7 @@ def speed_block(where: Where) -> None:
 
 
 def benchmark(where: Where, module: str, *given: str, shown: bool = True) -> None:
-    """``shown``: its tables below that of this part."""
+    """Run a benchmark. ``shown``: titles of its tables to show below the table of this part."""
     command: Sequence[str] = [sys.executable, "-m", module, *given]
     texts: list[str] = []
 

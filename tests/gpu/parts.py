@@ -1,7 +1,7 @@
-"""The parts of `make gpu`, in order: what must be right, then how fast it is.
+"""The parts of `make gpu`, in order: correctness first, then speed.
 
-A part is a function that is given a `Where` and says its lines; it runs in a process of its own.
-Limits are seconds, of one H100 and of two, with room: none is above eight minutes.
+A part is a function that takes a `Where` and reports lines; it runs in its own process. Limits
+are seconds with a margin, for one or two H100s; none is above eight minutes.
 """
 
 from __future__ import annotations

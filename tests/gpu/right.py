@@ -1,7 +1,7 @@
-"""What must be right on GPUs: numbers, waits, messages between GPUs, failures.
+"""Correctness checks on GPUs: numbers, waits, messages between GPUs, failures.
 
-Nearly all of it is tested elsewhere: here it is chosen and told. With fewer GPUs than ranks, all
-ranks of a mesh are in one actor.
+Most checks are defined in other tests; this file selects and reports them. With fewer GPUs than
+ranks, all ranks of a mesh are in one actor.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def doctor(where: Where) -> None:
 
 
 def sanitizer() -> str:
-    """Also where CUDA's folders are not on the path."""
+    """Return the path of compute-sanitizer, also if CUDA's folders are not on PATH; "" if it is
+    missing."""
     home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     wheels = glob(f"{sysconfig.get_paths()['purelib']}/nvidia/**/compute-sanitizer", recursive=True)
     files = [f"{home}/bin/compute-sanitizer", *glob("/usr/local/cuda*/bin/compute-sanitizer")]
@@ -110,7 +111,7 @@ def memcheck(where: Where) -> None:
             name, _, found = text.partition(": ")
             where.say(Line("ok", name, found))
 
-    # each tensor an allocation of its own, so that no access ends within another one's
+    # a separate allocation for each tensor, so that an overrun does not end inside another tensor
     command = [tool, "--tool", "memcheck", "--error-exitcode", "9", *sweep(where, "--quick")]
     where.command("memcheck", command, said, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
 
@@ -121,7 +122,7 @@ def memcheck(where: Where) -> None:
 def in_process(where: Where) -> None:
     from tests.gpu import selected
 
-    # its numbers are the part "kernels"
+    # the part "kernels" checks its numbers
     but = [
         "--deselect",
         "tests/kernels/test_kernels.py::test_triton_kernels_match_reference_on_gpu",
@@ -164,7 +165,8 @@ def on_ray(where: Where) -> None:
 
 
 def schedules(where: Where) -> None:
-    """With nothing compiled or connected before: the first step of a schedule may hang."""
+    """Run the schedules with an empty Triton cache and without earlier connections, because the
+    first step of a schedule may hang."""
     os.environ["TRITON_CACHE_DIR"] = str(where.folder / "triton")
     shutil.rmtree(where.folder / "triton", ignore_errors=True)
     end = "p=2" if where.simulated else ("p=2", "p=4")
@@ -172,7 +174,7 @@ def schedules(where: Where) -> None:
 
 
 def matrix(where: Where, wanted: Callable[[str], bool]) -> None:
-    """Cases of tests/testing/gpus: two runs each, on GPUs and on the CPU."""
+    """Run cases of tests/testing/gpus twice each, on GPUs and on the CPU."""
     from tests.testing.gpus.matrix import cases, check, difference, without_kernels
 
     for case in cases():
@@ -199,7 +201,8 @@ def matrix(where: Where, wanted: Callable[[str], bool]) -> None:
 
 @contextmanager
 def shared(num: int) -> Iterator[None]:
-    """Where a mesh has more ranks than GPUs are there, they share one; a call may take 120 s."""
+    """Make launches on Ray share GPUs inside the block if they have more ranks than GPUs, and
+    allow a call 120 s."""
     import dtensor as dt
 
     launch = dt.launch
@@ -220,8 +223,8 @@ def shared(num: int) -> Iterator[None]:
 
 
 def killed(where: Where) -> None:
-    """On Ray with an actor for each rank, or with one for all. A simulated GPU's actor is a thread:
-    there, ranks are on the CPU."""
+    """Kill an actor on Ray, with one actor per rank or one for all. A simulated GPU's actor is a
+    thread, so ranks are then on the CPU."""
     import torch
 
     import dtensor as dt
@@ -271,7 +274,7 @@ def killed(where: Where) -> None:
 
 
 def replicas(where: Where) -> None:
-    """Each rank computes its own copy of a replicated value: that they stay equal is not sure."""
+    """Check that copies of a replicated value, which each rank computes itself, stay equal."""
     import torch
 
     import dtensor as dt

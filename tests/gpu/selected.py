@@ -1,4 +1,5 @@
-"""Tests marked `gpu`, by pytest in this process: a line for each test, with its cases counted."""
+"""Runs tests marked `gpu` by pytest in this process: a line for each test, with its cases
+counted."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Lines:
-    """A plugin: says a line where a test's last case has ended."""
+    """A pytest plugin that reports a line after a test's last case."""
 
     def __init__(self, where: Where) -> None:
         self.where = where
@@ -58,7 +59,7 @@ def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
 
 
 def marked() -> list[str]:
-    """The files with a test that is marked `gpu`."""
+    """Return the files with a test that is marked `gpu`."""
     files = sorted((ROOT / "tests").rglob("test_*.py"))
     return [str(file) for file in files if "pytest.mark.gpu" in file.read_text()]
 

@@ -1,10 +1,10 @@
-"""What a part says while it runs: lines of its table, and text below it.
+"""The report of a running part: lines of its table, and text below it.
 
     where.say(Line("ok", "rms_norm, cold", "cases 30, largest error 0.4 of its bound"))
-    with where.line("a killed actor") as line:      # an exception is a line that says "wrong"
+    with where.line("a killed actor") as line:      # an exception gives a line with "wrong"
         line.found = "ActorLost after 0.4 s"
 
-Lines are written at once, so that those before a hang are in the table.
+Lines are written at once, so the lines before a hang are in the table.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ State: TypeAlias = Literal["ok", "left out", "wrong"]
 
 @dataclass(slots=True)
 class Line:
-    """``note``: what ``found`` is to be seen beside."""
+    """One line of a table. ``note``: what to compare ``found`` with."""
 
     state: State
     name: str
@@ -40,14 +40,15 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """``folder``: of this part alone; ``simulated``: how many GPUs are, 0: real ones."""
+    """Where a part reports. ``folder``: for this part alone; ``simulated``: the number of
+    simulated GPUs, 0 for real ones."""
 
     folder: Path
     simulated: int = 0
 
     @property
     def num(self) -> int:
-        """GPUs."""
+        """The number of GPUs."""
         if self.simulated:
             return self.simulated
         import torch
@@ -73,10 +74,9 @@ class Where:
 
     @contextmanager
     def gpus(self, num: int | None = None, *, kernels: bool = False) -> Iterator[Any]:
-        """Simulated ones within, and at the end a line of their races; real ones are there.
-
-        Without built-in ``kernels`` of Triton's, as its interpreter takes seconds for each.
-        """
+        """Simulate GPUs inside the block, and report their races at the end; real GPUs need
+        nothing. Without ``kernels``, Triton's built-in kernels are left out, because the
+        interpreter takes seconds for each."""
         if not self.simulated:
             yield None
             return
@@ -93,8 +93,8 @@ class Where:
     def command(
         self, name: str, command: Sequence[str], said: Callable[[str], object], **env: str
     ) -> int:
-        """Run it, with each of its lines given to ``said`` and to the log; its exit status. A line
-        says "wrong" where that is not 0."""
+        """Run a command, passing each of its lines to ``said`` and to the log, and return its
+        exit status. Report "wrong" if the status is not 0."""
         print("$", *command, flush=True)
         process = subprocess.Popen(
             command,

@@ -28,7 +28,7 @@ def raises(where: Where) -> None:
 
 
 def stays(where: Where) -> None:
-    """With a process that leaves its group, as Ray's do."""
+    """A part that starts a process that leaves the group, as Ray's processes do."""
     other = subprocess.Popen(["sleep", "3600"], start_new_session=True)
     (where.folder / "pid").write_text(str(other.pid))
     with where.line("before"):
@@ -52,7 +52,7 @@ def is_well(where: Where) -> None:
 
 @pytest.fixture
 def no_facts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine's are those of another process, which imports torch."""
+    """Skip the facts of the machine, because another process would import torch for them."""
     names = ("machine", "driver", "cuda", "nccl", "torch", "triton", "ray", "python")
     monkeypatch.setattr(driver, "facts_here", lambda: {**dict.fromkeys(names, "none"), "gpus": []})
 
@@ -62,7 +62,7 @@ OVER_S = 599.0
 
 
 class Over(subprocess.Popen[bytes]):
-    """Its limit of `OVER_S` is over as soon as the part has said something."""
+    """A process whose limit of `OVER_S` is exceeded as soon as the part has reported something."""
 
     def wait(self, timeout: float | None = None) -> int:
         if timeout != OVER_S:
@@ -106,7 +106,7 @@ def test_failing_parts_are_reported_and_other_parts_continue(
     from tests.chaos.watch import running
 
     left = int((tmp_path / "02_stays.tmp" / "pid").read_text())
-    while running(left):  # it was killed, and init reads it
+    while running(left):  # wait until init has reaped the killed process
         time.sleep(0.05)
 
 

@@ -1,16 +1,13 @@
-"""What the kernels become for a GPU that is not here: compiled ahead of time, looked at as machine
-code.
+"""Compiles the kernels ahead of time for an absent GPU and inspects the machine code.
 
     for launch in launches(lambda: norms.rms_norm(x, weight, ...)):     # x on the meta device
         compiled = compile_for(launch, "sm_90")
         compiled.registers, compiled.spilled_bytes, compiled.vector_loads
 
-A launcher is called with tensors that hold nothing, and its launches are caught instead of made: so
-what is compiled is what a GPU would be asked for, arguments specialised as Triton does (divisible
-by 16, equal to 1). `CALLS` are aligned, odd, and of more than 2**31 elements; `LEAST` is how many
-loads of 16 bytes each kernel has at least, where it reads 16-bit tensors.
-
-Not here: whether the numbers are right (cases.py), or how fast they are (benchmarks/kernels.py).
+A launcher is called with meta tensors, and its launches are recorded instead of made. The
+compiled code is therefore what a GPU would run, with arguments specialised as Triton does
+(divisible by 16, equal to 1). `CALLS` have aligned and odd sizes, and more than 2**31 elements.
+`LEAST` is the minimum number of 16-byte loads of each kernel for 16-bit tensors.
 """
 
 from __future__ import annotations
@@ -54,7 +51,7 @@ _TYPES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """A kernel and what it was launched with."""
+    """A kernel and the arguments of its launch."""
 
     function: Any
     grid: tuple[int, ...]
@@ -96,7 +93,7 @@ def _caught() -> Iterator[list[Launch]]:
 
 
 def launches(call: Callable[[], object], target: str = "sm_90") -> list[Launch]:
-    """What a call would launch."""
+    """Return the launches that a call would make."""
     before, rules.WARP = rules.WARP, TARGETS[target].warp_size
     try:
         with _caught() as found:
@@ -112,13 +109,13 @@ def compile_for(launch: Launch, target: str) -> Compiled:
 
 
 def code_for(launch: Launch, target: str) -> str:
-    """The instructions of PTX, without what is said of the source."""
+    """Return the PTX instructions, without comments about the source."""
     body = _compiled(launch, target).asm["ptx"].partition("\t.file\t")[0]
     return re.sub(r"//.*|\.loc\s.*", "", body)
 
 
 def ir_for(launch: Launch, target: str) -> str:
-    """Triton's IR."""
+    """Return Triton's IR."""
     return _compiled(launch, target).asm["ttir"]
 
 
@@ -143,7 +140,8 @@ def _compiled(launch: Launch, target: str) -> Any:
 
 
 def check(kind: str, name: str, launch: Launch, target: str) -> Compiled:
-    """Compiled; AssertionError where it spills, wants too many registers, or reads piecemeal."""
+    """Return the compiled kernel. Raises AssertionError if it spills, needs too many registers,
+    or loads piecemeal."""
     made = compile_for(launch, target)
     where = f"{name} ({kind}) on {target}: {made}"
     assert made.spilled_bytes == 0, where
@@ -334,10 +332,9 @@ ODD_BY_VECTORS = {
 
 
 def rows(targets: Sequence[str], kinds: Sequence[str] = tuple(CALLS)) -> Iterator[list[str]]:
-    """Of a table: the call, aligned or odd, and by target registers, vector loads of all loads.
-
-    Each is checked; sums of partial results (`sum_rows`) once.
-    """
+    """Yield rows of a table: the call, "aligned" or "odd", and for each target the registers and
+    the vector loads of all loads. Each row is checked; sums of partial results (`sum_rows`)
+    appear once."""
     known: set[str] = set()
     for kind in kinds:
         for name, call in CALLS[kind].items():

@@ -1,11 +1,11 @@
-"""Calls of every kernel, small enough for Triton's interpreter, and what they must give.
+"""Calls of every kernel, small enough for Triton's interpreter, and their expected results.
 
     for case in cases(torch.device("cpu"), full=False):
         case.check()          # AssertionError with the error and the bound
 
-Shapes are aligned and odd (a vocabulary over two ranks, rows of 7 elements), operands strided,
-expanded, sliced. Results are compared with references.py in float64, the error over the largest
-value of the reference; those of dropout and of AdamW bit by bit with the CPU's.
+Shapes are aligned and odd (a vocabulary over two ranks, rows of 7 elements); operands are
+strided, expanded and sliced. Results are compared with references.py in float64, relative to the
+largest value of the reference. Dropout and AdamW must be bitwise equal to the CPU.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ALL = (F32, F16, BF16)
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A call of a kernel and its reference. ``equal``: to the last bit, else to a tolerance."""
+    """A call of a kernel and its reference. ``equal``: bitwise, otherwise within a tolerance."""
 
     kernel: str
     label: str
@@ -41,7 +41,7 @@ class Case:
     equal: bool = False
 
     def check(self) -> float:
-        """The largest error over its bound; AssertionError past it."""
+        """Return the largest error over its bound. Raises AssertionError if it exceeds 1."""
         made, wanted = self.call(), self.reference()
         assert len(made) == len(wanted) == len(self.dtypes), f"{self.kernel} {self.label}"
         worst = 0.0
@@ -50,7 +50,7 @@ class Case:
         for number, (x, y, dtype) in enumerate(zip(made, by_op, self.dtypes, strict=True)):
             where = f"{self.kernel} {self.label}: result {number} beside the op's"
             assert x.stride() == y.stride(), (where, x.stride(), y.stride())
-            # torch's layer norm keeps statistics of 16 bits on a CPU, of 32 on a GPU
+            # torch's layer norm keeps 16-bit statistics on a CPU, 32-bit on a GPU
             assert x.dtype == y.dtype or self.kernel == "add_layer_norm", (where, x.dtype, y.dtype)
             if dtype == y.dtype and dtype.is_floating_point:
                 assert error_of(x.cpu(), y.cpu().double()) <= 2 * TOLERANCES[dtype], where
@@ -69,7 +69,7 @@ class Case:
 
 @contextmanager
 def no_kernels() -> Iterator[None]:
-    """What launches kernels finds that they take nothing, and calls the ops."""
+    """Make every launcher decline inside the block, so that the ops run."""
     modules = [cross_entropy, dropout, gates, norms, rope]
     for module in modules:
         vars(module)["takes"] = lambda *tensors: False
@@ -81,7 +81,7 @@ def no_kernels() -> Iterator[None]:
 
 
 def error_of(x: Tensor, wanted: Tensor) -> float:
-    """The largest error over the largest value; where that is not finite both must be alike."""
+    """Return the largest error over the largest value; non-finite values must match exactly."""
     finite = wanted.isfinite()
     if not torch.equal(x.double()[~finite], wanted[~finite].double()):
         nan = x[~finite].isnan() & wanted[~finite].isnan()
@@ -94,7 +94,7 @@ def error_of(x: Tensor, wanted: Tensor) -> float:
 
 
 def cases(device: torch.device, *, full: bool) -> Iterator[Case]:
-    """Every kernel; ``full``: in every dtype and over more shapes."""
+    """Yield cases of every kernel. ``full``: in every dtype and more shapes."""
     for make in (
         _norms, _layer_norms, _gates, _bias_gelus, _ropes, _cross_entropies, _dropouts, _adamws,
     ):  # fmt: skip
@@ -295,7 +295,7 @@ def _ropes(make: _Maker, full: bool) -> Iterator[Case]:
 def _cross_entropies(make: _Maker, full: bool) -> Iterator[Case]:
     places: list[tuple[int, int, tuple[int, ...]]] = [  # columns, elements from row to row, vocab
         (40, 40, ()),
-        (37, 37, (37, 74)),  # half of an odd vocabulary: rows begin anywhere
+        (37, 37, (37, 74)),  # half of an odd vocabulary: rows start at any alignment
         (3, 3, (8, 11)),
         (21, 27, (0, 10, 30, 41)),
         (21, 32, (5, 26)),
@@ -328,9 +328,9 @@ def _cross_entropies(make: _Maker, full: bool) -> Iterator[Case]:
             if not vocab:
                 logits[2] = 0.0
             stats = references.ce_stats(wide(logits), target, -100, vocab)
-            stats[:, 1] *= 1.5  # as of more columns elsewhere
+            stats[:, 1] *= 1.5  # as if other ranks had more columns
             grad = make(5)
-            grad[2] = float("inf")  # a mean over no rows: 0 there
+            grad[2] = float("inf")  # a mean over no rows gives 0
             given = stats.float().to(make.device)
             yield Case(
                 kernel="ce_backward",
@@ -416,7 +416,7 @@ def _dropouts(make: _Maker, full: bool) -> Iterator[Case]:
 
 
 def _adamws(make: _Maker, full: bool) -> Iterator[Case]:
-    """Beside torch's fused kernel on the CPU, over five steps."""
+    """Compare with torch's fused kernel on the CPU over five steps."""
     for count in (1008, 4096, 16) if full else (96,):
         for given in (
             {"lr": 0.01, "beta1": 0.4, "beta2": 0.9, "eps": 1e-3, "weight_decay": 0.1},
@@ -461,7 +461,7 @@ def _adamws(make: _Maker, full: bool) -> Iterator[Case]:
     items = [(make(n), make(n)) for n in shapes]
 
     def several(kernel: Any = adamw.fused_adamw_, to: torch.device = make.device) -> Any:
-        """Some parameters, each at a step of its own."""
+        """Return several parameters, each at a different step."""
         ps, grads = ([x.to(to, copy=True) for x in each] for each in zip(*items, strict=True))
         ms, vs = ([torch.zeros_like(x) for x in ps] for _ in range(2))
         steps = [torch.full((), float(at + 1), device=to) for at in range(len(ps))]

@@ -1,10 +1,11 @@
-"""The bytes that kernels move, counted in Triton's interpreter, beside those of launches.py.
+"""Counts the bytes that kernels move in Triton's interpreter, and compares them with
+launches.py.
 
     python -m tests.kernels.moved [--full]       # rc 1 where one differs; in every dtype, a minute
 
-Each launch of the cases (cases.py) is watched: the elements that it loads and stores, each once. An
-access outside all operands of its launch is an AssertionError, and is not made. Launches that are
-given one tensor twice are left out, and counted.
+For each launch of the cases (cases.py), each element loaded or stored counts once. An access
+outside all operands of its launch raises AssertionError before it is made. Launches that receive
+one tensor twice are skipped and counted.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from tests.kernels.cases import cases
 
 @dataclass(kw_only=True)
 class Watched:
-    """A launch: its kernel, arguments by name, and (addresses, bytes) that it touched."""
+    """A launch: its kernel, its arguments by name, and the (addresses, bytes) that it accessed."""
 
     kernel: str
     arguments: Mapping[str, Any]
@@ -54,12 +55,12 @@ class Watched:
 
     @property
     def moved(self) -> tuple[int, int]:
-        """Bytes read and written."""
+        """Return the bytes read and written."""
         return _distinct(self.loaded), _distinct(self.stored)
 
     @property
     def shares(self) -> bool:
-        """Whether two operands that it reads, or two that it writes, are one."""
+        """Return whether two operands that it reads, or two that it writes, are the same tensor."""
         rule = LAUNCHES[self.kernel]
         for operands in (rule.reads, rule.writes):
             parts = [operand.partition(" if ") for operand in operands]
@@ -82,7 +83,7 @@ def _distinct(touched: Sequence[tuple[Any, int]]) -> int:
 
 @contextmanager
 def watched() -> Iterator[list[Watched]]:
-    """Launches within the block."""
+    """Record the launches inside the block."""
     found: list[Watched] = []
     executor: Any = interpreter.GridExecutor
     builder: Any = interpreter.InterpreterBuilder

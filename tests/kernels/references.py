@@ -1,9 +1,9 @@
-"""The ops that kernels are written for, in plain torch and in float64, as their schemas have them.
+"""References in plain torch and float64 for the ops that have kernels, with the ops' schemas.
 
     rms_norm(x.double(), weight.double(), eps, offset, inner, out)
 
-Operands are widened by the caller; only what an op rounds in between is rounded here, to the dtypes
-that it names. Not here: what is compared with what (cases.py).
+The caller widens the operands. Only the rounding inside an op is done here, to the dtypes that
+the op names.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def rope_backward(grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def column_here(target: Tensor, vocab: Sequence[int], columns: int) -> tuple[Tensor, Tensor]:
-    """(whether a target's column is here, which one it is, or 0)."""
+    """Return whether a target's column is on this rank, and its local index, or 0."""
     pieces = [i for lo, hi in zip(vocab[::2], vocab[1::2], strict=True) for i in range(lo, hi)]
     known = torch.tensor(pieces or list(range(columns)), dtype=torch.int64)
     equal = target.to(torch.int64)[:, None] == known[None, :]
@@ -99,5 +99,5 @@ def ce_backward(
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """To ``dtype`` and back; what is computed in float32 is left as exact as it is here."""
+    """Round to ``dtype`` and back; float32 stays as exact as float64."""
     return x if dtype == torch.float32 else x.to(dtype).to(WIDE)

@@ -1,13 +1,14 @@
-"""All cases in Triton's interpreter, which needs no GPU, or on a GPU, in a process of its own.
+"""Runs all cases in Triton's interpreter, which needs no GPU, or on a GPU, in a separate
+process.
 
     python -m tests.kernels.sweep               # in every dtype, a minute; rc 1 where one fails
     python -m tests.kernels.sweep --quick       # float32 alone: what the tests run
     python -m tests.kernels.sweep --device cuda # on a GPU; with --simulated on a simulated one
 
-The interpreter is chosen before Triton is imported; it has no speed and no alignment, and an access
-out of bounds ends the process. It cuts off what bfloat16 has not, where a GPU rounds: that is
-mended here, so that results may be compared bit by bit. It computes with numbers among the
-arguments in float64: kernels leave that to their callers.
+The interpreter must be chosen before Triton is imported. An access out of bounds ends the
+process. The interpreter truncates bfloat16 where a GPU rounds; this is corrected here, so that
+results can be compared bitwise. It computes scalar arguments in float64; kernels leave such
+arithmetic to their callers.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 
 
 def round_to_nearest() -> None:
-    """To bfloat16 to the nearest, ties to even, in the interpreter's casts."""
+    """Make the interpreter's casts to bfloat16 round to nearest, ties to even."""
     import numpy as np
     import triton.language as tl
     from triton.runtime import interpreter

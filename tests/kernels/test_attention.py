@@ -21,7 +21,7 @@ HOPPER = (9, 0)
 
 
 class Called(TorchDispatchMode):
-    """The names of the ops that are called."""
+    """Record the names of the ops that are called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def heads(groups: int, length: int, d: int = 64, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """[2 g length d] as a projection gives it."""
+    """Return a tensor laid out as [2 g length d], as a projection gives it."""
     return torch.empty(2, length, groups, d, dtype=dtype, device="cuda").transpose(1, 2)
 
 

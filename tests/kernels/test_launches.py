@@ -85,7 +85,7 @@ def test_blocks_of_launch_cover_row() -> None:
             block = at.options["BLOCK"]
             assert at.grid == (5 * at.blocks,)
             assert (at.blocks - 1) * block < columns <= at.blocks * block
-        for before in range(rules.GROUP):  # a row may begin there
+        for before in range(rules.GROUP):  # a row may start there
             at = rules.CE_BACKWARD.at(5, columns)
             assert at.grid == (5 * at.blocks,)
             assert before + columns <= at.blocks * at.options["BLOCK"]
@@ -212,7 +212,7 @@ def _masked(X, Y, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _value(X, Y, factor, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Its product wraps, and is stored: no address follows from it."""
+    """Compute a product that wraps and is only stored: no address depends on it."""
     c = tl.arange(0, BLOCK)
     tl.store(Y + c, tl.load(X + c) * factor)
 

@@ -29,7 +29,7 @@ LIKE: dict[str, Callable[[], Tensor]] = {
 
 
 class Made(TorchDispatchMode):
-    """Elements of the results of ops on other devices than meta, views left out."""
+    """Count the elements of op results on devices other than meta, without views."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,16 +1,14 @@
-"""Whether whole numbers of 32 bits hold what kernels put in them: by intervals, in Triton's IR.
+"""Checks, by intervals in Triton's IR, that 32-bit integers of kernels do not overflow.
 
     python -m tests.kernels.widths [--mutants]      # rc 1: one overflows; a minute
 
-A launch is caught (ahead.py) and compiled to Triton's IR, where each number has its width, loops'
-variables too. What a launch is given is known, a program's id is below its grid, what is loaded is
-anything: so each whole number lies in an interval. A sum, difference, product or truncation to 32
-bits whose interval is wider is an overflow, if an address, a mask or the bounds of a loop follow
-from it. Overflows of random words, which are meant, reach none.
-
-`LIMITS` are the largest tensors that launchers take. `--mutants` computes each 64-bit offset of the
-kernels in 32 bits, one at a time, and lists what is then not found. Not here: what ptxas makes of
-it.
+A launch is recorded (ahead.py) and compiled to Triton's IR, in which each number has a width.
+Arguments are known, a program id is below its grid, and a loaded value may be anything, so each
+integer lies in an interval. A 32-bit sum, difference, product or truncation with a wider
+interval is an overflow if an address, a mask or a loop bound depends on it. The intended
+overflows of random words reach none of these. `LIMITS` are the largest tensors that launchers
+accept. `--mutants` computes each 64-bit offset in 32 bits, one at a time, and lists the
+overflows that are not found.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ WRAPS = {"arith.addi", "arith.subi", "arith.muli", "arith.trunci"}
 
 @dataclass(slots=True)
 class _Reading:
-    """A function's lines, read in their order. ``wide``: what overflows, and its line."""
+    """The lines of a function, read in order. ``wide``: values that overflow, with their lines."""
 
     launch: ahead.Launch
     known: dict[str, Interval] = field(default_factory=dict)
@@ -51,7 +49,8 @@ class _Reading:
 
 
 def overflows(launch: ahead.Launch, target: str) -> list[str]:
-    """The lines of the IR whose 32 bits hold less than what may be in them, and that matter."""
+    """Return the lines of the IR with an overflow that an address, a mask or a loop bound
+    depends on."""
     reading = _Reading(launch)
     text = ahead.ir_for(launch, target)
     head = re.search(r"tt\.func public @\w+\((.*)", text)
@@ -67,7 +66,7 @@ def overflows(launch: ahead.Launch, target: str) -> list[str]:
 
 
 def _followed(reading: _Reading) -> set[str]:
-    """All that the roots follow from."""
+    """Return all values that the roots depend on."""
     seen: set[str] = set()
     waiting = list(reading.roots)
     while waiting:
@@ -84,7 +83,8 @@ def _range(kind: str) -> Interval:
 
 
 def _kind(line: str) -> str | None:
-    """i32 of `... : tensor<4xi32>`, of `... : i64 to i32`; none: not a whole number."""
+    """Return the integer type of a line: i32 for `... : tensor<4xi32>` and `... : i64 to i32`;
+    None for other types."""
     found = re.search(r"(?:^|[ x])(i\d+)>?(?: *\{)?$", line)
     return found[1] if found else None
 
@@ -267,7 +267,8 @@ NO_NEED = {
 
 
 def mutants(module: ModuleType) -> Iterator[tuple[str, str]]:
-    """(where and what was changed, the source): a 32-bit factor for a 64-bit one, or no cast."""
+    """Yield (the place and the change, the new source) with a 32-bit factor for a 64-bit one, or
+    a cast removed."""
     path = Path(str(module.__file__))
     source = path.read_text()
     for match in re.finditer(f"{CASTS}|{FACTORS}", source):
@@ -283,7 +284,8 @@ def mutants(module: ModuleType) -> Iterator[tuple[str, str]]:
 
 @contextmanager
 def loaded(name: str, source: str) -> Iterator[None]:
-    """Within, that file of kernels is made of this source; Triton reads it from a file."""
+    """Replace this kernel file by `source` inside the block; Triton reads the source from a
+    file."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"{name}.py"
         path.write_text(source)

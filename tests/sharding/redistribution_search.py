@@ -203,7 +203,8 @@ class Search:
                         self.edges[i].append((j, price, k))
 
     def from_(self, src: TensorSpec) -> Best:
-        """Return the lowest price to every sharding that differs from ``src``."""
+        """Return the lowest price to every sharding along paths that change only the axes on
+        which both ends differ."""
         best: Best = {}
         num = len(src.placements)
         for moving in itertools.product((False, True), repeat=num):

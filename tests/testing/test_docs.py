@@ -16,12 +16,12 @@ _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def blocks() -> list[tuple[str, str]]:
-    """(language, text) in the order of the page."""
+    """Return (language, text) of each block, in the order of the page."""
     return [(m[1], m[2]) for m in _BLOCK.finditer(PAGE.read_text())]
 
 
 def files() -> dict[str, str]:
-    """The blocks that begin with a comment that names a file."""
+    """Return the blocks that start with a comment that names a file."""
     found: dict[str, str] = {}
     for language, text in blocks():
         name = re.match(r"# (\w+\.py)\n", text)
@@ -46,7 +46,7 @@ def test_testing_page_blocks_run_and_print_shown_output() -> None:
             continue
         if text in files().values():
             continue
-        # source lines of the page are found by plans and by capture
+        # plans and capture must find the source lines of the page
         linecache.cache["docs_testing.py"] = (
             len(text),
             None,
@@ -67,12 +67,12 @@ def test_testing_page_blocks_run_and_print_shown_output() -> None:
 def test_testing_page_fixture_works_in_user_project(tmp_path: Path) -> None:
     for name, text in files().items():
         (tmp_path / name).write_text(text)
-    # as in pyproject.toml: trio, which selenium brings, hands Hypothesis what nobody holds
+    # as in pyproject.toml: trio (from selenium) registers an unreferenced object with Hypothesis
     ignored = "ignore:It looks like .register_random. was passed"
     ini = f"[pytest]\nfilterwarnings =\n    error\n    {ignored}\n"
     (tmp_path / "pytest.ini").write_text(ini)
     outcome = Outcome()
-    # in this process, as a new one would import torch again
+    # in this process, because a new one would import torch again
     options = ["-q", "-p", "no:cacheprovider", "--import-mode=importlib"]
     code = pytest.main([*options, f"--rootdir={tmp_path}", str(tmp_path)], plugins=[outcome])
     assert code == 0, outcome.failed
@@ -80,7 +80,7 @@ def test_testing_page_fixture_works_in_user_project(tmp_path: Path) -> None:
 
 
 class Outcome:
-    """Counts what the tests of the inner run did."""
+    """Counts the outcomes of the tests of the inner run."""
 
     def __init__(self) -> None:
         self.passed = 0

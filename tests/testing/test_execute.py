@@ -58,7 +58,7 @@ def test_cut_into_partial_shards_sums_back_bitwise(num: int) -> None:
     for part in parts[1:]:
         total = total + part
     assert torch.equal(total, x)
-    assert sum(bool(part.any()) for part in parts) > 1  # not one rank has it all
+    assert sum(bool(part.any()) for part in parts) > 1  # no rank has the whole value
 
 
 def test_execute_treats_closed_over_tensor_as_constant() -> None:

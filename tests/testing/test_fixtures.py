@@ -28,7 +28,7 @@ def test_mesh_fixture_launches_new_cluster_for_each_default_mesh(mesh: dt.Mesh) 
 
 def test_mesh_fixture_covers_default_meshes_and_ends_its_launches() -> None:
     assert launched() is None
-    if _seen:  # else this test runs alone, or those above in another worker
+    if _seen:  # empty if this test runs alone, or the tests above run in another worker
         assert set(_seen) <= set(MESHES)
         with pytest.raises(RuntimeError, match="has ended"):
             _left[0].full_tensor()

@@ -194,7 +194,7 @@ torch.randn(2, 4, 4))"""
         (aten.dot.default, "torch.randn(4), torch.randn(4)"),
         (aten._softmax.default, "torch.randn(4, 6), 1, False"),
         (torch.ops.dt.dropout.default, "torch.randn(4, 6), 0.5, at_seed=1, at_step=1, op=1"),
-        (aten.gather.default, "self, dim, index"),  # nothing that it accepts is found: its names
+        (aten.gather.default, "self, dim, index"),  # only its names: no arguments are accepted
     ],
 )
 def test_certify_example_arguments_are_accepted_by_op(op: Any, text: str) -> None:

@@ -62,7 +62,7 @@ square.register_autograd(
 
 @pytest.fixture
 def rules() -> Iterator[dict[str, registry.Builder]]:
-    """What is added to the registry in a test is gone after it."""
+    """Return the registry of rules; rules added by a test are removed after it."""
     before = dict(registry._BUILDERS)
     yield registry._BUILDERS
     registry._BUILDERS.clear()
@@ -147,9 +147,9 @@ plan fn    mesh(tp=2)"""
 def test_assert_same_reports_wrong_gradient(rules: dict[str, registry.Builder]) -> None:
     rules["dtensor_test_same.square.default"] = pattern("... -> ...")
     rules["dtensor_test_same.square_backward.default"] = pattern("..., ... -> ...", linear=((1,),))
-    # right: it is linear in each of its operands, alone
+    # correct: linear in each operand alone
     dt.testing.assert_same(torch.ops.dtensor_test_same.square, torch.randn(5, 3), count=4)
-    # wrong: what each rank runs is another function
+    # wrong: each rank runs another function
     rules["dtensor_test_same.square_backward.default"] = pattern(
         "..., ... -> ...", localize=lambda call, local: retarget(call, torch.mul, *call.args)
     )

@@ -1,10 +1,10 @@
-"""Who hangs? Ranks that hang on purpose, and how often the right one is named:
+"""Makes ranks hang on purpose and counts how often `dt.status()` names the right one.
 
     python -m tests.who_hangs            # 20 of each of four ways, on one launch, and their table
     python -m tests.who_hangs --each 3 --seed 1
 
-Exit status 1 unless all are right, each within `MOST_S` of asking. A file beside it has the ways
-(`actors.py`) and one the trials (`trials.py`).
+Exit status 1 unless all are right, each within `MOST_S` of asking. `actors.py` has the ways of
+hanging and `trials.py` the trials.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""What makes an actor hang on order, in the middle of a step; here alone, so that it loads little.
+"""Makes an actor hang on order in the middle of a step. The file imports little, because actors
+load it.
 
-`obey(folder)` stands before each call of a program. An order is a file in the folder, by the id of
-the process that it is for: `spin 7` has it spin in its 8th call from then on, `sleep 7` sleep
-there, `hold 7` hold back all messages that it sends from there on; until the file is gone. What it
-has begun to do, it says in a file `begun`.
+`obey(folder)` runs before each call of a program. An order is a file in the folder, named after
+the process id: `spin 7` makes the process spin in its 8th call from then on, `sleep 7` sleep
+there, and `hold 7` hold back all later messages, until the file is removed. The file `begun`
+says which order has started.
 
-Held back are the semaphores' posts by which partners on this machine hear of a start
-(`same_host.py`): the payload lies there, and nobody is told.
+A message is held back by withholding the semaphore posts that notify partners on this machine
+(`same_host.py`): the payload is written, but no partner is notified.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from dtensor.daft.ray.transports import same_host, segments
 
 
 class Orders:
-    """Of this process."""
+    """The orders for this process."""
 
     def __init__(self) -> None:
         self.text = ""  # the last order
-        self.left = 0  # calls, before it is obeyed
+        self.left = 0  # remaining calls before it is obeyed
 
     def obey(self, folder: str) -> None:
         order = Path(folder) / str(os.getpid())
@@ -47,7 +48,7 @@ class Orders:
             case "sleep":
                 _say_begun(order)
                 while order.exists():
-                    time.sleep(0.2)  # it is hardly ever seen awake
+                    time.sleep(0.2)  # observers hardly ever see it awake
             case "hold":
                 held_back.begin(order)
             case _:
@@ -55,7 +56,7 @@ class Orders:
 
 
 class HeldBack:
-    """The posts of this process that are held back."""
+    """The semaphore posts of this process that are held back."""
 
     def __init__(self) -> None:
         self.order: Path | None = None
@@ -96,4 +97,4 @@ orders = Orders()
 obey = orders.obey
 held_back = HeldBack()
 _calls = segments.calls()._replace(post=held_back.post)
-same_host.calls = lambda: _calls  # programs that are loaded from now on
+same_host.calls = lambda: _calls  # for programs loaded from now on

@@ -1,10 +1,11 @@
-"""Ranks of a training step that hang in four ways, and whether the right one is named.
+"""Makes ranks of a training step hang in four ways and checks whether the right one is named.
 
     with training(folder) as trials:                    # tp2pp2 on Ray, one launch for all
         trials.hang("spin", rank=2, after=11)           # Trial(how="spin", rank=2, named=2, ...)
 
-A trial submits steps, makes a rank hang at a random instruction of one of them, asks `dt.status()`
-once the others have come to wait for it, lets it go, and waits until the steps have ended well.
+A trial submits steps, makes a rank hang at a random instruction of one of them, calls
+`dt.status()` when the other ranks wait for it, releases it, and waits until the steps have
+ended.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def squares(model: nn.Module, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """`named`: by `status`, which took `seconds`."""
+    """The result of one trial. `named`: the rank that `status` named, in `seconds`."""
 
     how: How
     rank: int
@@ -93,14 +94,14 @@ class Trials:
             return self.ask(how, rank)
 
     def ask(self, how: How, rank: int) -> Trial:
-        """While it hangs so."""
+        """Ask for the status while the rank hangs."""
         began = time.monotonic()
         status = dt.status()
         seconds = time.monotonic() - began
         return Trial(how=how, rank=rank, named=status.waited_for, seconds=seconds, status=status)
 
     def _settle(self) -> None:
-        """Until all ranks stand where they stood `SETTLE_S` ago, and are in a run."""
+        """Wait until all ranks are in a run and have not moved for `SETTLE_S`."""
         before: list[tuple[int, ...]] = []
         while True:
             now = [process.counter.read() for process in self.cluster.membership.processes]
@@ -112,7 +113,8 @@ class Trials:
 
     @contextmanager
     def hanging(self, how: How, rank: int, after: int) -> Iterator[None]:
-        """Within, a rank hangs from its `after`-th call on, or after so many milliseconds."""
+        """Make a rank hang inside the block, from its `after`-th call on, or after that many
+        milliseconds."""
         pid, begun = self.pids[rank], self.folder / "begun"
         order = self.folder / str(pid)
         if how != "stop":
@@ -137,7 +139,7 @@ class Trials:
 
 @contextmanager
 def training(folder: Path, **launch: Any) -> Iterator[Trials]:
-    """tp2pp2 on Ray, after some steps."""
+    """Yield trials at tp=2, pp=2 on Ray, after some warm-up steps."""
     mesh = dt.Mesh(pp=2, tp=2)
     torch.manual_seed(0)
     pins = {"*.up.weight": dict(tp=dt.Row()), "*.down.weight": dict(tp=dt.Column())}
@@ -154,7 +156,7 @@ def training(folder: Path, **launch: Any) -> Iterator[Trials]:
 
 @contextmanager
 def obeying(folder: Path) -> Iterator[None]:
-    """Calls of programs that are loaded within look for orders first."""
+    """Make the calls of programs loaded inside the block look for orders first."""
     load = HostedCluster.load
 
     def load_obeying(cluster: HostedCluster, program: Program) -> Handle:
@@ -176,7 +178,7 @@ def _obeying(function: Function, folder: Path) -> Function:
 
 
 def asked_elsewhere(*words: str) -> tuple[int, str]:
-    """Exit status and output of `python -m dtensor status`."""
+    """Return the exit status and output of `python -m dtensor status`."""
     path = os.pathsep.join(os.path.abspath(entry or ".") for entry in sys.path)
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "dtensor", "status", *words],
@@ -189,7 +191,7 @@ def asked_elsewhere(*words: str) -> tuple[int, str]:
 
 
 def named_elsewhere() -> tuple[int, int | None]:
-    """Exit status, and the rank that the only launch's status names."""
+    """Return the exit status, and the rank that the status of the only launch names."""
     code, text = asked_elsewhere("--json", str(os.getpid()))
     (found,) = [one for one in json.loads(text) if one["ranks"][0]["run"] is not None]
     return code, found["waited_for"]

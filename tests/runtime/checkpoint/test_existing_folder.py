@@ -244,7 +244,7 @@ def operations(
 
 
 def as_before(folder: Path) -> None:
-    """Return the folder as it is at the start of the case."""
+    """Reset the folder to its state at the start of the case."""
     shutil.rmtree(folder, ignore_errors=True)
     first = folder.parent / "first"
     if first.exists():

@@ -1,4 +1,4 @@
-"""What runs on simulated GPUs and on the CPU, with the same numbers: the cases of `matrix.py`.
+"""The cases of `matrix.py`, which must give the same numbers on simulated GPUs and on the CPU.
 
 case = next(cases())
 case.body("cpu")                # {"losses": [...], "embed.weight": tensor, ...}
@@ -36,7 +36,7 @@ class Case:
 
 
 def backend(device: str) -> dt.daft.Backend:
-    """Of a rank on each GPU."""
+    """Return the backend that puts a rank on each simulated GPU."""
     return "inprocess" if device == "cpu" else "ray"
 
 
@@ -46,7 +46,7 @@ def training(
     data = batches(steps)
 
     def body(device: str) -> Mapping[str, Any]:
-        # AdamW makes a whole step of the rounding of a gradient that is zero: its losses alone
+        # AdamW turns the rounding of a zero gradient into a full step: compare only its losses
         run = Run.of(placed, make=make, **given)
         with dt.launch(run.mesh, backend(device), device=device, ranks_per_actor=per_gpu):
             losses = run.losses(data)
@@ -62,7 +62,7 @@ def in_process(device: str) -> Mapping[str, Any]:
 
 
 def schedule(make: Callable[[int], dt.Schedule], p: int, v: int) -> Body:
-    """The first step, and one more."""
+    """Train one step, and a second one."""
 
     def body(device: str) -> Mapping[str, Any]:
         mesh = dt.Mesh(pp=p)
@@ -97,7 +97,7 @@ def _square(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def bad_data(device: str) -> Mapping[str, Any]:
-    """An index that is out of range undoes its step, and no other."""
+    """Pass an index out of range, which undoes its own step only."""
     run, (good, other) = Run.of("tp2", make=sgd), batches(2)
     bad = (other[0].clone().fill_(1000), other[1])
     with dt.launch(run.mesh, backend(device), device=device):
@@ -112,7 +112,7 @@ def bad_data(device: str) -> Mapping[str, Any]:
 
 
 def saved(device: str) -> Mapping[str, Any]:
-    """Saved beside steps, and loaded into another placement."""
+    """Save while steps run, and load into another placement."""
     data = batches(4)
     with tempfile.TemporaryDirectory() as folder:
         run = Run.of("dp2", make=sgd)
@@ -147,7 +147,7 @@ def eager(device: str) -> Mapping[str, Any]:
 
 
 def switched(device: str) -> Mapping[str, Any]:
-    """Placements change between steps of one launch."""
+    """Change placements between steps of one launch."""
     run, other = Run.of("tp2", make=sgd), Run.of("dp2", make=sgd)
     data = batches(2)
     with dt.launch(dt.Mesh(tp=2), backend(device), device=device):
@@ -166,7 +166,7 @@ def dropout(device: str) -> Mapping[str, Any]:
 
 
 def switched_within(device: str) -> Mapping[str, Any]:
-    """The mesh, the placements and the level of ZeRO change between steps of one launch."""
+    """Change the mesh, placements and ZeRO level between steps of one launch."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Tanh(), nn.Linear(16, 8, bias=False))
     first, second = dt.Mesh(dp=3), dt.Mesh(tp=2)
@@ -186,7 +186,7 @@ def switched_within(device: str) -> Mapping[str, Any]:
 
 
 def run_ahead(device: str) -> Mapping[str, Any]:
-    """Ten steps are called before one is read; each batch is dropped at once."""
+    """Submit ten steps before reading one; each batch is dropped at once."""
     run = Run.of("tp2", make=sgd)
     with dt.launch(run.mesh, backend(device), device=device):
         losses = [run.step(*batch(n % 3)) for n in range(10)]
@@ -194,7 +194,8 @@ def run_ahead(device: str) -> Mapping[str, Any]:
 
 
 def two_meshes(device: str) -> Mapping[str, Any]:
-    """A policy and its replica: syncs between steps, and the replica's calls, none read at once."""
+    """Train a policy and run its replica: syncs between steps and calls of the replica, none
+    read at once."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
     train, play = dt.Mesh(dp=2, name="train"), dt.Mesh(tp=2, name="play")
@@ -232,7 +233,7 @@ def transferred(device: str) -> Mapping[str, Any]:
 
 
 def recomputed(device: str) -> Mapping[str, Any]:
-    """Blocks run again in the backward."""
+    """Recompute blocks in the backward."""
     net, mesh = make_model(), dt.Mesh(dp=2)
     model = dt.parallelize(net, mesh, {}, zero={"dp": 3}, recompute=["blocks.*"])
     given: dict[str, Any] = dict(inputs=dict(dp=dt.Row()), schedule=dt.GPipe(2))
@@ -244,7 +245,7 @@ def recomputed(device: str) -> Mapping[str, Any]:
 
 
 def autocast(listed: str, dtype: torch.dtype, **options: Any) -> Body:
-    """Under the list of ops of a device type; `precision.normed` differs by the list."""
+    """Train under the autocast list of a device type; `precision.normed` depends on the list."""
 
     def loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
         with torch.autocast(listed, dtype=dtype):
@@ -259,14 +260,14 @@ def autocast(listed: str, dtype: torch.dtype, **options: Any) -> Body:
 
 
 def master_weights(device: str) -> Mapping[str, Any]:
-    """Parameters in bf16, with float32 ones that the optimizer has."""
+    """Train bf16 parameters with float32 master weights in the optimizer."""
     run = precision.build(dt.Mesh(dp=2), zero=1, make=sgd, master_weights=True)
     with dt.launch(run.mesh, backend(device), device=device):
         return {"losses": [float(run.step(*one)) for one in batches(2)]}
 
 
 def scaled(device: str) -> Mapping[str, Any]:
-    """float16 with a scale that is too large at first, so that steps are skipped."""
+    """Train float16 with a loss scale that is too large at first, so that steps are skipped."""
     torch.manual_seed(0)
     net = nn.Linear(64, 64)
     mesh, scaler = dt.Mesh(dp=2), torch.amp.GradScaler("cpu", init_scale=2.0**30)
@@ -308,7 +309,7 @@ def writer_on(axes: Mapping[str, int]) -> dt.ParallelModule:
 
 
 def texts(**axes: int) -> Body:
-    """Greedy and drawn ones, more than there are slots of the KV cache, with a step ahead."""
+    """Generate more greedy and sampled texts than the KV cache has slots, one step ahead."""
 
     def body(device: str) -> Mapping[str, Any]:
         model = writer_on(axes)
@@ -322,7 +323,8 @@ def texts(**axes: int) -> Body:
 
 
 def rolled_out(device: str) -> Mapping[str, Any]:
-    """Texts of a replica, their rewards, a step, a sync: with texts under way at each sync."""
+    """Generate texts on a replica, compute rewards, make a step and sync, with texts under way
+    at each sync."""
     from tests.api import test_rollouts as rollouts
 
     policy, actor, step = rollouts.make()
@@ -346,7 +348,7 @@ def experts(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def grouped(**placed: dt.Placement) -> Body:
-    """A product by groups of rows, of experts that are whole, or split, or cut within."""
+    """Multiply by groups of rows, with experts that are whole, distributed, or split inside."""
     drawn = torch.Generator().manual_seed(0)
     rows, weight = torch.randn(16, 8, generator=drawn), torch.randn(4, 8, 16, generator=drawn)
     ends = torch.tensor([3, 3, 9, 16], dtype=torch.int32)
@@ -362,7 +364,7 @@ def grouped(**placed: dt.Placement) -> Body:
 
 
 class Experts(nn.Module):
-    """Rows are sorted by expert, multiplied by group, and put back."""
+    """Sorts rows by expert, multiplies them by group, and puts them back."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -395,7 +397,7 @@ def trained_experts(device: str) -> Mapping[str, Any]:
 
 
 def timed(device: str) -> Mapping[str, Any]:
-    """Profiled and traced steps, under a schedule whose sends cross."""
+    """Profile and trace steps under a schedule whose sends cross."""
     run = Run.of("pp2", make=sgd)
     data = batches(2)
     with dt.launch(run.mesh, backend(device), device=device):
@@ -408,7 +410,7 @@ def timed(device: str) -> Mapping[str, Any]:
 
 
 def failed(device: str) -> Mapping[str, Any]:
-    """Steps fail in a function of the user's, are undone, and free what they had."""
+    """Make steps fail in a user function; they are undone and free their memory."""
     run, data = Run.of("dp2", make=sgd), batches(3)
     with dt.launch(run.mesh, backend(device), device=device):
         losses = [float(run.step(*data[0]))]

@@ -1,4 +1,4 @@
-"""Exchanges of the real transport between simulated GPUs, each rank in a thread of its own.
+"""Exchanges of the real transport between simulated GPUs, with each rank in its own thread.
 
 report = run_ranks(3, seed=0, body=all_exchanges)
 """
@@ -33,8 +33,9 @@ MakeTransport: TypeAlias = Callable[[int, int, SimulatedGpus], ExchangeTransport
 
 
 def starts(rank: int, size: int) -> list[Start]:
-    """What each rank starts: an all_reduce in two halves, one in a single exchange, of a bucket
-    whose floats begin at a byte that is no multiple of 4, an all_gather, a message each way."""
+    """Return the starts of each rank: an all_reduce in two halves, one in a single exchange of a
+    bucket whose floats start at a byte that is no multiple of 4, an all_gather, and a message
+    each way."""
     group = tuple(range(size))
     right, left = (rank + 1) % size, (rank - 1) % size
     bucket, all_of = (BYTES, BUFFER), (BUFFER,) * size
@@ -57,8 +58,8 @@ def _own(rank: int, size: int) -> list[Start]:
 
 
 def all_exchanges(rank: int, transport: ExchangeTransport, size: int = 3, steps: int = 3) -> None:
-    """Each value is made right before it goes, dropped or changed while it goes or when it has
-    come, and its memory taken again; results are used at once and dropped."""
+    """Run exchanges in which values are made right before the send, dropped or changed during or
+    after it, and their memory reused; results are used at once and dropped."""
     begins = [transport.begin(rank, each) for each in _own(rank, size)]
     left = (rank - 1) % size
     on_host = torch.arange(float(LENGTH)).reshape(4, 3).mT  # not contiguous
@@ -84,7 +85,7 @@ def all_exchanges(rank: int, transport: ExchangeTransport, size: int = 3, steps:
         while going:
             came = list(going.pop(0).wait())
             if len(came) == size:
-                mine.add_(100.0)  # what was gathered of it stays
+                mine.add_(100.0)  # the gathered copy does not change
             while came:
                 results.append(came.pop(0) * 1.0)
         sent.wait()
@@ -108,11 +109,11 @@ def run_ranks(
     num_queues: int = 32,
     make: MakeTransport | None = None,
 ) -> dt.testing.GpuReport:
-    """What was seen; the first error of a rank, where one has raised."""
+    """Run `body` on every rank and return the report. Raises the first error of a rank."""
     with ExitStack() as stack:
         stack.enter_context(
             patch.object(exchange, "SMALL_ALL_REDUCE", 0)
-        )  # of 3 members all are large
+        )  # with 3 members every all_reduce counts as large
         given = dt.testing.simulated_gpus(size, seed, early=early, num_queues=num_queues)
         gpus = stack.enter_context(given)
         threads = stack.enter_context(ThreadPoolExecutor(size))
@@ -124,7 +125,7 @@ def run_ranks(
             errors = [each.exception() for each in asked]
         raised = [error for error in errors if error is not None]
         for error in sorted(raised, key=lambda error: isinstance(error, Deadlock)):
-            raise error  # the others wait for the one that has ended
+            raise error  # the other ranks would wait for the failed one
         return gpus.report()
 
 

@@ -1,13 +1,13 @@
-"""What runs on CUDA, on simulated GPUs under many seeds, against ranks on the CPU.
+"""Runs every case on simulated GPUs under many seeds, and compares it with ranks on the CPU.
 
     python -m tests.testing.gpus.matrix                     # all cases, 20 seeds: `make gpus`
     python -m tests.testing.gpus.matrix --seeds 3 zero      # those whose names begin so
 
-Each case runs in this process on CPU tensors, and under each seed with a rank or several on each
-simulated GPU. A seed draws the order of kernels, and whether some run early. A line for each case
-says what was seen: seeds, kernels, races, early frees, how far a number is off, waits of the host.
-Built-in kernels of Triton's are left out, as its interpreter takes a second for each: the cases
-whose names begin with "kernels" have them.
+Each case runs in this process on CPU tensors, and under each seed with one or more ranks on each
+simulated GPU. A seed decides the order of kernels, and whether some run early. One line per case
+reports seeds, kernels, races, early frees, the largest difference, and host waits. Triton's
+built-in kernels are left out, because the interpreter takes a second for each; only the cases
+whose names start with "kernels" run them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def without_kernels() -> Iterator[None]:
 
 
 def difference(found: Any, expected: Any) -> float:
-    """The largest, of numbers and tensors by name."""
+    """Return the largest difference of numbers and tensors by name."""
     most = 0.0
     assert set(found) == set(expected), set(found) ^ set(expected)
     for name, right in expected.items():
@@ -66,7 +66,8 @@ def difference(found: Any, expected: Any) -> float:
 
 
 def check(case: Case, seeds: Sequence[int]) -> Seen:
-    """AssertionError where a number is off, and whatever a run raises."""
+    """Run a case under the seeds. Raises AssertionError if a number is wrong, and any error of a
+    run."""
     seen = Seen()
     expected = case.body("cpu")
     for seed in seeds:

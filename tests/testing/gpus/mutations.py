@@ -1,16 +1,14 @@
-"""Does the simulator see what our device code must not lack? Each wait, event, record, connection
-and copy of it is dropped in turn, and small programs run without it.
+"""Tests that the simulator detects missing synchronisation: each wait, event, record, connection
+and copy of the device code is removed in turn, and small programs run without it.
 
     python -m tests.testing.gpus.mutations                # a table; rc 1 where one is not found
     python -m tests.testing.gpus.mutations worker.py      # of these files alone
     python -m tests.testing.gpus.mutations --write      # into benchmarks/results/simulated_gpus.md
 
-A mutation is found by a race, an early free, a wrong number or a run that cannot go on, under one
-of the seeds. One that is not found has its reason in `IMPLIED`: the rule of CUDA's, of NCCL's or of
-this code by which something else orders the same. None is taken away for that.
-
-The transport runs the exchanges of `exchanges.py`; all else those of `small_programs.py`, which run
-unchanged functions with the code of changed ones.
+A mutation is found by a race, an early free, a wrong number or a deadlock under some seed. For a
+mutation that is not found, `IMPLIED` names the rule of CUDA, NCCL or this code that implies the
+same order. The transport runs `exchanges.py`; all other code runs `small_programs.py`, where
+unchanged function objects receive the changed code.
 """
 
 from __future__ import annotations
@@ -144,7 +142,7 @@ def mutations() -> Iterator[Mutation]:
 
 
 def _around(tree: ast.AST, line: int) -> str:
-    """The function or method of that line."""
+    """Return the function or method that contains the line."""
     functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
     around = [f for f in functions if f.lineno <= line <= (f.end_lineno or 0)]
     methods = [f for f in around if f.args.args and f.args.args[0].arg == "self"]
@@ -157,7 +155,7 @@ def _called(node: ast.AST) -> str:
 
 
 def _dropped(node: ast.AST) -> ast.AST | None:
-    """What stands in its place."""
+    """Return the code that replaces the node."""
     if isinstance(node, ast.Expr) and _called(node.value) in STATEMENTS:
         return ast.Pass()
     if isinstance(node, ast.Call) and _called(node) in COPIES:
@@ -167,14 +165,14 @@ def _dropped(node: ast.AST) -> ast.AST | None:
     if isinstance(node, ast.Call) and _called(node) == "map":
         return node.args[1] if getattr(node.args[0], "id", "") in COPIES else None
     copies = isinstance(node, ast.Call) and any(k.arg == "copy" for k in node.keywords)
-    if copies and _called(node) == "to":  # it still goes to the device
+    if copies and _called(node) == "to":  # the copy still goes to the device
         kept = [k for k in node.keywords if k.arg != "copy"]
         return ast.Call(node.func, node.args, kept)
     return None
 
 
 def _without_clone(node: ast.AST) -> ast.AST | None:
-    """Of a text of code."""
+    """Remove a clone from code that is given as text."""
     if not isinstance(node, ast.JoinedStr):
         return None
     parts = [p.value if isinstance(p, ast.Constant) else None for p in node.values]
@@ -189,7 +187,7 @@ def _without_clone(node: ast.AST) -> ast.AST | None:
 
 
 class _Remover(ast.NodeTransformer):
-    """Of the site with this number, in the order of `ast.walk`."""
+    """Removes the site with this number, in the order of `ast.walk`."""
 
     def __init__(self, number: int, drop: Callable[[ast.AST], ast.AST | None]) -> None:
         self._number, self._drop = number, drop
@@ -205,7 +203,7 @@ class _Remover(ast.NodeTransformer):
 
 
 def found(mutation: Mutation, seeds: range) -> str | None:
-    """By what, and under which seed."""
+    """Return how, and under which seed, the mutation is found."""
     if mutation.file in WIRE:
         return _by_exchanges(mutation, seeds)
     return _by_programs(mutation, seeds)
@@ -241,7 +239,7 @@ def _by_programs(mutation: Mutation, seeds: range) -> str | None:
 
 @contextmanager
 def mutated(mutation: Mutation) -> Generator[None]:
-    """Within, the functions of the module have its code."""
+    """Give the functions of the module the mutated code inside the block."""
     module = MODULES[mutation.file]
     new = {code.co_qualname: code for code in _codes(compile(mutation.source, "m", "exec"))}
     old: dict[Any, CodeType] = {}
@@ -277,7 +275,7 @@ def _functions(module: ModuleType) -> Iterator[Any]:
 def _by_exchanges(mutation: Mutation, seeds: range) -> str | None:
     module = ModuleType(MODULES[mutation.file].__name__)
     sys_module = sys.modules[module.__name__]
-    sys.modules[module.__name__] = module  # for its dataclasses
+    sys.modules[module.__name__] = module  # dataclasses look up their module
     try:
         exec(compile(mutation.source, mutation.file, "exec"), vars(module))
     finally:

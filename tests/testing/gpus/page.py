@@ -1,10 +1,11 @@
 """The tables of benchmarks/results/simulated_gpus.md, each written by the command that it names.
 
     table = Table("cases", ("case", "seeds"))
-    table.put("zero 3", "2")           # its row is replaced, or is the last
+    table.put("zero 3", "2")           # replaces the row of this name, or appends it
     table.write()
 
-A row stays until the same command writes it again; `keep` drops those of what is gone.
+A row stays until the same command writes it again; `keep` drops rows of cases that no longer
+exist.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ PAGE = Path(__file__).parents[3] / "benchmarks" / "results" / "simulated_gpus.md
 
 
 class Table:
-    """What stands on the page between `<!-- name -->` and `<!-- end of name -->`."""
+    """The table between `<!-- name -->` and `<!-- end of name -->` on the page."""
 
     def __init__(self, name: str, head: tuple[str, ...]) -> None:
         self._name, self._head = name, head
@@ -34,7 +35,7 @@ class Table:
         self.rows[name] = list(cells)
 
     def keep(self, names: Collection[str]) -> None:
-        """In this order."""
+        """Keep only the rows of these names, in this order."""
         self.rows = {name: self.rows[name] for name in names if name in self.rows}
 
     def write(self) -> None:

@@ -30,7 +30,7 @@ NUM_GPUS = 2
 
 
 def trained(device: str) -> Mapping[str, Any]:
-    """Steps that nobody reads at once; the state is gathered, and it trains on."""
+    """Train without reading steps at once, gather the state, and go on training."""
     run, data = Run.of("tp2", make=sgd), batches(4)
     with dt.launch(run.mesh, backend(device), device=device):
         losses = [run.step(*each) for each in data[:3]]
@@ -43,7 +43,7 @@ def trained(device: str) -> Mapping[str, Any]:
 
 
 def in_one_process(device: str) -> Mapping[str, Any]:
-    """Inputs on the device, written after the call that takes them; results that are written."""
+    """Write to inputs on the device after the call that takes them, and write to results."""
     run = Run.of("tp2", make=sgd)
     mesh = run.mesh
     both = dt.compile(lambda x: (x, x.mT, x * 2, x.sum(0)), mesh)
@@ -61,7 +61,7 @@ def in_one_process(device: str) -> Mapping[str, Any]:
         values = [value.full_tensor() for value in (*first, *second)]
         read = {str(n): value.cpu() for n, value in enumerate(values)}
         for value in values:
-            value.fill_(3.0)  # of the caller's
+            value.fill_(3.0)  # a tensor of the caller
         again = {f"{n}, again": v.full_tensor().cpu() for n, v in enumerate((*first, *second))}
         numbers = [float(loss) for loss in losses]
         return {
@@ -73,7 +73,7 @@ def in_one_process(device: str) -> Mapping[str, Any]:
 
 
 def timed(device: str) -> Mapping[str, Any]:
-    """Where an instruction's time is taken, what its stream had to do is done."""
+    """Check that the work of an instruction's stream is done when its time is taken."""
     idle: list[bool] = []
 
     def monotonic() -> float:
@@ -93,8 +93,8 @@ def timed(device: str) -> Mapping[str, Any]:
 
 
 def by_hand(device: str) -> Mapping[str, Any]:
-    """Ranks of one process that write to what they have received, to what they have sent, and to
-    what the caller has given and got."""
+    """Run ranks of one process that write to values received, sent, and exchanged with the
+    caller."""
     buffer, made = Buffer((4,), torch.float32), torch.arange(4.0)
     both, group = (buffer, buffer), (0, 1)
     written = Call("write", ("a", "b", "c", "d"), (), writes=("a", "b", "c", "d"))
@@ -142,7 +142,7 @@ def by_hand(device: str) -> Mapping[str, Any]:
 
 
 def undone_late(device: str) -> Mapping[str, Any]:
-    """Calls write to state, and then one fails: all of it is as before, twice."""
+    """Write to state in several calls, then fail: the whole state is restored, twice."""
     names = ("w", "listed")
     whole = program(
         [
@@ -174,7 +174,7 @@ def undone_late(device: str) -> Mapping[str, Any]:
 
 
 class Turning(nn.Module):
-    """Buffers whose values move on, both ways, and a parameter that is a metric."""
+    """Buffers whose values rotate in both directions, and a parameter that is a metric."""
 
     a: Tensor
     b: Tensor
@@ -199,7 +199,7 @@ class Turning(nn.Module):
 
 
 def turned(device: str) -> Mapping[str, Any]:
-    """Results that are state, which the program changes."""
+    """Return state that the program changes as results."""
     torch.manual_seed(0)
     net, mesh = Turning(), dt.Mesh(tp=2)
     model = dt.parallelize(net, mesh)
@@ -222,8 +222,8 @@ def turned(device: str) -> Mapping[str, Any]:
 
 
 def first_used(device: str) -> Mapping[str, Any]:
-    """A matrix product, the first one, between a receive that is under way and its message's
-    cause: cuBLAS may wait for the device when it is first used, and so for the receive."""
+    """Run the first matrix product between a pending receive and the cause of its message:
+    cuBLAS may wait for the device at its first use, and so for the receive."""
     buffer, made = Buffer((4, 4), torch.float32), torch.arange(16.0).reshape(4, 4)
     whole = program(
         [

@@ -53,7 +53,7 @@ def test_kernel_arithmetic_with_infinities_warns_nothing() -> None:
 
 
 def on_side(x: Tensor, *, waits: bool, joins: bool, run: Callable[[Tensor], Tensor]) -> Tensor:
-    """`run` on a side stream; the flags say which of the two waits it has."""
+    """Run `run` on a side stream; the flags say which of the two waits are made."""
     side = torch.cuda.Stream()
     if waits:
         side.wait_stream(torch.cuda.current_stream())
@@ -91,7 +91,7 @@ def test_missing_stream_wait_is_reported_as_race_under_every_seed(
             wrong += y.tolist() != [1.0, 3.0, 5.0, 7.0, 9.0, 11.0]
             races = [str(race) for race in seen.report().races]
         assert races and all(text.count("test_simulated_gpus.py:") == 2 for text in races)
-    assert wrong  # the numbers are, for some orders
+    assert wrong  # some orders give wrong numbers
 
 
 def test_race_report_names_lines_of_both_accesses() -> None:

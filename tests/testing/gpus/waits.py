@@ -1,10 +1,10 @@
-"""In which lines a host waits for its GPU, in one step or token of a program that is running.
+"""Lists the lines at which a host waits for its GPU, in one step or token of a running program.
 
     python -m tests.testing.gpus.waits              # a table: line, what, for each rank
     python -m tests.testing.gpus.waits --write      # into benchmarks/results/simulated_gpus.md
 
-Each program is called twice; what is counted is its third call, whose result is read. So first
-uses, connections and parameters that go to their ranks are not among them.
+Each program is called twice before its third call is counted, whose result is read. First uses,
+connections and parameters sent to their ranks are therefore not counted.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def training(placed: str, **stored: Any) -> Generator[Callable[[], object]]:
 
 @contextmanager
 def token() -> Generator[Callable[[], object]]:
-    """Of two texts in the slots of a generator of two layers, greedily."""
+    """Generate greedy tokens of two texts in the slots of a generator with two layers."""
     model = cases.writer_on({"tp": 2})
     gen = dt.generator(model, slots=2, length=24, buckets=(8,))
     with dt.launch(model.mesh, "ray", device="cuda"):
@@ -76,7 +76,7 @@ RANKS = 2
 
 
 def waits_of(program: Program, seed: int = 0) -> Counter[HostWait]:
-    """Of all ranks, in the third call."""
+    """Return the waits of all ranks in the third call."""
     with dt.testing.simulated_gpus(RANKS, seed) as gpus, program() as step:
         step()
         step()
@@ -86,7 +86,7 @@ def waits_of(program: Program, seed: int = 0) -> Counter[HostWait]:
 
 
 def rows(name: str, waits: Mapping[HostWait, int]) -> Iterable[tuple[str, ...]]:
-    """The sum first."""
+    """Return the rows of the table, the sum first."""
     yield name, f"{sum(waits.values()) / RANKS:g}", str(sum(waits.values())), "all", ""
     for n, (wait, times) in enumerate(sorted(waits.items(), key=lambda each: -each[1]), 1):
         what = re.sub(r"^aten\._local_scalar_dense\.default$", "item()", wait.what)
