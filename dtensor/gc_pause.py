@@ -17,6 +17,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def collector_paused() -> Generator[None]:
+    """Disable Python's garbage collector within the block."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

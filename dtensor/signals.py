@@ -91,6 +91,7 @@ class DeferredSignals:
             _depth += 1
 
     def __exit__(self, *_: object) -> None:
+        """End the block; at the outermost block, restore handlers and act on noted signals."""
         global _depth
         if threading.get_ident() == _main:
             _depth = max(0, _depth - 1)

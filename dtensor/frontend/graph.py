@@ -96,6 +96,7 @@ class OutTree:
     is_tensor: tuple[bool, ...]
 
     def unflatten(self, tensors: Sequence[Any]) -> Any:
+        """Return the program's results in the structure that the user's function returned."""
         if len(tensors) != sum(self.is_tensor):
             raise ValueError(
                 f"the program returns {sum(self.is_tensor)} tensors, but {len(tensors)} were given"

@@ -89,6 +89,7 @@ class _Stager:
         return self._repeat_floating()
 
     def _input_place(self, item: Input) -> _Place:
+        """Return where an input is: parameters on their stages, tangents on the last stage."""
         if item.kind in ("parameter", "buffer") and item.label in self.stages:
             return _Place(None, frozenset(self.stages[item.label]))
         if item.kind == "tangent":
@@ -130,6 +131,8 @@ class _Stager:
         return None
 
     def _backward_stage(self, op: Op, fixed: list[int], allowed: frozenset[int] | None) -> int:
+        """Return the stage of a backward op: that of its forward op, else the earliest stage of its
+        operands."""
         stage = self.stage_of_seq.get(op.seq) if op.seq is not None else None
         if len(fixed) == len(op.operands) > 1 and op.call.name == "aten.add.Tensor":
             stage = None  # add gradients where they are, so that only their sum is sent
@@ -353,6 +356,7 @@ class _Stager:
     def _add_op(
         self, name: str, call: OpCall, operands: tuple[str, ...], stage: int, new_ops: list[Op]
     ) -> str:
+        """Add a backward op with one result on a stage; return the name of its result."""
         op = Op(
             name=name, call=call, operands=operands, results=(name,), phase="backward", stage=stage
         )

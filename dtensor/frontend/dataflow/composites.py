@@ -53,6 +53,8 @@ def expansion(call: OpCall) -> Expansion | None:
         fakes = [torch.empty(m.shape, dtype=m.dtype) for m in call.operands]
 
     def run(*tensors: Tensor) -> Any:
+        """Run the decomposition on tensors in place of the call's operands."""
+
         def tensor_of(operand: Operand) -> Tensor:
             return tensors[operand.index]
 

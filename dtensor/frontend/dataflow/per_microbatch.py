@@ -296,6 +296,7 @@ class _BatchNorms:
     calls: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
 
     def __post_init__(self) -> None:
+        """Number the calls of each chain of batch norms that update the same running statistics."""
         next_calls: dict[str, str] = {}
         for op in self.flow.ops:
             if op.name in self.cuts and op.call.target == _FORWARD:

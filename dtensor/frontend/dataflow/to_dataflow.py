@@ -118,6 +118,7 @@ def _output(value: object, graph_output: object, module_names: Collection[str]) 
 
 
 def _op(node: torch.fx.Node, names: Mapping[torch.fx.Node, Any]) -> Op:
+    """Return the dataflow's op for a node of the graph."""
     call, operand_nodes = op_call(node)
     call = with_run_numbers(call)
     operands: list[str] = []

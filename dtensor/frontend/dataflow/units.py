@@ -54,6 +54,7 @@ class Units:
 
 
 def _units_by_name(names_of_units: Iterable[tuple[str, ...]]) -> dict[str, tuple[int, ...]]:
+    """Return by name the units in which it occurs."""
     units: dict[str, tuple[int, ...]] = {}
     for unit, names in enumerate(names_of_units):
         for name in names:

@@ -37,6 +37,8 @@ class CodeNames:
             self.add(code)
 
     def add(self, code: CodeType) -> None:
+        """Add the names that the code and its nested code read. If the code computes names, add its
+        string constants and match all names."""
         for part in with_nested(code):
             self.names.update(part.co_names)
             if not _COMPUTES_NAMES.isdisjoint(part.co_names) and not is_layer(part):

@@ -77,6 +77,7 @@ class CodeRecorder:
         _now.recorder = self._outer
 
     def _start(self) -> None:
+        """Enable the profiler; without it (another profiler is active) nothing is recorded."""
         if self._profile is not None:
             try:
                 self._profile.enable(subcalls=True, builtins=True)
@@ -169,6 +170,7 @@ def _python_name(file: str, qualified_name: str) -> str:
 
 @cache
 def _c_name(text: str) -> str:
+    """Return the name of a C function from its text in the profile; "" for another text."""
     for pattern in _C_FUNCTION_TEXTS:
         if (match := pattern.fullmatch(text)) is not None:
             class_name = match.groupdict().get("class")

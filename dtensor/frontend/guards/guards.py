@@ -250,6 +250,8 @@ class Guards:
         return True
 
     def _current_hook_counts(self) -> list[int]:
+        """Return the number of hooks of each module and kind, then whether each parameter has
+        hooks."""
         spaces = [vars(module) for module in self.reached.modules]
         kinds = (*FORWARD_HOOKS, *BACKWARD_HOOKS)
         return [len(space.get(kind, ())) for space in spaces for kind in kinds] + [

@@ -310,6 +310,7 @@ def _name(kind: type) -> str:
 
 
 def _entry(kind: type) -> ClassGuard | None:
+    """Return the guard of a class, or of the class or module that contains it; None if unlisted."""
     name = _name(kind)
     while name:
         if name in _OBJECTS:

@@ -84,6 +84,8 @@ class ProgramWrites:
     process had no other thread."""
 
     def __init__(self, recorder: CodeRecorder, *, alone: bool) -> None:
+        """Read the recorder's calls. ``alone``: no other thread runs, so every change is the
+        program's."""
         self._recorder = recorder
         calls = None if alone or has_started_threads() else recorder.calls()
         # None: every change is the program's, as there is no other thread, or no record.

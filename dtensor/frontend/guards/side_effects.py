@@ -113,6 +113,8 @@ class StateBefore:
     """A copy of the state that a walk reached, to compare with the state after a call."""
 
     def __init__(self, reached: ReachedState) -> None:
+        """Copy the contents of all reached containers, buffers and entries, so that changes of a
+        run can be found and undone."""
         self.alone: bool = is_alone()
         weights = {
             id(held) for module in reached.modules for held in (module._parameters, module._buffers)
@@ -162,6 +164,8 @@ class StateBefore:
             _restore(generator, state)
 
     def _drawn_from(self, writes: ProgramWrites) -> list[tuple[str, Any, Any]]:
+        """Return (path, generator, earlier state) of each generator from which the program drew
+        numbers."""
         pairs = zip(self._generators, self._generator_states, strict=True)
         return [
             (path, generator, state)
@@ -204,6 +208,7 @@ def line_of_change(change: Change, executed: ExecutedCode | None) -> Source | No
 
 
 def _lines(code: CodeType, opnames: set[str], name: str) -> Iterable[int]:
+    """Yield the lines of instructions of these opcodes with this argument name."""
     for instruction in dis.get_instructions(code):
         positions = instruction.positions
         is_wanted = instruction.opname in opnames and instruction.argval == name
@@ -230,6 +235,7 @@ def _smallest_arrays(arrays: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, A
 
 
 def _num_bytes(buffer: Any) -> int:
+    """Return the bytes to copy of an array or buffer; 0 for text buffers and closed files."""
     match buffer:
         case np.ndarray():
             return buffer.nbytes

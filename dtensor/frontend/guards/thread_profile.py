@@ -87,6 +87,7 @@ class ThreadProfile:
             self._calls[None if caller is None else caller.f_code][code] += 1
 
     def _record_call(self, code: CodeType, offset: int, callee: Any, argument: object) -> None:
+        """Count a call of a C function on this thread, by the calling code."""
         if type(callee) in _C_FUNCTIONS and get_ident() == self._thread:
             owner = getattr(callee, "__self__", None)
             is_method = owner is not None and type(owner) is not ModuleType

@@ -369,6 +369,7 @@ class _Walker:
         self._attributes(short_name, function)
 
     def _closure(self, function: FunctionType, short_name: str) -> None:
+        """Visit the contents of a function's closure cells."""
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
         for name, cell in cells:
             path = f"{name} (closure of {short_name})"
@@ -381,6 +382,7 @@ class _Walker:
             self._push(path, content)
 
     def _defaults(self, function: FunctionType, short_name: str) -> None:
+        """Visit the default values of a function's arguments."""
         code, defaults = function.__code__, function.__defaults__ or ()
         first = code.co_argcount - len(defaults)
         for name, default in zip(code.co_varnames[first : code.co_argcount], defaults):
@@ -417,6 +419,7 @@ class _Walker:
             self._push(name, sys.modules[name])
 
     def _partial(self, path: str, value: functools.partial[Any]) -> None:
+        """Visit the function and the arguments of a `functools.partial`."""
         self.fingerprint.add(path, "partial", len(value.args), tuple(value.keywords))
         for name in ("func", "args"):
             self.state.attributes.append((path, value, name))
@@ -572,6 +575,7 @@ class _Walker:
         self._tensor_attributes(path, x)
 
     def _tensor_attributes(self, path: str, x: torch.Tensor) -> None:
+        """Visit the Python attributes of a tensor, except dtensor's own."""
         space = raw_attributes(x)
         if REMOTE_VALUE not in space and module_of(type(x)).partition(".")[0] == "dtensor":
             return
@@ -582,6 +586,7 @@ class _Walker:
     # -- containers and arrays ---------------------------------------------------------------------
 
     def _sequence(self, path: str, items: Any) -> None:
+        """Record type and length of a list, tuple or deque, and visit its items."""
         self.fingerprint.add(path, type(items), len(items))
         self._container_attributes(path, items)
         if isinstance(items, tuple):
@@ -593,6 +598,7 @@ class _Walker:
                 self._entry(items, i, f"{path}[{i}]")
 
     def _mapping(self, path: str, items: Mapping[Any, Any]) -> None:
+        """Record type, length and keys of a dict, and visit its values."""
         self.fingerprint.add(path, type(items), len(items))
         self._container_attributes(path, items)
         self.state.sized.append((path, items))
@@ -607,6 +613,7 @@ class _Walker:
             self._entry(items, key, f"{path}{key_text(key)}")
 
     def _set(self, path: str, items: set[Any] | frozenset[Any]) -> None:
+        """Record the items of a set: plain values by repr, other objects by id."""
         held = list(items)
         if all(isinstance(item, PLAIN) for item in held):
             contents = tuple(sorted((type(item).__name__, repr(item)) for item in held))
@@ -624,6 +631,7 @@ class _Walker:
             self._attributes(path, items)
 
     def _array(self, path: str, value: np.ndarray[Any, Any]) -> None:
+        """Record dtype, shape and strides of an array; visit the items of an object array."""
         self.state.arrays.append((path, value))
         if not value.dtype.hasobject:
             self.fingerprint.add(path, "array", str(value.dtype), value.shape, value.strides)

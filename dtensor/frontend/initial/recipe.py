@@ -166,6 +166,7 @@ class _Maker:
         return storage.view(view.dtype).as_strided(view.size, view.stride, view.offset)
 
     def run(self, step: InitStep) -> None:
+        """Run one recorded step on the parts of tensors that this recipe makes."""
         if isinstance(step.target, str):
             for place, target in self.filled_parts(step.args[0]):
                 self.fill(step, place, target)

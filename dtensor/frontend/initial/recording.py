@@ -122,6 +122,7 @@ class _AsIfReal(TorchFunctionMode):
     records the data of torch.tensor(...), which torch writes without a dispatch."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Report meta tensors as ordinary tensors, and keep data that constructors are given."""
         kwargs = kwargs or {}
         if func == Tensor.is_meta.__get__:  # type: ignore[attr-defined]
             return False
@@ -141,6 +142,7 @@ class _Memory:
     filled: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])  # byte ranges
 
     def is_filled(self, extent: tuple[int, int]) -> bool:
+        """Return whether the filled ranges cover this range of bytes."""
         start, stop = extent
         for low, high in sorted(self.filled):
             if low <= start:
@@ -260,6 +262,7 @@ class InitRecorder(TorchDispatchMode):
         return self.memories.setdefault(storage._cdata, _Memory(storage, number))
 
     def view(self, t: Tensor) -> StorageView:
+        """Return the description of a meta tensor's storage range, shape and strides."""
         memory = self.memory(t)
         return StorageView(
             storage=memory.number,
@@ -294,6 +297,7 @@ class InitRecorder(TorchDispatchMode):
             return planning_error(fact, operand, *lines, source=None, fix=fix)
 
         def not_by_shard(step: InitStep | None, why: str) -> PlanningError:
+            """Return the error for an initialisation that cannot be computed shard by shard."""
             return error(
                 f"The initialisation of {name} cannot be done shard by shard: "
                 f"{'a view' if step is None else step.op} {why}.",
