@@ -63,7 +63,7 @@ class _Contents:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.reasons = Reasons(plan)
-        self.sources, self.specs = Numbered(), Numbered()
+        self.sources, self.specs = Numbered(), Numbered()  # the page refers to them by index
         self.producers = plan.index.producers
         self.labels = {item.name: item.label for item in plan.inputs}
         self.readers = {name: steps[0] for name, steps in plan.index.readers.items()}

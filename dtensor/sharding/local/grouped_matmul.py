@@ -39,9 +39,9 @@ def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor | None, groups: list[int] |
             f"got {stops}"
         )
     spans = list(zip([0, *stops[:-1]], stops, strict=True))
-    held = spans if groups is None else [spans[g] for g in groups]
-    fits = groups is None and a.dtype in _KERNEL_DTYPES and all(x.numel() for x in (a, b))
-    if fits and stops[-1] > 0 and all(_aligned(x) for x in (a, b)):
+    held_spans = spans if groups is None else [spans[g] for g in groups]
+    uses_kernel = groups is None and a.dtype in _KERNEL_DTYPES and all(x.numel() for x in (a, b))
+    if uses_kernel and stops[-1] > 0 and all(_aligned(x) for x in (a, b)):
         out = aten._grouped_mm(a, b, offsets)
         match a.dim(), b.dim():
             case 2, 3:
@@ -54,15 +54,15 @@ def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor | None, groups: list[int] |
     match a.dim(), b.dim():
         case 2, 3:
             out = a.new_zeros(a.shape[0], b.shape[2])
-            for part, (i, j) in zip(b, held, strict=True):
+            for part, (i, j) in zip(b, held_spans, strict=True):
                 torch.mm(a[i:j], part, out=out[i:j])
         case 3, 2:
             out = a.new_zeros(a.shape[1], b.shape[1])
-            for part, (i, j) in zip(a, held, strict=True):
+            for part, (i, j) in zip(a, held_spans, strict=True):
                 out[:, i:j] = part @ b[:, i:j]
         case _:
-            out = a.new_zeros(len(held), a.shape[0], b.shape[1])
-            for part, (i, j) in zip(out, held, strict=True):
+            out = a.new_zeros(len(held_spans), a.shape[0], b.shape[1])
+            for part, (i, j) in zip(out, held_spans, strict=True):
                 torch.mm(a[:, i:j], b[i:j], out=part)
     return out
 

@@ -210,6 +210,7 @@ define(
 
 
 def _attention_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Save the tensors of the backward; the log-sum-exp is not differentiable."""
     q, k, v, ctx.is_causal, ctx.scale = inputs
     out, lse = output
     ctx.mark_non_differentiable(lse)
@@ -218,6 +219,7 @@ def _attention_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Te
 
 
 def _attention_grad(ctx: Any, grad: Tensor | None, _lse: None) -> tuple[Any, ...]:
+    """Return the gradients of q, k and v, and None for is_causal and scale."""
     if grad is None:
         return (None,) * 5
     q, k, v, out, lse = ctx.saved_tensors

@@ -228,6 +228,7 @@ define(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Save the tensors of the backward; the log-sum-exp is not differentiable."""
     q, k, v, mask, ctx.scale = inputs
     out, lse = output
     ctx.mark_non_differentiable(lse)

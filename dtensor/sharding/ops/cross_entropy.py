@@ -158,6 +158,7 @@ define(
 
 
 def _rows_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Save the tensors of the backward; the statistics are not differentiable."""
     logits, target, ctx.ignore_index = inputs
     _, stats = output
     ctx.mark_non_differentiable(stats)

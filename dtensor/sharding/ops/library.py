@@ -66,9 +66,10 @@ def local_index(index: Tensor, intervals: Sequence[int], length: int) -> tuple[T
         is_local = (index >= 0) & (index < length)
         return is_local, torch.where(is_local, index, 0)
     pieces = list(zip(intervals[::2], intervals[1::2], strict=True))
-    held = sum(stop - start for start, stop in pieces)
-    if held != length:
+    num_local = sum(stop - start for start, stop in pieces)
+    if num_local != length:
         raise ValueError(
-            f"the intervals {list(intervals)} hold {held} indices, but the local dim has {length}"
+            f"the intervals {list(intervals)} hold {num_local} indices, but the local dim has "
+            f"{length}"
         )
     return local_positions(index, pieces)

@@ -128,6 +128,7 @@ def _rms_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) ->
 
 
 def _rms_grad(ctx: Any, grad: Tensor | None, _rstd: None) -> tuple[Any, ...]:
+    """Return the gradients of x and weight, and None for the four options."""
     if grad is None:
         return (None,) * 6
     x, weight, rstd = ctx.saved_tensors

@@ -97,6 +97,7 @@ def _integers(
     device: torch.device | None = None,
     **at: Any,
 ) -> Tensor:
+    """Return the rank's random integers in low:high; ``at``: key, global shape and pieces."""
     place, key = _place_and_key(size, **at)
     return integers(place, key, low, high, dtype, device or torch.device("cpu"))
 

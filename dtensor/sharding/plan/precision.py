@@ -124,15 +124,17 @@ def left_in_float32(
                 for at, name in enumerate(op.operands)
             ):
                 candidates[value] = op
-    kept = {
+    accepted = {
         v: op for v, op in candidates.items() if _all_accept(flow, rules, chosen, v, candidates)
     }
-    while len(kept) < len(candidates):  # removing a value may rule out its operands and readers
-        candidates = {v: op for v, op in kept.items() if _still_makes_parts(rules, op, kept)}
-        kept = {
+    while len(accepted) < len(candidates):  # removing a value may rule out its operands and readers
+        candidates = {
+            v: op for v, op in accepted.items() if _still_makes_parts(rules, op, accepted)
+        }
+        accepted = {
             v: op for v, op in candidates.items() if _all_accept(flow, rules, chosen, v, candidates)
         }
-    return frozenset(kept)
+    return frozenset(accepted)
 
 
 def _all_accept(

@@ -206,10 +206,10 @@ def _pieces(
     for rank, target in there.numbers.items():
         if holds_identity(there.spec, rank):
             continue
-        wanted = there.where(rank)
+        needed_indices = there.where(rank)
         pieces: list[Piece] = []
         for box, owners in holders.items():
-            ranges = tuple(intersect(a, b) for a, b in zip(box, wanted, strict=True))
+            ranges = tuple(intersect(a, b) for a, b in zip(box, needed_indices, strict=True))
             count = math.prod(shape_of(ranges))
             if count == 0:
                 continue

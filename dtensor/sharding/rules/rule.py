@@ -56,8 +56,8 @@ class FactorSharding:
     def cut_again(self, num: int) -> FactorSharding:
         """Return the sharding of the same factor over a further, minor axis. Its blocks are the
         pieces that this sharding cuts over ``num`` ranks."""
-        major = Shard(0, self.blocks, self.unit), num
-        return FactorSharding(pieces([major], sum(self.blocks)), self.unit)
+        shard_and_num = Shard(0, self.blocks, self.unit), num
+        return FactorSharding(pieces([shard_and_num], sum(self.blocks)), self.unit)
 
 
 Assignment = Mapping[str, FactorSharding]
@@ -278,7 +278,7 @@ class Rule:
         None if the blocks of the shard do not line up with the factors of its dim."""
         dim = dims[shard.dim]
         total = self.dim_size(dim)
-        wanted = index_sets(shard, total, num)
+        target_sets = index_sets(shard, total, num)
         blocks = list(block_sizes(shard.blocks, total))
         parts = self._group_blocks(dim, blocks)
         if parts is None:
@@ -288,14 +288,18 @@ class Rule:
             choices = list(self._factor_shardings(product, part, shard.unit))
             if len(dim) == 1:
                 for factor, sharding in choices:
-                    if self._index_sets(dims, shard.dim, {factor: sharding}, num) == wanted:
+                    if self._index_sets(dims, shard.dim, {factor: sharding}, num) == target_sets:
                         return {factor: sharding}
                 return None
             if not choices:
                 return None
             factor, sharding = choices[0]
             assignment[factor] = sharding
-        return assignment if self._index_sets(dims, shard.dim, assignment, num) == wanted else None
+        return (
+            assignment
+            if self._index_sets(dims, shard.dim, assignment, num) == target_sets
+            else None
+        )
 
     def _index_sets(self, dims: Dims, index: int, assignment: Assignment, num: int) -> object:
         """Return the index sets of dim ``index`` under the assignment; None if there are none."""

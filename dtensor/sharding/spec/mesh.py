@@ -76,10 +76,10 @@ class Mesh:
         """Set the fields of a new mesh. Raises PlanningError if a size is not an int >= 1."""
         for axis, size in axes:
             if type(size) is not int or size < 1:
-                wanted = int(size) if isinstance(size, str) and size.isdecimal() else 1
+                suggested = int(size) if isinstance(size, str) and size.isdecimal() else 1
                 raise PlanningError(
                     f"axis {axis!r} has size {size!r}; a size is an int >= 1\n"
-                    f"fix: dt.Mesh({axis}={max(wanted, 1)})"
+                    f"fix: dt.Mesh({axis}={max(suggested, 1)})"
                 )
         object.__setattr__(self, "name", name)
         object.__setattr__(self, "_axes", axes)

@@ -224,12 +224,12 @@ def misfit(shard: Shard, size: int, dim: str) -> tuple[str, str]:
         fixed: int | tuple[int, ...] = (*blocks[:-1], last) if last > 0 else 1
         return f"blocks={blocks} add up to {sum(blocks)}, {dim}", f"blocks={fixed}"
     if isinstance(blocks, int) and size % blocks:
-        near = _nearest_divisor(size, blocks)
-        return f"{dim} is not {blocks} equal blocks", f"blocks={near}, or the sizes of each"
+        nearest = _nearest_divisor(size, blocks)
+        return f"{dim} is not {blocks} equal blocks", f"blocks={nearest}, or the sizes of each"
     block = next(block for block in block_sizes(blocks, size) if block % unit)
-    near = _nearest_divisor(block, unit)
+    nearest = _nearest_divisor(block, unit)
     whole = "" if block == size else f", in blocks of {block},"
-    return f"{dim}{whole} is not a multiple of unit={unit}", f"unit={near}"
+    return f"{dim}{whole} is not a multiple of unit={unit}", f"unit={nearest}"
 
 
 def _nearest_divisor(size: int, wanted: int) -> int:
@@ -291,10 +291,10 @@ def largest_part(cuts: Sequence[tuple[Shard, int]], size: int) -> float:
         shard, num = cuts[0]
         if type(shard.blocks) is int and size % (shard.blocks * shard.unit * num) == 0:
             return 1 / num
-    held: Intervals = ((0, size),)
+    intervals: Intervals = ((0, size),)
     for shard, num in cuts if size else ():
-        held = intersect(held, index_sets(shard, size, num)[0])
-    return length(held) / size if size else 1.0
+        intervals = intersect(intervals, index_sets(shard, size, num)[0])
+    return length(intervals) / size if size else 1.0
 
 
 def same(a: Placement, b: Placement, shape: tuple[int, ...], num: int) -> bool:

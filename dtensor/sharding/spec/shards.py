@@ -95,13 +95,15 @@ def overlap(
     return tuple(map(intersect, held_indices(src, sender), held_indices(dst, receiver)))
 
 
-def positions(have: Sequence[Intervals], wanted: Sequence[Intervals]) -> Where:
-    """Return where the ``wanted`` global indices are in a shard that holds ``have``."""
+def positions(shard: Sequence[Intervals], wanted: Sequence[Intervals]) -> Where:
+    """Return the positions of the ``wanted`` global indices in a local tensor that holds the global
+    indices ``shard``; both are intervals for each dim. Indices that it does not hold are left
+    out."""
     result: list[Intervals] = []
-    for held_intervals, wanted_intervals in zip(have, wanted, strict=True):
+    for shard_intervals, wanted_intervals in zip(shard, wanted, strict=True):
         intervals: list[tuple[int, int]] = []
         offset = 0
-        for lo, hi in held_intervals:
+        for lo, hi in shard_intervals:
             both = intersect(((lo, hi),), wanted_intervals)
             intervals += [(a - lo + offset, b - lo + offset) for a, b in both]
             offset += hi - lo

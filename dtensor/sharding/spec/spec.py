@@ -58,6 +58,8 @@ class TensorSpec:
     requires_grad: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
+        """Normalize the placements. Raises PlanningError if one does not fit the shape, dtype or
+        mesh, or if the value would be pending under two reductions."""
         object.__setattr__(self, "shape", tuple(self.shape))
         if len(self.placements) != len(self.mesh.axes):
             raise PlanningError(f"{self.mesh} needs {len(self.mesh.axes)} placements")

@@ -34,8 +34,8 @@ def annotation_placements(op: Op, mesh: Mesh) -> dict[str, Placement]:
             raise PlanningError(
                 f"{where}: {axis!r} is not an axis of {mesh}\n  {op.source}: {op.source_text}"
             )
-    placed = make_spec(meta.shape, meta.dtype, mesh, stated).sharding
-    return {axis: p for axis, p in placed.items() if axis in stated or not stated}
+    placements = make_spec(meta.shape, meta.dtype, mesh, stated).sharding
+    return {axis: p for axis, p in placements.items() if axis in stated or not stated}
 
 
 def _parse_dims(text: str, num_dims: int, where: str) -> dict[str, Placement]:

@@ -270,21 +270,25 @@ def _input_node(
     options: list[Option] = []
     misaligned = reached.misaligned.get(item.name)
     for placement in choices:
-        used = canonical(item.name, placement)
-        stored = used if misaligned is None else canonical(item.name, misaligned.placement)
-        wanted = PARTIAL if prices.axis == MICROBATCH_AXIS else stored
+        used_placement = canonical(item.name, placement)
+        stored_placement = (
+            used_placement if misaligned is None else canonical(item.name, misaligned.placement)
+        )
+        gradient_placement = PARTIAL if prices.axis == MICROBATCH_AXIS else stored_placement
         ends = [
-            prices.output_options(g, canonical(g, wanted))
+            prices.output_options(g, canonical(g, gradient_placement))
             for g in axis_problem.gradients.get(item.name, ())
         ]
         if item.name in axis_problem.mutations:
             mutation = axis_problem.mutations[item.name]
-            placements = (used, PARTIAL) if prices.axis == MICROBATCH_AXIS else (stored,)
+            placements = (
+                (used_placement, PARTIAL) if prices.axis == MICROBATCH_AXIS else (stored_placement,)
+            )
             ends.append([((mutation, p), 0.0) for p in placements])
         for combination in itertools.product(*ends):
             reads = tuple(read for read, _ in combination)
             cost = sum(cost for _, cost in combination)
-            options.append(Option(reads, ((item.name, used),), cost))
+            options.append(Option(reads, ((item.name, used_placement),), cost))
     layer_key = (without_numbers(item.label), item.kind, item.meta, tuple(choices))
     return Node(
         f"input {item.name}",
@@ -395,19 +399,19 @@ class Prices:
             return math.inf
         return seconds(spec(src), spec(dst), self.axis_problem.topology)
 
-    def output_options(self, value: str, wanted: Placement) -> list[tuple[ValueAt, float]]:
+    def output_options(self, value: str, target: Placement) -> list[tuple[ValueAt, float]]:
         """Return the ways to deliver an output, as (placed value to read, seconds): as wanted, or
         pending and reduced after the last microbatch. Reductions that share buckets cost bytes, but
         no latency each."""
-        options: list[tuple[ValueAt, float]] = [((value, wanted), 0.0)]
-        if isinstance(wanted, Partial) or self.axis == MICROBATCH_AXIS:
+        options: list[tuple[ValueAt, float]] = [((value, target), 0.0)]
+        if isinstance(target, Partial) or self.axis == MICROBATCH_AXIS:
             return options
         topology = self.axis_problem.topology
         if self.axis_problem.bucketed:
             topology = replace(topology, latency=0.0)
         late_prices = Prices(replace(self.axis_problem, topology=topology), self.axis, self.earlier)
         times = self.axis_problem.mesh.shape.get(MICROBATCH_AXIS, 1)
-        price = late_prices.convert(value, PARTIAL, wanted)
+        price = late_prices.convert(value, PARTIAL, target)
         if math.isfinite(price):  # infinite if an earlier axis leaves another reduction pending
             options.append(((value, PARTIAL), price / times))
         return options

@@ -75,29 +75,29 @@ def _contraction(
     # a vector next to another operand is a bias, which has the output's factor too
     other_dims = [dims for i, dims in enumerate(rule.operands) if i != index]
     multiplied = [dims for dims in other_dims if len(dims) > 1 or len(other_dims) == 1]
-    others = {f for dims in multiplied for f in _factors(dims)}
-    results = {f for dims in rule.results for f in _factors(dims)}
+    other_factors = {f for dims in multiplied for f in _factors(dims)}
+    result_factors = {f for dims in rule.results for f in _factors(dims)}
     contracted: list[tuple[int, str]] = []
     output: list[int] = []
     for dim, weight_dim in zip(rule.operands[index], weight_dims, strict=True):
         factor = _only_factor(rule, dim)
         if weight_dim is None or factor is None or factor in rule.whole:
             continue
-        if factor not in results:
+        if factor not in result_factors:
             contracted.append((weight_dim, factor))
-        elif factor not in others:
+        elif factor not in other_factors:
             output.append(weight_dim)
     if not contracted or not output:
         return None
     # in a weight with a matrix for each expert, prefer the summed dim over the dim of experts
-    dim, factor = min(contracted, key=lambda dim_and_factor: dim_and_factor[1] not in others)
+    dim, factor = min(contracted, key=lambda dim_and_factor: dim_and_factor[1] not in other_factors)
     return Contraction(
         value=value,
         op=op,
         operand=index,
         output_dim=output[-1],
         contracted_dim=dim,
-        lookup=factor not in others,
+        lookup=factor not in other_factors,
     )
 
 

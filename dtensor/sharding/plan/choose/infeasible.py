@@ -89,7 +89,7 @@ def _op_error(flow: Dataflow, op: Op, possible: Possible, axis: str) -> Planning
 
 def _output_error(flow: Dataflow, node: Node, possible: Possible, axis: str) -> PlanningError:
     """Return the error for an output that cannot have the placement that is stated for it."""
-    (value, wanted), *_ = node.options[0].reads
+    (value, stated), *_ = node.options[0].reads
     producer = flow.producers.get(value)
     lines = [
         f"  {_value_text(flow, value, possible, axis)}",
@@ -99,7 +99,7 @@ def _output_error(flow: Dataflow, node: Node, possible: Possible, axis: str) -> 
         fact = f"{node.name} is neither a sum nor a mean over the rows of the batch."
         fix = "fix: use microbatches=1, or write the loss as a mean or sum over rows"
     else:
-        fact = f"{node.name} cannot have the placement {wanted!r} on the axis {axis}."
+        fact = f"{node.name} cannot have the placement {stated!r} on the axis {axis}."
         fix = f"fix: state {axis}=Replicate() for it"
     return PlanningError("\n".join([fact, *lines, fix]))
 

@@ -123,7 +123,7 @@ def _shard_lengths(shard: Shard, size: int, num: int) -> str:
 
 
 def _rule_dim(rule: Rule, op: Op, value: str, shard: Shard) -> Dim:
-    """Return the factors of the sharded dim of ``value``, as the op's rule has them."""
+    """Return the factors of the dim of ``value`` that ``shard`` splits, by the op's rule."""
     if value in op.operands:
         return rule.operands[op.operands.index(value)][shard.dim]
     return rule.results[op.results.index(value)][shard.dim]
@@ -149,17 +149,19 @@ def _aligned_placement(
     """Return a placement of the pinned dim that lines up over ``num`` ranks and gives each rank a
     part, or None. Placements that give ranks equal parts are preferred."""
     assert isinstance(pin.placement, Shard)
-    at, pinned = pin.placement.dim, with_unit(pin.placement, 1)
-    size = flow.metas[pin.value].shape[at]
+    pinned_dim, pinned = pin.placement.dim, with_unit(pin.placement, 1)
+    size = flow.metas[pin.value].shape[pinned_dim]
     # If the axis cuts the pieces of another axis, its blocks are those pieces, whatever is stated.
-    minor = pin.stated is not None and with_unit(on_dim(pin.stated, at), 1) != pinned
-    cuts = [pinned] if minor else [Shard(at), pinned]
+    minor = pin.stated is not None and with_unit(on_dim(pin.stated, pinned_dim), 1) != pinned
+    cuts = [pinned] if minor else [Shard(pinned_dim), pinned]
     first = dim[0]
     if len(dim) > 1 and not minor:
         parts = tuple(math.prod(rule.size[f] for f in product) for product in dim)
-        cuts.append(Shard(at, parts))
+        cuts.append(Shard(pinned_dim, parts))
     elif (rule.whole.intersection(first[:1]) or len(first) > 2) and not minor:
-        cuts.append(Shard(at, rule.size[first[0]]))  # fused projections: (three heads width)
+        cuts.append(
+            Shard(pinned_dim, rule.size[first[0]])
+        )  # fused projections: (three heads width)
     candidates = (with_unit(cut, unit) for cut in dict.fromkeys(cuts) for unit in _units(rules))
     trials = [counted(trial, size) for trial in candidates if fits(trial, size)]
     for trial in sorted(trials, key=lambda trial: not _is_even(trial, size, num)):
@@ -170,7 +172,10 @@ def _aligned_placement(
 
 def _is_even(shard: Shard, size: int, num: int) -> bool:
     """Return whether all ranks hold equally many indices."""
-    return len({sum(hi - lo for lo, hi in held) for held in index_sets(shard, size, num)}) == 1
+    return (
+        len({sum(hi - lo for lo, hi in intervals) for intervals in index_sets(shard, size, num)})
+        == 1
+    )
 
 
 def _units(rules: Mapping[str, Rule]) -> list[int]:

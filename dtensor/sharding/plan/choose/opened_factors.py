@@ -213,12 +213,14 @@ def _with_pending(
             if anywhere:
                 allowed = any(name in pending for name in summands)
             else:
-                others = [
+                other_metas = [
                     meta
                     for meta, p in zip(op.call.operands, strategy.operands, strict=True)
                     if not isinstance(p, Partial)
                 ]
-                only_scaled = all(math.prod(m.shape) == 1 or _is_index(m.dtype) for m in others)
+                only_scaled = all(
+                    math.prod(m.shape) == 1 or _is_index(m.dtype) for m in other_metas
+                )
                 allowed = only_scaled and all(name in pending for name in summands)
             if allowed:
                 strategies.append(strategy)

@@ -207,8 +207,8 @@ def _connect(
     writers: dict[Placement, dict[int, float]] = {}  # placement -> variables of options
     for key, k, placement in item.written:
         writers.setdefault(placement, {})[index[key, k]] = 1.0
-    needed = dict.fromkeys(p for reader in item.read for _, _, p in reader)
-    if set(writers) == set(needed) and len(writers) == 1:
+    read_placements = dict.fromkeys(p for reader in item.read for _, _, p in reader)
+    if set(writers) == set(read_placements) and len(writers) == 1:
         return
     converted: dict[tuple[Placement, Placement], int] = {}  # conversion -> its variable
     for p, q in _pairs(item.written, item.read):

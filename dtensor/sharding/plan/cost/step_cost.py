@@ -237,8 +237,8 @@ def _written_in_place(plan: PlanRecord, step: Compute) -> tuple[TensorSpec, ...]
     bases = {name: base for write in plan.state_writes for name, base in write.writes}
     if result not in bases:
         return ()
-    others = tuple(spec for at, spec in enumerate(specs) if at != bases[result])
+    other_specs = tuple(spec for at, spec in enumerate(specs) if at != bases[result])
     writes = writes_of(step.op.call)
     assert writes is not None
     state = specs[bases[result]]
-    return (*others, *others) if writes.partial else (*specs, state)
+    return (*other_specs, *other_specs) if writes.partial else (*specs, state)

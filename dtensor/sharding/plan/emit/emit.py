@@ -182,14 +182,14 @@ class Outputs:
                 Accumulate(result=result, operand=name, src=spec, dst=dst, stage=stage, of=of)
             )
             name, spec = result, dst
-        wanted = self._final_spec(output, spec)
+        final_spec = self._final_spec(output, spec)
         for existing in e.on(output.value, output.stage) if name == copy.name else ():
-            if alike(existing.spec, wanted):
+            if alike(existing.spec, final_spec):
                 return _PendingOutput(output, existing.name, (), existing.spec, of)
         # all_reduces of gradients share buckets, so `moves` must not split them into two steps
         trained = output.kind == "gradient" and self._trains()
-        same = alike(spec, wanted)
-        path = () if same else moves(spec, wanted, e.request.topology, whole=trained)
+        is_final = alike(spec, final_spec)
+        path = () if is_final else moves(spec, final_spec, e.request.topology, whole=trained)
         if trained:
             path = reduce_in_float32(path)
         elif output.value in e.float32_parts and name == copy.name:

@@ -79,8 +79,8 @@ class Emitter:
         by = Reader(stage, phase, op.source, f"{op.name} needs it")
         operands: list[Copy] = []
         for index, value in enumerate(op.operands):
-            wanted = self.spec(value, {a: s.operands[index] for a, s in strategies.items()})
-            operands.append(self.need(value, wanted, by))
+            needed_spec = self.spec(value, {a: s.operands[index] for a, s in strategies.items()})
+            operands.append(self.need(value, needed_spec, by))
         results = tuple(
             None if v is None else self.spec(v, {a: s.results[i] for a, s in strategies.items()})
             for i, v in enumerate(op.results)
@@ -161,20 +161,20 @@ class Emitter:
             copy = self.move(copy, value, move, by)
         return copy
 
-    def _cheapest(self, copies: Sequence[Copy], wanted: TensorSpec) -> tuple[Copy, Sequence[Move]]:
-        """Return the copy that is cheapest to convert to ``wanted``, and the moves that do it."""
+    def _cheapest(self, copies: Sequence[Copy], target: TensorSpec) -> tuple[Copy, Sequence[Move]]:
+        """Return the copy that is cheapest to convert to ``target``, and the moves that do it."""
         for copy in copies:
-            if alike(copy.spec, wanted):
+            if alike(copy.spec, target):
                 return copy, ()
         topology = self.request.topology
 
         def in_its_dtype(copy: Copy) -> TensorSpec:
-            return replace(wanted, dtype=copy.spec.dtype)
+            return replace(target, dtype=copy.spec.dtype)
 
         best = min(copies, key=lambda c: seconds(c.spec, in_its_dtype(c), topology))
         path = moves(best.spec, in_its_dtype(best), topology)
-        return best, path if best.spec.dtype == wanted.dtype else round_after_sum(
-            path, wanted.dtype
+        return best, path if best.spec.dtype == target.dtype else round_after_sum(
+            path, target.dtype
         )
 
     def move(self, copy: Copy, value: str, move: Move, by: Reader) -> Copy:

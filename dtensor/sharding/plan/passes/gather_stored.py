@@ -184,9 +184,9 @@ class _Gathering:
         values = [self._shard(member, stage, when) for member in group.members]
         for axis in _axes(items[0]):
             moves = [
-                Move("all_gather", axis, spec, spec.with_placements(**{axis: used}))
+                Move("all_gather", axis, spec, spec.with_placements(**{axis: used_placement}))
                 for (_, spec), item in zip(values, items, strict=True)
-                for used in (item.spec.placement(axis),)
+                for used_placement in (item.spec.placement(axis),)
             ]
             lines = (m.source for item in items for m in item.misaligned if m.axis == axis)
             results = [unused(f"{member}_gathered", self.names) for member in group.members]

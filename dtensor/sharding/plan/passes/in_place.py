@@ -68,8 +68,8 @@ def in_place(plan: PlanRecord) -> PlanRecord:
         why = "its position depends on a message, or on another write before the commit"
         writes[writes.index(unsafe)] = _copied(plan, unsafe, why)
     for number, write in enumerate(writes):
-        others = changed - {*in_place_names, write.name}
-        if write.how == "at the commit" and dependencies.roots_of(write) & others:
+        other_inputs = changed - {*in_place_names, write.name}
+        if write.how == "at the commit" and dependencies.roots_of(write) & other_inputs:
             write = _copied(plan, write, "it reads another value that changes at the commit")
         if write.how == "copied":
             write = replace(write, shares=bool(roots(write.value, producers) & changed))
@@ -260,8 +260,8 @@ class _StorageWrites:
             return
         if alias.version != version:
             raise _NotInPlace("it is written from the contents before another write")
-        others = [v for at, v in enumerate(step.operands) if at != base]
-        if any(v in self.aliases for v in others):
+        other_operands = [v for at, v in enumerate(step.operands) if at != base]
+        if any(v in self.aliases for v in other_operands):
             raise _NotInPlace("the written value is a view of it")
         self.written.append((name, base))
         self.places.append(alias.places)
@@ -378,8 +378,8 @@ class _Dependencies:
         """Return the values whose storage the written values and the positions may share."""
         root_values: set[str] = set()
         for name, base in write.writes:
-            others = (v for at, v in enumerate(self.producers[name].reads) if at != base)
-            root_values |= {root for v in others for root in roots(v, self.producers)}
+            other_operands = (v for at, v in enumerate(self.producers[name].reads) if at != base)
+            root_values |= {root for v in other_operands for root in roots(v, self.producers)}
         return root_values
 
     def _positions(self, name: str) -> Iterator[str]:

@@ -67,8 +67,8 @@ class _Recompute:
 
     names: op name -> region name. producers: value -> the forward step that makes it without
     communication. regions: value -> its region, or None. kept: values that must not be repeated.
-    needed: values to repeat. repeated_names: value -> the name of its repetition. taken: names in
-    use. repeats: region -> its repeated steps.
+    needed: values to repeat. repeated_names: value -> the name of its repetition. used_names: names
+    in use. repeats: region -> its repeated steps.
     """
 
     plan: PlanRecord
@@ -79,7 +79,7 @@ class _Recompute:
     needed: set[str] = field(default_factory=set[str])
     repeated_names: dict[str, str] = field(default_factory=dict[str, str])
     steps: list[Step] = field(default_factory=list[Step])
-    taken: set[str] = field(default_factory=set[str])
+    used_names: set[str] = field(default_factory=set[str])
     repeats: dict[RegionKey, list[Repeatable]] = field(
         default_factory=dict[RegionKey, list[Repeatable]]
     )
@@ -88,7 +88,7 @@ class _Recompute:
         """Return the plan in which values that are not kept are computed again in the backward."""
         plan = self.plan
         buckets = {s.bucket for s in plan.steps if isinstance(s, Redistribute)}
-        self.taken = {*plan.value_specs(), *buckets}
+        self.used_names = {*plan.value_specs(), *buckets}
         self._find_regions()
         self._find_kept()
         self._find_needed()
@@ -117,8 +117,8 @@ class _Recompute:
                 case Compute(op=op):
                     region = (self.names[op.name], step.stage) if op.name in self.names else None
                 case Redistribute() if step.is_free:
-                    of_readers = readers.get(step.name, set())
-                    region = next(iter(of_readers)) if len(of_readers) == 1 else None
+                    reader_regions = readers.get(step.name, set())
+                    region = next(iter(reader_regions)) if len(reader_regions) == 1 else None
                 case _:
                     continue
             for name in step.gives:
@@ -194,7 +194,7 @@ class _Recompute:
         assert region is not None
         names = self.repeated_names
         for name in needed:
-            names[name] = unused(f"{name}_again", self.taken)
+            names[name] = unused(f"{name}_again", self.used_names)
         repeated = replace(step.reading(names).giving(names), phase="backward")
         self.repeats.setdefault(region, []).append(repeated)
         self.steps.append(repeated)

@@ -98,8 +98,8 @@ def _redistributed_bytes(plan: PlanRecord, axis: str, ops: Collection[str]) -> i
 
 def _little_split_text(plan: PlanRecord, axis: str) -> str:
     """Return the warning about an axis that splits (almost) nothing; "" if it splits enough."""
-    used = (plan.stage_axis, None if plan.zero is None else plan.zero[0])
-    if plan.mesh.axis_size(axis) == 1 or axis in used:
+    busy_axes = (plan.stage_axis, None if plan.zero is None else plan.zero[0])
+    if plan.mesh.axis_size(axis) == 1 or axis in busy_axes:
         return ""
     labels, share = _split_parameters(plan, axis)
     if share >= _MIN_SPLIT_FRACTION:

@@ -339,7 +339,10 @@ def _uneven_axes(spec: TensorSpec) -> Iterator[tuple[str, list[int]]]:
     for axis, placement in spec.sharding.items():
         if isinstance(placement, Shard):
             num = spec.mesh.axis_size(axis)
-            sizes = [length(held) for held in index_sets(placement, spec.shape[placement.dim], num)]
+            sizes = [
+                length(intervals)
+                for intervals in index_sets(placement, spec.shape[placement.dim], num)
+            ]
             if len(set(sizes)) > 1:
                 yield axis, sizes
 
@@ -473,12 +476,12 @@ def _regions(plan: PlanRecord) -> list[str]:
 
 def _region_entry(plan: PlanRecord, members: Sequence[Region], nbytes: int) -> list[str]:
     """Return the lines of regions with equal amounts. Each of them saves ``nbytes``."""
-    first, several = members[0], len(members) > 1
+    first, is_group = members[0], len(members) > 1
     where = f"stage {first.stage}, " if plan.num_stages > 1 else ""
     each = ", each" if first.repeated else ""
-    count = f"{len(members)} regions{each}" if several else "1 region"
+    count = f"{len(members)} regions{each}" if is_group else "1 region"
     name = ", ".join(collapse([region.name for region in members]))
-    of_first = f" (of {first.name})" if several else ""
+    of_first = f" (of {first.name})" if is_group else ""
     ops = count_text(first.num_ops, "op")
     head = f"{name:<{_REGION_NAME - 2}}  {where}{count}"
     if not first.repeated:
@@ -509,7 +512,7 @@ def _memory(totals: PlanTotals) -> list[str]:
     if plan.plain is not None:
         plain = [size_text(m.activations) for m in PlanTotals(plan.plain).stage_memory]
         rows.append(["    without recompute", *plain])
-    if any(held > 1 for held in plan.in_flight):
+    if any(num_in_flight > 1 for num_in_flight in plan.in_flight):
         rows.append(["    microbatches in flight", *map(str, plan.in_flight)])
     if plan.copies:
         title = f"  kept to undo a step, x{plan.copies}"

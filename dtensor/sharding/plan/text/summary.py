@@ -151,12 +151,13 @@ def _sent_rows(totals: PlanTotals) -> list[Row]:
     ranked = sorted(totals.most_sent(lambda key: key).items(), key=lambda item: -item[1].seconds)
     shown = ranked if len(ranked) <= _MAX_SENT else ranked[: _MAX_SENT - 1]
     rows = [(axis, phase, *_cells(sent, kind)) for (axis, phase, kind), sent in shown]
-    if others := [sent for _, sent in ranked[len(shown) :]]:
-        rows.append(("others", "", *_cells(sum(others, SentTotals()))))
+    if not_shown := [sent for _, sent in ranked[len(shown) :]]:
+        rows.append(("others", "", *_cells(sum(not_shown, SentTotals()))))
     return rows
 
 
 def _cells(sent: SentTotals, kind: str = "") -> Row:
+    """Return the cells of a row: number and kind of messages, bytes, seconds."""
     number = f"{sent.times} {kind}".rstrip()
     return number, size_text(sent.bytes_sent), seconds_text(sent.seconds)
 

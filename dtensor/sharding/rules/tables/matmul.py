@@ -141,16 +141,16 @@ def _with_used_heads(q: int) -> Localizer:
         """Return a call with ``used``, for each query head the position of its key head among those
         that the rank holds; the call itself if it uses all of them in order."""
         group = call.operands[q].shape[1] // max(1, call.operands[q + 1].shape[1])
-        held = [i for lo, hi in local.operand_intervals(q + 1, 1) for i in range(lo, hi)]
-        heads = [i for lo, hi in local.operand_intervals(q, 1) for i in range(lo, hi)]
-        used = [held.index(head // group) for head in heads]
-        distinct = sorted(set(used))
-        if used == [i for i in distinct for _ in range(len(used) // len(distinct))]:
-            used = distinct  # the op repeats each key head for an equal number of query heads
-        if used == list(range(len(held))):
+        key_heads = [i for lo, hi in local.operand_intervals(q + 1, 1) for i in range(lo, hi)]
+        query_heads = [i for lo, hi in local.operand_intervals(q, 1) for i in range(lo, hi)]
+        positions = [key_heads.index(head // group) for head in query_heads]
+        distinct = sorted(set(positions))
+        if positions == [i for i in distinct for _ in range(len(positions) // len(distinct))]:
+            positions = distinct  # the op repeats each key head for an equal number of query heads
+        if positions == list(range(len(key_heads))):
             return call
         run = local_forms.attention_of_heads if q == 0 else local_forms.attention_of_heads_backward
-        return retarget(call, run, call.target, used, *call.args, **dict(call.kwargs))
+        return retarget(call, run, call.target, positions, *call.args, **dict(call.kwargs))
 
     return localize
 
@@ -308,10 +308,10 @@ def _grouped_mm(call: OpCall) -> Rule:
 def _held_groups(call: OpCall, local: Local, operand: int | None) -> list[int] | None:
     """Return the rank's groups in dim 0 of this operand (None: the result); None: all groups."""
     if operand is None:
-        total, held = call.result.shape[0], local.result_intervals(0, 0)
+        total, intervals = call.result.shape[0], local.result_intervals(0, 0)
     else:
-        total, held = call.operands[operand].shape[0], local.operand_intervals(operand, 0)
-    groups = [g for start, stop in held for g in range(start, stop)]
+        total, intervals = call.operands[operand].shape[0], local.operand_intervals(operand, 0)
+    groups = [g for start, stop in intervals for g in range(start, stop)]
     return None if len(groups) == total else groups
 
 

@@ -72,13 +72,13 @@ def _slice_texts(
     return replace_dim(dims, dim, _sum_text([*sizes.items()])), replace_dim(dims, dim, piece), sizes
 
 
-def _local_bounds(held: Intervals, lo: int, hi: int, step: int) -> tuple[int, int]:
-    """Return the local slice for the global slice ``lo:hi`` on a rank that holds ``held`` of the
-    dim. With a step other than 1 the rank holds the whole dim."""
+def _local_bounds(intervals: Intervals, lo: int, hi: int, step: int) -> tuple[int, int]:
+    """Return the local slice for the global slice ``lo:hi`` on a rank that holds these intervals of
+    the dim. With a step other than 1 the rank holds the whole dim."""
     if step != 1:
         return lo, hi
-    start = count_within(held, 0, lo)
-    return start, start + count_within(held, lo, hi)
+    start = count_within(intervals, 0, lo)
+    return start, start + count_within(intervals, lo, hi)
 
 
 def _slice(call: OpCall) -> Rule:

@@ -164,9 +164,9 @@ def _part_of_repeat(at: int, joined_dims: list[int], splits: bool) -> Localizer:
             spans = intervals(0, dim)
             columns = [j for lo, hi in spans for j in range(lo, hi)]
             indices = [i * sizes[dim] + j for i in indices for j in columns]
-        held = (local.operand_intervals if splits else local.result_intervals)(0, at)
+        intervals_at = (local.operand_intervals if splits else local.result_intervals)(0, at)
         position_of = {index: i for i, index in enumerate(indices)}
-        positions = [position_of[i] for lo, hi in held for i in range(lo, hi)]
+        positions = [position_of[i] for lo, hi in intervals_at for i in range(lo, hi)]
         run = local_forms.filled_reshape if splits else local_forms.part_of_reshape
         joined = list(operand if splits else result)
         joined[at] = len(indices)
