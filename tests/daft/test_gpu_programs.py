@@ -164,7 +164,7 @@ def test_device_waits_record_current_wait_of_gpu(
     assert waits.current_wait() is None and counter.read().device is None
     waits.begin(3, 9)
     for position in (5, 8):
-        waits.noted(position, lambda: None)()
+        waits.recorded(position, lambda: None)()
     told = []
     for stream.done in range(5):
         told.append(waits.current_wait())
@@ -188,7 +188,7 @@ def test_device_wait_watch_ends_if_gpu_is_lost(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(torch.cuda, "Event", Lost)
     waits, told, over = DeviceWaits(), [], threading.Event()
-    waits.noted(5, lambda: None)()
+    waits.recorded(5, lambda: None)()
 
     def tell(place: Any) -> None:
         told.append(place)

@@ -448,7 +448,7 @@ class _Completion:
             if self.model_home is not None:
                 self.model_home.unsaved = True
             if self.writing.replaces and not self.writing.published:
-                error.add_note(f"the earlier contents of {self.stated.path} are unchanged.")
+                error.add_note(f"the earlier contents of {self.options.path} are unchanged.")
             raise
 
     def _finish(self) -> None:
@@ -468,7 +468,7 @@ class _Completion:
             raise
         self.writing.finish(parts, keep=self.options.keep)
         if self.model_home is not None and steps >= self.model_home.saved[1]:
-            self.model_home.saved = f"{self.stated.path} has the last save", steps
+            self.model_home.saved = f"{self.options.path} has the last save", steps
 
     def _wait_for_parts(self) -> list[PartRecord]:
         """Wait for all parts, and return their records. If a part fails, the other parts are still
@@ -496,7 +496,7 @@ class _Completion:
         for rank, why in sorted(failed.items()):
             who = "the controller" if rank == self.size else f"rank {rank}"
             kind = WriterLost if why == GONE else CheckpointError
-            raise kind(f"{who} could not write its part of {self.stated.path}: {why}")
+            raise kind(f"{who} could not write its part of {self.options.path}: {why}")
         return list(records.values())
 
     def _failed_ranks(self, waiting: Sequence[int]) -> dict[int, str]:
