@@ -102,7 +102,7 @@ def planned(step: dt.TrainStep, length: int) -> tuple[float, dict[str, float]]:
 def refused() -> list[str]:
     """Why a length is captured, from here on."""
     found: list[str] = []
-    plain: Any = Lengths._graph
+    plain: Any = Lengths._exported_graph
 
     def graph(*args: Any) -> Any:
         try:
@@ -111,7 +111,7 @@ def refused() -> list[str]:
             found.append(f"{type(error).__name__}: {error}")
             raise
 
-    Lengths._graph = graph  # type: ignore[method-assign]
+    Lengths._exported_graph = graph  # type: ignore[method-assign]
     return found
 
 

@@ -164,7 +164,7 @@ def test_texts_do_not_depend_on_when_prefill_ends(
     gen, meshes = pair_of_writers(ahead=ahead, eos=[5, 11])
     one = dt.generator(gen.model, slots=2, length=40, buckets=(8, 24), eos=[5, 11])
     asked = random_requests(40, rng, vocab=32)
-    monkeypatch.setattr(disaggregated_prefill, "_ended", lambda x: rng.random() < 0.3)
+    monkeypatch.setattr(disaggregated_prefill, "_has_ended", lambda x: rng.random() < 0.3)
     with dt.launch(*meshes):
         synced(gen)
         waiting, requests, dropped = list(asked), list[TextRequest](), list[TextRequest]()
@@ -196,7 +196,7 @@ def test_running_requests_decode_while_new_prompt_is_prefilled(
         synced(gen)
         first = gen.submit([5, 17, 3], max_new_tokens=6)
         gen.step()
-        monkeypatch.setattr(disaggregated_prefill, "_ended", lambda x: False)
+        monkeypatch.setattr(disaggregated_prefill, "_has_ended", lambda x: False)
         second = gen.submit([9], max_new_tokens=3)
         for number in range(3, 7):
             gen.step()

@@ -38,7 +38,7 @@ class Counted:
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counted]:
     """Use the real capture instead of tests/captures.py, and count."""
     found = Counted()
-    plain: Any = lengths.Lengths._graph
+    plain: Any = lengths.Lengths._exported_graph
 
     def counting(*args: Any, **kwargs: Any) -> Any:
         found.captures += 1
@@ -54,7 +54,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counted]:
         return made
 
     monkeypatch.setattr(bound_call, "capture", counting)
-    monkeypatch.setattr(lengths.Lengths, "_graph", graph)
+    monkeypatch.setattr(lengths.Lengths, "_exported_graph", graph)
     yield found
 
 

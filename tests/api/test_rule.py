@@ -233,7 +233,7 @@ def test_rule_errors_have_exact_text(name: str) -> None:
 
 
 def test_proposed_fix_for_new_factor_passes_its_own_check() -> None:
-    from dtensor.api.rule import _check
+    from dtensor.api.rule import _check_statement
 
     op = torch.ops.test_rule_api.gate.default
-    _check(op, "b t d, d -> b t e!", (), "sum", None, "promote")
+    _check_statement(op, "b t d, d -> b t e!", (), "sum", None, "promote")
