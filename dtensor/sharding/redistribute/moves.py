@@ -92,7 +92,7 @@ class Move:
 
 @lru_cache(maxsize=1 << 13)  # searches between different specs meet the same moves
 def _bytes_sent(move: Move) -> int:
-    """Return the bytes that the rank which sends most sends."""
+    """Return the bytes that are sent by the rank that sends the most."""
     sends = MOVES[move.kind].sends
     if sends is None:
         return 0

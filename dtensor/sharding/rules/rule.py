@@ -215,6 +215,8 @@ class Rule:
             if all(p == REPLICATE for p in results):
                 return None
         elif any(p == REPLICATE for p in results):
+            # The results lack a split factor: each rank computes a part of a sum (or maximum), to
+            # which addends are added once, as pending sums.
             results = [
                 Partial(self.reduce) if p == REPLICATE and self._is_pending(i, assignment) else p
                 for i, p in enumerate(results)
@@ -286,12 +288,12 @@ class Rule:
         assignment: dict[str, FactorSharding] = {}
         for product, part in zip(dim, parts, strict=True):
             choices = list(self._factor_shardings(product, part, shard.unit))
-            if len(dim) == 1:
+            if len(dim) == 1:  # a plain product: exactly one factor must give the shard's indices
                 for factor, sharding in choices:
                     if self._index_sets(dims, shard.dim, {factor: sharding}, num) == target_sets:
                         return {factor: sharding}
                 return None
-            if not choices:
+            if not choices:  # each part of a sum must be split
                 return None
             factor, sharding = choices[0]
             assignment[factor] = sharding
@@ -349,8 +351,8 @@ class Rule:
             yield factor, FactorSharding(tuple(b // after for b in repeated), factor_unit)
 
     def local_call(self, call: OpCall, local: Local) -> OpCall:
-        """Return the call that one rank runs: ``localize`` rewrites it, then ``parts`` if the plan
-        keeps the rank's part of a sum in float32. Its shapes and dtypes are the rank's."""
+        """Return the call that one rank runs, with the rank's shapes and dtypes. ``localize``
+        rewrites it; then ``parts`` does, if the plan keeps the rank's part of a sum in float32."""
         localized = self.localize(call, local) if self.localize is not None else call
         if callable(self.parts) and leaves_float32(call, local.results):
             localized = self.parts(localized)

@@ -185,8 +185,8 @@ class TensorSpec:
         for order in itertools.permutations(splits):
             majors: list[tuple[Shard, int]] = []
             for axis, shard in order:
-                like_major = Shard(dim, 1, order[0][1].unit)
-                if majors and refine(like_major, majors, size) != shard:
+                one_block = Shard(dim, 1, order[0][1].unit)
+                if majors and refine(one_block, majors, size) != shard:
                     break
                 majors.append((shard, self.mesh.axis_size(axis)))
             else:

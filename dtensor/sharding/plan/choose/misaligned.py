@@ -50,7 +50,8 @@ class MisalignedPin:
     num: int
 
     def record(self) -> Misaligned:
-        """Return the pin for the plan, with the first op in program order as the reason."""
+        """Return the record of the pin that the plan prints. The reason is the first op in program
+        order with which the pin does not line up."""
         uses = {op.name: (op, value, shard) for op, value, shard in reversed(self.uses)}
         op, value, shard = next(uses[op.name] for op in self.flow.ops if op.name in uses)
         assert isinstance(self.pin.placement, Shard)
@@ -159,9 +160,8 @@ def _aligned_placement(
         parts = tuple(math.prod(rule.size[f] for f in product) for product in dim)
         cuts.append(Shard(pinned_dim, parts))
     elif (rule.whole.intersection(first[:1]) or len(first) > 2) and not minor:
-        cuts.append(
-            Shard(pinned_dim, rule.size[first[0]])
-        )  # fused projections: (three heads width)
+        # a block for each fused projection: (three heads width)
+        cuts.append(Shard(pinned_dim, rule.size[first[0]]))
     candidates = (with_unit(cut, unit) for cut in dict.fromkeys(cuts) for unit in _units(rules))
     trials = [counted(trial, size) for trial in candidates if fits(trial, size)]
     for trial in sorted(trials, key=lambda trial: not _is_even(trial, size, num)):

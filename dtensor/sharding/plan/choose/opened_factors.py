@@ -117,8 +117,8 @@ def reach(
     closure = _Closure(flow, rules, num)
     labels = labels or {}
     opened: list[Opened] = []
-    stored: dict[str, Misaligned] = {}
-    fixes: dict[object, str] = {}
+    stored: dict[str, Misaligned] = {}  # value -> its pin, if it only determines storage
+    fixes: dict[object, str] = {}  # misaligned pin without its ops -> the text of its fix
     for pin in pins:
         if not pin.opens or not isinstance(pin.placement, Shard):
             continue

@@ -87,8 +87,8 @@ def _solve(nodes: Sequence[Node], price: Price) -> Solution:
     from scipy.optimize import Bounds, milp
 
     groups = _groups(nodes)
-    index: dict[tuple[int, int], int] = {}
-    costs: list[float] = []
+    index: dict[tuple[int, int], int] = {}  # (group, option) -> its variable: 1 if chosen, else 0
+    costs: list[float] = []  # of each variable; `_connect` adds those of conversions
     for key, members in enumerate(groups):
         for k in range(len(members[0].options)):
             index[key, k] = len(costs)
@@ -96,7 +96,7 @@ def _solve(nodes: Sequence[Node], price: Price) -> Solution:
             costs.append(total * _NANOSECONDS + _TIE_BREAK * k * len(members))
     num_choices = len(costs)
     rows = _Rows()
-    for key, members in enumerate(groups):
+    for key, members in enumerate(groups):  # each group chooses exactly one option
         rows.add({index[key, k]: 1.0 for k in range(len(members[0].options))}, 1.0, 1.0)
     for value_class, count in _value_classes(nodes, groups, price).items():
         _connect(value_class, count, index, costs, rows, price)

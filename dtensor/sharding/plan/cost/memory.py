@@ -189,7 +189,8 @@ class _Activations:
 
 def _activations(plan: PlanRecord, stage: int, gradients: Mapping[str, int]) -> _Activations:
     """Return the bytes of activations, by liveness of storages over one microbatch. ``gradients``:
-    as returned by `waiting_gradients`; they do not count as activations."""
+    value -> bytes of the gradients that wait for the optimizer, which do not count as
+    activations."""
     values = _StageValues()
     permanent: dict[str, None] = {}  # storages that live as long as the step
     uncounted = set(gradients)  # values that count as parameters or as gradients
@@ -199,6 +200,7 @@ def _activations(plan: PlanRecord, stage: int, gradients: Mapping[str, int]) -> 
             uncounted.update([item.name] if item.kind in _STATE_KINDS else [])
             permanent[item.name] = None
     steps = [s for s in plan.steps if s.in_microbatch and stage in s.stages]
+    # define the values of steps that run once, then walk the forward and backward of a microbatch
     for step in (s for s in steps if s.once):
         for name, spec in _results_on(step, stage):
             values.define(name, spec, base_of(plan, name, step))
@@ -212,7 +214,7 @@ def _activations(plan: PlanRecord, stage: int, gradients: Mapping[str, int]) -> 
         values.use((n for n in step.reads if n in values.storage), at)
     for value in (v for o in plan.outputs for _, v in o.values if v in values.storage):
         values.use([value], len(walk))
-    for step in plan.steps:
+    for step in plan.steps:  # a value that is accumulated is freed when its phase ends
         if isinstance(step, Accumulate) and step.stage == stage:
             storage = values.storage[step.operand]
             ends = first_backward if values.last_use[storage] < first_backward else len(walk)

@@ -140,7 +140,9 @@ class Outputs:
         return self._finish(pending)
 
     def _final_spec(self, output: Output, spec: TensorSpec) -> TensorSpec:
-        """Return the spec that an output with the present spec ``spec`` must have."""
+        """Return the spec that an output with the present spec ``spec`` must have. A gradient is
+        placed as the optimizer state of its parameter, new contents as the input is stored, and a
+        result as the user states, by default replicated."""
         placements: Mapping[str, Placement]
         request = self.emitter.request
         if output.kind == "result":

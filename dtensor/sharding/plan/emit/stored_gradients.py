@@ -71,7 +71,9 @@ def _scatter_over(
             layer = "" if in_float32 else layer_of(item.label)
             key = (in_float32, layer, output.stage, copy.spec.dtype)
             groups.setdefault(key, []).append((output.value, copy, move, item.label))
-        elif copy.spec.placement(axis) == REPLICATE and item.misaligned:
+        elif (
+            copy.spec.placement(axis) == REPLICATE and item.misaligned
+        ):  # slice it, without a message
             scattered[at] = replace(copy, name=e.fresh(f"{copy.name}_sliced"), spec=dst)
             step = Redistribute(
                 results=(scattered[at].name,),
@@ -82,7 +84,7 @@ def _scatter_over(
                 why=f"{item.label} is stored as {item.state}",
             )
             new_steps.setdefault(producer_index[copy.name], []).append(step)
-    for members in groups.values():
+    for members in groups.values():  # insert each message after the last gradient that it sends
         members.sort(key=lambda m: producer_index[m[1].name])
         for bucket in fill_buckets(members, [m[2].src.max_local_nbytes for m in members]):
             results = tuple(e.fresh(f"{copy.name}_scattered") for _, copy, _, _ in bucket)

@@ -108,7 +108,8 @@ class _Gathering:
         return value in self.split or value in self.local_steps
 
     def _base(self, value: str) -> tuple[str, str]:
-        """Return (the parameter, the value to gather): the parameter itself, or its cast."""
+        """Return (the parameter from which local steps make ``value``, the value to gather). The
+        value to gather is the parameter itself, or its cast to fewer bytes."""
         if value in self.split:
             return value, value
         step = self.local_steps[value]

@@ -140,7 +140,7 @@ def _shared_costs(items: Sequence[SharedCost], num: int) -> Table:
     table = np.zeros((num, num + 1), np.int64)
     for item in items:
         previous = -1
-        for unit in item.units:
+        for unit in item.units:  # charge the parts in which this is the first unit of the item
             table[previous + 1 : unit + 1, unit + 1 :] += item.cost
             previous = unit
     return table
@@ -161,6 +161,7 @@ def _sent_costs(chain: Chain) -> Table:
     num = len(chain.own)
     table = np.zeros((num, num + 1), np.int64)
     for item in chain.sent:
+        # charge the parts that have the sender, except those that have all readers too
         first, last = min(item.unit, *item.readers), max(item.unit, *item.readers)
         table[: item.unit + 1, item.unit + 1 :] += item.cost
         table[: first + 1, last + 1 :] -= item.cost

@@ -65,7 +65,14 @@ _Ref = tuple[str, str | int]
 """A name in a step that may differ between layers: (kind, name), where the kind is "value", "label"
 or "number"."""
 _Relation = tuple[Hashable, ...]
-"""How a name of a layer is related to the corresponding name of the layer before."""
+"""How a name of a layer is related to the corresponding name of the layer before:
+    ("same",)                               the same value or label
+    ("label", pattern, differences)         labels whose numbers differ by these amounts
+    ("number", difference)                  numbers of random ops
+    ("own", offset, index, distance)        result ``index`` of the step at ``offset``, ``distance``
+                                            layers before
+    ("of", run, offset, index, distance)    the same for a result of an earlier run
+"""
 _SAME: _Relation = ("same",)
 _OUTSIDE: _Relation = ("outside",)
 """Both names are different values from before the run. This is allowed for the first layers only

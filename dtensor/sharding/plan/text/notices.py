@@ -30,7 +30,8 @@ splits the batch or weights, only attention counts as repeated."""
 
 
 def notices_of(plan: PlanRecord) -> list[str]:
-    """Return the lines "warning", "repeats" and "hint"; [] for most plans."""
+    """Return the lines "warning", "repeats" and "hint" about placements that the user probably did
+    not intend; [] for most plans."""
     lines: list[str] = []
     if not updates_of(plan.steps):
         return lines
@@ -98,8 +99,8 @@ def _redistributed_bytes(plan: PlanRecord, axis: str, ops: Collection[str]) -> i
 
 def _little_split_text(plan: PlanRecord, axis: str) -> str:
     """Return the warning about an axis that splits (almost) nothing; "" if it splits enough."""
-    busy_axes = (plan.stage_axis, None if plan.zero is None else plan.zero[0])
-    if plan.mesh.axis_size(axis) == 1 or axis in busy_axes:
+    stage_and_zero_axes = (plan.stage_axis, None if plan.zero is None else plan.zero[0])
+    if plan.mesh.axis_size(axis) == 1 or axis in stage_and_zero_axes:
         return ""
     labels, share = _split_parameters(plan, axis)
     if share >= _MIN_SPLIT_FRACTION:

@@ -240,6 +240,7 @@ def _state_writes(plan: PlanRecord, stage: int) -> list[str]:
             groups.setdefault((how, write.source), []).append(write)
     lines: list[str] = []
     for (how, source), writes in groups.items():
+        # new contents that may share the storage of a changing input are copied twice
         nbytes = sum(write.nbytes * (1 + write.shares) for write in writes)
         copied = f", {size_text(nbytes)} copied" if nbytes else ""
         names = ", ".join(collapse([write.of for write in writes]))
@@ -320,7 +321,8 @@ def _head(plan: PlanRecord) -> str:
 
 
 def _ranks(plan: PlanRecord, stage: int) -> str:
-    """Return whether the stage's ranks have shards of equal sizes, with the first exception."""
+    """Return "all ranks identical" if all shards of the stage have equal sizes; else the first
+    value whose shards differ, and the number of other such values."""
     uneven: list[str] = []
     uneven_axes_of: dict[TensorSpec, list[tuple[str, list[int]]]] = {}
     for name, spec in _stage_values(plan, stage):

@@ -47,8 +47,8 @@ def _terms(
     result: list[str] = []
     for d, width in enumerate(weight[2:]):
         # A kernel of one point with stride 1 maps each position to itself, so the dim may be split.
-        point = width == 1 and _at(stride, d) == 1 and _at(padding, d) == 0
-        if point and _at(output_padding, d) == 0:
+        is_point = width == 1 and _at(stride, d) == 1 and _at(padding, d) == 0
+        if is_point and _at(output_padding, d) == 0:
             source, kernel, result = [*source, f"s{d}"], [*kernel, "1"], [*result, f"s{d}"]
         else:
             source, kernel = [*source, f"x{d}!"], [*kernel, f"k{d}!"]

@@ -20,6 +20,7 @@ def unless_empty(localize: Localizer | None = None) -> Localizer:
     right, as the results are empty too or are parts of a sum over the split factor."""
 
     def guarded(call: OpCall, local: Local) -> OpCall:
+        """Return a call that creates zeros if a non-empty operand has an empty shard."""
         for i, meta in enumerate(call.operands):
             sizes = zip(meta.shape, local.operand_shape(i), strict=True)
             if any(size and not local_size for size, local_size in sizes):

@@ -187,14 +187,16 @@ def _pick_heads(call: OpCall) -> Rule:
 
     def localize(call: OpCall, local: Local) -> OpCall:
         """Return a call with the positions, in the rank's piece of x, of the heads it needs."""
-        held = [source_heads[i] for lo, hi in local.operand_intervals(0, 1) for i in range(lo, hi)]
+        local_heads = [
+            source_heads[i] for lo, hi in local.operand_intervals(0, 1) for i in range(lo, hi)
+        ]
         needed = [heads[i] for lo, hi in local.result_intervals(0, 1) for i in range(lo, hi)]
-        if not set(needed) <= set(held):
+        if not set(needed) <= set(local_heads):
             raise PlanningError(
                 "two axes split the heads of keys that a cache copies for one of them.\n"
                 "fix: split the query heads over one axis"
             )
-        return retarget(call, local_forms.heads_at, call.args[0], positions_of(held, needed))
+        return retarget(call, local_forms.heads_at, call.args[0], positions_of(local_heads, needed))
 
     rule = make(call, "b c! s d -> b h s d", linear=((0,),), localize=localize)
     return replace(rule, narrow=narrow)

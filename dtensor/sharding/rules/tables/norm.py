@@ -47,7 +47,7 @@ def _layer_norm(call: OpCall) -> Rule:
 
 
 def _layer_norm_backward(call: OpCall) -> Rule:
-    """Return the rule of (grad, x, mean, rstd, weight?, bias?) -> their gradients."""
+    """Return the rule of (grad, x, mean, rstd, weight?, bias?) -> gradients of x, weight, bias."""
     rows, dims, ones = _factors(call, 2)
     x = f"{rows} {dims}"
     terms = [x, x, f"{rows} {ones}", f"{rows} {ones}"]

@@ -128,13 +128,14 @@ def of_repeat(rule: Rule, dim: int, *, splits: bool) -> Rule:
     result is a pending sum.
     """
     separate, joined = (rule.results, rule.operands) if splits else (rule.operands, rule.results)
+    # the factors (g, r) of the heads and of their repeats, and the joined dim that has both
     pair = (*separate[0][dim - 1][0][-1:], *separate[0][dim][0])
     at = next((i for i, (product,) in enumerate(joined[0]) if set(pair) <= set(product)), None)
     if len(pair) != 2 or at is None:
         return rule
     (product,) = joined[0][at]
     first = product.index(pair[0])
-    heads = (*product[:first], "h", *product[first + 2 :])
+    heads = (*product[:first], "h", *product[first + 2 :])  # h replaces g r
     cut = (tuple((heads,) if i == at else d for i, d in enumerate(joined[0])),)
     fallback = replace(
         rule,
