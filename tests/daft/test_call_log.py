@@ -43,7 +43,7 @@ def test_call_log_drops_run_only_after_runs_it_depends_on_ended() -> None:
     assert log.hosts_of(3) is None
 
 
-def test_call_log_of_finished_calls_does_not_grow() -> None:
+def test_call_log_drops_finished_calls_and_stays_short() -> None:
     log, drops = CallLog(lambda call: call.number < last, came), 0
     for run in range(1000):
         last = run - 3

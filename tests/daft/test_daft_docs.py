@@ -27,7 +27,7 @@ def test_daft_page_prints_shown_output() -> None:
         assert printed.getvalue() == wanted
 
 
-def test_two_models_example_gives_expected_output() -> None:
+def test_two_models_example_gives_output_of_plain_torch() -> None:
     found = two_models.main(steps=2)
     one, other = two_models.Model(16, seed=0), two_models.Model(16, seed=1)
     x = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))

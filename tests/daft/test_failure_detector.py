@@ -230,7 +230,7 @@ def test_cpu_time_of_waiting_host_does_not_hide_hang(made: Any) -> None:
     assert list(cluster.pass_by(2 * DEADLINE_S)) == [2]
 
 
-def test_stopped_host_is_ended_before_host_in_call(made: Any) -> None:
+def test_stopped_host_is_ended_rather_than_host_in_call(made: Any) -> None:
     cluster = made(at(CALL), at(WAIT), at(WAIT), stopped=True)
     ((host, why),) = cluster.pass_by(2 * DEADLINE_S).items()
     assert host == 2 and "has stopped: no progress" in why

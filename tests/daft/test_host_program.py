@@ -160,7 +160,7 @@ def test_bytes_of_host_programs_grow_linearly_with_ranks() -> None:
     assert sent(64) <= 2.1 * sent(32)
 
 
-def test_host_run_is_sent_as_plain_values() -> None:
+def test_host_run_round_trips_as_plain_values() -> None:
     run = HostRun(
         7,
         3,

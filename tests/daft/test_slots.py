@@ -144,6 +144,7 @@ def test_random_program_sequences_neither_overwrite_read_slots_nor_hang(seed: in
     ],
 )
 def test_explorer_reports_wrong_slot_rules(rules: Rules, fact: str) -> None:
+    """Each wrong rule must cause an overwrite or a hang that the explorer finds."""
     found = [
         problem
         for made in accepted(exhaustive(2, 2, "c"))

@@ -131,6 +131,8 @@ def test_verifier_agrees_with_brute_force_on_random_failing_programs(seed: int) 
 
 
 def test_explorer_reports_torn_writes() -> None:
+    """Writes are torn if some ranks have written and others have not, or if a rank has written
+    although a call failed."""
     assert torn(SOUND) is None
     assert torn(moved(0, WRITE, VOTE, *SUM, COMMIT)) is not None
     assert torn(moved(0, VOTE, AGAIN, *SUM, COMMIT, WRITE)) == {(0, 1)}

@@ -29,7 +29,7 @@ def by_target(graph: Graph, name: str) -> list[fx.Node]:
     return [n for n in graph.nodes if str(n.target) == name]
 
 
-def test_graph_text_of_mlp() -> None:
+def test_graph_text_of_mlp_shows_names_types_modules_and_gradients() -> None:
     def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         error = model(x) - y
         return error.pow(2).mean()

@@ -334,6 +334,7 @@ print("torch._dynamo" in sys.modules, double(torch.ones(2)).tolist())
 
 @pytest.mark.slow
 def test_update_does_not_import_torch_compiler() -> None:
+    """The compiler still works when it is used afterwards."""
     ran = subprocess.run(
         [sys.executable, "-c", WITHOUT_THE_COMPILER], capture_output=True, text=True, timeout=600
     )

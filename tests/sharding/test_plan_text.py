@@ -79,7 +79,7 @@ def test_plan_text_explains_axis_that_splits_nothing() -> None:
 # -- words -----------------------------------------------------------------------------------------
 
 
-def test_plan_text_units_of_bytes_flop_and_seconds() -> None:
+def test_plan_text_formats_bytes_flop_and_seconds_with_units() -> None:
     assert [size_text(n) for n in (0, 1023, 1024, 2**21, 3 * 2**29, 2**41)] == [
         "0 B", "1023 B", "1.0 KiB", "2.0 MiB", "1.5 GiB", "2.0 TiB",
     ]  # fmt: skip

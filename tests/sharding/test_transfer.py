@@ -255,7 +255,7 @@ def test_sync_balances_values_between_replicas() -> None:
     assert plan_sync("v", values).bytes_by_pair == {(0, 2): 160, (1, 2): 160}
 
 
-def test_sync_packs_values_into_few_bounded_messages() -> None:
+def test_sync_packs_values_into_few_messages_of_limited_size() -> None:
     here, there = Mesh(a=1), Mesh(b=1)
     sizes = {"large": (100, F32), "half": (3, torch.bfloat16)}
     sizes |= {f"small {i}": (1, F32) for i in range(3)}

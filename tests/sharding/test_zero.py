@@ -67,6 +67,7 @@ GOLDEN = {
 
 @pytest.mark.parametrize("level", GOLDEN)
 def test_zero_level_has_expected_collectives(level: int) -> None:
+    """Levels 2 and 3 reduce gradients once per microbatch, lower levels once per step."""
     assert sorted(sent(plan_of(level))) == sorted(GOLDEN[level])
     repeated = [
         text + " x2" if level >= 2 and not text.startswith("optimizer") else text

@@ -54,6 +54,8 @@ MUTATIONS = [each for each in mutations() if each.file in {*WIRE, "transport.py"
 @pytest.mark.default("exchange.py:198 work.wait()")
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
 def test_device_code_mutation_is_found_or_implied(mutation: Mutation) -> None:
+    """A mutation removes one wait, event, record or copy. It must cause an error, or another rule
+    must imply the same order."""
     assert implied(mutation) or found(mutation, range(1))
 
 
