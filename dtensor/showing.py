@@ -1,6 +1,7 @@
 """Text of at most a screen, and HTML for notebooks.
 
     screen(text)                      # its first 24 lines and how many more there are
+    table([("op", "bytes"), ("mm", "16")])                # lines with aligned columns
     html_text("a < b")                # "<pre>a &lt; b</pre>"
     html_table([("sent", [("tp", "2.0 MiB"), ("dp", "1.0 MiB")])])
     html_grid("mesh(dp=2, tp=2)", {"dp": 2, "tp": 2})     # a row for each dp, numbered cells
@@ -27,6 +28,27 @@ def screen(text: str) -> str:
     if len(lines) > LINES:
         lines = [*lines[: LINES - 1], f"... and {len(lines) - LINES + 1:,} more lines"]
     return "\n".join(line if len(line) <= WIDTH else line[: WIDTH - 4] + " ..." for line in lines)
+
+
+def table(
+    rows: Sequence[Sequence[str]], sides: str = "<>", *, gap: str = "  ", first_width: int = 0
+) -> list[str]:
+    """Return the rows as lines with aligned columns.
+
+    ``sides``: "<" (left) or ">" (right) for each column; further columns are aligned as the last.
+    ``first_width``: the minimum width of the first column. Rows with fewer cells than the longest
+    row set no widths, except that of the first column, so their last cell may be long.
+    """
+    num = max(map(len, rows), default=0)
+    full_rows = [row for row in rows if len(row) == num]
+    widths = [max(len(row[i]) for row in full_rows) for i in range(num)]
+    if num:
+        widths[0] = max(first_width, *(len(row[0]) for row in rows if row))
+    sides = sides.ljust(num, sides[-1])
+    return [
+        gap.join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths)).rstrip()
+        for row in rows
+    ]
 
 
 def html_text(text: str) -> str:

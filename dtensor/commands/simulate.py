@@ -159,7 +159,8 @@ def _mark(span: Span) -> str:
 
 def kinds(trace: Trace) -> list[str]:
     """A table: by kind of work and message, seconds of each rank; at most four ranks."""
-    from dtensor.sharding.plan.text.words import seconds_text, table
+    from dtensor.sharding.plan.text.words import seconds_text
+    from dtensor.showing import table
 
     ranks = trace.ranks if len(trace.ranks) <= 4 else (*trace.ranks[:2], *trace.ranks[-2:])
     by_rank = [trace.by_kind(rank) for rank in ranks]

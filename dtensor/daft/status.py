@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias
 
+from dtensor.showing import table
+
 COLUMNS = ("rank", "machine", "does", "since", "cpu", "instruction", "at")
 MAX_WIDTHS = (40, 40, 34, 9, 5, 44, 60)
 """The maximum width of each column, in characters."""
@@ -93,14 +95,8 @@ class Status:
         rows = self._rows()
         max_widths: dict[str, int] = dict(zip(COLUMNS, MAX_WIDTHS, strict=True))
         cut = [[_cut(cell, max_widths[name]) for cell, name in zip(row, rows[0])] for row in rows]
-        widths = [max(map(len, column)) for column in zip(*cut)]
-        lines = [
-            "  ".join(
-                cell.rjust(width) if name in ("since", "cpu") else cell.ljust(width)
-                for cell, width, name in zip(row, widths, rows[0])
-            ).rstrip()
-            for row in cut
-        ]
+        sides = "".join(">" if name in ("since", "cpu") else "<" for name in rows[0])
+        lines = table(cut, sides)
         return "\n".join([self._headline(), *lines, *self._bottom()])
 
     def _repr_html_(self) -> str:

@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from dtensor.sharding.plan.text.words import seconds_text, table
-from dtensor.showing import html_text, screen
+from dtensor.sharding.plan.text.words import seconds_text
+from dtensor.showing import html_text, screen, table
 
 SHOWN_OPS = 12
 SHOWN_RANKS = 8

@@ -40,7 +40,7 @@ from dtensor.sharding.redistribute.topology import Topology, check_topology
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import REPLICATE
 from dtensor.sharding.spec.spec import TensorSpec
-from dtensor.showing import html_text, screen
+from dtensor.showing import html_text, screen, table
 
 Strategy = tuple[Any, ...] | Mapping[str, Any]
 """(mesh, placements), (mesh, placements, options), or a dict with "mesh", "placements" and options.
@@ -383,7 +383,8 @@ def _table_of(comparison: Comparison) -> str:
         blocks.append(_block("memory of the fullest rank", columns, planned, planned))
     first = max(len(row[0]) for block in blocks for row in block)
     for block in blocks:
-        lines += [*_aligned(block, first), ""]
+        num_left = 1 + sum(title in ("mesh", "schedule", "axis") for title in block[0])
+        lines += [*table(block, "<" * num_left + ">", first_width=first), ""]
     return "\n".join([*lines, *_legend(blocks, planned)]).rstrip()
 
 
@@ -461,20 +462,6 @@ def _block(
                 mark = "!"
             cells.append(f"{column.text(number)} {mark}")
     return lines
-
-
-def _aligned(rows: Sequence[Sequence[str]], first: int) -> list[str]:
-    """Align the cells: numbers to the right; the last cell of a short row may be long."""
-    full = [row for row in rows if len(row) == len(rows[0])]
-    widths = [first, *(max(len(row[i]) for row in full) for i in range(1, len(rows[0])))]
-    left = 1 + sum(title in ("mesh", "schedule", "axis") for title in rows[0])
-    return [
-        "  ".join(
-            cell.ljust(width) if i < left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=False))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 def _legend(blocks: Sequence[list[list[str]]], planned: Sequence[Compared]) -> list[str]:

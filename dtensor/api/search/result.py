@@ -11,7 +11,7 @@ best is marked as a tie.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ from dtensor.sharding.plan.text.words import seconds_text, size_text
 from dtensor.sharding.redistribute.topology import Topology
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import Shard
-from dtensor.showing import html_text, screen
+from dtensor.showing import html_text, screen, table
 
 Objective = Literal["time", "memory", "tokens"]
 TIE = 0.1
@@ -161,7 +161,7 @@ def _lines(result: SearchResult) -> Iterator[str]:
         marks += ["host-bound"] if row.plan.cost.host_bound else []
         sent = size_text(row.bytes_sent)
         rows.append([str(number), row.name, *figures, sent, memory, ", ".join(marks)])
-    yield from _table(rows)
+    yield from table(rows, "<<" + ">" * (len(rows[0]) - 3) + "<")
     yield ""
     if result.ties:
         yield f"tie: within {TIE:.0%} of the best, the error of prices"
@@ -175,16 +175,6 @@ def _lines(result: SearchResult) -> Iterator[str]:
     for reason, count in result.refused.items():
         yield f"refused {count:,}: {reason}"
     yield f"priced for {result.hardware}"
-
-
-def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    for row in rows:
-        cells = [
-            cell.ljust(width) if i in (0, 1, len(row) - 1) else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        yield "  ".join(cells).rstrip()
 
 
 # -- Python code -----------------------------------------------------------------------------------

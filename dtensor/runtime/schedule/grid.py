@@ -19,6 +19,7 @@ from typing import Literal
 
 from dtensor.errors import PlanningError
 from dtensor.runtime.drawing import Box, RankRow, drawing, round_step
+from dtensor.showing import table
 
 Kind = Literal["F", "B", "I", "W"]
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
@@ -153,9 +154,7 @@ class Grid:
         ]
 
     def __str__(self) -> str:
-        rows = self._entries()
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join(" ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+        return "\n".join(table(self._entries(), "<", gap=" "))
 
     def _repr_svg_(self) -> str:
         """Return the drawing in a notebook: a box for each action, placed by its step."""

@@ -23,7 +23,8 @@ from dtensor.daft.cluster.cluster import RecordedRun
 from dtensor.daft.run.timestamps import times_of
 from dtensor.runtime.drawing import COLOURS, Box, RankRow, drawing
 from dtensor.runtime.simulate.trace import Span, spans_of, ticks
-from dtensor.sharding.plan.text.words import seconds_text, table
+from dtensor.sharding.plan.text.words import seconds_text
+from dtensor.showing import table
 
 _PALETTE = ("#6c9ef0", "#f2a154", "#6fbf87", "#b493d6", "#f6c95c", "#e57373", "#4db6ac", "#a1887f")
 _DEFAULT_COLOUR = "#90a4ae"

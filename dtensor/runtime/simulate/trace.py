@@ -37,8 +37,8 @@ from dtensor.daft import (
 from dtensor.daft.run.timestamps import Times, times_of
 from dtensor.daft.verification.pairing import starts_of_waits
 from dtensor.runtime.drawing import MAX_TITLED, Box, RankRow, drawing, round_step
-from dtensor.sharding.plan.text.words import seconds_text, size_text, table
-from dtensor.showing import html_text, screen
+from dtensor.sharding.plan.text.words import seconds_text, size_text
+from dtensor.showing import html_text, screen, table
 
 Track = Literal["compute", "wait", "communication"]
 _TRACKS: Mapping[Track, str] = {"compute": "computes", "wait": "waits", "communication": "messages"}
@@ -399,7 +399,7 @@ class TraceComparison:
         for rank, kind, predicted, measured in self.rows:
             rows.append([f"rank {rank}", kind, *_cells(predicted, measured)])
         rows.append(["step", "", *_cells(self.predicted, self.measured)])
-        return "\n".join(table(rows, 2))
+        return "\n".join(table(rows, "<<>"))
 
 
 def _cells(predicted: float, measured: float) -> list[str]:

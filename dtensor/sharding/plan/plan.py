@@ -27,9 +27,9 @@ from dtensor.sharding.plan.text.folded import render_folded
 from dtensor.sharding.plan.text.render import render
 from dtensor.sharding.plan.text.rounding import rounding_text
 from dtensor.sharding.plan.text.summary import summary_html, summary_text
-from dtensor.sharding.plan.text.words import size_text, table
+from dtensor.sharding.plan.text.words import size_text
 from dtensor.sharding.plan.verify import verify
-from dtensor.showing import html_folded
+from dtensor.showing import html_folded, table
 
 SAVE_PLAN = Provider[Callable[["Plan", str | os.PathLike[str]], Path]]("save_plan")
 """A function that writes a plan to a path and returns the written path."""
@@ -48,7 +48,7 @@ class Collectives(tuple[PlannedCollective, ...]):
         for c in self:
             row = [c.phase, c.key, c.name, c.dtype, c.source]
             rows.append([*row, str(c.stage), str(c.times), size_text(c.bytes_sent)])
-        return "\n".join(table(rows, left=5))
+        return "\n".join(table(rows, "<<<<<>"))
 
 
 class StageMemory(tuple[Memory, ...]):

@@ -26,6 +26,7 @@ from dtensor.sharding.spec.placements import Partial, intersect
 from dtensor.sharding.spec.shards import Where, held_indices, shape_of
 from dtensor.sharding.spec.spec import TensorSpec
 from dtensor.sharding.spec.stored import StoredTensor
+from dtensor.showing import table
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +94,7 @@ class TransferPlan:
             else:
                 pair = f"* rank {piece.source_rank} -> {piece.target_rank}"
                 rows.append((pair, box, f"{piece.bytes_sent} bytes"))
-        widths = [max((len(row[i]) for row in rows), default=0) for i in range(3)]
-        lines = [f"{a:<{widths[0]}}   {b:<{widths[1]}}   {c}".rstrip() for a, b, c in rows]
+        lines = table(rows, "<", gap="   ")
         by_rank: defaultdict[int, int] = defaultdict(int)
         for (source, _), sent in self.bytes_by_pair.items():
             by_rank[source] += sent

@@ -29,6 +29,7 @@ from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import Intervals, length
 from dtensor.sharding.spec.shards import Where, shape_of
 from dtensor.sharding.spec.stored import StoredTensor
+from dtensor.showing import table
 
 BUCKET_BYTES = 1 << 20
 """The maximum bytes of a message. Several messages let a rank fill the next message while its
@@ -115,9 +116,9 @@ class SyncPlan:
             [
                 f"{self.what} of {self.name}: {_count(len(self.transfers), 'value')}, {meshes}",
                 "",
-                *_aligned(list(self._value_rows()), "<<<<>"),
+                *table(list(self._value_rows()), "<<<<>", gap="   "),
                 "",
-                *_aligned(list(self._pair_rows()), "<>>>"),
+                *table(list(self._pair_rows()), "<>", gap="   "),
                 "",
                 f"{self.bytes_sent:,} bytes sent in {_count(num, 'message')}, at most {max_out:,} "
                 f"by one rank and {max_in:,} to one; {self.bytes_kept:,} are there already",
@@ -280,14 +281,3 @@ def _cut_intervals(intervals: Intervals, max_length: int) -> Iterator[Intervals]
 
 def _count(num: int, noun: str) -> str:
     return f"{num:,} {noun}{'s' * (num != 1)}"
-
-
-def _aligned(rows: list[tuple[str, ...]], sides: str) -> list[str]:
-    """Return the rows as lines with aligned columns; ``sides``: "<" or ">" for each column."""
-    widths = [max((len(row[i]) for row in rows), default=0) for i in range(len(sides))]
-    return [
-        "   ".join(
-            f"{text:{side}{width}}" for text, side, width in zip(row, sides, widths)
-        ).rstrip()
-        for row in rows
-    ]

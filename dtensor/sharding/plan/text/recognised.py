@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from dtensor.sharding.plan.dataflow import Recognised, without_numbers
-from dtensor.sharding.plan.text.words import table
+from dtensor.showing import table
 
 _NOTHING = "nothing of this program is a pattern that is looked for"
 
@@ -37,5 +37,5 @@ def recognised_text(recognised: Iterable[Recognised]) -> str:
             if bool(op) == became_op
         ]
         if rows:
-            parts += [title, *table(rows, left=4)]
+            parts += [title, *table(rows, "<<<<>")]
     return "\n".join(parts) or _NOTHING

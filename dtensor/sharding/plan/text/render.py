@@ -42,13 +42,12 @@ from dtensor.sharding.plan.text.words import (
     flop_text,
     seconds_text,
     size_text,
-    table,
     wrapped,
 )
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
 from dtensor.sharding.spec.placements import Shard, index_sets, length
 from dtensor.sharding.spec.spec import TensorSpec
-from dtensor.showing import WIDTH
+from dtensor.showing import WIDTH, table
 
 # Maximum widths of columns. Longer text shifts the rest of its own line only.
 MAX_TEXT, MAX_TYPE = 48, 30
@@ -552,7 +551,7 @@ def _communication(totals: PlanTotals) -> list[str]:
         for axis, phase, kind in keys
         if (sent := totals.sent[axis, phase, kind][stage]).times
     ]
-    return ["communication per rank and step", *table(rows, left=3)]
+    return ["communication per rank and step", *table(rows, "<<<>")]
 
 
 def _time(totals: PlanTotals) -> list[str]:

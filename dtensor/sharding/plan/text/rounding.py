@@ -26,6 +26,7 @@ from dtensor.sharding.plan.text.words import collapse
 from dtensor.sharding.rules.rule import Rule
 from dtensor.sharding.spec.placements import PARTIAL, Partial
 from dtensor.sharding.spec.spec import TensorSpec
+from dtensor.showing import table
 
 SOFTMAX = Partial("softmax")
 
@@ -78,18 +79,15 @@ def rounding_text(plan: PlanRecord) -> str:
         return f"rounding of {plan.name}: no sum is taken apart, so no order changes"
     rows = [
         (
-            f"{terms} terms over {axis}",
+            f"  {terms} terms over {axis}",
             dtype_name(dtype),
-            ", ".join(collapse([item.name for item in members])),
             f"<= {members[0].bound:.1e} of the sum of magnitudes",
+            ", ".join(collapse([item.name for item in members])),
         )
         for (terms, axis, dtype, _), members in groups.items()
     ]
-    widths = [max(len(row[i]) for row in rows) for i in (0, 1, 3)]
-    lines = [f"rounding of {plan.name}: placements reorder these sums"]
-    for terms, dtype, names, bound in rows:
-        lines.append(f"  {terms:<{widths[0]}}  {dtype:<{widths[1]}}  {bound:<{widths[2]}}  {names}")
-    return "\n".join(lines)
+    title = f"rounding of {plan.name}: placements reorder these sums"
+    return "\n".join([title, *table(rows, "<")])
 
 
 def _sums(step: Step) -> list[tuple[str, str, str, TensorSpec]]:

@@ -27,10 +27,9 @@ from dtensor.sharding.plan.text.words import (
     op_text,
     seconds_text,
     size_text,
-    table,
     wrapped,
 )
-from dtensor.showing import WIDTH, html_table
+from dtensor.showing import WIDTH, html_table, table
 
 Row = tuple[str, ...]
 Part = tuple[str, Sequence[Row]]
@@ -43,7 +42,7 @@ def summary_text(totals: PlanTotals) -> str:
     """Return the summary as text."""
     lines: list[str] = []
     for title, rows in _parts(totals):
-        for number, text in enumerate(table(rows, left=3)):
+        for number, text in enumerate(table(rows, "<<<>")):
             line = f"{'' if number else title:<{_TITLE_WIDTH}}{text}"
             lines.append(line if len(line) <= WIDTH else line[: WIDTH - 4] + " ...")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Formats the parts of a printed plan: sizes with units, calls, names of repeated layers, tables.
+"""Formats the parts of a printed plan: sizes with units, calls, names of repeated layers.
 
 size_text(2097152)                        # "2.0 MiB"
 flop_text(2_147_483_648)                  # "2.15 GFLOP"
@@ -158,16 +158,3 @@ def wrapped(text: str, start: str, width: int) -> list[str]:
         break_long_words=False,
         break_on_hyphens=False,
     )
-
-
-def table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """Return aligned lines: the first ``left`` columns left-aligned, the others right-aligned."""
-    num = max((len(row) for row in rows), default=0)
-    widths = [max((len(row[i]) for row in rows if i < len(row)), default=0) for i in range(num)]
-    return [
-        "  ".join(
-            f"{cell:<{widths[i]}}" if i < left else f"{cell:>{widths[i]}}"
-            for i, cell in enumerate(row)
-        ).rstrip()
-        for row in rows
-    ]
