@@ -1,10 +1,9 @@
-"""`dtensor calibrate`: what the ranks here compute and send in a second, to plan and simulate with.
+"""`dtensor calibrate`: measures FLOP and bytes per second of this hardware, for other commands.
 
     $ dtensor calibrate --mesh tp=2 --backend ray --save here.json
     $ dtensor plan gpt2 --mesh tp=2 --topology here.json
 
-It runs small programs of its own, for a second or two. Not here: what it measures
-(runtime/simulate/calibration.py).
+The measured programs are in `runtime/simulate/calibration.py`. They take a second or two.
 """
 
 from __future__ import annotations
@@ -16,18 +15,39 @@ from typing import Any
 import torch
 
 from dtensor.commands.options import (
-    add_backend,
+    LAUNCH,
+    OptionGroup,
     add_json,
-    add_mesh,
     dtype_option,
+    mesh_option,
     topology_data,
 )
 from dtensor.commands.parser import add_command
 from dtensor.commands.progress import ProgressLine
 from dtensor.commands.simulate import write
+from dtensor.sharding.spec.mesh import Mesh
+
+CALIBRATION = OptionGroup(
+    "what is measured",
+    {
+        "mesh": dict(
+            type=mesh_option,
+            default=Mesh(),
+            metavar="AXIS=N,...",
+            help="the mesh, as tp=2 (default: one rank)",
+        ),
+        "dtype": dict(
+            type=dtype_option,
+            default=torch.float32,
+            metavar="DTYPE",
+            help="dtype of the computations (default: f32)",
+        ),
+    },
+)
+"""The options of `dt.calibrate` that `LAUNCH` has not."""
 
 EPILOG = """\
-In one process ranks take turns: each is measured alone. On Ray all are measured at once.
+In one process the ranks take turns, so each is measured alone. On Ray all are measured at once.
 
 exit status: 0, done; 1, a rank failed; 2, an invalid request."""
 
@@ -41,29 +61,26 @@ def add_to(parsers: Any) -> None:
         "besides the start of the ranks.",
         EPILOG,
     )
-    add_mesh(parser)
-    add_backend(parser)
+    CALIBRATION.add_to(parser)
+    LAUNCH.add_to(parser)
     parser.add_argument(
-        "--dtype", type=dtype_option, default=torch.float32, metavar="DTYPE", help="(default: f32)"
+        "--save", metavar="FILE.json", help="write the measured figures, for --topology FILE.json"
     )
-    parser.add_argument("--save", metavar="FILE.json", help="write it, for --topology FILE.json")
     add_json(parser)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     import dtensor as dt
-    from dtensor.commands.launch_errors import launching, too_few_are_users
+    from dtensor.commands.launch_errors import launch_errors, start_errors
 
-    names = "backend", "device", "address", "ranks_per_actor"
-    where = {name: getattr(options, name) for name in names}
     with (
         ProgressLine() as progress,
         progress.doing(f"measures {options.mesh}"),
-        launching(options),
-        too_few_are_users(),
+        launch_errors(),
+        start_errors(),
     ):
-        topology = dt.calibrate(options.mesh, dtype=options.dtype, **where)
+        topology = dt.calibrate(**CALIBRATION.values(options), **LAUNCH.values(options))
     data = topology_data(topology)
     if options.save:
         write(options.save, lambda path: path.write_text(json.dumps(data, indent=2) + "\n"))

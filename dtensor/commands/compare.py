@@ -2,9 +2,9 @@
 
     $ dtensor compare llama --mesh tp=8 --mesh dp=8 --mesh dp=4,tp=2 --zero none --zero dp=3
 
-The step is captured once. Each mesh goes with each --zero that names an axis of it, and with each
---schedule if it has stages or --microbatches is given. Exit status 1 where none fits into a device,
-2 where none has a plan.
+The step is captured once. Each mesh is combined with each --zero that names an axis of the mesh,
+and with each --schedule if the mesh has stages or --microbatches is given. Exit status 1 if no
+strategy fits into the memory of a device, 2 if no strategy has a plan.
 """
 
 from __future__ import annotations
@@ -14,49 +14,50 @@ import sys
 from typing import Any
 
 from dtensor.commands.options import (
+    HARDWARE,
     MODEL_EPILOG,
     SEVERAL_STAGES,
-    add_hardware,
+    STRATEGY,
     add_json,
-    add_strategy,
     add_workload,
 )
 from dtensor.commands.parser import add_command
-from dtensor.commands.plan import REAL
 from dtensor.commands.progress import ProgressLine
+
+REPEATABLE = ("mesh", "schedule", "zero")
+"""The options that may be repeated: the strategies are their combinations."""
 
 
 def add_to(parsers: Any) -> None:
     parser = add_command(
         parsers,
         "compare",
-        "a training step on several meshes, in one table",
-        "Plans a training step under each --mesh (with each --zero and --schedule that suits it) "
+        "compares a training step on several meshes, in one table",
+        "Plans a training step under each --mesh (with each --zero and --schedule that applies) "
         "and shows seconds, bytes and memory side by side. The step is captured once.",
         MODEL_EPILOG,
     )
     add_workload(parser)
-    add_strategy(parser, several=True)
-    add_hardware(parser)
+    STRATEGY.add_to(parser, repeatable=REPEATABLE)
+    HARDWARE.add_to(parser)
     add_json(parser)
-    parser.add_argument("--real", action="store_true", help=REAL)
     parser.set_defaults(run=run)
 
 
 def strategies(options: argparse.Namespace) -> list[tuple[Any, Any, Any]]:
-    """(mesh, zero, schedule) of each, in the order stated; those that come to the same once."""
-    stated: list[tuple[Any, Any, Any]] = []
+    """Return (mesh, zero, schedule) of each strategy, in the stated order, without duplicates."""
+    combinations: list[tuple[Any, Any, Any]] = []
     for mesh in options.mesh:
         zeros = [z for z in options.zero or [{}] if all(mesh.shape.get(a, 1) > 1 for a in z)]
         schedules = options.schedule or []
         if mesh.shape.get("pp", 1) == 1:
-            one_stage = [each for each in schedules if each not in SEVERAL_STAGES]
+            one_stage = [name for name in schedules if name not in SEVERAL_STAGES]
             schedules = one_stage if options.microbatches is not None else []
         for zero in zeros or [{}]:
             for schedule in schedules or [None]:
-                if (mesh, zero, schedule) not in stated:
-                    stated.append((mesh, zero, schedule))
-    return stated
+                if (mesh, zero, schedule) not in combinations:
+                    combinations.append((mesh, zero, schedule))
+    return combinations
 
 
 def run(options: argparse.Namespace) -> int:
@@ -64,10 +65,14 @@ def run(options: argparse.Namespace) -> int:
 
     from dtensor.api.search.comparison import compare_captured
     from dtensor.commands.json_data import print_json, row_data
-    from dtensor.commands.placed_workload import PlacedWorkload, check_stated, strategy_name
+    from dtensor.commands.placed_workload import (
+        PlacedWorkload,
+        check_strategy_options,
+        strategy_name,
+    )
     from dtensor.commands.workload import Workload
 
-    check_stated(options, options.mesh, options.zero or [])
+    check_strategy_options(options, options.mesh, options.zero or [])
     with ProgressLine() as progress:
         with progress.doing(f"makes {options.model}"):
             work = Workload.of(options, meta=True)

@@ -1,9 +1,9 @@
-"""`dtensor explore`: plans as one page for a browser, several side by side.
+"""`dtensor explore`: writes one or several plans as an HTML page.
 
     $ dtensor explore llama --mesh tp=8 --mesh dp=2,tp=4 -o plans.html
 
-The strategies are those of `compare` with the same options, of one capture. One that has no plan is
-left out, and said. Not here: the page (dtensor/explorer).
+The options give the same strategies as in `compare`. The step is captured once. A strategy without
+a plan is reported on stderr and is not in the page. `dtensor/explorer` makes the page.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ import argparse
 import sys
 from typing import Any
 
-from dtensor.commands.compare import strategies
-from dtensor.commands.options import MODEL_EPILOG, add_hardware, add_strategy, add_workload
+from dtensor.commands.compare import REPEATABLE, strategies
+from dtensor.commands.options import HARDWARE, MODEL_EPILOG, STRATEGY, add_workload
 from dtensor.commands.parser import add_command
-from dtensor.commands.plan import REAL
 from dtensor.commands.progress import ProgressLine
 from dtensor.commands.simulate import write
 from dtensor.errors import PlanningError
@@ -25,31 +24,39 @@ def add_to(parsers: Any) -> None:
     parser = add_command(
         parsers,
         "explore",
-        "plans as a page for a browser, several side by side",
-        "Writes an HTML file that opens from disk: modules, steps, each collective with why it is "
-        "there, shards by rank, memory and timeline. Several strategies are compared.",
+        "writes plans as an HTML page, several side by side",
+        "Writes an HTML file that opens from disk. It shows modules, steps, each collective and "
+        "its reason, the shards of each rank, memory and a timeline. Several strategies are "
+        "compared.",
         MODEL_EPILOG,
     )
     add_workload(parser)
-    add_strategy(parser, several=True)
-    add_hardware(parser)
+    STRATEGY.add_to(parser, repeatable=REPEATABLE)
+    HARDWARE.add_to(parser)
     parser.add_argument(
-        "-o", "--output", default="plan.html", metavar="FILE.html", help="(default: plan.html)"
+        "-o",
+        "--output",
+        default="plan.html",
+        metavar="FILE.html",
+        help="file of the page (default: plan.html)",
     )
-    parser.add_argument("--real", action="store_true", help=REAL)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    from dtensor.commands.placed_workload import PlacedWorkload, check_stated, strategy_name
+    from dtensor.commands.placed_workload import (
+        PlacedWorkload,
+        check_strategy_options,
+        strategy_name,
+    )
     from dtensor.commands.workload import Workload
     from dtensor.explorer import save_pages
     from dtensor.explorer.page import checked_path
 
     checked_path(options.output)
-    check_stated(options, options.mesh, options.zero or [])
+    check_strategy_options(options, options.mesh, options.zero or [])
     plans: dict[str, Any] = {}
-    refused: PlanningError | None = None
+    first_error: PlanningError | None = None
     with ProgressLine() as progress:
         with progress.doing(f"makes {options.model}"):
             work = Workload.of(options, meta=True)
@@ -62,9 +69,9 @@ def run(options: argparse.Namespace) -> int:
                 plans[name] = placed.plan(placed.step(mesh, zero, schedule))
             except PlanningError as error:
                 print(f"{name} has no plan: {str(error).splitlines()[0]}", file=sys.stderr)
-                refused = refused or error
-        if not plans and refused is not None:
-            raise refused
+                first_error = first_error or error
+        if not plans and first_error is not None:
+            raise first_error
         with progress.doing("writes the page"):
             write(options.output, lambda path: save_pages(path, plans))
     return 0

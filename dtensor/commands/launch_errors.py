@@ -1,14 +1,13 @@
-"""What may go wrong where ranks are started, told as commands tell it.
+"""Converts the errors of a launch into the errors of commands, which have no traceback.
 
-    with launching(options):
-        ...                    # a run that fails: StepFailed, with status 1 and no traceback
-
-Not here: the launch itself (api/launch/launching.py).
+with launch_errors():
+    with start_errors():
+        launch.start()     # too few GPUs: PlanningError, exit status 2
+    step(x, y)             # a rank fails: RunFailed, exit status 1
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,12 +16,12 @@ from dtensor.errors import PlanningError
 
 
 class RunFailed(Exception):
-    """What ran on the ranks has failed; its words are all that there is to say."""
+    """A step or a measurement failed on the ranks. Its message is printed without a traceback."""
 
 
 @contextmanager
-def too_few_are_users() -> Iterator[None]:
-    """While ranks start: PlanningError where there are too few GPUs, or machines, for them."""
+def start_errors() -> Iterator[None]:
+    """Raise PlanningError if the ranks that start in the block find too few GPUs or machines."""
     try:
         yield
     except ValueError as error:
@@ -30,8 +29,9 @@ def too_few_are_users() -> Iterator[None]:
 
 
 @contextmanager
-def launching(options: argparse.Namespace) -> Iterator[None]:
-    """PlanningError where Ray is missing, or not at the address; RunFailed where a run fails."""
+def launch_errors() -> Iterator[None]:
+    """Raise PlanningError if Ray is not installed or not at the address, and RunFailed if a rank
+    fails."""
     try:
         yield
     except ModuleNotFoundError as error:

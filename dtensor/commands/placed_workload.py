@@ -1,11 +1,12 @@
-"""A workload under what the options state: strategies as `dt.compare` takes them, and steps.
+"""A workload with the placements and other options of the command line.
 
     placed = PlacedWorkload(work, options)
-    placed.strategy(mesh, zero={"dp": 3}, schedule="1f1b")     # (mesh, placements, {options})
-    step, plan = placed.step(mesh)                             # planned with the one capture
+    placed.strategy(mesh, zero={"dp": 3}, schedule="1f1b")     # as `dt.compare` takes it
+    step = placed.step(mesh)
+    plan = placed.plan(step)                                   # all plans share one capture
 
-The names of axes say what they are for: dp splits the batch, tp the weights, pp holds stages. Other
-names are fine where placements are stated. Not here: how the options are read (options.py).
+Axes have a use by their name: dp splits the batch, tp the weights, pp has the stages. If placements
+are stated, axes may have other names.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from dtensor.api.search import placements as placements_of
 from dtensor.api.search.comparison import schedule_text
 from dtensor.api.step.training import TrainStep
 from dtensor.commands.options import (
+    HARDWARE,
     SEVERAL_STAGES,
     TWO_STAGES,
     check_axes,
@@ -29,72 +31,67 @@ from dtensor.commands.options import (
     schedule_of,
     topology_of,
 )
-from dtensor.commands.user_function import called, is_named, named_value
+from dtensor.commands.user_function import call_user_function, import_value, is_value_path
 from dtensor.commands.workload import Workload
 from dtensor.errors import PlanningError, shown
 from dtensor.runtime.schedule import Schedule
 from dtensor.sharding.plan.plan import Plan
-from dtensor.sharding.redistribute.topology import Topology
 from dtensor.sharding.spec.mesh import Mesh
 
 AXES = ("dp", "tp", "pp")
-_PER_RANK = 4
-"""Microbatches for each stage's rank where none are stated, if the batch has as many."""
+_MICROBATCHES_PER_RANK = 4
+"""The default number of microbatches per rank of pp, if the batch has as many rows."""
 
 
 class PlacedWorkload:
-    """A workload under what the options state. ``optimizer``: over the workload's model."""
+    """A workload with the options for its placement. ``optimizer``: an optimizer of the model."""
 
     def __init__(self, work: Workload, options: argparse.Namespace) -> None:
         self.work: Workload = work
         self.options: argparse.Namespace = options
         self.optimizer = _optimizer(work, options)
-        self._tp: dict[int, Mapping[str, Any]] = {}  # by size, what is derived
-        self._stated_placements = self._placements_stated()
+        self._derived: dict[int, Mapping[str, Any]] = {}  # placements by the size of tp
+        self._stated_placements = self._read_placements()
         if self._stated_placements is None:
             check_meshes(options.mesh if isinstance(options.mesh, list) else [options.mesh])
-
-    # -- what is stated, by mesh -------------------------------------------------------------------
-
-    def topology(self, mesh: Mesh) -> Topology:
-        options = self.options
-        return topology_of(options.topology, options.across, options.memory, mesh)
 
     def strategy(
         self, mesh: Mesh, zero: Mapping[str, int] | None, schedule: str | None
     ) -> tuple[Mesh, Mapping[str, Any], dict[str, Any]]:
-        """As `dt.compare` takes it."""
+        """Return a strategy as `dt.compare` takes it: mesh, placements and keywords."""
         options = self.options
-        given: dict[str, Any] = dict(
+        keywords: dict[str, Any] = dict(
             stages=self._stages(mesh, schedule),
             zero={a: n for a, n in (zero or {}).items() if a in mesh.axes} or None,
             inputs=self._inputs(mesh),
             schedule=self.schedule(mesh, schedule),
             recompute=options.recompute,
-            topology=self.topology(mesh),
+            topology=topology_of(**HARDWARE.values(options), mesh=mesh),
             clip_grad_norm=options.clip_grad_norm,
             master_weights=options.master_weights,
         )
-        return mesh, self.placements(mesh), {k: v for k, v in given.items() if v is not None}
+        return mesh, self.placements(mesh), {k: v for k, v in keywords.items() if v is not None}
 
     def step(
         self, mesh: Mesh, zero: Mapping[str, int] | None = None, schedule: str | None = None
     ) -> TrainStep:
-        """A step of the workload that nothing has been planned of."""
-        mesh, placements, given = self.strategy(mesh, zero, schedule)
-        keywords = ("stages", "zero", "recompute")
-        model = dt.parallelize(
-            self.work.model, mesh, placements, **{k: given.pop(k) for k in keywords if k in given}
-        )
-        return dt.train_step(model, self.work.loss_fn, self.optimizer, **given)
+        """Return a training step that is not planned yet."""
+        mesh, placements, keywords = self.strategy(mesh, zero, schedule)
+        of_parallelize = {
+            name: keywords.pop(name) for name in ("stages", "zero", "recompute") if name in keywords
+        }
+        model = dt.parallelize(self.work.model, mesh, placements, **of_parallelize)
+        return dt.train_step(model, self.work.loss_fn, self.optimizer, **keywords)
 
     def plan(self, step: TrainStep) -> Plan:
         return step.plan_of(self.work.graph, *self.work.batch)
 
     def placements(self, mesh: Mesh) -> Mapping[str, Any]:
+        """Return the stated placements, or placements over tp that are derived from the graph."""
         stated = self._stated_placements
         if callable(stated):
-            stated = called(stated, self.options.placements or self.options.model, mesh)
+            path = self.options.placements or self.options.model
+            stated = call_user_function(stated, path, mesh)
         if stated is not None:
             if not isinstance(stated, Mapping):
                 raise PlanningError(
@@ -105,66 +102,71 @@ class PlacedWorkload:
         size = mesh.shape.get("tp", 1)
         if size == 1:
             return {}
-        if size not in self._tp:
-            self._tp[size] = placements_of.of_step(self.work.graph, self.work.model, "tp", size)
-        return self._tp[size]
+        if size not in self._derived:
+            derived = placements_of.of_step(self.work.graph, self.work.model, "tp", size)
+            self._derived[size] = derived
+        return self._derived[size]
 
-    def words(self, mesh: Mesh) -> str:
-        """What was chosen where nothing was stated, in one line; "" for nothing."""
-        words: list[str] = []
+    def defaults_text(self, mesh: Mesh) -> str:
+        """Return one line about placements and schedule that no option states; "" if all are
+        stated."""
+        parts: list[str] = []
         if mesh.shape.get("tp", 1) > 1 and self._stated_placements is None:
             num = len(self.placements(mesh))
-            words.append(f"placements over tp derived ({num} patterns)" if num else _NOTHING)
-        schedule = self.schedule(mesh, self._one("schedule"))
+            parts.append(
+                f"placements over tp derived ({num} patterns)"
+                if num
+                else "over tp nothing is split: no weights pair"
+            )
+        schedule = self.schedule(mesh, self.options.schedule)
         if schedule is not None and self.options.microbatches is None:
             kind = type(schedule).__name__
-            words.append(f"{kind} of {schedule.microbatches} microbatches")
-        return "; ".join(words)
+            parts.append(f"{kind} of {schedule.microbatches} microbatches")
+        return "; ".join(parts)
 
-    # -- parts -------------------------------------------------------------------------------------
-
-    def _one(self, name: str) -> Any:
-        value = getattr(self.options, name)
-        return value[0] if isinstance(value, list) else value
-
-    def _placements_stated(self) -> Any:
-        which = self.options.placements
-        if which == "none":
+    def _read_placements(self) -> Any:
+        """Return the placements that the option or the workload states, a dict or a function of the
+        mesh; None if they are to be derived."""
+        option = self.options.placements
+        if option == "none":
             return {}
-        if which is None:
+        if option is None:
             return self.work.stated.get("placements")
-        if which == "auto":
+        if option == "auto":
             return None
-        if is_named(which):
-            return named_value(which, "a dict of placements, or a function of the mesh")
-        return _placements_word(which)
+        if is_value_path(option):
+            return import_value(option, "a dict of placements, or a function of the mesh")
+        return _check_placements_option(option)
 
     def _inputs(self, mesh: Mesh) -> Any:
         stated = self.work.stated.get("inputs")
         if stated is not None:
-            return called(stated, self.options.model, mesh) if callable(stated) else stated
+            if callable(stated):
+                return call_user_function(stated, self.options.model, mesh)
+            return stated
         return {"dp": dt.Row()} if mesh.shape.get("dp", 1) > 1 else None
 
     def _stages(self, mesh: Mesh, schedule: str | None) -> Any:
         ranks = mesh.shape.get("pp", 1)
         if ranks == 1:
             return None
-        which, stated = self.options.stages, self.work.stated.get("stages")
-        if which is None and stated is not None:
+        option, stated = self.options.stages, self.work.stated.get("stages")
+        if option is None and stated is not None:
             return stated
-        if which in (None, "auto"):
+        if option in (None, "auto"):
             return {"pp": dt.Auto(num_stages=2 * ranks) if schedule in SEVERAL_STAGES else "auto"}
-        if which.isdecimal() and int(which) > 0:
-            return {"pp": dt.Auto(num_stages=int(which))}
+        if option.isdecimal() and int(option) > 0:
+            return {"pp": dt.Auto(num_stages=int(option))}
         raise PlanningError(
-            f"--stages {which} is neither auto nor a number of stages.\n"
+            f"--stages {option} is neither auto nor a number of stages.\n"
             f"fix: --stages {2 * ranks}, or stages= in the result of module.py:function"
         )
 
     def schedule(self, mesh: Mesh, name: str | None) -> Schedule | None:
-        """Return the schedule; None for one stage of which no option states microbatches."""
-        stated, ranks = self.options.microbatches, mesh.shape.get("pp", 1)
-        if ranks == 1 and name is None and stated is None:
+        """Return the schedule, or None for a mesh without pp if no option states a schedule or
+        microbatches."""
+        microbatches, ranks = self.options.microbatches, mesh.shape.get("pp", 1)
+        if ranks == 1 and name is None and microbatches is None:
             return None
         if ranks == 1 and name in TWO_STAGES:
             mesh_text = ",".join(f"{a}={n}" for a, n in {**mesh.shape, "pp": 2}.items())
@@ -172,43 +174,42 @@ class PlacedWorkload:
                 f"--schedule {name} holds two stages per rank, and the mesh has no axis pp of at "
                 f"least 2.\nfix: --mesh {mesh_text}, or --schedule 1f1b"
             )
-        rows = max(1, self.work.num_rows // mesh.shape.get("dp", 1))
-        most = min(rows, _PER_RANK * ranks)
-        microbatches = stated or max(n for n in range(1, most + 1) if rows % n == 0)
+        if microbatches is None:  # as many as divide the rows of a dp rank
+            rows = max(1, self.work.num_rows // mesh.shape.get("dp", 1))
+            max_number = min(rows, _MICROBATCHES_PER_RANK * ranks)
+            microbatches = max(n for n in range(1, max_number + 1) if rows % n == 0)
         return schedule_of(name or "1f1b", microbatches)
 
 
-def _placements_word(which: str | None) -> None:
-    """PlanningError for none of those that there are."""
-    if which in (None, "auto", "none") or is_named(which):
+def _check_placements_option(option: str | None) -> None:
+    if option in (None, "auto", "none") or is_value_path(option):
         return
-    near = nearest(which, ("auto", "none"))
+    near = nearest(option, ("auto", "none"))
     raise PlanningError(
-        f"--placements {which} is none of auto, none and file.py:NAME.\n"
+        f"--placements {option} is none of auto, none and file.py:NAME.\n"
         f"fix: {near[0] if near else 'auto'}"
     )
 
 
-_NOTHING = "over tp nothing is split: no weights pair"
-
-
-def check_stated(
+def check_strategy_options(
     options: argparse.Namespace, meshes: Sequence[Mesh], zeros: Sequence[Mapping[str, int]]
 ) -> None:
-    """PlanningError for what is wrong whatever the model is, before there is one."""
-    if options.placements == "auto" or (options.placements is None and not is_named(options.model)):
+    """Raise PlanningError for options that are wrong for each model, before the model is made."""
+    placements, model = options.placements, options.model
+    if placements == "auto" or (placements is None and not is_value_path(model)):
         check_meshes(meshes)
     for zero in zeros:
-        check_axes(list(zero), meshes, f"--zero {_zero_text(zero)}")
-    between = options.across.replace(",", " ").split()
-    check_axes(between, meshes, f"--across {options.across}")
-    topology_of(options.topology, options.across, options.memory, meshes[0])
-    _placements_word(options.placements)
+        zero_text = ",".join(f"{axis}={level}" for axis, level in zero.items())
+        check_axes(list(zero), meshes, f"--zero {zero_text}")
+    between_hosts = options.across.replace(",", " ").split()
+    check_axes(between_hosts, meshes, f"--across {options.across}")
+    topology_of(**HARDWARE.values(options), mesh=meshes[0])
+    _check_placements_option(placements)
     optimizer_class(options.optimizer or "AdamW")
 
 
 def check_meshes(meshes: Sequence[Mesh]) -> None:
-    """PlanningError for an axis that means nothing where nothing says what is split over it."""
+    """Raise PlanningError for an axis whose name has no use, for commands without placements."""
     for mesh in meshes:
         for axis, size in mesh.shape.items():
             if axis in AXES or size == 1:
@@ -222,12 +223,8 @@ def check_meshes(meshes: Sequence[Mesh]) -> None:
             )
 
 
-def _zero_text(zero: Mapping[str, int]) -> str:
-    return ",".join(f"{axis}={level}" for axis, level in zero.items()) or "none"
-
-
 def strategy_name(mesh: Mesh, zero: Mapping[str, int] | None, schedule: Schedule | None) -> str:
-    """``pp2 dp2 tp4 zero3 OneFOneB(8)``, as `dt.search` names strategies."""
+    """Return a name in the style of `dt.search`, as ``pp2 dp2 tp4 zero3 OneFOneB(8)``."""
     parts = [f"{axis}{size}" for axis, size in mesh.shape.items()]
     parts += [f"zero{level}" for level in (zero or {}).values()]
     return " ".join([*parts, *([schedule_text(schedule)] if schedule else [])])
@@ -238,8 +235,9 @@ def _optimizer(work: Workload, options: argparse.Namespace) -> Any:
     if options.optimizer is None and stated is not None:
         if isinstance(stated, Optimizer):
             return stated
-        return called(stated, options.model, work.model.parameters())
-    kind = optimizer_class(options.optimizer or "AdamW")
-    rate = getattr(options, "lr", None)
-    given = {} if rate is None else {"lr": rate}
-    return called(kind, f"--optimizer {kind.__name__}", work.model.parameters(), **given)
+        return call_user_function(stated, options.model, work.model.parameters())
+    cls = optimizer_class(options.optimizer or "AdamW")
+    lr = getattr(options, "lr", None)  # only `run` has --lr
+    keywords = {} if lr is None else {"lr": lr}
+    source = f"--optimizer {cls.__name__}"
+    return call_user_function(cls, source, work.model.parameters(), **keywords)

@@ -1,10 +1,10 @@
-"""`dtensor plan`: what a training step would compute, send and hold, before anything runs.
+"""`dtensor plan`: prints the plan of a training step: its placements, messages, memory and seconds.
 
     $ dtensor plan llama --mesh tp=2,pp=2 --summary
     $ dtensor plan train.py:make --mesh dp=4 --zero dp=3 --explain h
 
-Invariants: nothing is launched, and models have no memory. Exit status 1 where a rank's device is
-too small for it. Not here: several of them side by side (compare.py, explore.py).
+Nothing is launched, and the model is on the meta device. Exit status 1 if a device has less memory
+than the plan needs.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import sys
 from typing import Any
 
 from dtensor.commands.options import (
+    HARDWARE,
     MODEL_EPILOG,
-    add_hardware,
+    STRATEGY,
     add_json,
-    add_strategy,
     add_workload,
 )
 from dtensor.commands.parser import add_command
@@ -28,46 +28,52 @@ def add_to(parsers: Any) -> None:
     parser = add_command(
         parsers,
         "plan",
-        "every placement and collective of a training step, with bytes, memory and seconds",
-        "Plans a training step on a mesh that need not exist: splits, messages and memory, and "
-        "the time of a step on some hardware.",
+        "prints each placement and collective of a training step, with bytes, memory and seconds",
+        "Plans a training step on a mesh that need not exist, and predicts its messages, its "
+        "memory and its time on some hardware.",
         MODEL_EPILOG,
     )
     add_workload(parser)
-    add_strategy(parser)
-    add_hardware(parser)
+    STRATEGY.add_to(parser)
+    HARDWARE.add_to(parser)
     group = parser.add_argument_group("output")
-    which = group.add_mutually_exclusive_group()
-    which.add_argument("--full", action="store_true", help="each layer, and not alike ones once")
-    which.add_argument("--summary", action="store_true", help="a summary in 25 lines")
-    which.add_argument("--explain", metavar="NAME", help="why a value or parameter is as it is")
-    which.add_argument("--show-placements", action="store_true", help="as Python, with reasons")
-    add_json(which)  # pyright: ignore[reportArgumentType] - it adds an argument as a parser does
-    group.add_argument(
-        "--hints", action="store_true", help="pins whose opposite would be cheaper; takes longer"
+    form = group.add_mutually_exclusive_group()
+    form.add_argument(
+        "--full", action="store_true", help="print every layer (default: equal layers once)"
     )
-    group.add_argument("--real", action="store_true", help=REAL)
+    form.add_argument("--summary", action="store_true", help="print a summary of 25 lines")
+    form.add_argument(
+        "--explain", metavar="NAME", help="explain the placement of a value or parameter"
+    )
+    form.add_argument(
+        "--show-placements",
+        action="store_true",
+        help="print the placements of parameters as Python, with reasons",
+    )
+    add_json(form)
+    group.add_argument(
+        "--hints",
+        action="store_true",
+        help="list stated placements whose opposite would be cheaper; takes longer",
+    )
     group.add_argument(
         "--device",
         choices=("cpu", "cuda"),
-        help="what x.device is to the program, and so the list of autocast: cpu (default) or cuda",
+        help="the device that the program sees as x.device; autocast depends on it (default: cpu)",
     )
     parser.set_defaults(run=run)
-
-
-REAL = "call module.py:function as it is, and not on the meta device"
 
 
 def run(options: argparse.Namespace) -> int:
     from dtensor.api.store.session import planning_for
     from dtensor.commands.json_data import plan_data, print_json
-    from dtensor.commands.placed_workload import PlacedWorkload, check_stated
+    from dtensor.commands.placed_workload import PlacedWorkload, check_strategy_options
     from dtensor.commands.workload import Workload
     from dtensor.sharding.plan.text.render import hint_lines
     from dtensor.sharding.plan.text.words import size_text
 
     mesh, zero = options.mesh, options.zero or {}
-    check_stated(options, [mesh], [zero])
+    check_strategy_options(options, [mesh], [zero])
     with ProgressLine() as progress, planning_for(options.device):
         with progress.doing(f"makes {options.model}"):
             work = Workload.of(options, meta=True)
@@ -86,9 +92,9 @@ def run(options: argparse.Namespace) -> int:
         elif options.show_placements:
             text = str(placed.placements(mesh))
         else:
-            head = [work.title, placed.words(mesh)]
-            shown = plan.summary() if options.summary else plan.text(full=options.full)
-            text = "\n".join([*filter(None, head), "", shown])
+            head = [work.title, placed.defaults_text(mesh)]
+            plan_text = plan.summary() if options.summary else plan.text(full=options.full)
+            text = "\n".join([*filter(None, head), "", plan_text])
             if options.summary and plan.hints:
                 text = "\n".join([text, "", *hint_lines(plan)])
     if options.json:
@@ -97,9 +103,9 @@ def run(options: argparse.Namespace) -> int:
         print(text)
     if plan.totals.fits:
         return 0
-    needs, most = map(size_text, (plan.totals.memory.total, int(plan.topology.memory_bytes)))
+    needed, available = map(size_text, (plan.totals.memory.total, int(plan.topology.memory_bytes)))
     print(
-        f"It does not fit: the fullest rank needs {needs}, and a device has {most}.",
+        f"It does not fit: the fullest rank needs {needed}, and a device has {available}.",
         file=sys.stderr,
     )
     return 1

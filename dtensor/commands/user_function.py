@@ -1,11 +1,12 @@
-"""What a user's `module.py:function` or `package.module:function` gives.
+"""Imports and calls a user's function, given as `module.py:function` or `package.module:function`.
 
-    value = named_value("train.py:make", "a function that returns (model, loss_fn, *batch)")
-    given = given_by(value, "train.py:make", {"width": 64}, meta=True)
-    given.model, given.loss_fn, given.batches, given.stated
+    function = import_value("train.py:make", "a function that returns (model, loss_fn, *batch)")
+    result = call_workload_function(function, "train.py:make", {"width": 64}, meta=True)
+    result.model, result.loss_fn, result.batches, result.stated
 
-A module is imported as Python would run it: its folder, or the current one, is where it imports
-from. An exception of the user's code is told as one: its kind, its words, and the user's line.
+A module can import from its folder, or from the current folder if it is given by a dotted name, as
+if Python ran it. An exception of the user's code becomes a PlanningError with the type, the message
+and the user's line.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +34,8 @@ KEYS = ("model", "loss_fn", "batch", "batches", "placements", "stages", "inputs"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserResult:
-    """``batches``: at least one; ``stated``: what else it states, of KEYS from placements on."""
+    """The result of a user's function. ``batches``: at least one; ``stated``: the returned
+    placements, stages, inputs and optimizer, by key."""
 
     model: nn.Module
     loss_fn: Callable[..., Any]
@@ -41,50 +43,60 @@ class UserResult:
     stated: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
-def is_named(what: str) -> bool:
-    """Whether it is meant as a function of the user's, and not as a model's type or file."""
-    return ":" in what or what.endswith(".py")
+def is_value_path(text: str) -> bool:
+    """Return whether the text is the path of a Python value, as "train.py:make", and not a model
+    type or a configuration file."""
+    return ":" in text or text.endswith(".py")
 
 
-def named_value(what: str, wanted: str) -> Any:
-    """The value of ``file.py:NAME`` or ``package.module:NAME``."""
-    place, _, name = what.rpartition(":") if ":" in what else (what, "", "")
-    module = _imported(place, what)
-    public = [n for n, v in vars(module).items() if not n.startswith("_") and _own(v, module)]
+def import_value(path: str, wanted: str) -> Any:
+    """Return the value of ``file.py:NAME`` or ``package.module:NAME``. ``wanted``: what the value
+    has to be, for the error of a path without a name."""
+    place, _, name = path.rpartition(":") if ":" in path else (path, "", "")
+    module = _import_module(place, path)
+    public = [
+        key
+        for key, value in vars(module).items()
+        if not key.startswith("_")
+        and getattr(value, "__module__", module.__name__) == module.__name__
+        and not isinstance(value, ModuleType)
+    ]
+    likely_name = public[-1] if public else "make"
     if not name:
-        raise PlanningError(
-            f"{what} names no value in it: {wanted}.\nfix: {what}:{_likely(public)}"
-        )
+        raise PlanningError(f"{path} names no value in it: {wanted}.\nfix: {path}:{likely_name}")
     if not hasattr(module, name):
         near = nearest(name, public)
         raise PlanningError(
             f"{place} has no {name!r}; it has {listing(public)}.\n"
-            f"fix: {place}:{near[0] if near else _likely(public)}"
+            f"fix: {place}:{near[0] if near else likely_name}"
         )
     return getattr(module, name)
 
 
-def called(function: Callable[..., Any], what: str, *args: Any, **kwargs: Any) -> Any:
-    """PlanningError for what it raises, with the user's line."""
+def call_user_function(function: Callable[..., Any], path: str, *args: Any, **kwargs: Any) -> Any:
+    """Call the function. Its exceptions are raised as PlanningError with the user's line."""
     try:
         return function(*args, **kwargs)
     except PlanningError:
         raise
     except Exception as error:
-        raise PlanningError(_told(error, what)) from error
+        raise PlanningError(_error_text(error, path)) from error
 
 
-def given_by(value: Any, what: str, arguments: Mapping[str, Any], *, meta: bool) -> UserResult:
-    """What the function, called with ``arguments``, returns; on the meta device or as it is."""
-    if not callable(value) or isinstance(value, nn.Module):
+def call_workload_function(
+    function: Any, path: str, arguments: Mapping[str, Any], *, meta: bool
+) -> UserResult:
+    """Call the function that returns model, loss and batches, under torch's meta device if
+    ``meta``. Raises PlanningError if it is no function, or returns something else."""
+    if not callable(function) or isinstance(function, nn.Module):
         raise PlanningError(
-            f"{what} is {shown(value)}, not a function.\n"
+            f"{path} is {shown(function)}, not a function.\n"
             f"fix: def make(): return model, loss_fn, x, y"
         )
-    _check_arguments(value, what, arguments)
+    _check_arguments(function, path, arguments)
     with torch.device("meta") if meta else nullcontext():
         try:
-            returned = called(value, what, **arguments)
+            returned = call_user_function(function, path, **arguments)
         except PlanningError as error:
             if meta and "meta tensor" in str(error).lower():
                 raise PlanningError(
@@ -92,10 +104,11 @@ def given_by(value: Any, what: str, arguments: Mapping[str, Any], *, meta: bool)
                     f"values.\nfix: --real calls it as it is, which takes the model's memory"
                 ) from error
             raise
-    return _checked(returned, what)
+    return _user_result(returned, path)
 
 
-def _checked(returned: Any, what: str) -> UserResult:
+def _user_result(returned: Any, path: str) -> UserResult:
+    """Return the checked result of a user's function."""
     wanted = "(model, loss_fn, *batch), or a dict with model, loss_fn and batch"
     match returned:
         case (nn.Module() as model, loss_fn, *batch) if batch:
@@ -107,40 +120,41 @@ def _checked(returned: Any, what: str) -> UserResult:
                 if key not in KEYS:
                     near = nearest(str(key), KEYS)
                     raise PlanningError(
-                        f"{what} returns a dict with {key!r}, which means nothing here.\n"
+                        f"{path} returns a dict with {key!r}, which means nothing here.\n"
                         f"fix: {near[0] if near else ', '.join(KEYS)}"
                     )
             missing = [key for key in ("model", "loss_fn") if key not in stated]
             if missing or ("batch" in stated) == ("batches" in stated):
                 lacks = ", ".join(missing) or "one of batch and batches"
-                raise PlanningError(f"{what} returns a dict without {lacks}.\nfix: {wanted}")
+                raise PlanningError(f"{path} returns a dict without {lacks}.\nfix: {wanted}")
             model, loss_fn = stated.pop("model"), stated.pop("loss_fn")
-            one = stated.pop("batch", None)
-            batches = stated.pop("batches", None) if one is None else (one,)
+            batch = stated.pop("batch", None)
+            batches = stated.pop("batches", None) if batch is None else (batch,)
             batches = tuple(b if isinstance(b, tuple | list) else (b,) for b in batches)
         case _:
-            raise PlanningError(f"{what} returns {shown(returned)}.\nfix: {wanted}")
+            raise PlanningError(f"{path} returns {shown(returned)}.\nfix: {wanted}")
     if not isinstance(model, nn.Module) or not callable(loss_fn) or not batches:
         raise PlanningError(
-            f"{what} returns a model {shown(model)} and a loss_fn {shown(loss_fn)}.\nfix: {wanted}"
+            f"{path} returns a model {shown(model)} and a loss_fn {shown(loss_fn)}.\nfix: {wanted}"
         )
     return UserResult(
         model=model, loss_fn=loss_fn, batches=tuple(tuple(b) for b in batches), stated=stated
     )
 
 
-def _check_arguments(function: Callable[..., Any], what: str, given: Mapping[str, Any]) -> None:
+def _check_arguments(function: Callable[..., Any], path: str, names: Iterable[str]) -> None:
+    """Raise PlanningError for a name of --set that is no argument of the function."""
     try:
         parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # a builtin
+    except (TypeError, ValueError):  # a builtin has no signature
         return
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return
-    for name in given:
+    for name in names:
         if name not in parameters:
             near = nearest(name, parameters)
             raise PlanningError(
-                f"--set {name}: {what} takes no such argument.\n"
+                f"--set {name}: {path} takes no such argument.\n"
                 f"fix: {near[0] if near else ', '.join(parameters) or 'leave it out'}"
             )
 
@@ -148,21 +162,22 @@ def _check_arguments(function: Callable[..., Any], what: str, given: Mapping[str
 # -- modules ---------------------------------------------------------------------------------------
 
 
-def _imported(place: str, what: str) -> ModuleType:
-    path = Path(place)
-    if place.endswith(".py") or path.is_file():
-        if not path.is_file():
-            near = nearest(path.name, [p.name for p in path.parent.glob("*.py")])
+def _import_module(place: str, path: str) -> ModuleType:
+    """Import a file or a dotted module name. ``path``: the whole text of the user, for errors."""
+    file = Path(place)
+    if place.endswith(".py") or file.is_file():
+        if not file.is_file():
+            near = nearest(file.name, [p.name for p in file.parent.glob("*.py")])
             raise PlanningError(
-                f"{what}: there is no file {place}.\n"
-                f"fix: {path.with_name(near[0]) if near else 'give its path from this folder'}"
+                f"{path}: there is no file {place}.\n"
+                f"fix: {file.with_name(near[0]) if near else 'give its path from this folder'}"
             )
-        folder = str(path.resolve().parent)
+        folder = str(file.resolve().parent)
         if folder not in sys.path:
             sys.path.insert(0, folder)
-        if (known := sys.modules.get(path.stem)) is not None and _is_file(known, path):
-            return known
-        return called(_from_file, what, path)
+        if (imported := sys.modules.get(file.stem)) is not None and _is_file(imported, file):
+            return imported
+        return call_user_function(_import_file, path, file)
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
@@ -170,61 +185,54 @@ def _imported(place: str, what: str) -> ModuleType:
     except (ImportError, ValueError):
         spec = None
     if spec is None:
-        file = place.replace(".", "/") + ".py"
-        fix = f"{file}:{what.rpartition(':')[2]}" if Path(file).is_file() else "module.py:function"
-        raise PlanningError(f"{what}: Python finds no module {place!r} from here.\nfix: {fix}")
-    return called(importlib.import_module, what, place)
+        file_name = place.replace(".", "/") + ".py"
+        fix = "module.py:function"
+        if Path(file_name).is_file():
+            fix = f"{file_name}:{path.rpartition(':')[2]}"
+        raise PlanningError(f"{path}: Python finds no module {place!r} from here.\nfix: {fix}")
+    return call_user_function(importlib.import_module, path, place)
 
 
-def _from_file(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None, "a file of Python has a loader"
+def _import_file(file: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None and spec.loader is not None, "a Python file has a loader"
     module = importlib.util.module_from_spec(spec)
-    before = sys.modules.get(path.stem)
-    sys.modules[path.stem] = module  # as its dataclasses and pickles need
+    previous = sys.modules.get(file.stem)
+    sys.modules[file.stem] = module  # dataclasses and pickle look the module up
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        if before is None:
-            del sys.modules[path.stem]
+        if previous is None:
+            del sys.modules[file.stem]
         else:
-            sys.modules[path.stem] = before
+            sys.modules[file.stem] = previous
         raise
     return module
 
 
-def _is_file(module: ModuleType, path: Path) -> bool:
-    file = getattr(module, "__file__", None)
-    return file is not None and Path(file).resolve() == path.resolve()
+def _is_file(module: ModuleType, file: Path) -> bool:
+    module_file = getattr(module, "__file__", None)
+    return module_file is not None and Path(module_file).resolve() == file.resolve()
 
 
-def _own(value: Any, module: ModuleType) -> bool:
-    return getattr(value, "__module__", module.__name__) == module.__name__ and not isinstance(
-        value, ModuleType
-    )
-
-
-def _likely(names: list[str]) -> str:
-    return names[-1] if names else "make"
-
-
-def _told(error: Exception, what: str) -> str:
-    """The exception, and the last line of the user's that it came through."""
+def _error_text(error: Exception, path: str) -> str:
+    """Return the type and message of the exception and the last line of user code that raised
+    it."""
     if isinstance(error, SyntaxError) and error.filename:
-        where = f"{error.filename}:{error.lineno}: {(error.text or '').strip()}"
-        return f"{what}: SyntaxError: {error.msg}\n  {where}"
+        line = f"{error.filename}:{error.lineno}: {(error.text or '').strip()}"
+        return f"{path}: SyntaxError: {error.msg}\n  {line}"
     frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if not _is_library(f.filename)]
-    lines = [f"{what}: {type(error).__name__}: {error}"]
-    lines += [f"  {frame.filename}:{frame.lineno}: {frame.line}" for frame in own[-1:]]
+    user_frames = [frame for frame in frames if not _is_library(frame.filename)]
+    lines = [f"{path}: {type(error).__name__}: {error}"]
+    lines += [f"  {frame.filename}:{frame.lineno}: {frame.line}" for frame in user_frames[-1:]]
     return "\n".join(lines)
 
 
 def _is_library(file: str) -> bool:
     parts = Path(file).parts
-    here = Path(__file__).resolve().parent.parent
+    package = Path(__file__).resolve().parent.parent
     return (
         "site-packages" in parts
-        or file.startswith(("<", str(here)))
+        or file.startswith(("<", str(package)))
         or f"python3.{sys.version_info.minor}" in parts
     )

@@ -1,12 +1,11 @@
-"""What a command is about: a model, its loss and a batch of it.
+"""The model, loss function and batches of a command.
 
-    work = Workload.of(options, meta=True)     # of `options.model` and those of `add_workload`
+    work = Workload.of(options, meta=True)     # from the options of `add_workload`
     work.title                                 # "gpt2: GPT2LMHeadModel, 124.4 M parameters ..."
-    work.graph                                 # its step, captured once for all that ask
+    work.graph                                 # the graph of a training step, captured once
 
-A model of Hugging Face's by its configuration (huggingface.py), or a function of the user's
-(user_function.py). On the meta device a model needs no memory, and has no values. Not here: how
-it is placed (placed_workload.py).
+The model comes from a Hugging Face configuration (`huggingface.py`) or from a user's function
+(`user_function.py`). On the meta device it needs no memory and has no values.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from dtensor.api.step.bound_call import BoundCall
-from dtensor.commands.user_function import given_by, is_named, named_value
+from dtensor.commands.user_function import call_workload_function, import_value, is_value_path
 from dtensor.errors import PlanningError
 from dtensor.frontend.graph import Graph
 from dtensor.numerics import dtype_name
@@ -33,21 +32,21 @@ ROWS = 8
 
 @dataclass(kw_only=True, repr=False)
 class Workload:
-    """``batches``: of `run`, in turn; all others look at the first. ``stated``: what the user's
-    function says of placements, stages, inputs and the optimizer."""
+    """``batches``: `run` uses them in turn, the other commands use the first. ``stated``: the
+    placements, stages, inputs and optimizer that the user's function returned, by key."""
 
     name: str
     model: nn.Module
     loss_fn: Callable[..., Any]
     batches: tuple[tuple[Any, ...], ...]
-    batch_words: str
+    batch_text: str
     stated: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     @classmethod
     def of(cls, options: argparse.Namespace, *, meta: bool) -> Workload:
-        if is_named(options.model):
-            return _of_function(options, meta=meta)
-        return _of_configuration(options, meta=meta)
+        if is_value_path(options.model):
+            return _workload_of_function(options, meta=meta)
+        return _workload_of_configuration(options, meta=meta)
 
     @property
     def batch(self) -> tuple[Any, ...]:
@@ -55,7 +54,7 @@ class Workload:
 
     @property
     def num_rows(self) -> int:
-        """Of the batch: the first dim of its first tensor."""
+        """The size of the first dim of the first tensor of the batch."""
         for leaf in pytree.tree_leaves(self.batch):
             if isinstance(leaf, torch.Tensor) and leaf.dim():
                 return leaf.shape[0]
@@ -67,7 +66,7 @@ class Workload:
 
     @property
     def title(self) -> str:
-        return f"{self.model_title}; a batch of {self.batch_words}"
+        return f"{self.model_title}; a batch of {self.batch_text}"
 
     @property
     def model_title(self) -> str:
@@ -81,73 +80,69 @@ class Workload:
 
     @cached_property
     def graph(self) -> Graph:
-        """Of a training step; its model and batch may be on the meta device."""
+        """The graph of a training step."""
         return BoundCall.of(self.loss_fn, (self.model, *self.batch), {}).graph("loss")
 
 
 _COUNTS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
-def _of_configuration(options: argparse.Namespace, *, meta: bool) -> Workload:
-    from dtensor.commands.huggingface import batch, configuration, model_of
+def _workload_of_configuration(options: argparse.Namespace, *, meta: bool) -> Workload:
+    from dtensor.commands.huggingface import configuration, model_of, random_batch
 
-    what = options.model
-    config = configuration(what, dict(options.set))
-    built = model_of(config, what, options.head, options.dtype, meta=meta)
-    inputs, words = batch(
-        config,
-        built.head,
-        rows=options.batch or ROWS,
-        length=options.length,
-        meta=meta,
+    config = configuration(options.model, dict(options.set))
+    model, head = model_of(config, options.model, options.head, options.dtype, meta=meta)
+    inputs, batch_text = random_batch(
+        config, head, rows=options.batch or ROWS, length=options.length, meta=meta
     )
-    loss_fn = (_of_pictures if "pixel_values" in inputs else _of_text)()
-    name = config.model_type
-    loss_fn.__name__ = name
+    loss_fn = (_image_loss if "pixel_values" in inputs else _text_loss)()
+    loss_fn.__name__ = config.model_type
     return Workload(
-        name=name,
-        model=built.model,
+        name=config.model_type,
+        model=model,
         loss_fn=loss_fn,
         batches=(tuple(inputs.values()),),
-        batch_words=words,
+        batch_text=batch_text,
     )
 
 
-# Their arguments' names are what plans and pages show.
-def _of_text() -> Callable[..., Any]:
+# Plans and pages show the names of the arguments of these loss functions. Each call makes a new
+# function, because the caller names it after its model.
+def _text_loss() -> Callable[..., Any]:
     def loss_fn(model: nn.Module, input_ids: Tensor, labels: Tensor) -> Tensor:
         return model(input_ids=input_ids, labels=labels).loss
 
     return loss_fn
 
 
-def _of_pictures() -> Callable[..., Any]:
+def _image_loss() -> Callable[..., Any]:
     def loss_fn(model: nn.Module, pixel_values: Tensor, labels: Tensor) -> Tensor:
         return model(pixel_values=pixel_values, labels=labels).loss
 
     return loss_fn
 
 
-def _of_function(options: argparse.Namespace, *, meta: bool) -> Workload:
-    what = options.model
+def _workload_of_function(options: argparse.Namespace, *, meta: bool) -> Workload:
+    path = options.model
     for name in ("batch", "length", "dtype", "head"):
         if getattr(options, name) is not None:
             raise PlanningError(
-                f"--{name}: the result of {what} has its own; it is for models by configuration.\n"
+                f"--{name}: the result of {path} has its own; it is for models by configuration.\n"
                 f"fix: leave it out, or --set NAME=VALUE for an argument of the function"
             )
-    value = named_value(what, "a function that returns (model, loss_fn, *batch)")
-    given = given_by(value, what, dict(options.set), meta=meta and not options.real)
+    function = import_value(path, "a function that returns (model, loss_fn, *batch)")
+    meta = meta and not options.real
+    result = call_workload_function(function, path, dict(options.set), meta=meta)
     shapes = [
         f"{dtype_name(leaf.dtype)}[{','.join(map(str, leaf.shape))}]"
-        for leaf in pytree.tree_leaves(given.batches[0])
+        for leaf in pytree.tree_leaves(result.batches[0])
         if isinstance(leaf, torch.Tensor)
     ]
     return Workload(
-        name=Path(what.rpartition(":")[0]).stem,
-        model=given.model,
-        loss_fn=given.loss_fn,
-        batches=given.batches,
-        batch_words=", ".join(shapes) or "no tensors",
-        stated=given.stated,
+        name=Path(path.rpartition(":")[0]).stem,
+        model=result.model,
+        loss_fn=result.loss_fn,
+        batches=result.batches,
+        batch_text=", ".join(shapes) or "no tensors",
+        stated=result.stated,
     )
