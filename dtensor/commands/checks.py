@@ -1,4 +1,4 @@
-"""What `dtensor doctor` prints: a line for each thing that it has checked."""
+"""The result of a check of `dtensor doctor`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ State = Literal["ok", "warning", "wrong"]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A line of the table. ``note``: the fix if it is not ok, else the value it is compared
-    with."""
+    """A line of the table. ``found``: what the check found. ``note``: the fix if the state is not
+    ok, else an explanation, such as the supported versions."""
 
     state: State
     name: str
@@ -20,4 +20,5 @@ class Check:
 
 
 def first_line(error: Exception) -> str:
+    """Return the type of the error and the first line of its message."""
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

@@ -1,4 +1,4 @@
-"""`dtensor doctor`: checks whether dtensor can run here, and says how to fix it where it cannot.
+"""`dtensor doctor`: checks whether dtensor can run on this machine, with a fix for each problem.
 
     $ dtensor doctor
     ok       python        3.11.7                        supported: >=3.11
@@ -6,13 +6,9 @@
     warning  triton        not installed                 pip install 'dtensor[kernels]': ...
     ...
 
-A line for each check: *ok*; *warning*, which costs something and stops nothing; *wrong*, with a
-fix. Supported versions are those of the package's own metadata. The self-test trains for three
-steps on two ranks in this process, on its GPU if it has one, and on Ray, and compares the losses
-with one rank's.
-
-Exit status 1 if a line is wrong. It changes only what a launch makes for itself and removes; a Ray
-that it joined keeps running.
+Each check prints a line: ok; warning, if dtensor runs with a drawback; or wrong. The supported
+versions are from the metadata of the package. Exit status 1 if a line is wrong. A Ray cluster that
+the command joined keeps running.
 """
 
 from __future__ import annotations
@@ -25,7 +21,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -41,18 +37,19 @@ EXTRAS = {
     "triton": ("dtensor[kernels]", "fused kernels on a GPU"),
     "transformers": ("transformers>=5,<6", "models by their type, as `dtensor plan gpt2`"),
 }
-"""Optional packages: the pip requirement, and their use."""
-LITTLE_MEMORY = 2 * 2**30
-LITTLE_SHARED = 256 * 2**20
+"""For each optional package, its pip requirement and its use."""
+MIN_MEMORY = 2 * 2**30
+MIN_SHARED_MEMORY = 256 * 2**20
+"""Less free bytes than these are a warning."""
 
 
 def add_to(parsers: Any) -> None:
     parser = add_command(
         parsers,
         "doctor",
-        "whether dtensor can run here: versions, cores, GPUs, Ray, ports, a self-test",
+        "checks whether dtensor can run here: versions, cores, GPUs, Ray, ports, a self-test",
         "Checks installed packages and the machine, and trains a tiny model for three steps on "
-        "two ranks, in this process and on Ray. Each line that is not ok has a fix.",
+        "two ranks, in this process, on its GPU and on Ray. Each line that is not ok has a fix.",
         EPILOG,
     )
     parser.add_argument(
@@ -63,12 +60,12 @@ def add_to(parsers: Any) -> None:
         action="store_true",
         help="check the GPUs instead, part by part: devices, streams, kernels, training, NCCL",
     )
-    add_json(parser, "a JSON list, an object for each line")
+    add_json(parser, "print a JSON list with an object for each line")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    checked: list[Check] = []
+    checks: list[Check] = []
     parts: list[tuple[str, Callable[[], Iterator[Check]]]] = [
         ("checks versions", versions),
         ("checks the machine", machine),
@@ -81,62 +78,62 @@ def run(options: argparse.Namespace) -> int:
         parts = [("checks versions", versions), ("checks the GPUs", on_gpus)]
     elif not options.no_ray:
         parts.append(("trains on two ranks on Ray", on_ray))
-    table = _Table(plain=options.json or not sys.stdout.isatty())
+    show_at_end = sys.stdout.isatty() and not options.json  # a progress line is shown until then
     with ProgressLine() as progress:
-        for what, checks in parts:
-            with progress.doing(what):
-                for check in checks():
-                    checked.append(check)
-                    if table.plain and not options.json:
-                        table.line(check)
+        for title, part in parts:
+            with progress.doing(title):
+                for check in part():
+                    checks.append(check)
+                    if not show_at_end and not options.json:
+                        _print_line(check)
     if options.json:
         from dtensor.commands.json_data import print_json
 
-        print_json([asdict(check) for check in checked])
-    elif not table.plain:
-        table.show(checked)
-    wrong = sum(check.state == "wrong" for check in checked)
-    warnings = sum(check.state == "warning" for check in checked)
+        print_json([asdict(check) for check in checks])
+    elif show_at_end:
+        _print_table(checks)
+    num_wrong = sum(check.state == "wrong" for check in checks)
+    num_warnings = sum(check.state == "warning" for check in checks)
     if not options.json:
-        words = "Nothing is wrong" if not wrong else f"{wrong} wrong"
-        print(f"\n{words}{f', {warnings} warnings' if warnings else ''}.")
-    return int(wrong > 0)
+        text = "Nothing is wrong" if not num_wrong else f"{num_wrong} wrong"
+        print(f"\n{text}{f', {num_warnings} warnings' if num_warnings else ''}.")
+    return int(num_wrong > 0)
 
 
-# -- installed packages
-# -----------------------------------------------------------------------------
+# -- installed packages ----------------------------------------------------------------------------
 
 
 def versions() -> Iterator[Check]:
+    """Check the versions of Python and of required and optional packages."""
     try:
-        about: Any = metadata.metadata("dtensor")
+        package: Any = metadata.metadata("dtensor")
     except metadata.PackageNotFoundError:  # a checkout on PYTHONPATH
         fix = "pip install -e . in the checkout"
         yield Check("warning", "dtensor", "not installed: no versions to compare with", fix)
         return
-    wanted = about["Requires-Python"] or ""
+    bounds = package["Requires-Python"] or ""
     python = ".".join(map(str, sys.version_info[:3]))
-    state: State = "ok" if within(python, wanted) else "wrong"
-    yield Check(state, "python", python, f"supported: {wanted}")
-    for name, wanted in requirements().items():
+    state: State = "ok" if within(python, bounds) else "wrong"
+    yield Check(state, "python", python, f"supported: {bounds}")
+    for name, bounds in requirements().items():
         extra = EXTRAS.get(name)
+        state_if_bad: State = "warning" if extra else "wrong"
         try:
-            there = metadata.version(name)
+            installed = metadata.version(name)
         except metadata.PackageNotFoundError:
-            what = f"{extra[1]}: " if extra else ""
-            pip = f"pip install '{extra[0] if extra else name + wanted}'"
-            yield Check("warning" if extra else "wrong", name, "not installed", what + pip)
+            use = f"{extra[1]}: " if extra else ""
+            pip = f"pip install '{extra[0] if extra else name + bounds}'"
+            yield Check(state_if_bad, name, "not installed", use + pip)
             continue
-        if within(there, wanted):
-            yield Check("ok", name, there, f"supported: {wanted}")
+        if within(installed, bounds):
+            yield Check("ok", name, installed, f"supported: {bounds}")
         else:
-            bad: State = "warning" if extra else "wrong"
-            fix = f"supported: {wanted}; pip install '{name}{wanted}'"
-            yield Check(bad, name, there, fix)
+            fix = f"supported: {bounds}; pip install '{name}{bounds}'"
+            yield Check(state_if_bad, name, installed, fix)
 
 
 def requirements() -> dict[str, str]:
-    """The requirements of dtensor, then `EXTRAS`, each with its range, from the package's
+    """Return the version bounds of the required packages and of `EXTRAS`, from the package's
     metadata."""
     ranges: dict[str, str] = {}
     for line in metadata.requires("dtensor") or ():
@@ -149,7 +146,8 @@ def requirements() -> dict[str, str]:
 
 
 def within(version: str, bounds: str) -> bool:
-    """Whether a version is within ``>=2.11,<2.14``; only the numbers of 2.13.0+cpu count."""
+    """Return whether a version, as 2.13.0+cpu, is within bounds, as ``>=2.11,<2.14``. Only the
+    numbers are compared."""
     numbers = _numbers(version)
     for bound in filter(None, bounds.split(",")):
         parts = re.fullmatch(r"\s*(>=|<=|<|>|==|~=|!=)\s*([\d.]+)\S*\s*", bound)
@@ -158,8 +156,8 @@ def within(version: str, bounds: str) -> bool:
         other = _numbers(parts[2])
         size = max(len(numbers), len(other))
         a, b = (n + (0,) * (size - len(n)) for n in (numbers, other))
-        kept = {">=": a >= b, "<=": a <= b, "<": a < b, ">": a > b, "==": a == b, "!=": a != b}
-        if not kept.get(parts[1], True):
+        holds = {">=": a >= b, "<=": a <= b, "<": a < b, ">": a > b, "==": a == b, "!=": a != b}
+        if not holds.get(parts[1], True):
             return False
     return True
 
@@ -173,16 +171,17 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def machine() -> Iterator[Check]:
+    """Check the cores, memory, GPUs, shared memory, folder and ports of this machine."""
     from dtensor.sharding.plan.text.words import size_text
 
     yield _cores()
     free = _available_memory()
     if free is not None:
         note = "a rank on Ray takes 200 MiB besides its tensors"
-        yield Check("ok" if free >= LITTLE_MEMORY else "warning", "memory", size_text(free), note)
+        yield Check("ok" if free >= MIN_MEMORY else "warning", "memory", size_text(free), note)
     yield from _gpus()
     yield _shared_memory(size_text)
-    yield _own_folder()
+    yield _user_folder()
     yield _ports()
 
 
@@ -234,13 +233,14 @@ def _shared_memory(size_text: Callable[[int], str]) -> Check:
     except OSError:
         fix = "ranks of one host on Ray exchange tensors there: mount a tmpfs"
         return Check("warning", "/dev/shm", "there is none", fix)
-    if free < LITTLE_SHARED:
+    if free < MIN_SHARED_MEMORY:
         fix = "make room there, or start the container with --shm-size=2g"
         return Check("warning", "/dev/shm", f"{size_text(free)} free", fix)
     return Check("ok", "/dev/shm", f"{size_text(free)} free", "tensors between ranks of a host")
 
 
-def _own_folder() -> Check:
+def _user_folder() -> Check:
+    """Check the folder in TMPDIR that launches on Ray use."""
     from dtensor.daft.ray.bootstrap.user_folder import check_own, own_directory
 
     folder = own_directory()
@@ -252,13 +252,13 @@ def _own_folder() -> Check:
             return Check("wrong", "folder", f"{folder} cannot be made", fix)
         return Check("ok", "folder", str(folder), "made by the first launch on Ray")
     except PermissionError as error:
-        said, _, fix = str(error).partition("\n  Fix: ")
-        return Check("wrong", "folder", said, fix)
+        problem, _, fix = str(error).partition("\n  Fix: ")
+        return Check("wrong", "folder", problem, fix)
     return Check("ok", "folder", str(folder), "this user's alone")
 
 
 def _ports() -> Check:
-    """Whether a process can listen on loopback, and be reached there."""
+    """Check whether a process can listen on loopback and be reached there."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
@@ -269,85 +269,86 @@ def _ports() -> Check:
     return Check("ok", "ports", "loopback can be bound and reached", "")
 
 
-# -- self-tests
-# -------------------------------------------------------------------------------------
+# -- self-tests ------------------------------------------------------------------------------------
 
 
 def in_process() -> Iterator[Check]:
+    """Check that two ranks in this process train like one rank."""
     import dtensor as dt
     from dtensor.commands.selftest import STEPS, TOLERANCE, difference, losses
 
     begin = time.perf_counter()
     try:
-        one, two = losses("inprocess", dt.Mesh()), losses("inprocess", dt.Mesh(tp=2))
+        one_rank, two_ranks = losses("inprocess", dt.Mesh()), losses("inprocess", dt.Mesh(tp=2))
     except Exception as error:
         yield Check("wrong", "self-test", first_line(error), "report it, with this table")
         return
-    off, took = difference(two, one), time.perf_counter() - begin
+    off, seconds = difference(two_ranks, one_rank), time.perf_counter() - begin
     if off > TOLERANCE:
-        words = f"losses of two ranks are {off:.1e} off one rank's: {two} and {one}"
-        yield Check("wrong", "self-test", words, "report it, with this table")
+        found = f"losses of two ranks are {off:.1e} off one rank's: {two_ranks} and {one_rank}"
+        yield Check("wrong", "self-test", found, "report it, with this table")
         return
-    words = f"{STEPS} steps on two ranks in this process, {took:.1f} s"
+    found = f"{STEPS} steps on two ranks in this process, {seconds:.1f} s"
     note = "losses are one rank's" + (f", but for {off:.0e}" if off else "")
-    yield Check("ok", "self-test", words, note)
+    yield Check("ok", "self-test", found, note)
 
 
 def on_gpu() -> Iterator[Check]:
-    """Whether two ranks train on this process's GPU: its kernels are compiled there."""
+    """Check that two ranks on the GPU of this process train like on the CPU; this compiles the
+    kernels."""
     import torch
 
     if not torch.cuda.is_available():
-        return  # `machine` has said it
+        return  # `machine` reports it
     import dtensor as dt
-    from dtensor.commands.selftest import ON_A_GPU, STEPS, difference, losses
+    from dtensor.commands.selftest import GPU_TOLERANCE, STEPS, difference, losses
 
     mesh, begin = dt.Mesh(tp=2), time.perf_counter()
     try:
-        there = losses("inprocess", mesh, device="cuda")
+        gpu_losses = losses("inprocess", mesh, device="cuda")
     except Exception as error:
         yield Check("wrong", "on the GPU", first_line(error), "report it, with this table")
         return
-    took, here = time.perf_counter() - begin, losses("inprocess", mesh)
-    off = difference(there, here)
-    if not off <= ON_A_GPU:
-        words = f"losses on the GPU are {off:.1e} off the CPU's: {there} and {here}"
-        yield Check("wrong", "on the GPU", words, "report it, with this table")
+    seconds, cpu_losses = time.perf_counter() - begin, losses("inprocess", mesh)
+    off = difference(gpu_losses, cpu_losses)
+    if not off <= GPU_TOLERANCE:
+        found = f"losses on the GPU are {off:.1e} off the CPU's: {gpu_losses} and {cpu_losses}"
+        yield Check("wrong", "on the GPU", found, "report it, with this table")
         return
-    words = f"{STEPS} steps on two ranks on the GPU, {took:.1f} s"
-    yield Check("ok", "on the GPU", words, f"losses are the CPU's, but for {off:.0e}")
+    found = f"{STEPS} steps on two ranks on the GPU, {seconds:.1f} s"
+    yield Check("ok", "on the GPU", found, f"losses are the CPU's, but for {off:.0e}")
 
 
 def on_ray() -> Iterator[Check]:
-    """Whether Ray can be reached or started, and trains like this process."""
+    """Check that Ray can be joined or started, and that it gives the losses of this process."""
     import importlib.util
 
     if importlib.util.find_spec("ray") is None:
-        return  # `versions` has said it
+        return  # `versions` reports it
     import dtensor as dt
     from dtensor.commands.selftest import STEPS, losses
 
     address = os.environ.get("RAY_ADDRESS") or None
-    where = f"the Ray at {address} (RAY_ADDRESS)" if address else "a Ray of its own"
-    here = losses("inprocess", dt.Mesh(tp=2))
+    cluster = f"the Ray at {address} (RAY_ADDRESS)" if address else "a Ray of its own"
+    local_losses = losses("inprocess", dt.Mesh(tp=2))
     begin = time.perf_counter()
     try:
-        there = losses("ray", dt.Mesh(tp=2), address)
+        ray_losses = losses("ray", dt.Mesh(tp=2), address)
     except Exception as error:
         fix = (
             "give RAY_ADDRESS as `ray start --head` prints it, or unset it"
             if address
             else "look in the folder of Ray's logs above, or pip install --upgrade 'dtensor[ray]'"
         )
-        yield Check("wrong", "on Ray", f"{where}: {first_line(error)}", fix)
+        yield Check("wrong", "on Ray", f"{cluster}: {first_line(error)}", fix)
         return
-    took = time.perf_counter() - begin
-    if there != here:
-        words = f"losses on Ray are {there}, in this process {here}"
-        yield Check("wrong", "on Ray", words, "report it, with this table")
+    seconds = time.perf_counter() - begin
+    if ray_losses != local_losses:
+        found = f"losses on Ray are {ray_losses}, in this process {local_losses}"
+        yield Check("wrong", "on Ray", found, "report it, with this table")
         return
-    words = f"{STEPS} steps on two ranks on {where}, {took:.1f} s"
-    yield Check("ok", "on Ray", words, "losses are this process's, to the bit")
+    found = f"{STEPS} steps on two ranks on {cluster}, {seconds:.1f} s"
+    yield Check("ok", "on Ray", found, "losses are this process's, to the bit")
 
 
 # -- the table -------------------------------------------------------------------------------------
@@ -355,30 +356,20 @@ def on_ray() -> Iterator[Check]:
 _COLOURS = {"ok": "green", "warning": "yellow", "wrong": "red"}
 
 
-@dataclass(frozen=True, slots=True)
-class _Table:
-    """``plain``: print lines as they come, for output that is no terminal."""
-
-    plain: bool
-
-    def line(self, check: Check) -> None:
-        text = f"{check.state:<8} {check.name:<13} {check.found:<44} {check.note}"
-        print(text.rstrip(), flush=True)
-
-    def show(self, checks: list[Check]) -> None:
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-        for check in checks:
-            colour = _COLOURS[check.state]
-            texts = (check.name, check.found, check.note)
-            table.add_row(f"[{colour}]{check.state}[/]", *map(_literal, texts))
-        Console().print(table)
+def _print_line(check: Check) -> None:
+    """Print a line before the other checks are known, so with fixed column widths."""
+    text = f"{check.state:<8} {check.name:<13} {check.found:<44} {check.note}"
+    print(text.rstrip(), flush=True)
 
 
-def _literal(text: str) -> str:
-    """Escape brackets: rich takes words in brackets for styles."""
-    from rich.markup import escape
+def _print_table(checks: list[Check]) -> None:
+    from rich.console import Console
+    from rich.markup import escape  # rich would read words in brackets as styles
+    from rich.table import Table
 
-    return escape(text)
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    for check in checks:
+        colour = _COLOURS[check.state]
+        texts = (check.name, check.found, check.note)
+        table.add_row(f"[{colour}]{check.state}[/]", *map(escape, texts))
+    Console().print(table)

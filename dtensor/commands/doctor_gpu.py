@@ -1,4 +1,4 @@
-"""`dtensor doctor --gpu`: whether the GPUs here do what dtensor asks of them, part by part.
+"""`dtensor doctor --gpu`: checks the GPUs of this machine, part by part.
 
     $ dtensor doctor --gpu
     ok       cuda:0        NVIDIA H100, 79 of 80 GiB free       copied there and back
@@ -6,10 +6,10 @@
     ok       rms_norm      off by 6e-08 of the op on the CPU    triton
     ...
 
-Devices, streams, a communicator of NCCL for each pair of GPUs, the numbers of each built-in kernel,
-and training: on one GPU, and on two where there are two. A part that fails is named, and the others
-go on. On one H100 it is to take two minutes, most of them Triton's compiler; it has run on
-simulated GPUs alone (`dt.testing.simulated_gpus`).
+The parts are devices, streams, copies between each pair of GPUs, the results of each built-in
+kernel, and training on one GPU and on two. If a part fails, the other parts still run. It has run
+on simulated GPUs only (`dt.testing.simulated_gpus`). On an H100 it should take two minutes, mostly
+in Triton's compiler.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from torch import Tensor
 
 from dtensor.commands.checks import Check, first_line
 
-LIMIT = 2e-5
-"""Of float32 kernels: the largest error over the largest value."""
+MAX_ERROR = 2e-5
+"""The maximum error of a float32 kernel, divided by the largest value of its result."""
 
 Operands: TypeAlias = tuple[Sequence[Any], Mapping[str, Any]]
 
 
 def on_gpus() -> Iterator[Check]:
+    """Run all checks of the GPUs."""
     if not torch.cuda.is_available():
         found = f"torch {torch.__version__} sees none"
         yield Check("wrong", "cuda", found, "a machine with a GPU, and torch for CUDA")
@@ -47,7 +48,8 @@ def on_gpus() -> Iterator[Check]:
 
 
 def _checked(name: str, check: Callable[[], tuple[str, str]]) -> Iterator[Check]:
-    """`check` gives what was found, and a note."""
+    """Return the result of a check, which returns what it found and a note. An exception is the
+    result "wrong"."""
     try:
         found, note = check()
     except Exception as error:
@@ -57,17 +59,19 @@ def _checked(name: str, check: Callable[[], tuple[str, str]]) -> Iterator[Check]
 
 
 def _device(index: int) -> tuple[str, str]:
-    facts, device = torch.cuda.get_device_properties(index), torch.device("cuda", index)
+    """Copy values to the GPU and back."""
+    properties, device = torch.cuda.get_device_properties(index), torch.device("cuda", index)
     free, total = torch.cuda.mem_get_info(index)
     x = torch.arange(1 << 16, dtype=torch.int32)
     if not torch.equal(x.to(device).cpu(), x):
-        raise RuntimeError("what was copied there and back is another")
+        raise RuntimeError("values that were copied there and back are different")
     memory = f"{free / 2**30:.0f} of {total / 2**30:.0f} GiB free"
-    return f"{facts.name}, {facts.major}.{facts.minor}, {memory}", "copied there and back"
+    found = f"{properties.name}, {properties.major}.{properties.minor}, {memory}"
+    return found, "copied there and back"
 
 
 def _streams(index: int) -> tuple[str, str]:
-    """A chain over two streams, each waiting for the other in turn."""
+    """Run a chain of ops on two streams that wait for each other in turn."""
     device = torch.device("cuda", index)
     with torch.cuda.device(device):
         main, side = torch.cuda.current_stream(), torch.cuda.Stream()
@@ -76,9 +80,9 @@ def _streams(index: int) -> tuple[str, str]:
             side.wait_stream(main)
             with torch.cuda.stream(side):
                 x.add_(1)
-                done = torch.cuda.Event()
-                done.record()
-            main.wait_event(done)
+                event = torch.cuda.Event()
+                event.record()
+            main.wait_event(event)
             x.mul_(2)
         if not bool((x == 510).all()):
             raise RuntimeError(f"a chain over two streams gave {x.unique().tolist()}, not 510")
@@ -88,32 +92,32 @@ def _streams(index: int) -> tuple[str, str]:
 def _copies(first: int, second: int) -> tuple[str, str]:
     x = torch.arange(1 << 16, device=torch.device("cuda", first))
     if not torch.equal(x.to(torch.device("cuda", second)).cpu(), x.cpu()):
-        raise RuntimeError(f"what was copied from cuda:{first} to cuda:{second} is another")
+        raise RuntimeError(f"values that were copied from cuda:{first} to cuda:{second} differ")
     return f"cuda:{first} to cuda:{second}", "copied"
 
 
 def _training(ranks: int) -> tuple[str, str]:
-    """A rank on each of so many GPUs; over NCCL where they are several."""
+    """Train with one rank on each of ``ranks`` GPUs; several ranks communicate over NCCL."""
     import dtensor as dt
-    from dtensor.commands.selftest import ON_A_GPU, STEPS, difference, losses
+    from dtensor.commands.selftest import GPU_TOLERANCE, STEPS, difference, losses
 
     mesh = dt.Mesh(tp=ranks)
-    here = losses("inprocess", mesh)
+    cpu_losses = losses("inprocess", mesh)
     backend = "inprocess" if ranks == 1 else "ray"
-    there = losses(backend, mesh, device="cuda", ranks_per_actor=1)
-    off = difference(there, here)
-    if not off <= ON_A_GPU:
-        raise RuntimeError(f"losses are {off:.1e} off the CPU's: {there} and {here}")
-    by = "" if ranks == 1 else ", over NCCL"
-    return f"{STEPS} steps at tp={ranks}{by}", f"losses are the CPU's, but for {off:.0e}"
+    gpu_losses = losses(backend, mesh, device="cuda", ranks_per_actor=1)
+    off = difference(gpu_losses, cpu_losses)
+    if not off <= GPU_TOLERANCE:
+        raise RuntimeError(f"losses are {off:.1e} off the CPU's: {gpu_losses} and {cpu_losses}")
+    over_nccl = "" if ranks == 1 else ", over NCCL"
+    return f"{STEPS} steps at tp={ranks}{over_nccl}", f"losses are the CPU's, but for {off:.0e}"
 
 
 # -- kernels ---------------------------------------------------------------------------------------
 
 
 def _kernels() -> Iterator[Check]:
-    """Each built-in kernel beside its op on the CPU."""
-    import dtensor.sharding.ops.registered  # noqa: F401 - the ops
+    """Compare each built-in kernel with its op on the CPU."""
+    import dtensor.sharding.ops.registered  # noqa: F401 - registers the ops
     from dtensor.kernels.registry import kernel_of
 
     device = torch.device("cuda", torch.cuda.current_device())
@@ -125,11 +129,13 @@ def _kernels() -> Iterator[Check]:
             yield Check("warning", op_name, "no kernel here", "pip install 'dtensor[kernels]'")
             continue
 
-        def check(op: Any = op, kernel: Any = kernel, args: Any = args, given: Any = kwargs) -> Any:
-            wanted = _results(op, args, given, torch.device("cpu"))
-            made = _results(kernel.function, args, given, device)
-            off = max(map(_error, made, wanted))
-            if not off <= LIMIT:
+        def check(
+            op: Any = op, kernel: Any = kernel, args: Any = args, kwargs: Any = kwargs
+        ) -> tuple[str, str]:
+            wanted = _results(op, args, kwargs, torch.device("cpu"))
+            results = _results(kernel.function, args, kwargs, device)
+            off = max(map(_error, results, wanted))
+            if not off <= MAX_ERROR:
                 raise RuntimeError(f"off by {off:.1e} of its largest value")
             return f"off by {off:.0e} of the op on the CPU", kernel.name
 
@@ -137,30 +143,36 @@ def _kernels() -> Iterator[Check]:
 
 
 def _results(call: Any, args: Sequence[Any], kwargs: Any, device: torch.device) -> list[Tensor]:
-    """What it gives, or has written to its arguments."""
+    """Return the results of the call on the device, copied to the CPU. If the call returns None,
+    its results are the tensors in its lists of arguments, which it writes in place."""
 
-    def there(value: Any) -> Any:
+    def to_device(value: Any) -> Any:
         if isinstance(value, Tensor):
             return value.to(device, copy=True)
-        return [there(each) for each in value] if isinstance(value, list) else value
+        return [to_device(each) for each in value] if isinstance(value, list) else value
 
-    given = [there(arg) for arg in args]
-    made = call(*given, **{name: there(value) for name, value in kwargs.items()})
-    flat = made if made is not None else [x for arg in given if isinstance(arg, list) for x in arg]
-    results = [flat] if isinstance(flat, Tensor) else list(flat)
+    args = [to_device(arg) for arg in args]
+    returned = call(*args, **{name: to_device(value) for name, value in kwargs.items()})
+    if returned is None:
+        returned = [x for arg in args if isinstance(arg, list) for x in arg]
+    results = [returned] if isinstance(returned, Tensor) else list(returned)
     return [x.cpu() for x in results if isinstance(x, Tensor)]
 
 
-def _error(made: Tensor, wanted: Tensor) -> float:
-    if made.shape != wanted.shape:
+def _error(result: Tensor, wanted: Tensor) -> float:
+    """Return the largest error divided by the largest value; infinity for NaN or another shape."""
+    if result.shape != wanted.shape:
         return float("inf")
-    difference = (made.double() - wanted.double()).abs().max() if made.numel() else torch.zeros(())
+    if not result.numel():
+        return 0.0
+    difference = (result.double() - wanted.double()).abs().max()
     off = difference / wanted.double().abs().max().clamp(min=1e-30)
     return float("inf") if bool(off.isnan()) else float(off)
 
 
 def _operands() -> dict[str, Operands]:
-    """Of each op with a built-in kernel: two blocks and a rest of a block long."""
+    """Return arguments for each op with a built-in kernel. Rows of 260 elements cover two full
+    blocks and a partial block."""
     random = torch.Generator().manual_seed(0)
 
     def make(*shape: int) -> Tensor:
@@ -171,9 +183,9 @@ def _operands() -> dict[str, Operands]:
     norm = (1e-6, 1.0, torch.float32, torch.float32)
     heads, cos, sin = make(2, 3, 5, 16), make(5, 16), make(5, 16)
     target = torch.tensor([0, 3, -100, 259, 7, 100])
-    at = {"at_seed": 11, "at_step": 7, "op": 3}
+    random_state = {"at_seed": 11, "at_step": 7, "op": 3}
     stats = torch.ops.dt.ce_stats(x, target, -100)
-    kept = torch.ops.dt.dropout(x, 0.3, **at)[1]
+    mask = torch.ops.dt.dropout(x, 0.3, **random_state)[1]
     rates = {"lr": 0.01, "beta1": 0.9, "beta2": 0.95, "eps": 1e-6, "weight_decay": 0.1}
     state = [[make(300)], [make(300)], [make(300)], [make(300).abs()], [], [torch.ones(())]]
     return {
@@ -190,8 +202,8 @@ def _operands() -> dict[str, Operands]:
         "dt::rope_backward": ((heads, cos, sin, torch.float32), {}),
         "dt::ce_stats": ((x, target, -100), {}),
         "dt::ce_backward": ((make(6), x, stats, target, -100), {}),
-        "dt::dropout": ((x, 0.3), at),
-        "dt::dropout_add": ((x, y, 0.3), at),
-        "dt::dropout_backward": ((x, kept, 0.3), {}),
+        "dt::dropout": ((x, 0.3), random_state),
+        "dt::dropout_add": ((x, y, 0.3), random_state),
+        "dt::dropout_backward": ((x, mask, 0.3), {}),
         "dt::attention": ((heads, heads + 1, heads - 1, True, 0.25), {}),
     }

@@ -1,8 +1,8 @@
-"""Plans, comparisons and traces as JSON has them.
+"""Plans, rows of comparisons and traces as data for JSON.
 
-    plan_data(plan)["memory"][0]["total"]       # bytes of stage 0's fullest rank
+    plan_data(plan)["memory_by_stage"][0]["total"]       # bytes of the fullest rank of stage 0
 
-Bytes and seconds, never words; keys do not change with the values. Not here: text.
+Sizes are numbers of bytes, times are seconds. The keys do not depend on the values.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def print_json(data: Any) -> None:
 
 
 def plan_data(plan: Plan) -> dict[str, Any]:
-    """What a plan decides, costs and holds; of one rank and one step."""
+    """Return the placements, collectives, cost and memory of a plan, for one rank and one step."""
     return {
         "name": plan.name,
         "mesh": plan.mesh.shape,
@@ -40,7 +40,7 @@ def plan_data(plan: Plan) -> dict[str, Any]:
 
 
 def row_data(row: Compared) -> dict[str, Any]:
-    """A strategy of a comparison; of one without a plan, its error."""
+    """Return the data of a strategy of a comparison, or its error if it has no plan."""
     head = {"name": row.name, "mesh": row.mesh.shape}
     if row.error is not None:
         return {**head, "error": str(row.error)}

@@ -1,11 +1,11 @@
-"""The parser of the command line: errors in one sentence, with the nearest right word.
+"""The parser of the command line. An error is one sentence with a fix.
 
     $ dtensor plan gpt2 --mehs tp=2
     dtensor plan: --mehs is no option.
     fix: --mesh (dtensor plan --help has all)
 
-argparse says the whole usage first, which is a screen of options; here `--help` has that.
-Invariant: what is no command or option ends with exit status 2.
+argparse would print the whole usage before each error, a screen of options. The exit status of an
+error is 2.
 """
 
 from __future__ import annotations
@@ -25,26 +25,27 @@ _MISSING = {
     "--mesh": "--mesh tp=2,pp=2",
     "--ranks": "--ranks 8",
 }
-"""What is said where an argument that a command needs is not there."""
-_WRITES = ("--save", "--out", "--file", "--html")
-"""What people call the option -o."""
+"""The fix for each required argument that is missing."""
+_NAMES_OF_OUTPUT = ("--save", "--out", "--file", "--html")
+"""Options that do not exist and by which users mean -o."""
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Of the whole command line, and of each command."""
+    """The parser of the whole command line, and of each command."""
 
-    _words: Sequence[str] = ()  # as they were given
+    _command_line: Sequence[str] = ()
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        self._words = list(sys.argv[1:] if args is None else args)
+        self._command_line = list(sys.argv[1:] if args is None else args)
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {self._plain(message)}\n")
+        self.exit(2, f"{self.prog}: {self._rewrite(message)}\n")
 
-    def _plain(self, message: str) -> str:
+    def _rewrite(self, message: str) -> str:
+        """Return argparse's message as a sentence with a fix."""
         if match := re.match(r"argument COMMAND: invalid choice: '(.*?)'", message):
             return self.unknown("command", match[1], self._commands())
         if match := re.match(r"unrecognized arguments: (.*)", message):
@@ -52,9 +53,9 @@ class CommandParser(argparse.ArgumentParser):
         if match := re.match(
             r"argument (\S+): invalid choice: '(.*?)' \(choose from (.*)\)", message
         ):
-            known = re.findall(r"'(.*?)'", match[3])
-            near = nearest(match[2], known)
-            return f"{match[1]} {match[2]} is none.\nfix: {near[0] if near else ', '.join(known)}"
+            choices = re.findall(r"'(.*?)'", match[3])
+            fix = (nearest(match[2], choices) or [", ".join(choices)])[0]
+            return f"{match[1]} {match[2]} is none.\nfix: {fix}"
         if match := re.match(r"argument (\S+?)(?:/\S+)?: (.*)", message, re.DOTALL):
             return f"{match[1]}: {match[2]}"
         if match := re.match(r"the following arguments are required: (.*)", message):
@@ -66,31 +67,35 @@ class CommandParser(argparse.ArgumentParser):
         return message
 
     def _completed(self, names: Sequence[str]) -> str:
-        """The command with options that are missing: of a word without a name, or an example."""
-        words = [_with_function(word) for word in self._words]
+        """Return the command line with the missing options. The value of an option is a word of the
+        command line that has no option and looks like the value, or else an example."""
+        words = [_with_function(word) for word in self._command_line]
         for name in names:
             option, example = _MISSING[name].split()
-            kind = r"\w+=\d+(,\w+=\d+)*" if "=" in example else r"\d+"
-            bare = [i for i, word in enumerate(words) if i and re.fullmatch(kind, word)]
-            bare = [i for i in bare if not words[i - 1].startswith("-")]
-            stated = words.pop(bare[0]) if bare else example
-            words += [option, stated]
+            form = r"\w+=\d+(,\w+=\d+)*" if "=" in example else r"\d+"
+            candidates = [
+                i
+                for i, word in enumerate(words)
+                if i and re.fullmatch(form, word) and not words[i - 1].startswith("-")
+            ]
+            words += [option, words.pop(candidates[0]) if candidates else example]
         return " ".join([self.prog, *words])
 
-    def unknown_arguments(self, given: Sequence[str]) -> str:
-        """Of arguments that nothing takes: what is said."""
-        options = [each for each in given if each.startswith("-")]
+    def unknown_arguments(self, arguments: Sequence[str]) -> str:
+        """Return the message about arguments that the parser did not recognise."""
+        options = [argument for argument in arguments if argument.startswith("-")]
         if not options:
-            return f"{given[0]} is one argument too many.\nfix: {self.prog} --help says which"
+            return f"{arguments[0]} is one argument too many.\nfix: {self.prog} --help says which"
         return self.unknown("option", options[0].partition("=")[0], self._option_strings())
 
-    def unknown(self, kind: str, word: str, known: Iterable[str]) -> str:
-        if word in _WRITES:
-            writes = "-o" in self._option_string_actions
-            by = self.prog if writes else f"{self.prog.rpartition(' ')[0]} explore"
-            return f"{word} is no {kind}.\nfix: {by} ... -o FILE.html"
-        near = nearest(word, known)
-        fix = near[0] if near else f"one of {', '.join(known)}"
+    def unknown(self, kind: str, word: str, choices: Iterable[str]) -> str:
+        """Return the message about a word that is none of the choices."""
+        if word in _NAMES_OF_OUTPUT:
+            has_output = "-o" in self._option_string_actions
+            command = self.prog if has_output else f"{self.prog.rpartition(' ')[0]} explore"
+            return f"{word} is no {kind}.\nfix: {command} ... -o FILE.html"
+        near = nearest(word, choices)
+        fix = near[0] if near else f"one of {', '.join(choices)}"
         return f"{word} is no {kind}.\nfix: {fix} ({self.prog} --help has all)"
 
     def _option_strings(self) -> list[str]:
@@ -105,7 +110,8 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def _with_function(word: str) -> str:
-    """A file of Python's, and its function `make`, or the last one."""
+    """Return "file.py:make" for a Python file, with its last public function if it has no `make`;
+    any other word unchanged."""
     file = Path(word)
     if file.suffix != ".py" or not file.is_file():
         return word
@@ -114,7 +120,8 @@ def _with_function(word: str) -> str:
 
 
 def add_command(parsers: Any, name: str, help: str, text: str, epilog: str = "") -> CommandParser:
-    """The parser of a command. ``text``: what it does; ``epilog`` stands as it is written."""
+    """Add and return the parser of a command. ``help``: for the list of commands; ``text``: for the
+    help of the command; ``epilog``: printed as written, without wrapping."""
     parser: CommandParser = parsers.add_parser(
         name,
         help=help,
@@ -127,7 +134,7 @@ def add_command(parsers: Any, name: str, help: str, text: str, epilog: str = "")
 
 
 class Help(argparse.RawDescriptionHelpFormatter):
-    """Options in a column of their own; words of 100 columns."""
+    """Prints help with at most 100 columns, or the width of the terminal if that is less."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=30, width=min(100, _columns()))

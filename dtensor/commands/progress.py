@@ -1,10 +1,10 @@
-"""What a command is at, on a terminal: a line on stderr that goes when it is done.
+"""Shows the progress of a command: a line on stderr that disappears at the end.
 
     with ProgressLine() as progress:
         with progress.doing("captures the step of gpt2"): ...
         for name in progress.each("plans", names): ...
 
-Invariant: nothing is written, and rich is not loaded, where stderr is no terminal.
+If stderr is not a terminal, nothing is written and rich is not imported.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class ProgressLine:
-    """A bar for what is counted, a spinner and the seconds for what is not."""
+    """A progress bar for counted work; a spinner and the elapsed seconds for other work."""
 
     def __init__(self) -> None:
         self._bars: Any = None
@@ -41,39 +41,40 @@ class ProgressLine:
             self._bars.stop()
 
     @contextmanager
-    def doing(self, what: str) -> Iterator[None]:
-        """While the block runs."""
+    def doing(self, title: str) -> Iterator[None]:
+        """Show the title while the block runs."""
         if self._bars is None:
             yield
             return
-        task = self._bars.add_task(what, total=None)
+        task = self._bars.add_task(title, total=None)
         try:
             yield
         finally:
             self._bars.remove_task(task)
 
     @contextmanager
-    def counted(self, what: str) -> Iterator[Callable[[int, int, str], None]]:
-        """Gives what is told (how many are done, of how many, what)."""
+    def counted(self, title: str) -> Iterator[Callable[[int, int, str], None]]:
+        """Show a bar while the block runs. The block gets a function to call with the number of
+        completed items, the total number, and a title."""
         if self._bars is None:
-            yield lambda done, total, words: None
+            yield lambda done, total, title: None
             return
-        task = self._bars.add_task(what, total=None)
+        task = self._bars.add_task(title, total=None)
 
-        def told(done: int, total: int, words: str) -> None:
-            self._bars.update(task, completed=done, total=total, description=words)
+        def report(done: int, total: int, title: str) -> None:
+            self._bars.update(task, completed=done, total=total, description=title)
 
         try:
-            yield told
+            yield report
         finally:
             self._bars.remove_task(task)
 
-    def each(self, what: str, items: Sequence[T], total: int | None = None) -> Iterable[T]:
-        """The items, one after the other, with a bar of how many are done."""
+    def each(self, title: str, items: Sequence[T]) -> Iterable[T]:
+        """Iterate over the items, with a bar of the completed items."""
         if self._bars is None:
             yield from items
             return
-        task = self._bars.add_task(what, total=len(items) if total is None else total)
+        task = self._bars.add_task(title, total=len(items))
         try:
             for item in items:
                 yield item

@@ -1,11 +1,11 @@
-"""A training run of a few steps that any machine can make, and what its losses must be.
+"""A training run of a few steps, small enough for any machine, whose losses are compared.
 
-    losses("inprocess", dt.Mesh(tp=2))         # those of two ranks
+    losses("inprocess", dt.Mesh(tp=2))         # the losses of three steps on two ranks
     losses("inprocess", dt.Mesh(tp=2), device="cuda")
-    difference(a, b)                           # the largest, relative
+    difference(a, b)                           # the largest relative difference
 
-The same model, batch and seed under each mesh: losses differ by no more than the order of their
-sums, and one mesh gives the same bits in this process and on Ray. On a GPU all ranks share one.
+Model, batch and seed are the same for each mesh. So losses of two meshes differ only by the order
+of sums, and losses of one mesh in this process and on Ray are equal to the bit.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from dtensor.sharding.spec.mesh import Mesh
 
 STEPS = 3
 TOLERANCE = 1e-5
-"""Relative, of float32: the order of a sum of 64 products, three steps on."""
-
-
-ON_A_GPU = 1e-4
-"""The same, of a GPU beside a CPU: its kernels add in another order."""
+"""The relative tolerance of float32 losses after three steps whose sums of 64 products may be added
+in another order."""
+GPU_TOLERANCE = 1e-4
+"""The relative tolerance of losses of a GPU and a CPU, whose kernels add in other orders."""
 
 
 def losses(
@@ -35,7 +34,8 @@ def losses(
     device: str = "cpu",
     ranks_per_actor: int | None = None,
 ) -> list[float]:
-    """Of STEPS steps. Raises what a launch and a step raise."""
+    """Return the losses of `STEPS` steps. By default all ranks share one GPU on ``cuda``. Raises
+    what a launch and a step raise."""
     generator = torch.Generator().manual_seed(1)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -44,16 +44,22 @@ def losses(
     pins = {"0.weight": {"tp": dt.Row()}, "2.weight": {"tp": dt.Column()}}
     placed = dt.parallelize(model, mesh, pins if mesh.size > 1 else {})
     step = dt.train_step(placed, _loss, torch.optim.AdamW(model.parameters(), lr=0.01))
-    where: Any = dict(
-        backend=backend, device=device, address=address, ranks_per_actor=ranks_per_actor
-    )
     if device == "cuda" and ranks_per_actor is None:
-        where["ranks_per_actor"] = mesh.size
-    with dt.launch(mesh, **where, deadline_s=30.0, bring_home=False):
+        ranks_per_actor = mesh.size
+    with dt.launch(
+        mesh,
+        backend=backend,
+        device=device,
+        address=address,
+        ranks_per_actor=ranks_per_actor,
+        deadline_s=30.0,
+        bring_home=False,
+    ):
         return [float(step(x, y)) for _ in range(STEPS)]
 
 
 def difference(measured: Sequence[float], wanted: Sequence[float]) -> float:
+    """Return the largest relative difference; infinity if a measured loss is NaN."""
     pairs = zip(measured, wanted, strict=True)
     return max(abs(a - b) / abs(b) if a == a else float("inf") for a, b in pairs)
 

@@ -111,8 +111,8 @@ def test_doctor_names_missing_or_old_packages(command: Command, monkeypatch: pyt
 
     monkeypatch.setattr(doctor.metadata, "version", version)
     monkeypatch.setattr(doctor, "in_process", lambda: iter(()))
-    monkeypatch.setattr(doctor, "LITTLE_MEMORY", 0)  # what others leave is no matter here
-    monkeypatch.setattr(doctor, "LITTLE_SHARED", 0)
+    monkeypatch.setattr(doctor, "MIN_MEMORY", 0)  # what others leave is no matter here
+    monkeypatch.setattr(doctor, "MIN_SHARED_MEMORY", 0)
     monkeypatch.setenv("OMP_NUM_THREADS", "999")
     ran = command("doctor --no-ray")
     rows = {line.split()[1]: line for line in ran.out.splitlines() if line and line[0] in "ow"}
