@@ -93,6 +93,7 @@ class DeferredLaunch:
 
 
 def _new_session(options: LaunchOptions) -> Session:
+    """Start a session of the chosen backend."""
     if options.backend == "inprocess":
         return LocalSession(options.seed)
     _check_ray()
@@ -145,7 +146,8 @@ def launch_cluster(size: int, *, together: Sequence[Sequence[int]] = (), **optio
 def start_cluster(
     size: int, options: LaunchOptions, together: Sequence[Sequence[int]] = ()
 ) -> Cluster:
-    """Like `launch_cluster`, with options that have been checked."""
+    """Start `size` ranks. `options` have been checked, `together` is as in `launch_cluster`. Raises
+    ValueError if replacement of lost ranks is requested on GPUs, or if there is no GPU."""
     device = torch.device(options.device)
     if options.backend == "ray" and device.type == "cuda" and options.snapshot_every is not None:
         raise ValueError(

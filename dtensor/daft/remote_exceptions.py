@@ -115,9 +115,9 @@ def trace_of(error: BaseException, trace: TracebackType | None = None) -> str:
     return reason_of(error) if text is None else _cut_middle(text, MAX_TRACEBACK_CHARS)
 
 
-def _cut_middle(text: str, most: int) -> str:
-    half = most // 2
-    return text if len(text) <= most else f"{text[:half]} ... {text[-half:]}"
+def _cut_middle(text: str, max_chars: int) -> str:
+    half = max_chars // 2
+    return text if len(text) <= max_chars else f"{text[:half]} ... {text[-half:]}"
 
 
 def _result_or_none(make: Callable[[], T]) -> T | None:
@@ -164,16 +164,16 @@ def interrupts(error: BaseException) -> bool:
 
 def _causes_of(error: BaseException) -> Iterator[BaseException]:
     """Yield the causes and contexts of an exception, recursively, and the exceptions of groups."""
-    seen, waiting = {id(error)}, [error]
-    while waiting:
-        current = waiting.pop()
+    visited_ids, unvisited = {id(error)}, [error]
+    while unvisited:
+        current = unvisited.pop()
         more = [e for e in (_cause(current), _context(current)) if e is not None]
         if isinstance(current, BaseExceptionGroup):
             more += cast("BaseExceptionGroup[BaseException]", current).exceptions
         for exception in more:
-            if id(exception) not in seen:
-                seen.add(id(exception))
-                waiting.append(exception)
+            if id(exception) not in visited_ids:
+                visited_ids.add(id(exception))
+                unvisited.append(exception)
                 yield exception
 
 

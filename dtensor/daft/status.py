@@ -94,12 +94,16 @@ class Status:
     def __str__(self) -> str:
         rows = self._rows()
         max_widths: dict[str, int] = dict(zip(COLUMNS, MAX_WIDTHS, strict=True))
-        cut = [[_cut(cell, max_widths[name]) for cell, name in zip(row, rows[0])] for row in rows]
+        cells = [
+            [_truncate(cell, max_widths[name]) for cell, name in zip(row, rows[0])] for row in rows
+        ]
         sides = "".join(">" if name in ("since", "cpu") else "<" for name in rows[0])
-        lines = table(cut, sides)
+        lines = table(cells, sides)
         return "\n".join([self._headline(), *lines, *self._bottom()])
 
     def _repr_html_(self) -> str:
+        """Return the status as an HTML table, for notebooks."""
+
         def row(cells: Sequence[str], tag: str) -> str:
             row_html = "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells)
             return f"<tr>{row_html}</tr>"
@@ -135,6 +139,7 @@ class Status:
         return f"{self.title}; run {oldest.run}{name} for {took} ({usual})"
 
     def _bottom(self) -> list[str]:
+        """Return the lines below the table: the reason, and the chain of waits if it is long."""
         lines = [self.reason]
         if len(self.chain) > 2:
             first, *others = (f"rank {rank}" for rank in self.chain)
@@ -158,6 +163,7 @@ def _seconds(number: float) -> str:
 
 
 def _row(status: RankStatus) -> tuple[str, ...]:
+    """Return the cells of a rank's row, in the order of COLUMNS."""
     instruction = ""
     if status.instruction:
         instruction = f"{status.index} {status.instruction}"
@@ -173,5 +179,5 @@ def _row(status: RankStatus) -> tuple[str, ...]:
     )
 
 
-def _cut(text: str, width: int) -> str:
+def _truncate(text: str, width: int) -> str:
     return text if len(text) <= width else text[: width - 4].rstrip() + " ..."

@@ -72,17 +72,25 @@ class Waits:
 FOR_NOBODY = Waits()
 
 
-def waits_at(line: ListLine | None, at: Progress, positions: Mapping[int, Progress]) -> Waits:
-    """Return for which hosts a host waits at `line`. `at`: its own progress. `positions`: the
+def waits_at(line: ListLine | None, progress: Progress, positions: Mapping[int, Progress]) -> Waits:
+    """Return for which hosts a host waits at `line`. `progress`: its own progress. `positions`: the
     progress of all observed hosts."""
     if line is None or line.kind != "wait":
         return FOR_NOBODY
-    partners = [(rank, h, position) for rank, h, position in line.partners if h in positions]
-    missing = [h for _, h, position in partners if not positions[h].has_passed(at.run, position)]
+    partners = [
+        (rank, host, position) for rank, host, position in line.partners if host in positions
+    ]
+    missing = [
+        host
+        for _, host, position in partners
+        if not positions[host].has_passed(progress.run, position)
+    ]
     if missing:
         return Waits(tuple(dict.fromkeys(missing)))
-    expected = [h for rank, h, _ in partners if rank == at.peer]
-    return Waits(tuple(dict.fromkeys(expected or [h for _, h, _ in partners])), bool(partners))
+    expected = [host for rank, host, _ in partners if rank == progress.peer]
+    return Waits(
+        tuple(dict.fromkeys(expected or [host for _, host, _ in partners])), bool(partners)
+    )
 
 
 def ends_of(
@@ -94,21 +102,19 @@ def ends_of(
     paths: list[tuple[int, ...]] = [(start,)]
     passed = {start}
     while paths:
-        way = paths.pop(0)
-        waits_of_host = waits.get(way[-1], FOR_NOBODY)
-        if waits_of_host.held_back:
+        path = paths.pop(0)
+        host_waits = waits.get(path[-1], FOR_NOBODY)
+        if host_waits.held_back:
             # a stopped host may have sent half of a message
-            for sender in [
-                h for h in waits_of_host.blockers if h in down
-            ] or waits_of_host.blockers:
-                ends.setdefault(sender, (*way, sender))
-        elif waits_of_host.blockers:
-            for blocker in waits_of_host.blockers:
+            for sender in [h for h in host_waits.blockers if h in down] or host_waits.blockers:
+                ends.setdefault(sender, (*path, sender))
+        elif host_waits.blockers:
+            for blocker in host_waits.blockers:
                 if blocker not in passed:
                     passed.add(blocker)
-                    paths.append((*way, blocker))
+                    paths.append((*path, blocker))
         else:
-            ends.setdefault(way[-1], way)
+            ends.setdefault(path[-1], path)
     return ends
 
 
@@ -119,7 +125,7 @@ def ends_of(
 class _Host:
     """What one host is doing. `line`: its current instruction, if known."""
 
-    seen: Observation
+    observation: Observation
     does: Doing
     cpu: float
     line: ListLine | None
@@ -132,7 +138,7 @@ class _Host:
 
     @property
     def progress(self) -> Progress:
-        return self.seen.progress
+        return self.observation.progress
 
     @property
     def at_work(self) -> bool:
@@ -239,14 +245,14 @@ def _root(
     roots: Mapping[int, Mapping[int, tuple[int, ...]]],
 ) -> int | None:
     """Return the host that most hosts wait for. Hosts that are down, then late ones, come first."""
-    candidates = sorted({root for own in roots.values() for root in own})
+    candidates = sorted({root for paths_by_root in roots.values() for root in paths_by_root})
     if not candidates:
         return None
 
     def priority(root: int) -> tuple[bool, bool, bool, int, float]:
         host = hosts[root]
         hangs = _hangs(launch, root, hosts, roots)
-        waiting = sum(root in own for h, own in roots.items() if h != root)
+        waiting = sum(root in paths_by_root for h, paths_by_root in roots.items() if h != root)
         return host.down, not host.unknown, hangs, waiting, host.progress.standing_s or 0.0
 
     return max(candidates, key=priority)
@@ -260,7 +266,7 @@ def _path(
     """Return the longest path of waits to the root."""
     if root is None:
         return ()
-    paths = [own[root] for own in roots.values() if root in own]
+    paths = [paths_by_root[root] for paths_by_root in roots.values() if root in paths_by_root]
     return max(paths, key=len, default=(root,))
 
 
@@ -280,7 +286,7 @@ def _hangs(
         standing_s = hosts[root].progress.standing_s or 0.0
         if standing_s > (FIRST_COMPUTES_S if busy else FIRST_S):
             return True
-    concerned = {root, *(h for h, own in roots.items() if root in own)}
+    concerned = {root, *(h for h, paths_by_root in roots.items() if root in paths_by_root)}
     running = [hosts[h].progress for h in concerned if hosts[h].progress.position >= 0]
     computes = hosts[root].does == "computes"
     return any((p.running_s or 0.0) > limit_s(p, computes=computes) for p in running)
@@ -291,7 +297,7 @@ def _hangs(
 
 def _rank(launch: ObservedLaunch, host: _Host) -> int:
     """Return the host's rank whose instruction is the current one."""
-    return launch.hosts[host.seen.host][0] if host.line is None else host.line.rank
+    return launch.hosts[host.observation.host][0] if host.line is None else host.line.rank
 
 
 def _status(
@@ -301,7 +307,7 @@ def _status(
     now, line = host.progress, host.line
     lines = launch.lines(now.program) if now.program >= 0 else None
     known_as = lines.known_as[rank] if lines is not None and rank < len(lines.known_as) else ""
-    current = rank_of[host.seen.host]
+    current = rank_of[host.observation.host]
     peers = tuple(sorted({rank_of[h] for h in host.blockers}))
     if line is not None and host.blockers:
         peers = tuple(sorted({r for r, h, _ in line.partners if h in host.blockers}))
@@ -314,7 +320,7 @@ def _status(
     return RankStatus(
         rank=rank,
         known_as=known_as,
-        machine=launch.machines[host.seen.host] if launch.machines else "",
+        machine=launch.machines[host.observation.host] if launch.machines else "",
         does=does,
         text=text,
         peers=peers,
@@ -344,7 +350,7 @@ def _describe_activity(host: _Host, peers: Sequence[int]) -> str:
             kind = None if host.line is None else host.line.kind
             location = {"call": " in a call", "start": " in a start", "wait": " in a wait"}
             return host.does + location.get(kind or "", "")
-        case "is stopped" if host.seen.thread.state not in "Tt":
+        case "is stopped" if host.observation.thread.state not in "Tt":
             return f"is stopped: no heartbeat for {host.progress.beat_s or 0.0:.1f} s"
         case "is between runs":
             busy = "computes" if host.cpu >= BUSY_SHARE else "sleeps"
@@ -361,11 +367,11 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
 
 
-def _controller(seen: tuple[ThreadSeen, ThreadSeen] | None) -> str:
+def _controller(samples: tuple[ThreadSeen, ThreadSeen] | None) -> str:
     """Return what the controller's thread is doing, "" if it was not observed."""
-    if seen is None:
+    if samples is None:
         return ""
-    before, after = seen
+    before, after = samples
     if after.state in ("", "Z", "X"):
         return "has ended"
     if after.state in "Tt":

@@ -86,6 +86,7 @@ class Observation:
 
 
 def look(host: int, progress: Progress) -> Observation:
+    """Return a sample of a host, taken now."""
     return Observation(host, progress, thread(progress.pid, progress.thread), time.monotonic())
 
 

@@ -24,20 +24,20 @@ from dtensor.daft.status import Status
 def status_here(
     size: int,
     programs: Mapping[int, Handle],
-    where: Callable[[], tuple[int, Running | None]],
+    get_position: Callable[[], tuple[int, Running | None]],
     seconds: float,
 ) -> Status:
-    """Return the status of `size` ranks. `programs`: by id. `where`: a function that returns the
+    """Return the status of `size` ranks. `programs`: by id. `get_position`: a function that returns the
     position in the list and the run in progress. `seconds`: between the two samples."""
     pid = os.getpid()
 
     def progress() -> Progress:
-        position, running = where()
+        position, running = get_position()
         if running is None:
             return Progress(-1, -1, -1, 0.0, pid, threading.main_thread().native_id or pid)
         program, run, thread, began = running
-        took = time.monotonic() - began
-        return Progress(position, program, run, 0.0, pid, thread, running_s=took)
+        seconds_so_far = time.monotonic() - began
+        return Progress(position, program, run, 0.0, pid, thread, running_s=seconds_so_far)
 
     def lines(program: int) -> ProgramLines | None:
         handle = programs.get(program)

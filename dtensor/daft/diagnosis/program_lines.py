@@ -60,12 +60,16 @@ class ProgramLines:
     @staticmethod
     def of(program: Program, lists: Sequence[Sequence[Site]]) -> ProgramLines:
         """Create the lines of a program. `lists`: the sites of each host, see `Report.lists`."""
-        place = {site: (h, at) for h, sites in enumerate(lists) for at, site in enumerate(sites)}
+        position_of = {
+            site: (h, at) for h, sites in enumerate(lists) for at, site in enumerate(sites)
+        }
         edges = wait_edges(program, pair(program))
-        waits = [starts_of_waits(own.instructions) for own in program.ranks]
+        waits = [starts_of_waits(rank_program.instructions) for rank_program in program.ranks]
         sources: dict[str | None, int] = {None: -1}
 
         def row(site: Site) -> list[Any]:
+            """Return the fields of the `ListLine` of an instruction; its source is an index into
+            `sources`."""
             rank, index = site
             instruction = instruction_at(program, site)
             kind: LineKind = "other"
@@ -79,13 +83,13 @@ class ProgramLines:
                 case Wait():
                     kind = "wait"
                     concerned += [instruction_at(program, (rank, s)) for s in waits[rank][index]]
-                    others = dict.fromkeys((other[0], *place[other]) for other in edges[site])
-                    partners = [p for p in others if p[1] != place[site][0]]
+                    others = dict.fromkeys((other[0], *position_of[other]) for other in edges[site])
+                    partners = [p for p in others if p[1] != position_of[site][0]]
                 case _:
                     pass
             # short texts for instructions that never block, which are half of a list
-            quick = isinstance(instruction, Free | Vote)
-            text = type(instruction).__name__.lower() if quick else excerpt(instruction)
+            never_blocks = isinstance(instruction, Free | Vote)
+            text = type(instruction).__name__.lower() if never_blocks else excerpt(instruction)
             label = next((str(i.label) for i in concerned if i.label is not None), "")
             source = next((i.source for i in concerned if i.source), None)
             number = sources.setdefault(source, len(sources) - 1)

@@ -99,11 +99,18 @@ def host_programs(
     order in which it runs them."""
     commits, communicates = _contains(program, Commit), _contains(program, Send | Recv | Collective)
     undoable = not any(map(_cannot_be_undone, program.ranks))
-    working = frozenset(rank for rank, own in enumerate(program.ranks) if own.instructions)
+    working = frozenset(
+        rank for rank, rank_program in enumerate(program.ranks) if rank_program.instructions
+    )
     functions = dict(program.functions)
     for host, sites in zip(hosts, lists, strict=True):
         ranks = {rank: program.ranks[rank] for rank in host}
-        called = {i.fn for own in ranks.values() for i in own.instructions if isinstance(i, Call)}
+        called = {
+            i.fn
+            for rank_program in ranks.values()
+            for i in rank_program.instructions
+            if isinstance(i, Call)
+        }
         yield HostProgram(
             name=program.name,
             size=program.size,
@@ -120,7 +127,9 @@ def host_programs(
 
 
 def _contains(program: Program, kind: type | UnionType) -> bool:
-    return any(isinstance(i, kind) for own in program.ranks for i in own.instructions)
+    return any(
+        isinstance(i, kind) for rank_program in program.ranks for i in rank_program.instructions
+    )
 
 
 def _cannot_be_undone(rank_program: RankProgram) -> bool:

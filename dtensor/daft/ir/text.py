@@ -115,20 +115,22 @@ def columns(
 ) -> str:
     """Print lists side by side as columns, wrapped into blocks that fit ``width``. Long entries are
     cut with `...`, unless ``uncut``."""
-    wanted = [max(map(len, (title, *items))) for title, items in zip(titles, lists, strict=True)]
+    full_widths = [
+        max(map(len, (title, *items))) for title, items in zip(titles, lists, strict=True)
+    ]
     max_width = max(28, width // max(1, len(lists)) - 7)
-    sizes = wanted if uncut else [min(size, max_width) for size in wanted]
+    widths = full_widths if uncut else [min(size, max_width) for size in full_widths]
     blocks: list[str] = []
     start = 0
     while start < len(lists):
-        end, used = start + 1, sizes[start]
-        while end < len(lists) and used + sizes[end] + 3 <= width - 5:
-            used += sizes[end] + 3
+        end, used = start + 1, widths[start]
+        while end < len(lists) and used + widths[end] + 3 <= width - 5:
+            used += widths[end] + 3
             end += 1
-        rows = [("    ", [_fit_cell(titles[c], sizes[c]) for c in range(start, end)])]
+        rows = [("    ", [_fit_cell(titles[c], widths[c]) for c in range(start, end)])]
         for r in range(max(len(items) for items in lists[start:end])):
             cells = [
-                _fit_cell(lists[c][r] if r < len(lists[c]) else "", sizes[c])
+                _fit_cell(lists[c][r] if r < len(lists[c]) else "", widths[c])
                 for c in range(start, end)
             ]
             rows.append((f"{r:>4}", cells))
@@ -158,7 +160,7 @@ class _Parser:
     def __init__(self, line: str) -> None:
         self.line = line
         self.tokens: list[str] = []
-        self.at = 0
+        self.position = 0
         end = 0
         while end < len(line.rstrip()):
             match = _TOKEN.match(line, end)
@@ -168,6 +170,7 @@ class _Parser:
             end = match.end()
 
     def instruction(self) -> Instruction:
+        """Parse the whole line."""
         if "=" in self.tokens:
             outputs = self._list()
             self._expect("=")
@@ -189,6 +192,7 @@ class _Parser:
         raise ValueError(f"An instruction cannot start with {word!r}: {self.line!r}.")
 
     def _start(self, outputs: tuple[str, ...]) -> Instruction:
+        """Parse the part after ``outputs =``: a call, a vote, a receive or a collective."""
         word = self._word()
         if word == "call":
             return self._call(outputs)
@@ -233,6 +237,7 @@ class _Parser:
         return channel
 
     def _buffers(self) -> tuple[Buffer, ...]:
+        """Parse a list of buffers such as `f32[2,3], u8[*]`, which may be empty."""
         buffers: list[Buffer] = []
         while "[" in self._peek() and not self._peek().startswith('"'):
             dtype, _, sizes = self._next().rstrip("]").partition("[")
@@ -262,6 +267,7 @@ class _Parser:
         return tuple(words)
 
     def _tail(self) -> _Tail:
+        """Parse the optional label (after `#`) and source (after `@`) at the end of the line."""
         tail = _Tail(label=None, source=None)
         if self._peek() == "#":
             self._next()
@@ -274,13 +280,13 @@ class _Parser:
         return tail
 
     def _peek(self) -> str:
-        return self.tokens[self.at] if self.at < len(self.tokens) else ""
+        return self.tokens[self.position] if self.position < len(self.tokens) else ""
 
     def _next(self) -> str:
         token = self._peek()
         if not token:
             raise ValueError(f"The instruction ends too early: {self.line!r}.")
-        self.at += 1
+        self.position += 1
         return token
 
     def _word(self) -> str:

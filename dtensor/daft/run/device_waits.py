@@ -61,13 +61,13 @@ class DeviceWaits:
 
     def current_wait(self) -> DevicePlace | None:
         """Return the wait that the GPU is in; None if it computes or is idle."""
-        seen = self._recorded
-        while seen:
-            first = seen[0]
-            if not first.after.query():
-                return first.place if first.before.query() else None
-            if seen and seen[0] is first:  # a full deque may have dropped it already
-                seen.popleft()
+        waits = self._recorded
+        while waits:
+            oldest = waits[0]
+            if not oldest.after.query():
+                return oldest.place if oldest.before.query() else None
+            if waits and waits[0] is oldest:  # a full deque may have dropped it already
+                waits.popleft()
         return None
 
     def watch(self, report: Callable[[DevicePlace | None], None]) -> None:

@@ -98,7 +98,9 @@ class Engine:
         self._prepared = transport.prepare(program, number)
         self._device = device
         self._state = frozenset(
-            (rank, name) for rank, own in program.ranks.items() for name in own.state
+            (rank, name)
+            for rank, rank_program in program.ranks.items()
+            for name in rank_program.state
         )
         self._pending: dict[Site, Pending] = {}
         self._functions = dict(program.functions)
@@ -188,19 +190,19 @@ class Engine:
 
     def _run_steps(self, positions: Sequence[int], counter: memoryview) -> None:
         """Run the steps at these positions. After a failure, continue with a poisoned rank."""
-        at, end = 0, len(positions)
+        index, end = 0, len(positions)
         with local_execution(self._device):
-            while at < end:
+            while index < end:
                 running = self._running  # replaced when a rank is poisoned
                 try:
-                    while at < end:
-                        position = counter[0] = positions[at]
+                    while index < end:
+                        position = counter[0] = positions[index]
                         if noted:
                             self._handle_signal(position)
                         running[position]()
-                        at += 1
+                        index += 1
                 except BaseException as error:
-                    self._handle_failure(positions[at], error)
+                    self._handle_failure(positions[index], error)
 
     def _handle_signal(self, position: int) -> None:
         """Run the handler of a pending signal, if the run can still be undone at this position."""
@@ -244,6 +246,7 @@ class Engine:
         self._poison(rank)
 
     def _poison(self, rank: int) -> None:
+        """Replace the steps of a rank by those of `_prepare_poisoned`."""
         self._poisoned_ranks.add(rank)
         self._running = [
             self._prepare_poisoned(site, step) if site[0] == rank else step
@@ -351,16 +354,16 @@ class Engine:
         """Return the collectives that sum only votes, and their waits. They are skipped if one host
         has all ranks of the program."""
         sites: set[Site] = set()
-        words: set[tuple[int, str]] = set()
+        vote_values: set[tuple[int, str]] = set()
         for site in self.sites:
             rank, index = site
             match instruction_at(self.program, site):
                 case Vote(value=value):
-                    words.add((rank, value))
+                    vote_values.add((rank, value))
                 case Collective(inputs=inputs, outputs=outputs):
-                    if inputs and all((rank, name) in words for name in inputs):
+                    if inputs and all((rank, name) in vote_values for name in inputs):
                         sites.add(site)
-                        words.update((rank, name) for name in outputs)
+                        vote_values.update((rank, name) for name in outputs)
                 case Wait():
                     starts = self._waits[rank][index]
                     if starts and all((rank, start) in sites for start in starts):
@@ -370,6 +373,7 @@ class Engine:
         return frozenset(sites)
 
     def _prepare_call(self, rank: int, call: Call, fn: Built) -> Step:
+        """Return the step of a call: it reads the inputs, calls ``fn``, and stores the outputs."""
         inputs = [self._place(rank, value) for value in call.inputs]
         outputs = [self._place(rank, value) for value in call.outputs]
 
@@ -399,11 +403,11 @@ class Engine:
                 read = list(zip(names, buffers))
             case _:
                 assert_never(start)
-        wanted = [(*self._place(rank, name), buffer, name) for name, buffer in read]
+        declared_inputs = [(*self._place(rank, name), buffer, name) for name, buffer in read]
 
         def run() -> None:
             pending[site] = begin(
-                [checked(table.get(key), b, name) for table, key, b, name in wanted]
+                [checked(table.get(key), b, name) for table, key, b, name in declared_inputs]
             )
 
         return run
@@ -416,6 +420,7 @@ class Engine:
         return torch.zeros(buffer.shape, dtype=buffer.dtype, device=self._device)
 
     def _prepare_wait(self, site: Site) -> Step:
+        """Return the step of a wait: it stores the outputs of the starts that it completes."""
         rank, index = site
         pending, instructions = self._pending, self.program.ranks[rank].instructions
         completed = [
@@ -460,8 +465,8 @@ def lost_device(device: torch.device, error: BaseException) -> BaseException | N
     if device.type == "cuda":
         try:
             torch.cuda.current_stream(device).query()
-        except RuntimeError as found:
-            return found
+        except RuntimeError as cuda_error:
+            return cuda_error
     return None
 
 

@@ -29,10 +29,10 @@ def use_once(
     device: torch.device,
 ) -> None:
     """Call the functions of all ranks. ``inputs``: the inputs of each rank, for the coming run."""
-    for rank, own_inputs in inputs.items():
+    for rank, rank_inputs in inputs.items():
         rank_program = program.ranks[rank]
         state = {name: table[rank, name] for name in rank_program.state if (rank, name) in table}
-        _call_all(rank_program, built, {**state, **own_inputs}, device)
+        _call_all(rank_program, built, {**state, **rank_inputs}, device)
 
 
 def _call_all(

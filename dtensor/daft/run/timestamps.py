@@ -46,7 +46,7 @@ def with_line_stamps(
         *map(str, body.lines),
         f"__note(({names})); {body.returned}",
     )  # stamps precede lines, which may end in comments
-    stamps = (f"__{at} = __now(); {line}" for at, line in enumerate(lines))
+    stamps = (f"__{index} = __now(); {line}" for index, line in enumerate(lines))
     twin = replace(
         function,
         source="\n    ".join([body.head, *stamps]) + "\n",

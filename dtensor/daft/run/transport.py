@@ -67,7 +67,7 @@ class Transport(ABC):
         """Prepare connections for a program that is about to be loaded. ``tags``: its keys that
         cross hosts, with numbers from the controller. All hosts call it in the same order."""
 
-    def tell_whom_it_awaits(self, told: Callable[[int], None]) -> None:  # noqa: B027
+    def set_wait_report(self, report: Callable[[int], None]) -> None:  # noqa: B027
         """Set a function that is called with the rank that a wait begins to wait for, or -1 when
         the wait ends."""
 
@@ -194,6 +194,8 @@ class LocalTransport(Transport):
         self._channels.clear()
 
     def _start(self, rank: int, start: Start, values: Sequence[Tensor]) -> Pending:
+        """Add a rank's values to its current exchange of the key; the last member computes the
+        results."""
         key = key_of(rank, start)
         channel = self._channels.get(key)
         if channel is None:
@@ -201,19 +203,19 @@ class LocalTransport(Transport):
         position = channel.index[rank]
         number = channel.counts[position]
         channel.counts[position] = number + 1
-        ongoing = channel.open.get(number)
-        if ongoing is None:
-            ongoing = channel.open[number] = _Exchange(len(channel.counts))
-        ongoing.parts[position] = values
-        ongoing.missing -= 1
-        if not ongoing.missing:
+        current = channel.open.get(number)
+        if current is None:
+            current = channel.open[number] = _Exchange(len(channel.counts))
+        current.parts[position] = values
+        current.missing -= 1
+        if not current.missing:
             del channel.open[number]
             if isinstance(start, Collective):
-                ongoing.results = exchange(start, ongoing.parts)
+                current.results = exchange(start, current.parts)
             else:
-                ongoing.results = [(), tuple(map(copied, ongoing.parts[0]))]
-            ongoing.parts = []
-        return _MemberResults(ongoing, position)
+                current.results = [(), tuple(map(copied, current.parts[0]))]
+            current.parts = []
+        return _MemberResults(current, position)
 
 
 def connect_process(meeting: Meeting) -> Transport:

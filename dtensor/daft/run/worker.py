@@ -149,6 +149,7 @@ class Worker:
     def put(
         self, values: Values, drop: Names = NOTHING_DROPPED, change: TableChange = UNNUMBERED
     ) -> None:
+        """Drop values of the table, and then store copies of new ones."""
         if self._rollback is not None:
             self._rollback.begin(change, drop, values)
         self._drop(drop)
@@ -159,12 +160,25 @@ class Worker:
             self._rollback.end()
 
     def get(self, names: Names) -> dict[int, tuple[object, ...]] | UndoneRun:
-        values = {rank: tuple(self._value(rank, n) for n in own) for rank, own in names.items()}
-        poisoned = [v for own in values.values() for v in own if isinstance(v, Poisoned)]
+        """Return copies of the named values on the CPU, or `UndoneRun` if the run that should have
+        made one of them was undone."""
+        values = {
+            rank: tuple(self._value(rank, n) for n in values_of_rank)
+            for rank, values_of_rank in names.items()
+        }
+        poisoned = [
+            v
+            for values_of_rank in values.values()
+            for v in values_of_rank
+            if isinstance(v, Poisoned)
+        ]
         if poisoned:
             return UndoneRun(tuple(Fault(None, TaskError(value.failure)) for value in poisoned))
         cpu = torch.device("cpu")
-        return {rank: tuple(copy_to(v, cpu) for v in own) for rank, own in values.items()}
+        return {
+            rank: tuple(copy_to(v, cpu) for v in values_of_rank)
+            for rank, values_of_rank in values.items()
+        }
 
     def undone(self) -> tuple[UndoneRun, ...]:
         """Return the records of the last undone runs."""
@@ -180,6 +194,7 @@ class Worker:
         return counters if isinstance(counters, UndoneCounts) else UndoneCounts()
 
     def delete(self, names: Names, change: TableChange = UNNUMBERED) -> None:
+        """Drop values of the table. Raises LookupError if one is missing."""
         if self._rollback is not None:
             self._rollback.begin(change, names)
         self._drop(names)
@@ -210,13 +225,14 @@ class Worker:
                 del self._table[rank, name]
 
     def load(self, handle: int, program: HostProgram) -> None:
+        """Prepare a program under the number ``handle``."""
         arguments = program, self._table, self.transport, self.device, handle
         undoes = self._rollback is not None
         self.engines[handle] = Engine(*arguments, undoes=undoes, device_waits=self.device_waits)
         if self._rollback is not None:
             self._rollback.load(handle, program)
-        lists = (own.instructions for own in program.ranks.values())
-        calls = (i for own in lists for i in own if isinstance(i, Call))
+        lists = (item.instructions for item in program.ranks.values())
+        calls = (i for item in lists for i in item if isinstance(i, Call))
         self._written_names[handle] = frozenset(name for call in calls for name in call.writes)
 
     def unload(self, handle: int) -> None:
@@ -227,10 +243,10 @@ class Worker:
 
     def run(self, run: HostRun) -> dict[int, dict[str, object]] | UndoneRun:
         """Run a program; return the outputs of each rank that are not kept, or are `returned`."""
-        own_inputs = self._take_inputs(run)
+        inputs_by_rank = self._take_inputs(run)
         engine = self.engines[run.program]
         return self._results_of(
-            engine.run(own_inputs, self.counter, timed=run.timed, keeps=bool(run.keep))
+            engine.run(inputs_by_rank, self.counter, timed=run.timed, keeps=bool(run.keep))
         )
 
     def undo(self, run: HostRun, *, failure: Failure) -> UndoneRun:
@@ -277,10 +293,12 @@ class Worker:
             self.device_waits.begin(run.program, run.number)
 
     def _take_inputs(self, run: HostRun) -> dict[int, dict[str, object]]:
-        """Begin a run, and return the inputs of its ranks: values of the table, or copies."""
+        """Begin a run, and return the inputs of its ranks: values of the table, or copies. The
+        undone runs that the controller did not know are subtracted from the run's number
+        (`Counted`)."""
         self._begin_change(run)
         written, counted = self._written_names[run.program], run.counted
-        own_inputs = {
+        inputs_by_rank = {
             rank: {
                 name: self._value(rank, value.name)
                 if isinstance(value, Stored)
@@ -292,12 +310,14 @@ class Worker:
             for rank, named in run.inputs.items()
         }
         if counted is not None:
-            unknown = len(self.undone_since(counted.key, counted.since)) - counted.known
-            for named in own_inputs.values():
+            num_unreported_undone = (
+                len(self.undone_since(counted.key, counted.since)) - counted.known
+            )
+            for named in inputs_by_rank.values():
                 number = named.get(counted.input)
                 if isinstance(number, int):
-                    named[counted.input] = number - unknown
-        return own_inputs
+                    named[counted.input] = number - num_unreported_undone
+        return inputs_by_rank
 
     def _lend_or_copy(self, value: object) -> object:
         """Return the tensor without a copy if it is plain, contiguous and on the device."""
@@ -338,13 +358,13 @@ class Worker:
             for fault in undone.faults
         )
         undone = UndoneRun(faults, run, handle)
-        before = self._counters
-        runs = dict(before.runs)
+        counts = self._counters
+        runs = dict(counts.runs)
         if counted and counted.takes:
             runs[counted.key] = (*runs.get(counted.key, ()), run)
         # The stored record has no frames, whose locals would keep the run's activations.
         record = UndoneRun(tuple(replace(f, error=detached(f.error)) for f in faults), run, handle)
-        self._table[COUNTERS] = UndoneCounts((*before.undone, record)[-MAX_UNDONE_RUNS:], runs)
+        self._table[COUNTERS] = UndoneCounts((*counts.undone, record)[-MAX_UNDONE_RUNS:], runs)
         unknown_failure = Failure(rank=None, step=run, reason="a call on another rank failed.")
         poisoned = Poisoned(record.faults[0].error.failure if faults else unknown_failure)
         program = self.engines[handle].program

@@ -196,8 +196,8 @@ class Session(FutureOwner):
     def note_raised(self, failure: Failure) -> None:
         self._raised.add(_issue_place(failure))
 
-    def then(self, future: TaskFuture, name: str, *given: object) -> TaskFuture:
-        return operation(self.actors[future.actor], name, future, *given)
+    def then(self, future: TaskFuture, name: str, *args: object) -> TaskFuture:
+        return operation(self.actors[future.actor], name, future, *args)
 
     def misuse(self, future: TaskFuture, what: str) -> Exception:
         if recorder.get() is not None:

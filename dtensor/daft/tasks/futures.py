@@ -50,7 +50,7 @@ class FutureOwner(ABC):
         """Wait until `num` of the futures are ready, or until the time `end` (monotonic clock)."""
 
     @abstractmethod
-    def then(self, future: TaskFuture, name: str, *given: object) -> TaskFuture:
+    def then(self, future: TaskFuture, name: str, *args: object) -> TaskFuture:
         """Run one of `OPERATIONS` on the value, in the process that computes it."""
 
     @abstractmethod
@@ -155,28 +155,28 @@ def wait(
     Raises TypeError if an item is not a future, ValueError if a future occurs twice or `num` is not
     in 1..len(futures).
     """
-    given = list(futures)
-    for future in given:
+    tasks = list(futures)
+    for future in tasks:
         if not isinstance(future, TaskFuture):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(
                 f"wait takes futures of tasks, got {future!r}.\n  at {user_line()}\n"
                 f"  Fix: wait(list(group_future)) for those of a group."
             )
-    if len({id(each) for each in given}) < len(given):
+    if len({id(each) for each in tasks}) < len(tasks):
         raise ValueError(f"A future is given twice to wait.\n  at {user_line()}")
-    if type(num) is not int or not 1 <= num <= len(given):
+    if type(num) is not int or not 1 <= num <= len(tasks):
         raise ValueError(
-            f"num={num!r} of {len(given)} futures to wait for.\n  at {user_line()}\n"
+            f"num={num!r} of {len(tasks)} futures to wait for.\n  at {user_line()}\n"
             f"  Fix: a number from 1 to how many are given."
         )
-    owners = list(dict.fromkeys(each.owner for each in given))
+    owners = list(dict.fromkeys(each.owner for each in tasks))
     if len(owners) > 1:
         raise ValueError(f"These futures are of several launches.\n  at {user_line()}")
     end = None if timeout is None else time.monotonic() + timeout
-    owners[0].wait_for_some(given, num, end)
-    done = [each for each in given if each.done()][:num]
-    chosen = set(map(id, done))
-    return done, [each for each in given if id(each) not in chosen]
+    owners[0].wait_for_some(tasks, num, end)
+    done = [each for each in tasks if each.done()][:num]
+    done_ids = set(map(id, done))
+    return done, [each for each in tasks if id(each) not in done_ids]
 
 
 def user_frames() -> tuple[str, ...]:

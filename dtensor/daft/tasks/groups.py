@@ -189,7 +189,7 @@ def all_reduce(futures: GroupFuture, op: Op = "sum") -> GroupFuture:
         for member, future in zip(group, futures, strict=True)
     ]
     folded = [
-        operation(member, "fold_piece", reduction, [own[i] for own in pieces])
+        operation(member, "fold_piece", reduction, [member_pieces[i] for member_pieces in pieces])
         for i, member in enumerate(group)
     ]
     return GroupFuture(
@@ -233,4 +233,4 @@ def _arguments_of(
             return items[index]
         return argument
 
-    return tuple(map(pick, args)), {key: pick(given) for key, given in kwargs.items()}
+    return tuple(map(pick, args)), {key: pick(value) for key, value in kwargs.items()}

@@ -56,9 +56,9 @@ class Use:
     source: str | None = None
 
     def __str__(self) -> str:
-        place = self.instruction or "as its runs are bound"
+        position = self.instruction or "as its runs are bound"
         line = f"  {self.source}" if self.source else ""
-        return f"{self.program} {'writes' if self.writes else 'reads'} it at {place}{line}"
+        return f"{self.program} {'writes' if self.writes else 'reads'} it at {position}{line}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,13 +147,13 @@ def interference(first: Loadable, second: Loadable) -> Interference:
         first=used_by_first.program.name,
         second=used_by_second.program.name,
         actors=tuple(
-            title for place, title in used_by_first.actors.items() if place in used_by_second.actors
+            title for actor, title in used_by_first.actors.items() if actor in used_by_second.actors
         ),
         channels=tuple(sorted(channels)),  # compiled functions share no connections
         conflicts=tuple(
-            Conflict(actor=used_by_first.actors[place], value=value, first=use, second=other_use)
-            for (place, value), use in sorted(used_by_first.uses.items(), key=lambda item: item[0])
-            if (other_use := used_by_second.uses.get((place, value)))
+            Conflict(actor=used_by_first.actors[actor], value=value, first=use, second=other_use)
+            for (actor, value), use in sorted(used_by_first.uses.items(), key=lambda item: item[0])
+            if (other_use := used_by_second.uses.get((actor, value)))
             and (use.writes or other_use.writes)
         ),
     )
@@ -162,42 +162,44 @@ def interference(first: Loadable, second: Loadable) -> Interference:
 class _Footprint:
     """The actors, channels and state that a program uses. A cluster's ranks count as actors."""
 
-    def __init__(self, given: Loadable) -> None:
-        self.program = given if isinstance(given, Program) else given.program
+    def __init__(self, loadable: Loadable) -> None:
+        """Collect the actors, channels and state that ``loadable`` uses. For each value of state, a
+        use that writes is preferred to an earlier one that reads."""
+        self.program = loadable if isinstance(loadable, Program) else loadable.program
         self.actors: dict[int, str] = {}
         self.channels: set[Key] = set()
         self.uses: dict[tuple[int, str], Use] = {}
-        bound = given if isinstance(given, Bound) else Bound(self.program)
+        bound = loadable if isinstance(loadable, Bound) else Bound(self.program)
         for rank, rank_program in enumerate(self.program.ranks):
-            place, title = rank, f"rank {rank}"
-            if isinstance(given, LoweredTasks):
-                place, title = given.actors[rank], given.names[rank]
+            actor, title = rank, f"rank {rank}"
+            if isinstance(loadable, LoweredTasks):
+                actor, title = loadable.actors[rank], loadable.names[rank]
             if rank_program.instructions or rank_program.outputs:
-                self.actors[place] = title
+                self.actors[actor] = title
             starts = [
                 i for i in rank_program.instructions if isinstance(i, Send | Recv | Collective)
             ]
             self.channels.update(key_of(rank, start) for start in starts)
             for value, use in _uses(rank, bound):
-                earlier = self.uses.get((place, value))
+                earlier = self.uses.get((actor, value))
                 if earlier is None or (use.writes and not earlier.writes):
-                    self.uses[place, value] = use
+                    self.uses[actor, value] = use
 
 
 def _uses(rank: int, bound: Bound) -> Iterator[tuple[str, Use]]:
     """Yield the uses of values in a rank's table, in the order of a run."""
     program, rank_program = bound.program, bound.program.ranks[rank]
-    shared = {name: name for name in rank_program.state}
-    shared |= {name: bound.stored[name] for name in rank_program.inputs if name in bound.stored}
+    state_name = {name: name for name in rank_program.state}
+    state_name |= {name: bound.stored[name] for name in rank_program.inputs if name in bound.stored}
     for index, i in enumerate(rank_program.instructions):
         writes = (*i.writes, *i.outputs)
         for name in (*writes, *i.inputs):
-            if name in shared:
-                at = show_site(program, (rank, index))
-                yield shared[name], Use(program.name, name in writes, at, i.source)
+            if name in state_name:
+                position = show_site(program, (rank, index))
+                yield state_name[name], Use(program.name, name in writes, position, i.source)
     for name in rank_program.outputs:
         if name in bound.keep:
             yield bound.keep[name], Use(program.name, writes=True)
     for name in (*rank_program.outputs, *rank_program.inputs):
-        if name in shared:
-            yield shared[name], Use(program.name, writes=False)
+        if name in state_name:
+            yield state_name[name], Use(program.name, writes=False)

@@ -71,6 +71,8 @@ class LocalSession(Session):
             return len(self._loaded) - 1
 
     def _engine(self, frozen: LoweredTasks) -> Engine:
+        """Verify a compiled function for one process, and return an engine that runs it on the
+        actors."""
         everyone = (tuple(range(len(frozen.actors))),)
         sites = verify(frozen.program, everyone, self._seed).lists[0]
         table: Table = {
@@ -99,17 +101,17 @@ class LocalSession(Session):
                 self._loaded[loaded] = (frozen, self._engine(frozen))
                 raise
         return [
-            TaskFuture(self, frozen.actors[rank], title, results[rank][value])
-            for (rank, value), title in zip(frozen.results, frozen.titles, strict=True)
+            TaskFuture(self, frozen.actors[rank], title, results[rank][result])
+            for (rank, result), title in zip(frozen.results, frozen.titles, strict=True)
         ]
 
     def failures(self) -> list[DaftError]:
         return [TaskError(f) for subject in self._subjects.values() for f in subject.failures]
 
     def end(self, actor: ActorInfo, failure: Failure) -> None:
-        for other in self.actors:
-            if other.process == actor.process:
-                self._subjects[other.key].end(encode_failure(ActorLost(failure)))
+        for member in self.actors:
+            if member.process == actor.process:
+                self._subjects[member.key].end(encode_failure(ActorLost(failure)))
 
     def stop(self) -> None:
         for subject in self._subjects.values():

@@ -65,17 +65,17 @@ class LoweredTasks:
 
     def __str__(self) -> str:
         lists = [
-            [format_instruction(i, brief=True) for i in own.instructions]
-            for own in self.program.ranks
+            [format_instruction(i, brief=True) for i in rank_program.instructions]
+            for rank_program in self.program.ranks
         ]
         titles = [f"{rank}: {name}" for rank, name in enumerate(self.names)]
         lines = [f"program {self.program.name}    {len(self.actors)} actors"]
         lines += [columns(titles, lists, uncut=True), "", "memory of values, at most"]
-        for name, own, peak, unknown in zip(
+        for name, rank_program, peak, unknown in zip(
             self.names, self.program.ranks, self.report.peak_bytes, self.undeclared, strict=True
         ):
             # the sizes of arguments are known only at a call
-            bound = " + ".join((f"{peak} bytes", *own.inputs))
+            bound = " + ".join((f"{peak} bytes", *rank_program.inputs))
             if unknown:
                 bound = f"unknown: {', '.join(unknown)}"
             lines.append(f"  {name:<16} {bound}")
@@ -127,7 +127,11 @@ def lower_tasks(
         results=tuple((lowering.rank_of[result], _name(result)) for result in results),
         titles=tuple(tasks[result].task.title for result in results),
         arguments=tuple(
-            tuple(r for r, own in enumerate(program.ranks) if argument(i) in own.inputs)
+            tuple(
+                r
+                for r, rank_program in enumerate(program.ranks)
+                if argument(i) in rank_program.inputs
+            )
             for i in range(num_arguments)
         ),
         undeclared=lowering.undeclared(),
@@ -174,10 +178,10 @@ class _Lowering:
         self.ranks = [_ActorList() for _ in self.actors]
         self.functions: dict[str, Function] = {}
         # value -> rank -> the last task of the rank that uses it
-        self.last: dict[int, dict[int, int]] = defaultdict(dict)
+        self.last_readers: dict[int, dict[int, int]] = defaultdict(dict)
         for number, task in enumerate(tasks):
             for value in task.inputs:
-                self.last[value][self.rank_of[number]] = number
+                self.last_readers[value][self.rank_of[number]] = number
 
     def program(self, name: str) -> Program:
         """Lower all tasks, and return the program."""
@@ -187,13 +191,13 @@ class _Lowering:
             self._finish_sends(rank, everything=True)
         ranks = tuple(
             RankProgram(
-                instructions=tuple(own.instructions),
-                inputs=tuple(own.inputs),
-                outputs=tuple(own.outputs),
+                instructions=tuple(actor_list.instructions),
+                inputs=tuple(actor_list.inputs),
+                outputs=tuple(actor_list.outputs),
                 state=(SELF,),
-                nbytes=tuple(own.nbytes.items()),
+                nbytes=tuple(actor_list.nbytes.items()),
             )
-            for own in self.ranks
+            for actor_list in self.ranks
         )
         return Program(
             name=name,
@@ -203,7 +207,7 @@ class _Lowering:
         )
 
     def undeclared(self) -> tuple[tuple[str, ...], ...]:
-        return tuple(tuple(dict.fromkeys(own.unknown)) for own in self.ranks)
+        return tuple(tuple(dict.fromkeys(actor_list.unknown)) for actor_list in self.ranks)
 
     def _lower_task(self, number: int) -> None:
         """Append the instructions of a task: wait for its inputs, call it, send its result."""
@@ -217,7 +221,7 @@ class _Lowering:
         if arrived:
             actor_list.started -= set(arrived)
             actor_list.instructions.append(Wait(tuple(map(_name, arrived))))
-        last_uses = [v for v in used if v >= 0 and self.last[v][rank] == number]
+        last_uses = [v for v in used if v >= 0 and self.last_readers[v][rank] == number]
         owned = tuple(
             i
             for i, v in enumerate(recorded.inputs)
@@ -237,7 +241,7 @@ class _Lowering:
         self._declare_size(rank, number, name)
         self._finish_sends(rank)
         self._send_result(number, source)
-        unused = number not in self.last and number not in self.results
+        unused = number not in self.last_readers and number not in self.results
         freed = [
             v for v in last_uses if v not in actor_list.sent and self._has_no_other_reader(v, rank)
         ]
@@ -250,15 +254,17 @@ class _Lowering:
     def _send_result(self, number: int, source: str | None) -> None:
         """Send a result to each other actor that uses it, and start to receive it there."""
         rank, name = self.rank_of[number], _name(number)
-        for to in sorted(self.last.get(number, {})):
-            if to == rank:
+        for receiver in sorted(self.last_readers.get(number, {})):
+            if receiver == rank:
                 continue
-            self.ranks[rank].instructions.append(Send(name, to, CHANNEL, MESSAGE, source=source))
+            self.ranks[rank].instructions.append(
+                Send(name, receiver, CHANNEL, MESSAGE, source=source)
+            )
             self.ranks[rank].sent[number] = SEND_LAG
-            other = self.ranks[to]
-            other.instructions.append(Recv(name, rank, CHANNEL, MESSAGE, source=source))
-            other.started.add(number)
-            self._declare_size(to, number, name)
+            receiver_list = self.ranks[receiver]
+            receiver_list.instructions.append(Recv(name, rank, CHANNEL, MESSAGE, source=source))
+            receiver_list.started.add(number)
+            self._declare_size(receiver, number, name)
 
     def _finish_sends(self, rank: int, everything: bool = False) -> None:
         """Wait for sends that started `SEND_LAG` calls ago, and free values without later uses.
@@ -266,8 +272,10 @@ class _Lowering:
         actor_list = self.ranks[rank]
         for value in list(actor_list.sent):
             actor_list.sent[value] -= 1
-            used = self.last[value].get(rank, value)  # the last task of this rank that uses it
-            if not everything and (actor_list.sent[value] > 0 or used not in actor_list.done):
+            last_task = self.last_readers[value].get(
+                rank, value
+            )  # the last task of this rank that uses it
+            if not everything and (actor_list.sent[value] > 0 or last_task not in actor_list.done):
                 continue
             del actor_list.sent[value]
             actor_list.instructions.append(Wait((_name(value),)))
@@ -276,9 +284,9 @@ class _Lowering:
 
     def _has_no_other_reader(self, value: int, rank: int) -> bool:
         """Whether neither a send nor the controller reads the rank's copy of the value."""
-        made_here = self.rank_of[value] == rank
-        sent = made_here and any(to != rank for to in self.last[value])
-        return not sent and not (made_here and value in self.results)
+        is_producer = self.rank_of[value] == rank
+        sent = is_producer and any(reader != rank for reader in self.last_readers[value])
+        return not sent and not (is_producer and value in self.results)
 
     def _declare_size(self, rank: int, number: int, name: str) -> None:
         actor_list, task = self.ranks[rank], self.tasks[number].task

@@ -82,10 +82,10 @@ class Recording(FutureOwner):
     def ready(self, future: TaskFuture) -> bool:
         raise self.misuse(future, "its readiness is read")
 
-    def then(self, future: TaskFuture, name: str, *given: object) -> TaskFuture:
+    def then(self, future: TaskFuture, name: str, *args: object) -> TaskFuture:
         if future.actor < 0:
             raise self.misuse(future, "an item of it is read")
-        return operation(self.session.actors[future.actor], name, future, *given)
+        return operation(self.session.actors[future.actor], name, future, *args)
 
     def misuse(self, future: TaskFuture, what: str) -> Exception:
         return misused_in_recording(future.title, what)
@@ -121,13 +121,20 @@ class Compiled(Generic[P]):
         session = current_session()
         leaves, spec, key = _flatten(args, kwargs)
         loaded = next(
-            (own for known, own in self._loaded if own.session is session and known == key), None
+            (
+                recording
+                for recorded_key, recording in self._loaded
+                if recording.session is session and recorded_key == key
+            ),
+            None,
         )
         if loaded is None:
             lowered, returned = self._record(session, leaves, spec)
             results = tuple(_results(returned))
             loaded = _LoadedRecording(session, lowered, session.load(lowered), returned, results)
-            self._loaded = [(k, own) for k, own in self._loaded if not own.session.closed]
+            self._loaded = [
+                (k, recording) for k, recording in self._loaded if not recording.session.closed
+            ]
             self._loaded.append((key, loaded))
         inputs = [
             _input(session, leaf) if ranks else None

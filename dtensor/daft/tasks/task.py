@@ -65,13 +65,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 class HostedObject:
     """An actor's object in its process.
 
-    `unborn`: the failure of its `__init__`, or of the actor's end; all methods return it.
+    `failure_message`: the failure of its `__init__`, or of the actor's end; all methods return it.
     `failures`: the first failures of methods. `room`: allocates the messages of results.
     `streams`: open generators, by number. `items`: the last value of each stream.
     """
 
     instance: object = None
-    unborn: Tensor | None = None
+    failure_message: Tensor | None = None
     failures: list[Failure] = field(default_factory=list[Failure])
     room: MessageAllocator = allocate_message
     streams: dict[int, Iterator[Any]] = field(default_factory=dict[int, Iterator[Any]])
@@ -107,6 +107,7 @@ class HostedObject:
         return self._num_streams
 
     def _iterate(self, generator: AsyncGenerator[Any, None]) -> Generator[Any]:
+        """Yield the values of an async generator, which runs in the event loop of this object."""
         try:
             while True:
                 try:
@@ -120,7 +121,7 @@ class HostedObject:
     def end(self, failure: Tensor) -> None:
         """End the actor: its methods return this failure from now on."""
         self.close()
-        self.instance, self.unborn, self._loop = None, failure, None
+        self.instance, self.failure_message, self._loop = None, failure, None
 
     def close(self) -> None:
         """Close the generators and the event loop."""
@@ -180,6 +181,7 @@ class Task:
 
     @staticmethod
     def of(plain: tuple[Any, ...]) -> Task:
+        """Return the task of a tuple made by `plain`."""
         actor, name, issued, operation, returns, stream = plain
         return Task(
             actor=actor,
@@ -209,7 +211,7 @@ class Task:
 
         message = self._run(subject, keep, arguments, inputs, (), False)
         if is_failure(message):
-            subject.unborn = message
+            subject.failure_message = message
         else:
             (subject.instance,) = instances
 
@@ -227,8 +229,8 @@ class Task:
         `owned`: the inputs without a later reader, whose memory is used without a copy. `copies`:
         the arguments have other readers (in a compiled function), so they are copied.
         """
-        if subject.unborn is not None:
-            return subject.unborn
+        if subject.failure_message is not None:
+            return subject.failure_message
         if self.name in STREAMING and self.operation:
             method: Callable[..., object] = functools.partial(STREAMING[self.name], subject)
         elif self.operation:
@@ -246,6 +248,8 @@ class Task:
         owned: Collection[int],
         copies: bool,
     ) -> Tensor:
+        """Call ``method`` with the decoded arguments. Return the message of its result or failure;
+        if an input is a failure, return the input."""
         for message in inputs:
             if is_failure(message):
                 return message
@@ -320,9 +324,9 @@ def user_execution() -> Generator[None]:
 # -- operations --------------------------------------------------------------------------------
 
 
-def value(given: object) -> object:
+def value(value: object) -> object:
     """Return the argument, which has been copied to the actor's process."""
-    return given
+    return value
 
 
 def item(given: Any, key: object) -> object:
@@ -341,14 +345,14 @@ def fold(op: Reduction, parts: Sequence[object]) -> object:
     )
 
 
-def piece(op: Reduction, given: object, index: int, num: int) -> tuple[list[Any], object]:
+def piece(op: Reduction, whole: object, index: int, num: int) -> tuple[list[Any], object]:
     """Return piece `index` of `num` of a value, and the value's form.
 
     A piece has a part of the elements of each tensor. Numbers are in piece 0; others have 0 there.
     A large all_reduce folds pieces, which moves 2 (n-1)/n of the value per member instead of n-1
     times the value, with the same bits.
     """
-    leaves, _ = _flatten(given)
+    leaves, _ = _flatten(whole)
     pieces: list[Any] = []
     for leaf in leaves:
         if isinstance(leaf, Tensor):
@@ -356,7 +360,7 @@ def piece(op: Reduction, given: object, index: int, num: int) -> tuple[list[Any]
             pieces.append(leaf.detach().reshape(-1, op.unit).tensor_split(num)[index])
         else:
             pieces.append(leaf if index == 0 else 0)
-    return pieces, _structure(given)
+    return pieces, _structure(whole)
 
 
 def fold_piece(op: Reduction, parts: Sequence[tuple[list[Any], object]]) -> list[Any]:
@@ -369,9 +373,9 @@ def fold_piece(op: Reduction, parts: Sequence[tuple[list[Any], object]]) -> list
     return [_fold_leaf(op, column) for column in columns]
 
 
-def join(given: object, pieces: Sequence[list[Any]]) -> object:
-    """Join the folded pieces to a value with the structure of `given`."""
-    leaves, spec = _flatten(given)
+def join(template: object, pieces: Sequence[list[Any]]) -> object:
+    """Join the folded pieces to a value with the structure of `template`."""
+    leaves, spec = _flatten(template)
     joined: list[Any] = []
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
@@ -395,10 +399,12 @@ def advance(subject: HostedObject, number: int) -> bool:
 
 
 def taken(subject: HostedObject, number: int) -> object:
+    """Return the last value of a stream, and drop it here."""
     return subject.items.pop(number)
 
 
 def closed(subject: HostedObject, number: int) -> None:
+    """Close a stream, and drop its last value."""
     stream = subject.streams.pop(number, None)
     subject.items.pop(number, None)
     if isinstance(stream, Generator):
@@ -420,9 +426,9 @@ OPERATIONS: Mapping[str, Callable[..., object]] = {
 }
 
 
-def _flatten(given: object) -> tuple[list[Any], Any]:
+def _flatten(tree: object) -> tuple[list[Any], Any]:
     """Return the leaves, with tensors detached, and the structure."""
-    leaves, spec = pytree.tree_flatten(given)
+    leaves, spec = pytree.tree_flatten(tree)
     return [x.detach() if isinstance(x, Tensor) else x for x in leaves], spec
 
 
@@ -431,8 +437,10 @@ def _check_fold(op: Reduction, tensor: Tensor) -> None:
         raise ValueError(f"{op.name!r} reduces {op.wants}, got {tensor.dtype}{list(tensor.shape)}.")
 
 
-def _structure(given: object) -> object:
-    leaves, spec = _flatten(given)
+def _structure(whole: object) -> object:
+    """Return the form of a value: shapes and dtypes of its tensors, types of its numbers, its
+    structure."""
+    leaves, spec = _flatten(whole)
     return [
         (tuple(leaf.shape), str(leaf.dtype)) if isinstance(leaf, Tensor) else type(leaf).__name__
         for leaf in leaves

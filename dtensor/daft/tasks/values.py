@@ -77,7 +77,8 @@ class Placeholder:
     """An object within a value that stands for a value of an actor (a future) or for an actor."""
 
 
-def _code(code: CodeType) -> tuple[Any, ...]:
+def _reduce_code(code: CodeType) -> tuple[Any, ...]:
+    """Return what cloudpickle returns for a code object, with the real file name."""
     make, args = _cloudpickle.Pickler.dispatch_table[CodeType](code)
     named = (code.co_filename if type(x) is str and x == "<dynamic-code>" else x for x in args)
     return make, tuple(named)
@@ -87,7 +88,9 @@ class ByValuePickler(_cloudpickle.Pickler):
     """cloudpickle's pickler, which also pickles the file name of each function. (cloudpickle 3.1.2
     omits it.) So tracebacks on actors show the user's file and line."""
 
-    dispatch_table: ClassVar[Any] = ChainMap({CodeType: _code}, _cloudpickle.Pickler.dispatch_table)
+    dispatch_table: ClassVar[Any] = ChainMap(
+        {CodeType: _reduce_code}, _cloudpickle.Pickler.dispatch_table
+    )
 
 
 class _ValuePickler(ByValuePickler):
@@ -103,6 +106,8 @@ class _ValuePickler(ByValuePickler):
         self.is_sending = False  # while a function of `SENT_AS` runs, whose errors are not wrapped
 
     def reducer_override(self, obj: Any) -> Any:
+        """Reduce tensors, arrays and placeholders by the functions of this class, other objects as
+        cloudpickle does."""
         kind = type(obj)  # pyright: ignore[reportUnknownVariableType]
         if kind in (Tensor, torch.nn.Parameter) and _is_plain(obj):
             return self._tensor(obj)
@@ -133,8 +138,8 @@ class _ValuePickler(ByValuePickler):
             span = self.storages[storage.data_ptr()] = Span(len(self.storages), storage)
         span.add(data)
         strides = None if data.stride() == contiguous_strides(shape) else data.stride()
-        at, device = data.storage_offset(), tensor.device.type
-        reference = (span.index, _NAMES[tensor.dtype], shape, strides, at, device)
+        offset, device = data.storage_offset(), tensor.device.type
+        reference = (span.index, _NAMES[tensor.dtype], shape, strides, offset, device)
         kind = type(tensor) if tensor.is_leaf else Tensor
         wants_grad = tensor.is_leaf and tensor.requires_grad
         attributes, grad = dict(vars(tensor)), tensor.grad if tensor.is_leaf else None
@@ -150,15 +155,17 @@ class _ValuePickler(ByValuePickler):
         """Reduce a tensor of a subclass, or one that torch pickles, to its elements and class."""
         kind = type(tensor)
         with DisableTorchFunctionSubclass():
-            is_leaf, own = tensor.is_leaf, _pickles_itself(kind)
+            is_leaf, controls_pickling = tensor.is_leaf, _pickles_itself(kind)
             grad = tensor.grad if is_leaf else None
             has_hooks = is_leaf and _has_hooks(tensor)
-            if has_hooks or (own and grad is not None):
-                lost = "hook on its gradient" if has_hooks else "gradient"
+            if has_hooks or (controls_pickling and grad is not None):
+                lost_attribute = "hook on its gradient" if has_hooks else "gradient"
                 description = f"a {kind.__name__} {tensor.dtype}{list(tensor.shape)}"
-                raise TypeError(f"{description} has a {lost}, which would be lost")
+                raise TypeError(f"{description} has a {lost_attribute}, which would be lost")
             wants_grad = is_leaf and tensor.requires_grad
-            if own or (kind is Tensor and not (tensor.requires_grad or grad is not None)):
+            if controls_pickling or (
+                kind is Tensor and not (tensor.requires_grad or grad is not None)
+            ):
                 return NotImplemented
             elements = tensor.detach()  # a plain Tensor, since subclasses are disabled
         state = (dict(vars(tensor)), grad)
@@ -187,6 +194,7 @@ class Span:
         self.end = max(self.end, end)
 
     def raw(self) -> memoryview:
+        """Return the bytes of the range, copied to the CPU if they are on a GPU."""
         data = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
         data.set_(self.storage, self.begin, (max(0, self.end - self.begin),), (1,))
         return data.cpu().numpy().data
@@ -214,9 +222,10 @@ class _Unpickler(pickle.Unpickler):
         self._storages: dict[int, torch.UntypedStorage] = {}
 
     def find_class(self, module: str, name: str, /) -> Any:
+        """Replace `placeholder` and `tensor_of` by functions that know this message."""
         if module == __name__:
-            own = {"placeholder": self._values.__getitem__, "tensor_of": self._tensor}
-            return own[name] if name in own else globals()[name]
+            replacements = {"placeholder": self._values.__getitem__, "tensor_of": self._tensor}
+            return replacements[name] if name in replacements else globals()[name]
         return super().find_class(module, name)
 
     def _tensor(
@@ -225,11 +234,12 @@ class _Unpickler(pickle.Unpickler):
         dtype: str,
         shape: tuple[int, ...],
         strides: tuple[int, ...] | None,
-        at: int,
+        offset: int,
         device: str,
         parameter: bool = False,
         wants_grad: bool = False,
     ) -> Tensor:
+        """Return a tensor of storage ``index``. Tensors of one storage share its memory."""
         data, begin = self._spans[index]
         if index not in self._storages:
             memory = torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0)
@@ -237,8 +247,10 @@ class _Unpickler(pickle.Unpickler):
             self._storages[index] = memory.untyped_storage()
         storage = self._storages[index]
         tensor = torch.empty(0, dtype=_DTYPES[dtype], device=storage.device)
-        at -= begin // tensor.element_size()
-        tensor.set_(storage, at, shape, contiguous_strides(shape) if strides is None else strides)
+        offset -= begin // tensor.element_size()
+        tensor.set_(
+            storage, offset, shape, contiguous_strides(shape) if strides is None else strides
+        )
         if parameter:
             return torch.nn.Parameter(tensor, wants_grad)
         return tensor.requires_grad_(wants_grad)
@@ -403,10 +415,10 @@ def _copy(to: memoryview, raw: memoryview) -> None:
     if len(source) < LARGE_BYTES or len(os.sched_getaffinity(0)) < 2:
         numpy.copyto(target, source)
         return
-    half = len(source) // 2
-    other = _copier().submit(numpy.copyto, target[half:], source[half:])
-    numpy.copyto(target[:half], source[:half])
-    other.result()
+    middle = len(source) // 2
+    second_half = _copier().submit(numpy.copyto, target[middle:], source[middle:])
+    numpy.copyto(target[:middle], source[:middle])
+    second_half.result()
 
 
 @cache

@@ -113,6 +113,8 @@ class Rollback:
         self._end((), (*self._separate, COUNTERS), self._run_writes[1])
 
     def _end(self, state: Keys, alone: Keys, replayed: Keys) -> None:
+        """End the current change. Keys of ``state`` share one record, keys of ``alone`` get one
+        each; ``replayed``: keys with replayable writes, which are not undone."""
         change = self._change
         self.snapshots.end(
             change.number,
@@ -125,6 +127,8 @@ class Rollback:
         self._separate = ()
 
     def roll_back(self, to: int) -> int:
+        """Restore the last restorable state up to change ``to``, and return that change's
+        number."""
         self._separate = ()
         return self.snapshots.roll_back(to)
 
@@ -146,6 +150,8 @@ class _ProgramWrites:
 
     @staticmethod
     def of(program: HostProgram) -> _ProgramWrites:
+        """Return the keys that runs of ``program`` write. ``state[0]`` is the ordinary state,
+        ``state[1]`` the replayable state."""
         state: tuple[dict[tuple[int, str], None], ...] = ({}, {})
         inputs: list[tuple[int, str, bool]] = []
         for rank, rank_program in program.ranks.items():
@@ -183,4 +189,4 @@ class _ProgramWrites:
 
 
 def _keys_of(names: NamesByRank) -> Keys:
-    return tuple((rank, name) for rank, own in names.items() for name in own)
+    return tuple((rank, name) for rank, names_of_rank in names.items() for name in names_of_rank)

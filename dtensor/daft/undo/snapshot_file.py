@@ -139,6 +139,8 @@ class SnapshotFile(SnapshotStore):
         *,
         before: bool,
     ) -> SnapshotRecord:
+        """Store a record, in the memory of a dropped record with the same keys if there is one. Its
+        number is written last, so a reader finds the complete record or none."""
         spares = [] if others or gone else self._reusable.get(tuple(tensors), [])
         place = spares.pop() if spares else None
         if place is not None and not can_copy(tensors, place.views, device=False):
@@ -166,6 +168,7 @@ class SnapshotFile(SnapshotStore):
         return SnapshotRecord(number, place.views, dict(others), gone, before, place)
 
     def drop(self, record: SnapshotRecord) -> None:
+        """Mark the record's entry as unused, and keep its memory for other records."""
         place = record.place
         assert isinstance(place, RecordPlace)
         self._head[_PAGE // 8 + place.entry * _ENTRY] = _UNUSED
@@ -179,6 +182,8 @@ class SnapshotFile(SnapshotStore):
         self._head[1] = newest
 
     def found(self) -> tuple[int, int, list[SnapshotRecord]]:
+        """Read the records that a dead process left, and release the space of all others. Return
+        the oldest and the newest restorable state, and the records, oldest first."""
         newest, oldest = self._head[1], self._head[2]
         self._num_entries = self._head[3]
         records: list[SnapshotRecord] = []
@@ -297,6 +302,7 @@ class SnapshotFile(SnapshotStore):
             raise
 
     def _release(self, place: RecordPlace) -> None:
+        """Make the memory and the entry of a record available to other records."""
         for region in (place.data, place.description, place.pickled):
             if region is not None:
                 self._free_regions.setdefault(region.nbytes, []).append(region)

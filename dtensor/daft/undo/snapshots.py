@@ -113,6 +113,7 @@ class MemorySnapshots(SnapshotStore):
         *,
         before: bool,
     ) -> SnapshotRecord:
+        """Store a record, in the memory of a dropped record with the same keys if there is one."""
         copies = self._reusable.pop(tuple(tensors), None)
         if copies is None or not can_copy(tensors, copies):
             self._reusable.clear()
@@ -268,21 +269,25 @@ class Snapshots:
             self._discard_keys(record, keys)
 
     def _discard_keys(self, record: SnapshotRecord, keys: Sequence[Key]) -> None:
-        had = bool(record.needed)
+        """Record that no state needs these keys of a record. Remove the record if it was the last
+        need."""
+        was_needed = bool(record.needed)
         record.needed.difference_update(keys)
-        if had and not record.needed:
+        if was_needed and not record.needed:
             self._remove(record)
 
     def _remove(self, record: SnapshotRecord) -> None:
         """Drop a record that no state needs from the store."""
         self._store.drop(record)
         for key in record.keys:
-            left = self._versions[key]
-            left.remove(record)
-            if not left:
+            remaining = self._versions[key]
+            remaining.remove(record)
+            if not remaining:
                 del self._versions[key]
-            elif key in left[0].gone and not left[0].before:  # no state has the value any more
-                self._discard_keys(left[0], (key,))
+            elif (
+                key in remaining[0].gone and not remaining[0].before
+            ):  # no state has the value any more
+                self._discard_keys(remaining[0], (key,))
 
     # -- undoing ----------------------------------------------------------------------------------
 
@@ -297,14 +302,14 @@ class Snapshots:
             )
         if target == self.ended and not self._writing and not self._table_is_empty:
             return target
-        since = {key for key, number in self._unsaved.items() if number > target}
-        since.update(self._writing)
-        since.update(
+        changed_keys = {key for key, number in self._unsaved.items() if number > target}
+        changed_keys.update(self._writing)
+        changed_keys.update(
             key for key, versions in self._versions.items() if versions[-1].number > target
         )
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         replayed: set[Key] = set()
-        for key in sorted(since):
+        for key in sorted(changed_keys):
             record = self._record_at(target, key)
             if record is not None and record.number > target:
                 replayed.add(key)
@@ -322,13 +327,15 @@ class Snapshots:
         copy_all([current for current, _ in pairs], [saved for _, saved in pairs])
         self._store.states(self._states[0], target)
         self._superseded = deque(entry for entry in self._superseded if entry[0] <= target)
-        later = {r for versions in self._versions.values() for r in versions if r.number > target}
-        for record in later:
+        later_records = {
+            r for versions in self._versions.values() for r in versions if r.number > target
+        }
+        for record in later_records:
             self._discard_keys(record, record.keys)  # may remove another one of `later` too
-        for key in since:
+        for key in changed_keys:
             self._unsaved.pop(key, None)
-        self._separate -= since
-        self._replayable_writes = (self._replayable_writes - since) | replayed
+        self._separate -= changed_keys
+        self._replayable_writes = (self._replayable_writes - changed_keys) | replayed
         self._writing, self._table_is_empty = (), False
         self.ended = target
         self._states = deque(state for state in self._states if state <= target)

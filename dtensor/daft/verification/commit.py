@@ -43,7 +43,9 @@ class _VoteCheck:
     def __init__(self, program: Program, partners: Edges) -> None:
         self.program = program
         self.partners = partners
-        self.active = frozenset(r for r, own in enumerate(program.ranks) if own.instructions)
+        self.active = frozenset(
+            r for r, rank_program in enumerate(program.ranks) if rank_program.instructions
+        )
         self.voted: set[int] = set()
         self.committed: set[int] = set()
         # (rank, value) -> the ranks whose votes are in it
@@ -90,7 +92,7 @@ class _VoteCheck:
                     fact += "is in no vote"
                     raise fault(self.program, site, fact, "call it before the vote")
             case Collective(kind="all_reduce", op="sum"):
-                self._sum(site, instruction)
+                self._record_contributions(site, instruction)
             case Commit(value=value):
                 self._commit(site, value)
             case Send() | Recv() | Collective() | Wait() | Free():
@@ -98,14 +100,14 @@ class _VoteCheck:
             case _:
                 assert_never(instruction)
 
-    def _sum(self, site: Site, start: Collective) -> None:
+    def _record_contributions(self, site: Site, start: Collective) -> None:
         """Record the votes that a member contributes to an all_reduce."""
-        for place, (name, buffer) in enumerate(zip(start.inputs, start.in_buffers, strict=True)):
-            carried = self._votes_in(site[0], name)
-            if carried and buffer != WORD:
+        for position, (name, buffer) in enumerate(zip(start.inputs, start.in_buffers, strict=True)):
+            voters = self._votes_in(site[0], name)
+            if voters and buffer != WORD:
                 raise fault(self.program, site, f"a vote is sent as {buffer}", f"send {WORD}")
-            self.contributions[site, place] = carried
-            self.in_flight[site[0], start.outputs[place]] = site, place
+            self.contributions[site, position] = voters
+            self.in_flight[site[0], start.outputs[position]] = site, position
 
     def _commit(self, site: Site, value: str) -> None:
         """Check that the value sums the votes of all other ranks."""
@@ -124,9 +126,9 @@ class _VoteCheck:
         """Return the ranks whose votes are in a value. It has been waited for, so all members of
         its all_reduce have started."""
         if (rank, value) in self.in_flight:
-            site, place = self.in_flight[rank, value]
+            site, position = self.in_flight[rank, value]
             members = (site, *self.partners[site])
             return frozenset[int]().union(
-                *(self.contributions[member, place] for member in members)
+                *(self.contributions[member, position] for member in members)
             )
         return self.votes.get((rank, value), frozenset())

@@ -99,11 +99,11 @@ def pair(program: Program) -> dict[Site, tuple[Site, ...]]:
 
 def _unmatched(program: Program, key: Key, members: Mapping[int, list[Site]]) -> ProgramError:
     """Return the error for a key with different numbers of starts on its ranks."""
-    ranks, channel, sort = key
+    ranks, channel, kind = key
     counts = [len(members[rank]) for rank in ranks]
     site = max(members.values(), key=len)[min(counts)]
     fact = f"the members of group {ranks} start {counts} collectives on channel {channel!r}"
-    if sort == "transfer":
+    if kind == "transfer":
         fact = (
             f"rank {ranks[0]} starts {counts[0]} sends to rank {ranks[1]} on channel {channel!r}, "
             f"which starts {counts[1]} receives from it"
@@ -136,31 +136,31 @@ def rehearse(
     rng = random.Random(seed) if seed else None
     executed: set[Site] = set()
     order: list[Site] = []
-    position = [0] * len(lists)
-    asleep: dict[Site, list[int]] = defaultdict(list)
+    positions = [0] * len(lists)
+    lists_waiting_for: dict[Site, list[int]] = defaultdict(list)
     runnable = [index for index, sites in enumerate(lists) if sites]
     turn = 0
     while runnable:
         turn = rng.randrange(len(runnable)) if rng else turn % len(runnable)
         current = runnable[turn]
-        site = lists[current][position[current]]
+        site = lists[current][positions[current]]
         missing = next((s for s in edges.get(site, ()) if s not in executed), None)
         if missing is not None:
-            asleep[missing].append(current)
+            lists_waiting_for[missing].append(current)
             del runnable[turn]
             continue
         executed.add(site)
         order.append(site)
-        position[current] += 1
-        if position[current] == len(lists[current]):
+        positions[current] += 1
+        if positions[current] == len(lists[current]):
             del runnable[turn]
         else:
             turn += 1
-        runnable += asleep.pop(site, [])
+        runnable += lists_waiting_for.pop(site, [])
     blocked = {
-        index: sites[at]
-        for index, (sites, at) in enumerate(zip(lists, position, strict=True))
-        if at < len(sites)
+        index: sites[next_index]
+        for index, (sites, next_index) in enumerate(zip(lists, positions, strict=True))
+        if next_index < len(sites)
     }
     if blocked:
         raise _explain_hang(program, lists, edges, executed, blocked)
@@ -214,7 +214,9 @@ def merge(program: Program, hosts: Hosts, seed: int = 0) -> tuple[HostList, ...]
 def merge_sites(
     program: Program, hosts: Hosts, seed: int = 0, edges: Edges | None = None
 ) -> tuple[tuple[Site, ...], ...]:
-    """Like `merge`, with (rank, index) in place of (rank, instruction)."""
+    """Return the (rank, index) list that the thread of each host runs. ``seed`` selects one of the
+    legal orders; ``edges``: see `wait_edges`, computed if None. Raises ProgramError if the program
+    can hang."""
     check_hosts(program, hosts)
     edges = wait_edges(program, pair(program)) if edges is None else edges
     lists = [

@@ -113,7 +113,7 @@ class _RankCheck:
         self.rank = rank
         self.functions = dict(program.functions)
         rank_program = program.ranks[rank]
-        self.own = rank_program
+        self.rank_program = rank_program
         self.index = 0
         self.waits = starts_of_waits(rank_program.instructions)
         self.sizes = dict(rank_program.nbytes)
@@ -152,7 +152,7 @@ class _RankCheck:
     def run(self) -> int:
         """Check all instructions. Return the maximum of bytes alive at once."""
         peak = self.bytes
-        for index, instruction in enumerate(self.own.instructions):
+        for index, instruction in enumerate(self.rank_program.instructions):
             self.index = index
             match instruction:
                 case Call():
@@ -175,6 +175,8 @@ class _RankCheck:
         return peak
 
     def _call(self, call: Call) -> None:
+        """Check that the function exists and that its inputs can be used, and define its
+        outputs."""
         if call.fn not in self.functions:
             raise self._fault(
                 f"there is no function {call.fn!r}", f"one of {sorted(self.functions)}"
@@ -192,6 +194,7 @@ class _RankCheck:
             self._define(value, self.sizes.get(value, 0))
 
     def _start(self, start: Start) -> None:
+        """Check the ranks and values of a start, and mark the values as being read or made."""
         peers, *_ = key_of(self.rank, start)
         if len(set(peers)) != len(peers) or not set(peers) <= set(range(self.program.size)):
             raise self._fault(
@@ -201,8 +204,8 @@ class _RankCheck:
         if self.rank not in peers:
             raise self._fault(f"rank {self.rank} is not in {peers}", "add it to the group")
         key = key_of(self.rank, start)
-        for value, of in self.lent.items():
-            if of == key:
+        for value, lent_key in self.lent.items():
+            if lent_key == key:
                 raise self._fault(f"{value!r} is lent by the same key", f"free {value} before this")
         reads, makes = _values_of(start)
         for value in reads:
@@ -221,6 +224,7 @@ class _RankCheck:
         self.named_by_starts |= {value for value, _ in makes}
 
     def _wait(self, wait: Wait) -> None:
+        """Check that each value has a start, and record that these starts are complete."""
         for value in wait.values:
             if value not in self.named_by_starts:
                 raise self._fault(
@@ -228,7 +232,7 @@ class _RankCheck:
                     "wait for a sent value, a received one, or an output of a collective",
                 )
         for index in self.waits[self.index]:
-            start = self.own.instructions[index]
+            start = self.rank_program.instructions[index]
             assert isinstance(start, Send | Recv | Collective)
             reads, makes = _values_of(start)
             for name, _ in makes:
@@ -239,10 +243,11 @@ class _RankCheck:
                 self.being_read[name].discard(index)
 
     def _free(self, value: str) -> None:
+        """Check that a value may be freed, and remove it from the live values."""
         self.stale.pop(value, None)
         self._use(value)
         self._check_not_read(value, "freed")
-        if value in self.own.state:
+        if value in self.rank_program.state:
             raise self._fault(f"{value!r} is state, which outlives the run", "do not free it")
         self.live.discard(value)
         self.freed.add(value)
@@ -285,9 +290,11 @@ class _RankCheck:
             raise self._fault(f"{value!r} is {done} while {start} reads it", "wait before this")
 
     def _define(self, value: str, size: int) -> None:
+        """Add a value to the live values. Only state may be overwritten, and only if no start uses
+        it."""
         self.stale.pop(value, None)
         if value in self.live:
-            if value not in self.own.state:
+            if value not in self.rank_program.state:
                 raise self._fault(f"{value!r} is defined twice", "free it first or rename it")
             self._check_not_read(value, "overwritten")
             if value in self.being_made:
@@ -303,7 +310,7 @@ class _RankCheck:
         if pending:
             self.index = min(pending)
             raise self._fault("it is never waited for", "add a wait")
-        rank_program = self.own
+        rank_program = self.rank_program
         if self.lent:
             raise ProgramError(
                 f"Program {self.program.name!r}, rank {self.rank}: {sorted(self.lent)} are lent "
@@ -379,6 +386,8 @@ def _check_agreement(program: Program, partners: Edges) -> None:
 
 
 def _check_collective(program: Program, sites: Sequence[Site]) -> None:
+    """Raise ProgramError unless the members agree on kind and op, and their buffers fit
+    together."""
     members: list[Collective] = []
     for site in sites:
         member = instruction_at(program, site)
@@ -396,17 +405,18 @@ def _check_collective(program: Program, sites: Sequence[Site]) -> None:
 def _buffers_fit(
     collective: Collective, ins: Sequence[tuple[Buffer, ...]], outs: Sequence[tuple[Buffer, ...]]
 ) -> bool:
-    """Whether each member's output buffers are what the input buffers of all members result in."""
-    does, size = collective.does, len(ins)
-    if not all(does.takes(len(own), at, size) for at, own in enumerate(ins)):
+    """Return whether each member's output buffers are what the kind of collective makes of the
+    input buffers of all members."""
+    kind, size = collective.does, len(ins)
+    if not all(kind.takes(len(buffers), member, size) for member, buffers in enumerate(ins)):
         return False
-    if not does.bucket and not (_one_dtype(chain(*ins)) and _one_dtype(chain(*outs))):
+    if not kind.bucket and not (_one_dtype(chain(*ins)) and _one_dtype(chain(*outs))):
         return False
-    if not does.divided and any(own != outs[0] for own in outs):
+    if not kind.divided and any(buffers != outs[0] for buffers in outs):
         return False
-    for to in range(size) if does.divided else (0,):
-        parts = [tuple(does.given(own, to)) for own in ins]
-        if not does.reduces:
+    for to in range(size) if kind.divided else (0,):
+        parts = [tuple(kind.given(buffers, to)) for buffers in ins]
+        if not kind.reduces:
             fits = outs[to] == tuple(chain(*parts))
         else:
             fits = all(part == parts[0] for part in parts)
@@ -437,6 +447,7 @@ def _one_dtype(buffers: Iterable[Buffer]) -> bool:
 
 
 def _mismatch(program: Program, sites: Sequence[Site], fact: str) -> ProgramError:
+    """Return the error for partners whose declarations differ, with the instruction of each."""
     lines: list[str] = []
     for site in sites:
         instruction = instruction_at(program, site)

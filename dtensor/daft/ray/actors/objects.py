@@ -78,7 +78,7 @@ class Objects:
             Task.of(task).create(subject, lambda: pickle.loads(cls), arguments_message, messages)
             self._counter.end()
         if failed:
-            subject.unborn = failed[0]
+            subject.failure_message = failed[0]
         return _answered(0, ())
 
     def call(

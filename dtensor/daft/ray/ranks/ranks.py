@@ -181,7 +181,7 @@ class Ranks:
         joined = self._joined = HostConnections.join(
             rendezvous, index, ranks, self._device, record_wait
         )
-        joined.transport.tell_whom_it_awaits(record_wait)
+        joined.transport.set_wait_report(record_wait)
         return joined
 
     def _new_worker(self, joined: HostConnections) -> Worker:

@@ -127,10 +127,10 @@ class SameHostTransport(Transport):
         """Connect for the keys of a program that is about to be loaded."""
         self._others.open(tags)
 
-    def tell_whom_it_awaits(self, told: Callable[[int], None]) -> None:
-        """Let a wait call `told(rank)` every `SLICE_S`, with the rank that it waits for, -1 if that
-        is unknown."""
-        self._neighbours.report_wait = told
+    def set_wait_report(self, report: Callable[[int], None]) -> None:
+        """Set a function that a wait calls every `SLICE_S` with the rank that it waits for, -1 if
+        that is unknown."""
+        self._neighbours.report_wait = report
 
     def prepare(self, program: HostProgram, number: int = 0) -> Prepared:
         """Load a program: lay out its messages, and publish this actor's window."""
