@@ -17,12 +17,12 @@ class Answer:
 
 
 def came(call: SentCall) -> bool:
-    return call.asked is not None and call.asked.there
+    return call.awaited is not None and call.awaited.there
 
 
 def sent(host: int, change: int | None, run: int | None, *, asked: bool = True) -> SentCall:
     answer = Answer() if asked else None
-    return SentCall(host=host, change=change, run=run, number=0, asked=answer, nbytes=10)
+    return SentCall(host=host, change=change, run=run, number=0, awaited=answer, nbytes=10)
 
 
 def test_call_log_drops_run_only_after_runs_it_depends_on_ended() -> None:
@@ -35,7 +35,7 @@ def test_call_log_drops_run_only_after_runs_it_depends_on_ended() -> None:
     assert log.due([2], before=3) == {0: 0, 1: 1, 2: 1}
     assert log.due([2], before=1) == {} and log.due([3], before=3) == {3: 2}
     for call in log.calls[:3]:
-        call.asked.there = True  # run 0 has come back, and run 1 of host 1
+        call.awaited.there = True  # run 0 has come back, and run 1 of host 1
     assert log.due([2], before=3) == {2: 1} and log.due([1], before=3) == {}
     log.drop()
     assert [(call.host, call.run) for call in log.calls] == [(2, 1), (3, 2)]
@@ -62,12 +62,12 @@ def test_call_log_repeats_call_whose_answer_was_lost() -> None:
         for host in range(2):
             log.add(sent(host, number, run))
     for call in log.calls[:3]:
-        assert call.asked is not None
-        call.asked.there = True  # all but host 1's to run 1, which has ended there
+        assert call.awaited is not None
+        call.awaited.there = True  # all but host 1's to run 1, which has ended there
     ended = log.ended([2, 2])
     assert ended == [2, 1]
     assert changes.recovery_line(ended) == {0: 1, 1: 1}
-    again = log.again(changes.recovery_line(ended))
+    again = log.calls_to_repeat(changes.recovery_line(ended))
     assert [(call.host, call.run) for call in again] == [(0, 1), (1, 1)]
 
 
@@ -81,7 +81,7 @@ def test_call_log_repeats_read_at_its_position_between_changes() -> None:
     # both puts have ended, and what was read between them is lost: the second is made again
     ended = log.ended([second, first])
     assert ended[0] == first
-    again = log.again(changes.recovery_line(ended))
+    again = log.calls_to_repeat(changes.recovery_line(ended))
     assert [call.change for call in again] == [None, second]
 
 
@@ -107,21 +107,21 @@ def test_call_log_repeats_exactly_calls_after_recovery_line(seed: int) -> None:
         if draw.random() < 0.3:  # some answers come, and their hosts are heard of
             for host, own in enumerate(lists):
                 for call in own[: draw.randint(0, len(own))]:
-                    if call.asked is not None:
-                        call.asked.there = True
+                    if call.awaited is not None:
+                        call.awaited.there = True
                     if call.change is not None:
                         changes.heard(host, call.change)
             log.drop(changes.base)
     done = [0] * num
     for host, own in enumerate(lists):  # a prefix has ended, and of it a prefix was answered
-        heard = max((i for i, c in enumerate(own) if c.asked and c.asked.there), default=-1)
+        heard = max((i for i, c in enumerate(own) if c.awaited and c.awaited.there), default=-1)
         end = draw.randint(heard + 1, len(own))
         least = changes.ended[host]
         for call in own[:end]:
             done[host] = max(done[host], call.change or 0)
         done[host] = max(done[host], least)
     cut = changes.recovery_line(log.ended(done))
-    again = log.again(cut)
+    again = log.calls_to_repeat(cut)
     for host, own in enumerate(lists):
         assert cut[host] >= changes.base[host]
         wanted = [c for c in own if c.change is not None and c.change > cut[host]]

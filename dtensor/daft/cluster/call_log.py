@@ -1,12 +1,12 @@
 """Log a controller's calls to its hosts: calls in flight, and calls to repeat if a host is lost.
 
-    log = CallLog(came, answered)
+    log = CallLog(is_settled, has_answer)
     log.add(SentCall(host=0, change=8, run=3, ...))
     log.add(SentCall(host=1, change=8, run=3, ...))
     log.due([1], before=4)                     # {0: 3, 1: 3}: both hosts must still end run 3
     log.drop([8, 8])                           # change 8 is committed on both hosts: drop its calls
     log.ended([9, 9])                          # [9, 8]: host 1's answer to change 9 is lost
-    log.again({0: 8, 1: 8})                    # the calls to repeat, in order
+    log.calls_to_repeat({0: 8, 1: 8})          # the calls to repeat, in order
 
 A change is a call that changes a host's table. It has ended once its answer is received. Other
 calls are repeated only if their answer is missing.
@@ -29,20 +29,19 @@ class SentCall:
     """A call that was sent to one host.
 
     `change`: the number of its change, or None. `run`: the number of its run, or None. `number`: of
-    the call among those to its host. `asked`: the reference to its answer, or None if it has none.
-    `message`, `nbytes`: the message to send if the call is repeated. `gave`: it was answered
-    without an error before it was repeated. `undone`: the call is not repeated; its run returns a
-    failure instead.
-    """
+    the call among those to its host. `awaited`: the reference to its answer, or None if it has
+    none. `message`, `nbytes`: the message to send if the call is repeated. `succeeded`: it was
+    answered without an error before it was repeated. `undone`: the call is not repeated; its run
+    returns a failure instead."""
 
     host: int
     change: int | None
     run: int | None
     number: int
-    asked: Any = None
+    awaited: Any = None
     message: Any = None
     nbytes: int = 0
-    gave: bool = False
+    succeeded: bool = False
     undone: bool = False
     serial: int = 0  # position in the log
 
@@ -51,15 +50,15 @@ CallPredicate: TypeAlias = Callable[[SentCall], bool]
 
 
 class CallLog:
-    """The calls in the order in which they were sent. `came`: whether a call of a run has returned,
-    or never will. `answered`: whether the answer of a call has been received."""
+    """The calls in the order in which they were sent. `is_settled`: whether a call of a run has returned,
+    or never will. `has_answer`: whether the answer of a call has been received."""
 
-    def __init__(self, came: CallPredicate, answered: CallPredicate) -> None:
+    def __init__(self, is_settled: CallPredicate, has_answer: CallPredicate) -> None:
         self.calls: list[SentCall] = []
         self.nbytes: int = 0
         self.added: int = 0  # number of all calls so far
-        self._is_settled = came
-        self._has_answer = answered
+        self._is_settled = is_settled
+        self._has_answer = has_answer
         self._hosts_of_run: dict[int, dict[int, None]] = {}  # by the number of a recent run
         self._long_length = 1
 
@@ -112,23 +111,26 @@ class CallLog:
         last change that each host has ended."""
         changes, unanswered = list(ended), set[int]()
         for call in self.calls:
-            if call.asked is not None and not self._has_answer(call):
+            if call.awaited is not None and not self._has_answer(call):
                 unanswered.add(call.host)
             if call.host in unanswered and call.change is not None:
                 changes[call.host] = min(changes[call.host], call.change - 1)
         return changes
 
-    def again(self, cut: Mapping[int, int]) -> list[SentCall]:
-        """Return the calls to repeat if each host is in the state after its change in `cut`."""
-        return [call for call in self.calls if self._is_missing(call, cut)]
+    def calls_to_repeat(self, line: Mapping[int, int]) -> list[SentCall]:
+        """Return the calls to repeat if each host is in the state after its change in ``line``, in
+        order."""
+        return [call for call in self.calls if self._is_missing(call, line)]
 
     def _is_open(self, call: SentCall) -> bool:
         return call.run is not None and not self._is_settled(call)
 
-    def _is_missing(self, call: SentCall, cut: Mapping[int, int]) -> bool:
+    def _is_missing(self, call: SentCall, line: Mapping[int, int]) -> bool:
+        """Return whether a host in the state of ``line`` lacks the call's change, or the call's
+        answer."""
         if call.change is not None:
-            return call.change > cut[call.host]
-        return call.asked is not None and not self._has_answer(call)
+            return call.change > line[call.host]
+        return call.awaited is not None and not self._has_answer(call)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +150,7 @@ class Recovered:
     seconds: float
 
     def __str__(self) -> str:
-        repeated = f"{self.runs} run{'' if self.runs == 1 else 's'} done again"
+        repeated = f"{self.runs} run{'' if self.runs == 1 else 's'} done calls_to_repeat"
         method = f"replaced by {' and '.join(self.by)}" if self.by else "connected anew"
         head = f"recovered in {self.seconds:.2f} s: {method}, {repeated}"
         return "\n".join((head, *map(str, self.failures)))

@@ -271,12 +271,14 @@ def check_inputs(handle: Handle, inputs: Sequence[Mapping[str, object]], size: i
     after the program was loaded get none."""
     program = handle.program
     check_size(size, inputs, f"A run of {program.name!r}")
-    declared_inputs = [own.inputs for own in program.ranks] + [()] * (size - program.size)
-    for rank, (given, declared) in enumerate(zip(inputs, declared_inputs, strict=True)):
-        if set(given) != set(declared):
+    declared_inputs = [rank_program.inputs for rank_program in program.ranks] + [()] * (
+        size - program.size
+    )
+    for rank, (names, declared) in enumerate(zip(inputs, declared_inputs, strict=True)):
+        if set(names) != set(declared):
             raise ValueError(
                 f"Rank {rank} of program {program.name!r} takes the inputs "
-                f"{sorted(declared)}, got {sorted(given)}."
+                f"{sorted(declared)}, got {sorted(names)}."
             )
 
 
@@ -360,16 +362,16 @@ class HostedCluster(Cluster):
         hosts would wait forever for the others.
         """
 
-    def _reads(self, handle: Handle, inputs: Sequence[Mapping[str, object]]) -> None:
+    def _check_readable(self, handle: Handle, inputs: Sequence[Mapping[str, object]]) -> None:
         """Raise if a value that a run may read was lost with a process."""
 
-    def _finds(self, names: Sequence[Sequence[str]]) -> None:
+    def _check_not_lost(self, names: Sequence[Sequence[str]]) -> None:
         """Raise if one of the named values was lost with a process."""
 
-    def _makes(self, names: Sequence[Collection[str]]) -> None:
+    def _record_written(self, names: Sequence[Collection[str]]) -> None:
         """Record that these values of each rank are written, so that they are not lost any more."""
 
-    def _own(self, asked: Sequence[Any]) -> None:
+    def _copy_buffers(self, calls: Sequence[Any]) -> None:
         """Copy the buffers of these puts if they may still be sent: the caller may change them."""
 
     @abstractmethod
@@ -377,16 +379,16 @@ class HostedCluster(Cluster):
         """Return the number of actors that calls to these hosts reach."""
 
     @abstractmethod
-    def collect(self, asked: Sequence[Any], timeout: float | None = None) -> list[Any]:
+    def collect(self, calls: Sequence[Any], timeout: float | None = None) -> list[Any]:
         """Wait for calls and return their results. Raises the root cause of a failure, and sets
         `failure`."""
 
     @abstractmethod
-    def came(self, asked: Sequence[Any]) -> bool:
+    def came(self, calls: Sequence[Any]) -> bool:
         """Whether `collect` would return or raise without waiting."""
 
     @abstractmethod
-    def ended(self, asked: Any) -> bool:
+    def ended(self, call: Any) -> bool:
         """Whether a call has returned without an error."""
 
     @abstractmethod
@@ -395,11 +397,11 @@ class HostedCluster(Cluster):
 
     @abstractmethod
     def _ship(self, handle: Handle) -> Sequence[Any]:
-        """Send a program to its hosts. Return the calls for `_joined`."""
+        """Send a program to its hosts. Return the calls for `_wait_loaded`."""
 
     @abstractmethod
-    def _joined(self, asked: Sequence[Any]) -> None:
-        """Wait until hosts have loaded a program. ``asked``: the result of `_ship`."""
+    def _wait_loaded(self, calls: Sequence[Any]) -> None:
+        """Wait until hosts have loaded a program. ``calls``: the result of `_ship`."""
 
     @abstractmethod
     def _grow(self, size: int) -> Hosts:
@@ -419,7 +421,7 @@ class HostedCluster(Cluster):
     ) -> None:
         self._check()
         check_size(self.size, values, "put")
-        places = self._places([bool(own) for own in values])
+        places = self._places([bool(values_of_rank) for values_of_rank in values])
         with self._lock:
             self._check()
             parts_of_hosts = zip(
@@ -429,32 +431,32 @@ class HostedCluster(Cluster):
                 ({rank: values[rank] for rank in ranks}, drops, change)
                 for (_, ranks), drops, change in parts_of_hosts
             ]
-            asked = self._submit(Worker.put, places, parts, read=wait)
-            self._makes(values)
+            calls = self._submit(Worker.put, places, parts, read=wait)
+            self._record_written(values)
         if wait:
             try:
-                self.collect(asked)
+                self.collect(calls)
             finally:
-                self._own(asked)
+                self._copy_buffers(calls)
 
     def get(self, names: Sequence[Sequence[str] | None]) -> Future:
         self._check()
         check_size(self.size, names, "get")
-        asked = [bool(wanted_names) for wanted_names in names]
-        if not any(asked):
-            asked = [wanted_names is not None for wanted_names in names]
-        wanted = [tuple(wanted_names or ()) for wanted_names in names]
-        self._finds(wanted)
-        return _CallFuture(self, self._submit_items(Worker.get, wanted, asked), tuple)
+        concerned = [bool(wanted_names) for wanted_names in names]
+        if not any(concerned):
+            concerned = [wanted_names is not None for wanted_names in names]
+        names_by_rank = [tuple(wanted_names or ()) for wanted_names in names]
+        self._check_not_lost(names_by_rank)
+        return _CallFuture(self, self._submit_items(Worker.get, names_by_rank, concerned), tuple)
 
     def delete(self, names: Sequence[Sequence[str]]) -> None:
         self._check()
         check_size(self.size, names, "delete")
-        unwanted = [tuple(own) for own in names]
-        places = self._places([bool(own) for own in names])
+        names_by_rank = [tuple(names_of_rank) for names_of_rank in names]
+        places = self._places([bool(names_of_rank) for names_of_rank in names])
         with self._lock:
             parts = [
-                ({rank: unwanted[rank] for rank in ranks}, change)
+                ({rank: names_by_rank[rank] for rank in ranks}, change)
                 for (_, ranks), change in zip(places, self._new_changes(places), strict=True)
             ]
             self._submit(Worker.delete, places, parts, read=False)
@@ -466,7 +468,9 @@ class HostedCluster(Cluster):
         members = set(program.members)
         places = self._places([rank in members for rank in range(self.size)])
         hosts_know_outcome = len(places) < 2 or any(
-            isinstance(i, Commit) for own in program.ranks for i in own.instructions
+            isinstance(i, Commit)
+            for rank_program in program.ranks
+            for i in rank_program.instructions
         )
         self._prepare(program, [host for host, _ in places])
         with self._lock:
@@ -474,10 +478,10 @@ class HostedCluster(Cluster):
             check_state((handle.program for handle in self._handles.values()), program)
             handle = Handle(self._next_handle, program, report, places, hosts_know_outcome)
             self._next_handle += 1  # before sending, since an interrupt may leave it on some hosts
-            asked = self._ship(handle)
+            calls = self._ship(handle)
             self._handles[handle.id] = self._live_handles[handle.id] = handle
         try:
-            self._joined(asked)
+            self._wait_loaded(calls)
         except (DaftError, ProgramError):
             raise
         except BaseException:  # a signal handler raised
@@ -505,7 +509,7 @@ class HostedCluster(Cluster):
             if counted is not None:
                 counted = self._settle_count(counted, handle)
             self._check()
-            self._reads(handle, inputs)
+            self._check_readable(handle, inputs)
             run, self.runs = self.runs, self.runs + 1
             self._record_counted(run, handle, counted)
             begin, recording = time.monotonic(), self.recording
@@ -527,13 +531,15 @@ class HostedCluster(Cluster):
                 for (_, ranks), drops, change in parts_of_hosts
             ]
             if mode != "interpreted":
-                asked = self._call(Worker.run, places, [(own,) for own in parts], run=run)
+                calls = self._call(Worker.run, places, [(own,) for own in parts], run=run)
                 self.calls += self._count(places)
-                self._record_awaited(places, asked)
+                self._record_awaited(places, calls)
                 if keep:
                     own = (program.outputs for program in handle.program.ranks)
-                    self._makes([[keep[o] for o in keep if o in outputs] for outputs in own])
-                future = _CallFuture(self, asked, dict, handle)
+                    self._record_written(
+                        [[keep[o] for o in keep if o in outputs] for outputs in own]
+                    )
+                future = _CallFuture(self, calls, dict, handle)
                 if recording is not None:
                     recording.append(RecordedRun(handle, future, begin))
                 return future
@@ -561,16 +567,18 @@ class HostedCluster(Cluster):
         """Run a program with one call per instruction, in an order that never blocks. The lock is
         held, because an actor executes one run at a time."""
         lists, places, run = handle.report.lists, handle.places, parts[0].number
-        self.collect(self._submit(Worker.begin, places, [(own,) for own in parts]))
-        place = {site: (h, i) for h, sites in enumerate(lists) for i, site in enumerate(sites)}
+        self.collect(self._submit(Worker.begin, places, [(part,) for part in parts]))
+        position_of = {
+            site: (h, i) for h, sites in enumerate(lists) for i, site in enumerate(sites)
+        }
         everyone = (tuple(range(handle.program.size)),)
         for site in merge_sites(handle.program, everyone, self._seed)[0]:
-            host, position = place[site]
+            host, position = position_of[site]
             self.calls += 1
             self.collect(self._call(Worker.step, [(host, ())], [(handle.id, position)], run=run))
-        asked = self._submit(Worker.finish, places, [(handle.id,)] * len(places))
-        self._record_awaited(places, asked)
-        return _CallFuture(self, asked, dict, handle)
+        calls = self._submit(Worker.finish, places, [(handle.id,)] * len(places))
+        self._record_awaited(places, calls)
+        return _CallFuture(self, calls, dict, handle)
 
     def _new_changes(self, places: Places, run: Handle | None = None) -> Sequence[TableChange]:
         """Return the `TableChange` of each host: of one change of all hosts if it is a ``run``, or
@@ -585,10 +593,10 @@ class HostedCluster(Cluster):
             commits=run is not None and run.hosts_know_outcome and len(places) > 1,
         )
 
-    def _record_awaited(self, places: Places, asked: Sequence[Any]) -> None:
+    def _record_awaited(self, places: Places, calls: Sequence[Any]) -> None:
         """Record that these hosts have ended the last change once the calls have returned."""
         if self.changes is not None and not self.immediate:
-            self.changes.awaits([host for host, _ in places], asked)
+            self.changes.awaits([host for host, _ in places], calls)
 
     def _settle_count(self, counted: Counted, handle: Handle) -> Counted:
         """Return ``counted`` for the run's message, after asking hosts which earlier runs were
@@ -596,21 +604,25 @@ class HostedCluster(Cluster):
         if self._counted_runs is None:
             return counted
         hosts = [host for host, _ in handle.places]
-        takes_number = any(counted.input in own.inputs for own in handle.program.ranks)
+        takes_number = any(
+            counted.input in undone_on_host.inputs for undone_on_host in handle.program.ranks
+        )
         while takes_number and (
             hosts_to_ask := self._counted_runs.hosts_to_ask(counted.key, hosts)
         ):
-            before, places = self.runs, [p for p in self._everywhere() if p[0] in hosts_to_ask]
+            num_runs, places = self.runs, [p for p in self._everywhere() if p[0] in hosts_to_ask]
             since = self._counted_runs.since(counted.key)
             parts = [(counted.key, since)] * len(places)
-            asked = self._submit(Worker.undone_since, places, parts)
+            calls = self._submit(Worker.undone_since, places, parts)
             self._lock.release()
             try:
-                undone_by_host = self.collect(asked)
+                undone_by_host = self.collect(calls)
             finally:
                 self._lock.acquire()
             self._counted_runs.settle(
-                counted.key, before, {run for own in undone_by_host for run in own}
+                counted.key,
+                num_runs,
+                {run for undone_on_host in undone_by_host for run in undone_on_host},
             )
         return self._counted_runs.with_known_undone(counted)
 
@@ -658,8 +670,8 @@ class HostedCluster(Cluster):
                 raise root
 
     def _undone_runs_on(self, places: Places) -> list[UndoneRun]:
-        asked = self._submit(Worker.undone, places, [()] * len(places))
-        return [undone for own in self.collect(asked) for undone in own]
+        calls = self._submit(Worker.undone, places, [()] * len(places))
+        return [undone for undone_on_host in self.collect(calls) for undone in undone_on_host]
 
     def _records_of_run(self, run: int) -> list[UndoneRun]:
         """Ask its hosts for the records of an undone run."""
@@ -738,9 +750,9 @@ class HostedCluster(Cluster):
         """Call each host once, with its part. Calls of other threads do not interleave."""
         with self._lock:
             self._check()
-            asked = self._call(method, places, parts, read=read)
+            calls = self._call(method, places, parts, read=read)
             self.calls += self._count(places)
-            return asked
+            return calls
 
     def _check(self) -> None:
         if self._closed:
@@ -760,12 +772,12 @@ class _CallFuture(Future):
     def __init__(
         self,
         cluster: HostedCluster,
-        asked: Sequence[Any],
+        calls: Sequence[Any],
         nothing: Callable[[], Any],
         handle: Handle | None = None,
     ) -> None:
         self._cluster = cluster
-        self._references = asked
+        self._references = calls
         self._nothing = nothing
         self._handle = handle  # keeps the program until it is known whether the run has failed
         self._finished: Finished | None = None

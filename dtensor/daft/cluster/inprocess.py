@@ -80,14 +80,14 @@ class InProcessCluster(HostedCluster):
         run: int | None = None,
         read: bool = True,
     ) -> list[Made]:
-        asked: list[Made] = []
+        calls: list[Made] = []
         for part in parts:  # there is one host
             self._last_call = run, part, threading.get_native_id(), time.monotonic()
             try:
-                asked.append((method(self._worker, *part), None))
+                calls.append((method(self._worker, *part), None))
             except BaseException as error:
-                asked.append((None, self._handle_error(error, read)))
-        return asked
+                calls.append((None, self._handle_error(error, read)))
+        return calls
 
     def _handle_error(self, error: BaseException, read: bool) -> Exception:
         """Return the error of a call as its result, or raise it if the caller will not read it."""
@@ -104,17 +104,17 @@ class InProcessCluster(HostedCluster):
     def _count(self, places: Places) -> int:
         return len({rank // self._ranks_per_actor for _, ranks in places for rank in ranks})
 
-    def collect(self, asked: Sequence[Made], timeout: float | None = None) -> list[Any]:
-        for _, error in asked:
+    def collect(self, calls: Sequence[Made], timeout: float | None = None) -> list[Any]:
+        for _, error in calls:
             if error is not None:
                 raise error
-        return [result for result, _ in asked]
+        return [result for result, _ in calls]
 
-    def came(self, asked: Sequence[Any]) -> bool:
+    def came(self, calls: Sequence[Any]) -> bool:
         return True
 
-    def ended(self, asked: Made) -> bool:
-        return asked[1] is None
+    def ended(self, call: Made) -> bool:
+        return call[1] is None
 
     def _prepare(self, program: Program, hosts: Sequence[int]) -> None:
         pass
@@ -124,7 +124,7 @@ class InProcessCluster(HostedCluster):
         self._submit(Worker.load, handle.places, [part] * len(handle.places), read=False)
         return ()
 
-    def _joined(self, asked: Sequence[Any]) -> None:
+    def _wait_loaded(self, calls: Sequence[Any]) -> None:
         pass
 
     def _grow(self, size: int) -> Hosts:

@@ -65,9 +65,9 @@ class ChangeLog:
         number, committed_by_host, taken = self.add(hosts, together=together, commits=commits)
         return [TableChange(number, committed, taken) for committed in committed_by_host]
 
-    def awaits(self, hosts: Sequence[int], asked: Sequence[Any]) -> None:
+    def awaits(self, hosts: Sequence[int], calls: Sequence[Any]) -> None:
         """Record that hosts have ended the last change once these calls have returned."""
-        pairs = zip(hosts, asked, strict=True)
+        pairs = zip(hosts, calls, strict=True)
         self._pending_calls.extend((host, call, self.number) for host, call in pairs)
 
     def grow(self, num_hosts: int) -> None:
@@ -93,12 +93,12 @@ class ChangeLog:
         if together and len(hosts) > 1 and everyone:
             self._num_full_runs += 1
             taken = self._num_full_runs % self.every == 0
-        before = self.number - 1
+        previous = self.number - 1
         groups = [tuple(hosts)] if together else [(host,) for host in hosts]
         if everyone and together and commits and self.every == 1 and len(hosts) > 1:
-            committed = [before] * len(hosts)
+            committed = [previous] * len(hosts)
         elif together and commits:
-            certain = {host: before for host in hosts}
+            certain = {host: previous for host in hosts}
             committed = self._known_line(hosts, certain)
         else:
             committed = [self.base[host] for host in hosts]
@@ -108,6 +108,9 @@ class ChangeLog:
         return self.number, committed, taken
 
     def _known_line(self, hosts: Sequence[int], certain: Mapping[int, int]) -> list[int]:
+        """Return, for each of ``hosts``, the change up to which everything is committed.
+        ``certain``: by host, a change that is committed for certain, although no answer says so
+        yet."""
         # of other hosts only committed changes count, because ended ones may still be undone
         ended = [max(last, certain.get(host, 0)) for host, last in enumerate(self.base)]
         line = recovery_line(self.log, ended, self.base)
@@ -138,20 +141,22 @@ class ChangeLog:
 def recovery_line(
     log: Iterable[LoggedChange], ended: Sequence[int], base: Sequence[int]
 ) -> dict[int, int]:
-    """See `ChangeLog.recovery_line`. ``base``: an earlier recovery line, which stays possible."""
+    """Return, by host, its latest restorable state, such that each change is in the states of all
+    its hosts or of none. ``ended``: the last change that each host has ended; ``base``: an earlier
+    recovery line, which stays possible."""
     changes = tuple(log)
     states = [[first] for first in base]  # restorable states of each host
     for change in changes:
         for host in change.hosts:
             if change.taken and base[host] < change.number <= ended[host]:
                 states[host].append(change.number)
-    moved = True
-    while moved:
-        moved = False
+    changed = True
+    while changed:
+        changed = False
         for change in changes:
             if any(states[host][-1] < change.number for host in change.hosts):
                 for host in change.hosts:
                     while states[host][-1] >= change.number:
                         states[host].pop()
-                        moved = True
+                        changed = True
     return {host: stable[-1] for host, stable in enumerate(states)}

@@ -130,7 +130,7 @@ class SubCluster(Cluster):
         return _SubClusterFuture(self.whole.submit(inner_request), self.ranks)
 
     def _renamed_drops(self, drop: Names) -> Names:
-        return {self.ranks[rank]: [self.inner(n) for n in own] for rank, own in drop.items()}
+        return {self.ranks[rank]: [self.inner(n) for n in names] for rank, names in drop.items()}
 
     def check_undone(self) -> None:
         self.whole.check_undone()

@@ -27,8 +27,8 @@ def status_here(
     get_position: Callable[[], tuple[int, Running | None]],
     seconds: float,
 ) -> Status:
-    """Return the status of `size` ranks. `programs`: by id. `get_position`: a function that returns the
-    position in the list and the run in progress. `seconds`: between the two samples."""
+    """Return the status of `size` ranks. `programs`: by id. `get_position`: a function that returns
+    the position in the list and the run in progress. `seconds`: between the two samples."""
     pid = os.getpid()
 
     def progress() -> Progress:

@@ -126,7 +126,7 @@ class RayCluster(HostedCluster):
             ]
             self._max_restarts = options.max_restarts
             if self._home.local is None:
-                self._started()
+                self._finish_start()
         except BaseException:
             self.close()
             raise
@@ -134,9 +134,9 @@ class RayCluster(HostedCluster):
     def _check(self) -> None:
         super()._check()
         if self._starting:
-            self._started()
+            self._finish_start()
 
-    def _started(self) -> None:
+    def _finish_start(self) -> None:
         """Wait until the hosts have connected. The constructor does not wait for it, so that the
         user's program can continue while Ray starts."""
         with waits_may_act(), self._lock:
@@ -194,7 +194,7 @@ class RayCluster(HostedCluster):
         old = len(self.hosts)
         processes = self.membership.add(new)
         try:
-            self._await(old, processes)
+            self._wait_until_started(old, processes)
         except BaseException:
             self.membership.drop_last(len(new))
             raise
@@ -205,19 +205,19 @@ class RayCluster(HostedCluster):
             self.changes.grow(len(self.membership.hosts))
             self._or_fail(self._recovery.meet)
             return self.membership.hosts
-        self._joined([self.ask(host, Ranks.leave) for host in range(old)])
+        self._wait_loaded([self.ask(host, Ranks.leave) for host in range(old)])
         self._epoch += 1
         prefix, tags = f"ranks {self._epoch}", self.loaded.tags
         rendezvous = self.membership.meeting(prefix, tags, self.watch.patience_s)
         hosts = enumerate(self.membership.hosts)
-        self._joined([self.ask(h, Ranks.rejoin, rendezvous, h, ranks) for h, ranks in hosts])
+        self._wait_loaded([self.ask(h, Ranks.rejoin, rendezvous, h, ranks) for h, ranks in hosts])
         self.loaded.start_over()
         return self.membership.hosts
 
-    def _await(self, first: int, processes: Sequence[HostProcess]) -> None:
-        """Wait until the new hosts, from `first` on, have started. Raises `ActorLost` if one does
-        not start, which is not a failure of the cluster."""
-        replies = [self.ask(first + i, Ranks.warm).ref for i in range(len(processes))]
+    def _wait_until_started(self, first_host: int, processes: Sequence[HostProcess]) -> None:
+        """Wait until the new hosts, from ``first_host`` on, have started. Raises `ActorLost` if one
+        does not start, which is not a failure of the cluster."""
+        replies = [self.ask(first_host + i, Ranks.warm).ref for i in range(len(processes))]
         end = time.monotonic() + max(START_S, self.watch.deadline_s)
         started = False
         while not started:
@@ -230,12 +230,12 @@ class RayCluster(HostedCluster):
             process.answered = True
             process.watch()
 
-    def _joined(self, asked: Sequence[AwaitedCall]) -> None:
-        if asked:
-            self._wait_long(asked)
+    def _wait_loaded(self, calls: Sequence[AwaitedCall]) -> None:
+        if calls:
+            self._wait_long(calls)
 
-    def _wait_long(self, asked: Sequence[AwaitedCall]) -> list[Any]:
-        return self._wait_for(asked, None, max(START_S, self.watch.deadline_s))
+    def _wait_long(self, calls: Sequence[AwaitedCall]) -> list[Any]:
+        return self._wait_for(calls, None, max(START_S, self.watch.deadline_s))
 
     # -- sending calls --------------------------------------------------------------------------
     def _call(
@@ -251,7 +251,7 @@ class RayCluster(HostedCluster):
         flags = b""
         if method is Worker.run or method is Worker.begin:
             flags = marshal.dumps(kernel_flags(), 2)
-        asked: list[AwaitedCall] = []
+        calls: list[AwaitedCall] = []
         processes = self.membership.processes
         try:
             for (host, _), part in zip(places, parts, strict=True):
@@ -269,16 +269,16 @@ class RayCluster(HostedCluster):
                     process.counter.asks(run)
                 if run is not None and plain:
                     self.loaded.sent_inputs.note(run, part[0].program, plain)
-                asked.append(AwaitedCall(process, reply, self.runs))
+                calls.append(AwaitedCall(process, reply, self.runs))
                 if self._recovery is not None:  # the call may be sent again
                     call.keep_payload()
-                    asked[-1].call = call
+                    calls[-1].call = call
         except BaseException as error:
-            if asked or not isinstance(error, Exception):
+            if calls or not isinstance(error, Exception):
                 self.interrupted()
             raise
-        self._log(method, places, asked, run)
-        return asked
+        self._log(method, places, calls, run)
+        return calls
 
     def _message(
         self, host: int, method: Method, part: Part, run: int | None, flags: bytes
@@ -310,16 +310,16 @@ class RayCluster(HostedCluster):
         return call, plain
 
     def _log(
-        self, method: Method, places: Places, asked: Sequence[AwaitedCall], run: int | None
+        self, method: Method, places: Places, calls: Sequence[AwaitedCall], run: int | None
     ) -> None:
         """Add calls to the log: runs, and, if losses are recovered from, all calls."""
         recovers = self._recovery is not None
         change = self.changes.number if self.changes and method in _CHANGES else None
-        logged = asked if recovers or method is Worker.run else ()
+        logged = calls if recovers or method is Worker.run else ()
         for (host, _), each in zip(places, logged, strict=False):
             sent = SentCall(host=host, change=change, run=run, number=each.ref.number)
             if recovers:
-                sent.asked = each if each.call.kind == REQUEST else None
+                sent.awaited = each if each.call.kind == REQUEST else None
                 sent.message, sent.nbytes = each.call, each.call.arguments.nbytes
             self.log.add(sent)
         if self._recovery is not None:
@@ -327,10 +327,10 @@ class RayCluster(HostedCluster):
         elif self.log.is_long:
             self.log.drop()
 
-    def _own(self, asked: Sequence[AwaitedCall]) -> None:
+    def _copy_buffers(self, calls: Sequence[AwaitedCall]) -> None:
         self.channel.copy_lent()
         if self._recovery is not None:
-            self._recovery.copy_lent([each.call for each in asked])
+            self._recovery.copy_lent([each.call for each in calls])
 
     def _count(self, places: Places) -> int:
         return len(places)
@@ -341,25 +341,25 @@ class RayCluster(HostedCluster):
         reply = self.channel.send(process.index, REQUEST, (method,), arguments)
         return AwaitedCall(process, reply, self.runs)
 
-    def collect(self, asked: Sequence[AwaitedCall], timeout: float | None = None) -> list[Any]:
+    def collect(self, calls: Sequence[AwaitedCall], timeout: float | None = None) -> list[Any]:
         if self._closed:
             raise ClusterClosed("This cluster was closed before the result was there.")
         try:
-            results = self._wait_for(asked, timeout, None)
+            results = self._wait_for(calls, timeout, None)
         except (DaftError, LookupError) as error:
-            self._raise_unread(asked, f"then failed: {error}")
+            self._raise_unread(calls, f"then failed: {error}")
             raise
-        self._raise_unread(asked)
-        for each in asked:
+        self._raise_unread(calls)
+        for each in calls:
             if each.lost_value is not None:
                 raise each.lost_value
         return results
 
-    def _raise_unread(self, asked: Sequence[AwaitedCall], note: str = "") -> None:
+    def _raise_unread(self, calls: Sequence[AwaitedCall], note: str = "") -> None:
         """Raise the exception of a one-way call of these hosts, if such an exception has arrived
         with the answer to a run that is never read. Exceptions that the loss of a host caused are
         dropped: every call of these hosts raises them."""
-        for each in asked:
+        for each in calls:
             unread = self.channel.unread(each.host.index)
             if unread is not None and not isinstance(unread, HostFailed):
                 if note:
@@ -367,7 +367,7 @@ class RayCluster(HostedCluster):
                 raise unread from unread.__cause__
 
     def _wait_for(
-        self, asked: Sequence[AwaitedCall], timeout: float | None, deadline_s: float | None
+        self, calls: Sequence[AwaitedCall], timeout: float | None, deadline_s: float | None
     ) -> list[Any]:
         """Return the results of calls, recovering from losses meanwhile. See `FailureDetector.get`
         for `timeout` and `deadline_s`."""
@@ -378,7 +378,7 @@ class RayCluster(HostedCluster):
                 left = None if end is None else max(0.0, end - time.monotonic())
                 try:
                     needed = self.membership.processes
-                    return self.watch.get(asked, left, needed=needed, deadline_s=deadline_s)
+                    return self.watch.get(calls, left, needed=needed, deadline_s=deadline_s)
                 except HostError:  # raised by a call that is not a run: nothing is lost
                     raise
                 except DaftError as error:
@@ -421,32 +421,34 @@ class RayCluster(HostedCluster):
         self._check()
         return LaunchSeen(self._home.folder.path).status(seconds)
 
-    def came(self, asked: Sequence[AwaitedCall]) -> bool:
-        return self.watch.came(asked)
+    def came(self, calls: Sequence[AwaitedCall]) -> bool:
+        return self.watch.came(calls)
 
     @property
     def recovered(self) -> int:
         return 0 if self._recovery is None else len(self._recovery.recovered)
 
-    def _reads(self, handle: Handle, inputs: Sequence[Mapping[str, object]]) -> None:
+    def _check_readable(self, handle: Handle, inputs: Sequence[Mapping[str, object]]) -> None:
+        """Raise ActorLost if a value that a run may read was lost: state, or a `Stored` input."""
         if self._recovery is not None and self._recovery.lost_values:
             stored_names = [
                 [v.name for v in inputs_of_rank.values() if isinstance(v, Stored)]
                 for inputs_of_rank in inputs
             ]
-            self._finds(
+            self._check_not_lost(
                 [
                     [*rank_program.state, *names]
                     for rank_program, names in zip(handle.program.ranks, stored_names, strict=True)
                 ]
             )
 
-    def _finds(self, names: Sequence[Sequence[str]]) -> None:
+    def _check_not_lost(self, names: Sequence[Sequence[str]]) -> None:
+        """Raise ActorLost if one of the named values was lost."""
         if self._recovery is not None and self._recovery.lost_values:
             keys = ((rank, name) for rank, of_rank in enumerate(names) for name in of_rank)
-            self._recovery.check_there(keys)
+            self._recovery.check_not_lost(keys)
 
-    def _makes(self, names: Sequence[Collection[str]]) -> None:
+    def _record_written(self, names: Sequence[Collection[str]]) -> None:
         if self._recovery is not None and self._recovery.lost_values:
             for rank, names_of_rank in enumerate(names):
                 for name in names_of_rank:
@@ -457,16 +459,18 @@ class RayCluster(HostedCluster):
         return () if self._recovery is None else tuple(self._recovery.recovered)
 
     def _ship(self, handle: Handle) -> Sequence[AwaitedCall]:
+        """Send each host its part of a program, and the tags of new keys. Return the calls to wait
+        for."""
         host_of = self.membership.host_of
         keys = check_routes(handle.program, host_of)
-        new, asked = self.loaded.number(handle.program, keys, host_of), list[AwaitedCall]()
+        new, calls = self.loaded.number(handle.program, keys, host_of), list[AwaitedCall]()
         parts = self.loaded.add(handle, self.membership.hosts)
         for host, part in parts.items():
             process = self.membership.host(host)
             # all members of a key take part in each program that uses the key
             tags = {k: n for k, n in new.items() if host in {host_of[r] for r in k[0]}}
             if tags and self.device.type == "cuda":  # waits until hosts have connected over NCCL
-                asked.append(self.ask(host, Ranks.open, tags))
+                calls.append(self.ask(host, Ranks.open, tags))
             elif tags:
                 self.membership.tell(process, Ranks.open, tags)
             self.calls += 1
@@ -475,12 +479,14 @@ class RayCluster(HostedCluster):
         for spare in self.membership.spares if self._recovery is not None and loaded.needed else ():
             self.membership.tell(spare, Ranks.provide, loaded.needed)
         self._home.folder.write_lines(handle.id, loaded.lines)
-        return asked
+        return calls
 
-    def ended(self, asked: AwaitedCall) -> bool:
-        return asked.ref.message is not None and not asked.ref.failed
+    def ended(self, call: AwaitedCall) -> bool:
+        return call.ref.message is not None and not call.ref.failed
 
     def _prepare(self, program: Program, hosts: Sequence[int]) -> None:
+        """Send the custom ops that the program needs to its hosts. Raises ProgramError if a host
+        cannot register an op."""
         needed = self.loaded.need(program)
         if not needed.origins:
             for host in hosts if needed else ():  # without custom ops this cannot fail: no wait
@@ -488,9 +494,9 @@ class RayCluster(HostedCluster):
             return
         with self._lock:
             places = [(host, ()) for host in hosts]
-            asked = self._call(Ranks.provide, places, [(needed,)] * len(hosts))
-        lacking = self._wait_for(asked, None, max(START_S, self.watch.deadline_s))
-        if lost := dict(pair for each in lacking for pair in each):
+            calls = self._call(Ranks.provide, places, [(needed,)] * len(hosts))
+        lacking = self._wait_for(calls, None, max(START_S, self.watch.deadline_s))
+        if lost := dict(pair for missing_on_host in lacking for pair in missing_on_host):
             facts = "".join(f"\n  {name}: {reason}" for name, reason in sorted(lost.items()))
             raise ProgramError(
                 f"The program calls ops that the actors cannot have.{facts}\n"
@@ -510,6 +516,7 @@ class RayCluster(HostedCluster):
         return self.failure
 
     def _end(self) -> None:
+        """End all processes, after removing the snapshots on other machines."""
         if self._spans and self.changes is not None and self.failure is None:
             first = {p.machine: p for p in (*self.membership.processes, *self.membership.spares)}
             replies = [
@@ -519,20 +526,22 @@ class RayCluster(HostedCluster):
             self.channel.all_over(replies, END_S)
         self._home.close()
 
-    def _due(self, asked: Sequence[AwaitedCall]) -> dict[int, int]:
+    def _due(self, calls: Sequence[AwaitedCall]) -> dict[int, int]:
         """Return, by process, the last run that it must end before these calls can be answered."""
-        before = max((each.before for each in asked), default=0)
-        places = {self.membership.place(each.host.index) for each in asked}
-        due = self.log.due({place for place in places if place is not None}, before)
+        end = max((each.before for each in calls), default=0)
+        places = {self.membership.place(each.host.index) for each in calls}
+        due = self.log.due({place for place in places if place is not None}, end)
         return {self.membership.host(host).index: run for host, run in due.items()}
 
     def _is_over(self, call: SentCall) -> bool:
         """Return whether a call was answered or lost."""
-        if call.asked is not None:
-            return call.asked.ref.over
+        if call.awaited is not None:
+            return call.awaited.ref.over
         return self.channel.is_over(self.membership.processes[call.host].index, call.number)
 
     def _places_of(self, run: int) -> Places:
+        """Return the hosts that a run was sent to, or all hosts if the log has forgotten the
+        run."""
         hosts = self.log.hosts_of(run)
         every = self._everywhere()
         return every if hosts is None else [every[host] for host in hosts]
@@ -548,12 +557,14 @@ class RayCluster(HostedCluster):
 
     # -- used by `FailureDetector`, see its `Controller` ----------------------------------------
     def describe(self, host: int, at: Progress, reason: str) -> Failure:
+        """Return the failure of a process: the instruction that it is at, and, if hosts are on
+        several machines, its machine."""
         place = self.membership.place(host)
         if self._spans:
             reason = f"{reason} {self._whereabouts(host)}"
         if place is None:
             return Failure(rank=None, actor=f"process {host}", reason=f"{reason} It was a spare.")
-        if (position := self._at(place, at)) is None:
+        if (position := self._instruction_at(place, at)) is None:
             rank = self.membership.hosts[place][0]
             if not self.membership.host(place).elsewhere:  # its counter can be read here
                 reason += " It was between runs."
@@ -583,10 +594,12 @@ class RayCluster(HostedCluster):
         return f"Machine {name} has ended or cannot be reached{others}."
 
     def at_work(self, host: int, at: Progress) -> bool:
+        """Return whether a process executes a `Call`, or is between runs. False if its GPU
+        waits."""
         if at.device is not None:  # its GPU waits for a message; the host only spins meanwhile
             return False
         place = self.membership.place(host)
-        position = None if place is None else self._at(place, at)
+        position = None if place is None else self._instruction_at(place, at)
         if position is None:  # between runs, a host may unpack or load a program
             return True
         handle, site = position
@@ -601,17 +614,19 @@ class RayCluster(HostedCluster):
         by_host = {h: there[p.index].of_device for h, p in places if p.index in there}
         waits_of: dict[int, Waits] = {}
         host_of = self.membership.host_of
-        for host, at in by_host.items():
-            lines = self.loaded.lines(at.program)
-            line = None if lines is None else lines.at(host, at.position)
-            waits = waits_at(line, at, by_host)
-            if at.position < 0 and at.peer is not None and at.peer >= 0:  # it is connecting
-                waits = Waits((host_of[at.peer],))
-            to = tuple(self.membership.host(other).index for other in waits.blockers)
-            waits_of[self.membership.host(host).index] = Waits(to, waits.held_back)
+        for host, progress in by_host.items():
+            lines = self.loaded.lines(progress.program)
+            line = None if lines is None else lines.at(host, progress.position)
+            waits = waits_at(line, progress, by_host)
+            if (
+                progress.position < 0 and progress.peer is not None and progress.peer >= 0
+            ):  # it is connecting
+                waits = Waits((host_of[progress.peer],))
+            awaited_processes = tuple(self.membership.host(other).index for other in waits.blockers)
+            waits_of[self.membership.host(host).index] = Waits(awaited_processes, waits.held_back)
         return waits_of
 
-    def _at(self, host: int, at: Progress) -> tuple[Handle, Site] | None:
+    def _instruction_at(self, host: int, at: Progress) -> tuple[Handle, Site] | None:
         """Return the instruction that a host is at, with its program; None between runs."""
         handle = self._handles.get(at.program)
         lists = () if handle is None else handle.report.lists

@@ -101,11 +101,11 @@ class SimulatedCluster(HostedCluster):
     def _count(self, places: Places) -> int:
         return len(places)
 
-    def collect(self, asked: Sequence[Asked[Any]], timeout: float | None = None) -> list[Any]:
+    def collect(self, calls: Sequence[Asked[Any]], timeout: float | None = None) -> list[Any]:
         errors: list[BaseException] = []
         results: list[Any] = []
         with self._world.idle(here().number):
-            for each in asked:
+            for each in calls:
                 try:
                     results.append(each.result(timeout))
                 except TimeoutError:
@@ -118,11 +118,11 @@ class SimulatedCluster(HostedCluster):
             raise errors[0]
         return results
 
-    def came(self, asked: Sequence[Asked[Any]]) -> bool:
-        return all(each.done() for each in asked)
+    def came(self, calls: Sequence[Asked[Any]]) -> bool:
+        return all(each.done() for each in calls)
 
-    def ended(self, asked: Asked[Any]) -> bool:
-        return asked.done() and asked.exception() is None
+    def ended(self, calls: Asked[Any]) -> bool:
+        return calls.done() and calls.exception() is None
 
     def _prepare(self, program: Program, hosts: Sequence[int]) -> None:
         pass
@@ -130,19 +130,19 @@ class SimulatedCluster(HostedCluster):
     def _ship(self, handle: Handle) -> Sequence[Asked[Any]]:
         keys = check_routes(handle.program, self._host_of)
         new = self._communicators.number(handle.program, keys, self._host_of)
-        asked: list[Asked[Any]] = []
+        calls: list[Asked[Any]] = []
         hosts = [host for host, _ in handle.places]
         lists = [handle.report.lists[host] for host in hosts]
         parts = host_programs(handle.program, [self.hosts[host] for host in hosts], lists)
         for host, part in zip(hosts, parts, strict=True):
             tags = {k: n for k, n in new.items() if host in {self._host_of[r] for r in k[0]}}
             if tags:
-                asked.append(self._ask_worker(host, _open, (tags,)))
-            asked.append(self._ask_worker(host, Worker.load, (handle.id, part)))
-        return asked
+                calls.append(self._ask_worker(host, _open, (tags,)))
+            calls.append(self._ask_worker(host, Worker.load, (handle.id, part)))
+        return calls
 
-    def _joined(self, asked: Sequence[Asked[Any]]) -> None:
-        self.collect(asked)
+    def _wait_loaded(self, calls: Sequence[Asked[Any]]) -> None:
+        self.collect(calls)
 
     def _grow(self, size: int) -> Hosts:
         raise NotImplementedError("simulated GPUs of a launch are as many as at its start")

@@ -83,17 +83,20 @@ class LoadedOnHosts:
         parts = dict(self._parts(handle, hosts))
         needed = self._needed.pop(id(handle.program))
         lines = ProgramLines.of(handle.program, handle.report.lists)
-        kept = parts if self._keeps else {}
-        self.programs[handle.id] = ShippedProgram(handle, kept, needed, lines)
+        stored_parts = parts if self._keeps else {}
+        self.programs[handle.id] = ShippedProgram(handle, stored_parts, needed, lines)
         return parts
 
     def _parts(self, handle: Handle, hosts: Hosts) -> Iterator[tuple[int, Part]]:
+        """Yield (host, packed part of the program) for each host that takes part."""
         program, lists = handle.program, handle.report.lists
         places = [host for host, _ in handle.places]
         parts = host_programs(program, [hosts[h] for h in places], [lists[h] for h in places])
         if self._device.type == "cpu" and len(places) > 1:  # they may share memory
-            between = CrossHostKeys(program, [h for h, ranks in enumerate(hosts) for _ in ranks])
-            parts = (replace(own, meetings=between.of(own.ranks)) for own in parts)
+            cross_host_keys = CrossHostKeys(
+                program, [h for h, ranks in enumerate(hosts) for _ in ranks]
+            )
+            parts = (replace(part, meetings=cross_host_keys.of(part.ranks)) for part in parts)
         with self._known_ops.by_value():
             yield from zip(places, packed(parts), strict=True)
 

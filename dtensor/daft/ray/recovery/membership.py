@@ -87,12 +87,12 @@ class Membership:
         self.several: bool = memory is not None and any(machines)  # snapshots are replicated
         self._num_spares = spares
         self._warm: dict[int, Reply] = {}  # a spare's number to the answer that it has started
-        self._place: dict[int, int] = {}  # a process's number to its host
+        self._host_of_process: dict[int, int] = {}  # a process's number to its host
         machine_of = machines or [""] * len(hosts)
         # by host
         self.processes = [self._spawn(*each) for each in zip(hosts, machine_of, strict=True)]
         for host, process in enumerate(self.processes):
-            self._place[process.index] = host
+            self._host_of_process[process.index] = host
         self.start_spares()
 
     def host(self, host: int) -> HostProcess:
@@ -100,7 +100,7 @@ class Membership:
 
     def place(self, process: int) -> int | None:
         """Return the host of a process, by its number; None for a spare or replaced one."""
-        return self._place.get(process)
+        return self._host_of_process.get(process)
 
     @property
     def host_of(self) -> tuple[int, ...]:
@@ -137,20 +137,20 @@ class Membership:
         alive += [spare for spare in self.spares if self._is_usable(spare)]
         return {self.controllers, *(process.machine for process in alive)}
 
-    def replace(self, host: int, places: Sequence[str]) -> tuple[HostProcess, str]:
+    def replace(self, host: int, machines: Sequence[str]) -> tuple[HostProcess, str]:
         """End a host's process and replace it: by a spare on the first of these machines that has
         one, else by a new process on the first. Return the new process and its kind as text."""
         old = self.processes[host]
         old.kill()
         old.end(grace_s=0.0)
         old.counts = False
-        del self._place[old.index]
-        new, kind = self._spare_or_new(self.hosts[host], places)
+        del self._host_of_process[old.index]
+        new, kind = self._spare_or_new(self.hosts[host], machines)
         if new.machine != old.machine:
             kind += MOVED
         new.counts = True
         self.processes[host] = new
-        self._place[new.index] = host
+        self._host_of_process[new.index] = host
         return new, kind
 
     def add(self, new: Hosts) -> list[HostProcess]:
@@ -160,7 +160,7 @@ class Membership:
             hosts = [process.machine for process in self.processes]
             fewest = sorted(dict.fromkeys(hosts), key=hosts.count)
             process, _ = self._spare_or_new(ranks, fewest)
-            self._place[process.index] = len(self.processes)
+            self._host_of_process[process.index] = len(self.processes)
             self.processes.append(process)
             processes.append(process)
         self.hosts = (*self.hosts, *new)
@@ -172,18 +172,19 @@ class Membership:
             process.counts = False
             process.kill()
             process.end(grace_s=0.0)
-            del self._place[process.index]
+            del self._host_of_process[process.index]
         self.processes, self.hosts = self.processes[:-num], self.hosts[:-num]
 
     def _spare_or_new(
-        self, ranks: tuple[int, ...], places: Sequence[str]
+        self, ranks: tuple[int, ...], machines: Sequence[str]
     ) -> tuple[HostProcess, str]:
-        """Return a process to host these ranks, and its kind as text."""
+        """Return a process to host these ranks, and its kind as text: a spare, if there is one on
+        these machines, else a new process on the first machine."""
         self.spares = [spare for spare in self.spares if self._is_usable(spare)]
-        spares = [s for place in places for s in self.spares if s.machine == place]
+        spares = [s for place in machines for s in self.spares if s.machine == place]
         started = [spare for spare in spares if self._warm[spare.index].over]
         if not spares:
-            return self._spawn(ranks, places[0]), NEW
+            return self._spawn(ranks, machines[0]), NEW
         spare = (started or spares)[0]
         self.spares.remove(spare)
         return spare, SPARE if started else STARTING
@@ -211,6 +212,8 @@ class Membership:
         return new
 
     def _spawn(self, ranks: tuple[int, ...], machine: str) -> HostProcess:
+        """Start a process for these ranks on a machine ("" for any), and connect it to the
+        channel."""
         arguments, options = (ranks, self._device, self._memory), self._options
         if self.several:
             arguments = *arguments, machine, machine == self.controllers

@@ -56,7 +56,7 @@ MAX_LOSSES_IN_RUN = 3
 
 
 @dataclass(slots=True)
-class _Lost:
+class _Losses:
     """The losses so far in a recovery: failures, lost ranks, kinds of replacements."""
 
     failures: list[Failure] = field(default_factory=list[Failure])
@@ -153,6 +153,8 @@ class Recovery:
         self.settle()
 
     def _recover_or_raise(self, error: DaftError, epoch: int) -> None:
+        """Recover from ``error``, see `recover`. Raises the error that makes recovery
+        impossible."""
         if (failed := self.recover(error, epoch)) is not None:
             raise failed
 
@@ -201,7 +203,7 @@ class Recovery:
 
     def _replace(self, error: DaftError) -> Recovered:
         """Start an epoch, and another after each further loss, until an epoch is complete."""
-        begin, lost = time.monotonic(), _Lost()
+        begin, lost = time.monotonic(), _Losses()
         while True:
             self.epoch += 1
             try:
@@ -221,7 +223,7 @@ class Recovery:
             seconds=time.monotonic() - begin,
         )
 
-    def _start_epoch(self, error: DaftError, lost: _Lost) -> set[int]:
+    def _start_epoch(self, error: DaftError, lost: _Losses) -> set[int]:
         """Replace lost hosts, roll all hosts back, and send calls again. Return the repeated runs.
         Raises `error` if recovery is impossible, another `ActorLost` if another host is lost."""
         launch, membership, log = self._launch, self._launch.membership, self._launch.log
@@ -241,51 +243,51 @@ class Recovery:
         places = self._places(lost_hosts)
         for host in lost_hosts:
             old = membership.host(host)
-            process, by = membership.replace(host, places[host])
+            process, replacement = membership.replace(host, places[host])
             lost.failures.append(launch.watch.lost[old.index].failure)
             lost.ranks += membership.hosts[host]
-            lost.by.append(by)
+            lost.by.append(replacement)
             end = time.monotonic() + SETTLE_S
             while not channel.is_broken(old.index) and time.monotonic() < end:
                 channel.listen(0.01)  # read the last messages of the old process
             launch.loaded.load_on(partial(membership.tell, process), host)
         # new processes are asked, too, so that no host connects to a process that has not started
-        asked = self._ask_all(Ranks.leave, old_ranks)
-        self._wait(asked, whatever=True)
-        for each in asked:
+        calls = self._ask_all(Ranks.leave, old_ranks)
+        self._wait(calls, ignore_results=True)
+        for each in calls:
             channel.forget_unread(each.host.index)
         prefix = f"ranks {self.epoch}"
         rendezvous = membership.meeting(prefix, launch.loaded.tags, launch.watch.patience_s)
-        asked = [
+        calls = [
             self._ask(h, Ranks.rejoin, rendezvous, h, ranks)
             for h, ranks in enumerate(membership.hosts)
         ]
-        ended = self._wait(asked)
-        cut = self._changes.recovery_line(log.ended(ended))
-        again = log.again(cut)
-        runs = {call.run for call in again if call.run is not None}
+        ended = self._wait(calls)
+        line = self._changes.recovery_line(log.ended(ended))
+        repeated_calls = log.calls_to_repeat(line)
+        runs = {call.run for call in repeated_calls if call.run is not None}
         self._check(error, ended, runs)
-        there = self._wait([self._ask(host, Ranks.roll_back, to) for host, to in cut.items()])
-        if there != list(cut.values()):
-            error.add_note(f"it was not replaced: ranks are at {there}, not at {cut}")
+        restored = self._wait([self._ask(host, Ranks.roll_back, to) for host, to in line.items()])
+        if restored != list(line.values()):
+            error.add_note(f"it was not replaced: ranks are at {restored}, not at {line}")
             raise error
-        self._changes.rolled_back(cut)
+        self._changes.rolled_back(line)
         if not lost_hosts:  # a connection to a replica server may have broken
             self._copies.clear()
         self.begin_copies(self._wait_long)
         for host in lost_hosts:
             self._note_lost_values(host, error)
-        poisoned = {call.run for call in again if self._reads_lost_value(call)}
-        for call in again:
-            if call.asked is not None and call.run in poisoned:
-                call.asked.lost_value = next(iter(self.lost_values.values()))
+        poisoned = {call.run for call in repeated_calls if self._reads_lost_value(call)}
+        for call in repeated_calls:
+            if call.awaited is not None and call.run in poisoned:
+                call.awaited.lost_value = next(iter(self.lost_values.values()))
         launch.loaded.start_over()
-        for call in again:
-            call.gave = call.gave or _succeeded(call)
+        for call in repeated_calls:
+            call.succeeded = call.succeeded or _succeeded(call)
             self._resend(call)
         for spare in membership.start_spares():
             launch.loaded.load_on(partial(membership.tell, spare), None)
-        self._check_again(again)
+        self._check_repeated(repeated_calls)
         return runs
 
     def _reads_lost_value(self, call: SentCall) -> bool:
@@ -309,26 +311,26 @@ class Recovery:
         if message.run is not None:
             process.counter.asks(message.run)
         call.number = reply.number
-        if call.asked is not None:
-            call.asked.host, call.asked.ref, call.asked.since = process, reply, None
+        if call.awaited is not None:
+            call.awaited.host, call.awaited.ref, call.awaited.since = process, reply, None
 
-    def _check_again(self, again: Sequence[SentCall]) -> None:
+    def _check_repeated(self, repeated_calls: Sequence[SentCall]) -> None:
         """Wait for the repeated calls that had succeeded, whose results the user may have read.
         Raises CommunicationError if one fails now, because later results would be wrong."""
         launch = self._launch
         succeeded = [
-            (call, call.asked)
-            for call in again
-            if call.gave
+            (call, call.awaited)
+            for call in repeated_calls
+            if call.succeeded
             and not call.undone
-            and call.asked is not None
-            and call.asked.lost_value is None
+            and call.awaited is not None
+            and call.awaited.lost_value is None
         ]
-        asked = [each for _, each in succeeded]
-        while not self._channel.all_over([each.ref for each in asked], SLICE_S):
+        awaited_calls = [each for _, each in succeeded]
+        while not self._channel.all_over([each.ref for each in awaited_calls], SLICE_S):
             if launch.closed:
                 raise ClusterClosed("This cluster was closed while a lost host was replaced.")
-            launch.watch.look(asked, launch.watch.deadline_s)
+            launch.watch.look(awaited_calls, launch.watch.deadline_s)
             self._raise_lost(None)
         undone = [each.ref for call, each in succeeded if not _succeeded(call)]
         if not undone:
@@ -367,12 +369,16 @@ class Recovery:
         needed = sorted({keeper for host in new if (keeper := keepers[host]) is not None})
         secret = membership.home.secret
         address = membership.home.address
-        found = wait([self._ask(keeper, Ranks.keep_copies, secret, address) for keeper in needed])
-        endpoints: dict[int | None, Endpoint] = dict(zip(needed, found, strict=True))
+        endpoints_of_needed = wait(
+            [self._ask(keeper, Ranks.keep_copies, secret, address) for keeper in needed]
+        )
+        endpoints: dict[int | None, Endpoint] = dict(zip(needed, endpoints_of_needed, strict=True))
         wait([self._ask(h, Ranks.copy_to, endpoints.get(keepers[h]), secret) for h in new])
         self._copies = pairs
-        both = enumerate(keepers)
-        self._places_of = [[membership.host(h).machine for h in b if h is not None] for b in both]
+        pairs_of_hosts = enumerate(keepers)
+        self._places_of = [
+            [membership.host(h).machine for h in b if h is not None] for b in pairs_of_hosts
+        ]
 
     def _places(self, lost_hosts: Sequence[int]) -> dict[int, list[str]]:
         """Return, for each lost host, the live machines that have its snapshots, or else the
@@ -404,7 +410,7 @@ class Recovery:
             failure = Failure(rank=rank, known_as=error.failure.known_as, reason=reason)
             self.lost_values[rank, name] = ActorLost(failure)
 
-    def check_there(self, keys: Iterable[tuple[int, str]]) -> None:
+    def check_not_lost(self, keys: Iterable[tuple[int, str]]) -> None:
         """Raise `ActorLost` if one of these values, (rank, name), was lost."""
         for key in keys:
             if key in self.lost_values:
@@ -422,8 +428,8 @@ class Recovery:
         """Raise the error if stable state is lost, or if hosts are lost again and again in one run.
         `ended`: by host, the last change that has ended; `runs`: the runs to repeat."""
         if any(last < base for last, base in zip(ended, self._changes.base, strict=True)):
-            kept = any(keeper is not None for keeper in self._copies.values())
-            copies = ", as is the copy on another machine" if kept else ""
+            is_copied = any(keeper is not None for keeper in self._copies.values())
+            copies = ", as is the copy on another machine" if is_copied else ""
             error.add_note(f"it was not replaced: its state was lost with it{copies}")
             raise error
         first, times = min(runs, default=-1), 1
@@ -453,23 +459,27 @@ class Recovery:
             for host in range(len(self._launch.membership.processes))
         ]
 
-    def _wait_long(self, asked: Sequence[AwaitedCall]) -> list[Any]:
+    def _wait_long(self, calls: Sequence[AwaitedCall]) -> list[Any]:
         """Wait for calls that may take as long as sending all state of a host."""
-        return self._wait(asked, patience_s=max(START_S, self._launch.watch.deadline_s))
+        return self._wait(calls, patience_s=max(START_S, self._launch.watch.deadline_s))
 
     def _wait(
-        self, asked: Sequence[AwaitedCall], *, whatever: bool = False, patience_s: float = MEET_S
+        self,
+        calls: Sequence[AwaitedCall],
+        *,
+        ignore_results: bool = False,
+        patience_s: float = MEET_S,
     ) -> list[Any]:
-        """Return the results of calls. Raises `ActorLost` if a host is lost meanwhile. `whatever`:
-        ignore results and exceptions of the calls, and return []."""
+        """Return the results of calls. Raises `ActorLost` if a host is lost meanwhile.
+        `ignore_results`: ignore results and exceptions of the calls, and return []."""
         launch = self._launch
-        replies = [each.ref for each in asked]
+        replies = [each.ref for each in calls]
         while True:
             if launch.closed:
                 raise ClusterClosed("This cluster was closed while a lost host was replaced.")
             raised: Exception | None = None
             try:
-                if whatever:
+                if ignore_results:
                     if self._channel.all_over(replies, SLICE_S):
                         raised = None if not any(reply.lost for reply in replies) else CallLost("")
                         if raised is None:
@@ -478,12 +488,12 @@ class Recovery:
                         raise NotYet
                 else:
                     results = self._channel.get(replies, SLICE_S)
-                    for each in asked:
+                    for each in calls:
                         each.host.answered = True
                         each.host.watch()
                     return results
             except NotYet:
-                launch.watch.look(asked, patience_s)
+                launch.watch.look(calls, patience_s)
             except Exception as error:  # the loss of another host may cause any error
                 raised = error
             self._raise_lost(raised)
@@ -513,7 +523,7 @@ class Recovery:
 def answered(call: SentCall, channel: RunChannel) -> bool:
     """Return whether a call's answer has arrived: its result, or an exception that was not caused
     by the loss of another host."""
-    reply: Reply | None = None if call.asked is None else call.asked.ref
+    reply: Reply | None = None if call.awaited is None else call.awaited.ref
     if reply is None or reply.message is None:
         return False
     return reply.message.kind == RESPONSE or not isinstance(channel.failure(reply), HostFailed)
@@ -521,7 +531,7 @@ def answered(call: SentCall, channel: RunChannel) -> bool:
 
 def _succeeded(call: SentCall) -> bool:
     """Return whether a call was answered without a failure."""
-    reply: Reply | None = None if call.asked is None else call.asked.ref
+    reply: Reply | None = None if call.awaited is None else call.awaited.ref
     if reply is None or reply.message is None or reply.failed:
         return False
     return not isinstance(reply.message.value(), UndoneRun)
