@@ -50,8 +50,8 @@ CallPredicate: TypeAlias = Callable[[SentCall], bool]
 
 
 class CallLog:
-    """The calls in the order in which they were sent. `is_settled`: whether a call of a run has returned,
-    or never will. `has_answer`: whether the answer of a call has been received."""
+    """The calls in the order in which they were sent. `is_settled`: whether a call of a run has
+    returned, or never will. `has_answer`: whether the answer of a call has been received."""
 
     def __init__(self, is_settled: CallPredicate, has_answer: CallPredicate) -> None:
         self.calls: list[SentCall] = []
