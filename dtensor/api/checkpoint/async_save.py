@@ -320,7 +320,7 @@ def _make_meta_values(session: MeshSession, model: ParallelModule) -> None:
     missing = [n for n in sorted(labels) if tensors[n].is_meta and n not in holders]
     if missing:
         homes = current_homes(model, session.ranks, session.model_homes.get(id(model)))
-        session.hold(model, {label: homes[label] for label in missing})
+        session.put_missing(model, {label: homes[label] for label in missing})
 
 
 def _locate_model(

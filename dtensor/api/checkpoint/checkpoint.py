@@ -269,7 +269,7 @@ def _fill_ranks(
     for label in values:
         _leave_other_holder(tensors[label], model_home)
     model.initial.leave_on_disk({n: s for n, s in values.items() if tensors[n].is_meta})
-    model_home.keep({label: tensors[label] for label in values})
+    model_home.make_lazy({label: tensors[label] for label in values})
     model_home.stale |= values.keys() & model_home.local_tensors.keys()
     model_home.changed = any(
         tensors[label].is_meta for label in model_home.stored.keys() - values.keys()

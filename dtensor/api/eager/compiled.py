@@ -161,7 +161,7 @@ class CompiledFunction:
         inputs = program.feed(call, numbers)
         future = session.run(program.handle, inputs, names, counted, program.returned)
         program.last_run = ref(future)
-        session.wrote(program.written)
+        session.record_write(program.written)
         mark_changed(call.leaves, planned.changed, future)
         if session.at_once:
             try:
@@ -300,7 +300,7 @@ def _match_results(
                 yield tensor, stated, path
             return
         results = cast(Mapping[str, object], shape)
-        for key, part_of_results in stated.items():
+        for key, stated_part in stated.items():
             if key not in results:
                 near = nearest(str(key), [str(k) for k in results])
                 raise PlanningError(
@@ -308,7 +308,7 @@ def _match_results(
                     f"{listing([str(k) for k in results])}.\n"
                     f'fix: write "{near[0] if near else next(iter(results), "")}"'
                 )
-            yield from _match_results(part_of_results, results[key], f"{path}[{key!r}]")
+            yield from _match_results(stated_part, results[key], f"{path}[{key!r}]")
         return
     if isinstance(out, (list, tuple)):
         parts = cast(Sequence[object], out)

@@ -73,18 +73,18 @@ def check_differentiable(graph: Graph, name: str) -> None:
 def gradient_graph(graph: Graph, operands: Sequence[int], num_leaves: int) -> Graph:
     """Return the graph that computes the gradients of those leaves ``operands`` that have one. Its
     arguments are the leaves of the call, then the gradients of the call's results."""
-    indices = {index: position for position, index in enumerate(operands)}
-    nodes: dict[int, fx.Node] = {}
+    position_of_leaf = {index: position for position, index in enumerate(operands)}
+    gradient_nodes: dict[int, fx.Node] = {}
     backward, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     backward.graph_copy(graph.fx, copies)
     for node, output in zip(graph.output_nodes, graph.outputs, strict=True):
         if isinstance(output, Grad) and isinstance(output.of, Arg):
-            nodes[indices[output.of.index]] = copies[node]
-    backward.output(tuple(nodes[position] for position in sorted(nodes)))
+            gradient_nodes[position_of_leaf[output.of.index]] = copies[node]
+    backward.output(tuple(gradient_nodes[position] for position in sorted(gradient_nodes)))
     backward.eliminate_dead_code()
     for node in backward.nodes:
         node.meta["phase"] = "forward"  # the new program has no backward
-    spec = pytree.tree_flatten([0] * len(nodes))[1]
+    spec = pytree.tree_flatten([0] * len(gradient_nodes))[1]
     return replace(
         graph,
         fx=backward,
@@ -92,8 +92,8 @@ def gradient_graph(graph: Graph, operands: Sequence[int], num_leaves: int) -> Gr
             Arg(num_leaves + x.output, f"gradient_{x.output}") if isinstance(x, Tangent) else x
             for x in graph.inputs
         ),
-        outputs=tuple(Result(i) for i in range(len(nodes))),
-        out_tree=OutTree(spec, (None,) * len(nodes), (True,) * len(nodes)),
+        outputs=tuple(Result(i) for i in range(len(gradient_nodes))),
+        out_tree=OutTree(spec, (None,) * len(gradient_nodes), (True,) * len(gradient_nodes)),
     )
 
 

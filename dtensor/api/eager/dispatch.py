@@ -162,10 +162,10 @@ def _view_in_place(target: Any, args: Args, kwargs: Kwargs) -> CellTensor:
     x = args[0]
     packet = getattr(aten, target._schema.name.split("::")[1].removesuffix("_"))
     overload = getattr(packet, target._overloadname, None) or packet.int  # transpose_.default
-    step = _view(overload, args, kwargs).view
+    view = _view(overload, args, kwargs).view
     with no_dispatch():  # changes the shape and strides of the wrapper tensor
         target(*args, **kwargs)
-    x._view, x._cached_view = step, None
+    x._view, x._cached_view = view, None
     return x
 
 
@@ -192,9 +192,9 @@ def _split(target: Any, args: Args, kwargs: Kwargs) -> list[Alias]:
         raise RuntimeError(f"split sizes {sizes} do not add up to {length}, dim {dim} of {x.spec}")
     parts: list[Alias] = []
     start = 0
-    for part in sizes:
-        parts.append(_view_alias(x, aten.slice.Tensor, dim, start, start + part, 1))
-        start += part
+    for part_size in sizes:
+        parts.append(_view_alias(x, aten.slice.Tensor, dim, start, start + part_size, 1))
+        start += part_size
     return parts
 
 

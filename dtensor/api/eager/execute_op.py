@@ -140,11 +140,11 @@ def _execute_locked(
     """Find or make the plan of an op, check the communication policy, and run it. A plan that has
     folded run numbers is cached under these numbers too."""
     call = CallKey()
-    open_numbers = _run_number_arguments(target)
+    run_number_arguments = _run_number_arguments(target)
     key = (
         target,
-        *(call.key(v, is_open=i in open_numbers) for i, v in enumerate(args)),
-        *((k, call.key(v, is_open=k in open_numbers)) for k, v in kwargs.items()),
+        *(call.key(v, is_run_number=i in run_number_arguments) for i, v in enumerate(args)),
+        *((k, call.key(v, is_run_number=k in run_number_arguments)) for k, v in kwargs.items()),
     )
     session, mesh = _session_and_mesh(target, call.operands, like)
     reads = [_read_operand(x, mesh, whole=target is None or x is write) for x in call.operands]
@@ -160,10 +160,11 @@ def _execute_locked(
         op = OneOp(
             target=target,
             args=tuple(
-                call.structure(v, names if i in open_numbers else None) for i, v in enumerate(args)
+                call.structure(v, names if i in run_number_arguments else None)
+                for i, v in enumerate(args)
             ),
             kwargs={
-                k: call.structure(v, names if k in open_numbers else None)
+                k: call.structure(v, names if k in run_number_arguments else None)
                 for k, v in kwargs.items()
             },
             operands=layouts_and_views,

@@ -30,8 +30,8 @@ aten: Any = torch.ops.aten
 
 
 _REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
-_running = threading.local()
-_rewritten: dict[Any, fx.GraphModule | None] = {}
+_running = threading.local()  # ``arguments``: those of the torch function that runs
+_rewritten: dict[Any, fx.GraphModule | None] = {}  # by op and arguments; None: no rewrite
 
 
 def torch_function(

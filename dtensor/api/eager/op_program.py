@@ -86,14 +86,14 @@ class CallKey:
     index_of: dict[int, int] = field(default_factory=dict)  # by id of the tensor, its index there
     numbers: list[float] = field(default_factory=list)
 
-    def key(self, value: Any, *, is_open: bool = False) -> Any:
-        """Return the part of the plan's key for an argument. ``is_open``: a float is a number of
-        the run, and the plan depends only on whether it is 0."""
+    def key(self, value: Any, *, is_run_number: bool = False) -> Any:
+        """Return the part of the plan's key for an argument. ``is_run_number``: a float is a number
+        of the run, and the plan depends only on whether it is 0."""
         kind = type(value)
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
         if kind is float:
-            if is_open:
+            if is_run_number:
                 self.numbers.append(value)
                 return (RunNumber, value == 0.0)
             return (float, repr(value))  # 0.0, -0.0, 1 and True differ; all NaNs are equal
@@ -171,25 +171,25 @@ def plan_op(op: OneOp) -> PlannedOp:
     operands."""
     built_op = _build_graph(op)
     flow = dataflow(built_op.graph)
-    wanted: dict[int, Mapping[str, Placement]] = {}
+    pins: dict[int, Mapping[str, Placement]] = {}
     if op.pinned is not None:
-        wanted = {int(o.of): op.pinned for o in flow.outputs}
+        pins = {int(o.of): op.pinned for o in flow.outputs}
     elif op.write is not None:
-        wanted = {0: without_pending(op.operands[op.write][0].spec)}
-    planned = _plan(op, flow, wanted)
-    extra = _reductions(planned) if op.target is not None else []
-    if extra:
+        pins = {0: without_pending(op.operands[op.write][0].spec)}
+    planned = _plan(op, flow, pins)
+    reductions = _reductions(planned) if op.target is not None else []
+    if reductions:
         outputs = list(flow.outputs)
-        for name, spec in extra:
-            wanted[len(outputs)] = spec.sharding
+        for name, spec in reductions:
+            pins[len(outputs)] = spec.sharding
             outputs.append(Output(name, "result", len(outputs)))
         flow = replace(flow, outputs=tuple(outputs))
-        planned = _plan(op, flow, wanted)
+        planned = _plan(op, flow, pins)
     specs = {int(o.of): _restated_as_pinned(op, o.spec) for o in planned.outputs}
     num_results = len(built_op.graph.outputs)
     index_of_input = {name: i for i, name in enumerate(built_op.inputs) if name is not None}
     results = iter(range(num_results))
-    slots = [slots_of(s.op.call) for s in planned.steps if s.op is not None]
+    names_by_op = [slots_of(s.op.call) for s in planned.steps if s.op is not None]
     return PlannedOp(
         plan=planned,
         results=tuple(
@@ -199,12 +199,12 @@ def plan_op(op: OneOp) -> PlannedOp:
         structure=built_op.structure,
         inputs=built_op.inputs,
         constants=built_op.constants,
-        numbers=frozenset(name for names in slots for name in names),
+        numbers=frozenset(name for names in names_by_op for name in names),
         folded=_has_folded_number(flow, planned, built_op.slots),
         moves=moves_of(planned, index_of_input, op.labels),
         reduced=tuple(
             Reduced(num_results + i, index_of_input[name], specs[num_results + i])
-            for i, (name, _) in enumerate(extra)
+            for i, (name, _) in enumerate(reductions)
         ),
     )
 
@@ -256,18 +256,18 @@ def _has_folded_number(flow: Dataflow, planned: Plan, slots: frozenset[str]) -> 
 def _reductions(planned: Plan) -> list[tuple[str, TensorSpec]]:
     """Return the operands that the plan reduces, with their reduced specs. The program returns
     them, so that the next op does not reduce them again."""
-    reduced: dict[str, TensorSpec] = {}
-    current: dict[str, str] = {i.name: i.name for i in planned.inputs}
+    reduced_specs: dict[str, TensorSpec] = {}
+    input_of_value: dict[str, str] = {i.name: i.name for i in planned.inputs}
     for step in planned.steps:
         for operand, result, move in zip(step.reads, step.gives, step.moves):
-            name = current.get(operand)
-            if name is not None and (name not in reduced or _is_pending(reduced[name])):
-                current[result] = name
-                reduced[name] = move.dst
+            name = input_of_value.get(operand)
+            if name is not None and (name not in reduced_specs or _is_pending(reduced_specs[name])):
+                input_of_value[result] = name
+                reduced_specs[name] = move.dst
     specs = {item.name: item.spec for item in planned.inputs}
     return [
         (name, dst)
-        for name, dst in reduced.items()
+        for name, dst in reduced_specs.items()
         if _is_pending(specs[name]) and not _is_pending(dst)
     ]
 

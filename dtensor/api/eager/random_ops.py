@@ -26,7 +26,7 @@ aten: Any = torch.ops.aten
 dt: Any = torch.ops.dt
 
 _FACTORIES = {dt.random_uniform.default, dt.random_normal.default, dt.random_integers.default}
-_rewritten: dict[Any, fx.Graph | None] = {}
+_rewritten: dict[Any, fx.Graph | None] = {}  # by op and arguments; None: no such form
 
 
 def draw(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -39,8 +39,8 @@ def view_step(x: CellTensor, target: Any, args: tuple[Any, ...]) -> ViewStep:
     step = _steps.get(key)
     if step is None:
         # a meta tensor, not a fake one: its errors are those of torch's kernels
-        reach = sum(max(n - 1, 0) * s for n, s in zip(x.shape, x.stride(), strict=True))
-        storage = torch.empty(x.storage_offset() + reach + 1, dtype=x.dtype, device="meta")
+        last_index = sum(max(n - 1, 0) * s for n, s in zip(x.shape, x.stride(), strict=True))
+        storage = torch.empty(x.storage_offset() + last_index + 1, dtype=x.dtype, device="meta")
         with torch.no_grad():
             new = target(storage.as_strided(x.shape, x.stride(), x.storage_offset()), *args)
         step = _steps[key] = ViewStep(

@@ -268,7 +268,7 @@ class DisaggregatedPrefill:
         with CALL_LOCK:
             model_home = decode.model_home(self.caches)
             model_home.settle()
-            decode.hold(self.caches, current_homes(self.caches, decode.ranks, model_home))
+            decode.put_missing(self.caches, current_homes(self.caches, decode.ranks, model_home))
             make_shards_private([live], (0,))
             feed["live"] = Stored(name_on_ranks(decode, live.name))
             program = self._program(length, entry.row, slot)
@@ -278,7 +278,7 @@ class DisaggregatedPrefill:
             run = program.cluster.run(handle, inputs_by_rank, mode=decode.mode)
             program.last_run = ref(run)
             labels = frozenset(label for label, _ in self.caches.module.named_buffers())
-            decode.wrote([(self.caches, labels)])
+            decode.record_write([(self.caches, labels)])
             model_home.unsaved = False
             mark_changed([live], (0,), run)
         if decode.at_once:

@@ -142,7 +142,7 @@ def copies_of_heads(decode: Plan) -> dict[int, list[int]]:
     """Return the copies of heads, as in `KVSlots`, for each layer whose query heads are split while
     its KV heads are replicated: with them, each rank stores only the heads that its query heads
     use."""
-    makers = {name: step for step in decode.steps for name in step.gives}
+    step_of_value = {name: step for step in decode.steps for name in step.gives}
     labels = {item.name: item.label for item in decode.inputs}
     copies: dict[int, list[int]] = {}
     for step in decode.steps:
@@ -152,20 +152,23 @@ def copies_of_heads(decode: Plan) -> dict[int, list[int]]:
             queries, keys, value = *step.operand_specs[:2], step.operands[1]
         else:  # a view that joins repeated heads
             queries, keys, value = step.result_specs[0], step.operand_specs[0], step.operands[0]
-        while value in makers:
-            value = makers[value].reads[0]
+        while value in step_of_value:
+            value = step_of_value[value].reads[0]
         cache = _KEYS.fullmatch(labels.get(value, ""))
         cuts = [] if queries is None or keys.cuts(1) else queries.cuts(1)
         if cache is None or queries is None or len(cuts) != 1:
             continue
-        ((shard, num),) = cuts
-        heads, groups = queries.shape[1], keys.shape[1]
-        used = [
-            sorted({i * groups // heads for start, stop in query_heads for i in range(start, stop)})
-            for query_heads in index_sets(shard, heads, num)
+        ((shard, num_shards),) = cuts
+        # query head i reads KV head i * kv_heads // q_heads
+        q_heads, kv_heads = queries.shape[1], keys.shape[1]
+        heads_by_rank = [
+            sorted(
+                {i * kv_heads // q_heads for start, stop in intervals for i in range(start, stop)}
+            )
+            for intervals in index_sets(shard, q_heads, num_shards)
         ]
-        kept_heads, _ = copies_for(used)
-        if len(kept_heads) < num * groups:
+        kept_heads, _ = copies_for(heads_by_rank)
+        if len(kept_heads) < num_shards * kv_heads:
             copies[int(cache[1])] = kept_heads
     return copies
 

@@ -87,7 +87,7 @@ def _profile_locked(
 def _time_without_timestamps(
     session: MeshSession, step: Callable[[], object], read: Callable[[object], None]
 ) -> float:
-    """Return the seconds of a step without timestamps."""
+    """Return the seconds of a step without timestamps, except its wait for earlier calls."""
     begin = time.monotonic()
     with session.recording_run("compiled"):
         result = step()

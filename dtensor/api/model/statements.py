@@ -128,8 +128,8 @@ def _request(captured: CapturedCall, stages: StagePlan) -> Request:
     num_microbatches, timetable = options.num_microbatches, options.timetable
     if num_microbatches > 1:
         num_microbatches = num_nonempty(num_microbatches, flow, pins, stated.batch, mesh)
-    fewer = num_microbatches < options.num_microbatches
-    if fewer:
+    is_short = num_microbatches < options.num_microbatches
+    if is_short:
         timetable = timetable.first(num_microbatches)
     zero = _zero(models)
     request = Request(
@@ -146,7 +146,7 @@ def _request(captured: CapturedCall, stages: StagePlan) -> Request:
         stage_axis=stages.axis,
         stage_ranks=stages.ranks if timetable.grid is None else timetable.grid.home(),
         num_microbatches=num_microbatches,
-        microbatches_stated=options.num_microbatches if fewer else None,
+        microbatches_stated=options.num_microbatches if is_short else None,
         timetable=timetable,
         topology=options.topology or Topology(),
         training=_training(options, graph),

@@ -232,7 +232,7 @@ class _Pair:
             device = self.policy_session.cluster.device
             self.plan = _plan(self.policy, self.actor, source, target, device)
             self.planned_for = source, target
-        self.policy_session.hold(self.policy, source)
+        self.policy_session.put_missing(self.policy, source)
         home, labels = self.actor_home, self.actor.seen.labels
         moving = home.store.move(
             self.plan,
@@ -245,7 +245,7 @@ class _Pair:
             self.read(moving)
         else:
             self.unchecked_syncs.append(moving)
-        home.keep(dict(self.actor.seen.tensors))
+        home.make_lazy(dict(self.actor.seen.tensors))
         home.changed = home.unsaved = False
         home.saved = "the policy's values are where they were", self.actor.steps.present()
 

@@ -161,20 +161,20 @@ class Lengths:
     def was_captured(self, call: Call, key: Any, graph: Graph, seconds: float) -> None:
         """Record that the call was captured and planned, and the seconds of both. Warns if the
         program is captured for many lengths."""
-        kind = _without_sizes(call, key)
+        program_key = _without_sizes(call, key)
         sizes = _sizes(call)
-        if kind is None or not sizes:
+        if program_key is None or not sizes:
             return
-        program = self._programs.get(kind)
+        program = self._programs.get(program_key)
         if program is None or not _is_useful(program, sizes):
-            self._programs[kind] = _Program(
+            self._programs[program_key] = _Program(
                 call=call.on_meta(keep_strides=True), sizes=sizes, graph=graph
             )
-            self._programs.move_to_end(kind)
+            self._programs.move_to_end(program_key)
             if len(self._programs) > MAX_PROGRAMS:
                 self._programs.popitem(last=False)
             return
-        self._programs.move_to_end(kind)
+        self._programs.move_to_end(program_key)
         if not _differing(program.sizes, sizes):  # the plan was evicted
             return
         program.captured_sizes.append(sizes)

@@ -343,7 +343,7 @@ class TrainStep:
         future = session.run(program.handle, inputs, label_by_output, counted)
         program.last_run = weakref.ref(future)
         self.last = planned
-        session.wrote(program.written, home)
+        session.record_write(program.written, home)
         session.launch.store.keep(model_home.gradients, gradients)
         updated = home.updated
         undo = home.advance()

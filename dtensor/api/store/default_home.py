@@ -1,4 +1,4 @@
-"""The homes of a module's parameters and buffers on a mesh, before and after a program fixed them.
+"""The homes (spec and ranks) of a module's values on a mesh, before and after a program fixed them.
 
     homes = current_homes(model, session.ranks, model_home)
     homes["up.weight"]                                   # StoredTensor(... f32[64@tp,16] ...)

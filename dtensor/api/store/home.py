@@ -1,10 +1,10 @@
 """A model's state on the ranks, and the module's lazy tensors while it is there.
 
-    model_home.keep({"up.weight": tensor})     # its shards were put: the tensor becomes lazy
-    model_home.wrote({"up.weight"})            # a step changed the shards
-    tensor.sum()                               # bring: gather, write in place, make plain
-    model_home.settle()                        # before a step: put it again if written, else evict
-    model_home.come_home()                     # the launch ends: gather every value in place
+    model_home.make_lazy({"up.weight": tensor})  # its shards were put: the ranks have its value
+    model_home.record_write({"up.weight"})       # a step changed the shards: the memory is stale
+    tensor.sum()                                 # bring: gather, write in place, make plain
+    model_home.settle()                          # before a step: evict it; if written, put it again
+    model_home.come_home()                       # the launch ends: gather every value in place
 
 A tensor that the user read is compared, before the next program, with a copy of the value that was
 gathered, so that no write is missed. Tensors on the meta device have no memory: they stay on the
@@ -335,7 +335,7 @@ class ModelHome:
 
     # -- the ranks' side --------------------------------------------------------------------------
 
-    def keep(self, tensors: dict[str, Tensor]) -> None:
+    def make_lazy(self, tensors: dict[str, Tensor]) -> None:
         """Make these tensors lazy: their shards were put, and hold their values from now on."""
         for label, tensor in tensors.items():
             self.read_copies.pop(label, None)
@@ -350,7 +350,7 @@ class ModelHome:
                 evict(tensor, self, label)
         self._note_versions(self.local_tensors.keys() & tensors)
 
-    def wrote(self, labels: frozenset[str], optimizer: OptimizerHome | None = None) -> None:
+    def record_write(self, labels: frozenset[str], optimizer: OptimizerHome | None = None) -> None:
         """Mark these values in the module, and the optimizer's state, as older than the ranks'
         values: a program that changes them was submitted."""
         if self.cluster.device.type != "meta":
@@ -404,9 +404,9 @@ class ModelHome:
         cluster has failed, mark values that are only on the ranks as lost."""
         failure = self.cluster.failure
         if failure is not None:
-            self.leave(self._failed(failure))
+            self.mark_lost(self._failed(failure))
         elif not bring_home and self.model.source is None:
-            self.leave(
+            self.mark_lost(
                 f"is not here: its value was on {self.mesh}, in a launch that has ended with "
                 f"bring_home=False.\n"
                 f"fix: leave bring_home out, or call dt.gather_state_dict(model, opt) inside the "
@@ -417,7 +417,7 @@ class ModelHome:
                 self.come_home()
             finally:
                 if self.cluster.failure is not None:
-                    self.leave(self._failed(self.cluster.failure))
+                    self.mark_lost(self._failed(self.cluster.failure))
 
     def come_home(self) -> None:
         """Copy every value that is newer on the ranks into the module's memory. The values and the
@@ -431,13 +431,13 @@ class ModelHome:
         if not self.on_meta:
             for home in self.optimizers.values():
                 home.come_home()
-        self.leave(
+        self.mark_lost(
             f"is on the meta device: its value was on {self.mesh}, in a launch that has ended.\n"
             f"fix: {self._remedy('the result of dt.gather_state_dict(model, opt) in the launch')}"
         )
         self._refuse_written(written)
 
-    def leave(self, why: str) -> None:
+    def mark_lost(self, why: str) -> None:
         """Mark the values that are only on the cluster as lost, and make the other tensors plain.
         ``why``: the text of a later error, after the value's name."""
         self.lost = why

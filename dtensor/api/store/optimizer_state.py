@@ -80,7 +80,7 @@ def place_optimizer(
     name = model_home.name(optimizer_label)
     updated = updated_state(session.ranks, plan, groups, keys, name, models.labels, rule)
     stored_before = {} if home is None else home.owner.stored
-    cast = set[tuple[str, str]]() if home is None else _check_as_before(home, updated)
+    recast = set[tuple[str, str]]() if home is None else _check_as_before(home, updated)
     on_new_ranks = any(
         label_and_key in stored_before
         and not set(updated[label_and_key].at) <= set(stored_before[label_and_key].at)
@@ -119,7 +119,7 @@ def place_optimizer(
         to_put = {
             label_and_key: stored
             for label_and_key, stored in updated.items()
-            if label_and_key not in stored_before or label_and_key in cast
+            if label_and_key not in stored_before or label_and_key in recast
         }
     home.parameters |= {label: model.seen.tensors[label] for label, _ in updated}
     _put_state(session, home, to_put)
@@ -225,7 +225,7 @@ def _check_as_before(
 ) -> set[tuple[str, str]]:
     """Raise PlanningError if the placement of a value has changed, or the dtype of a value that a
     step has made. Return the values whose dtype has changed and that no step has made."""
-    cast = set[tuple[str, str]]()
+    recast = set[tuple[str, str]]()
     for label_and_key, now in updated.items():
         before = home.owner.stored.get(label_and_key, now).spec
         if not alike(before, now.spec):
@@ -235,15 +235,15 @@ def _check_as_before(
             )
         changed = before.dtype != now.spec.dtype and before.dtype.is_floating_point
         if changed and not home.rule.entry(label_and_key[1]).number:
-            cast.add(label_and_key)
-    for label, key in sorted(cast & home.values().keys() if cast else ()):
+            recast.add(label_and_key)
+    for label, key in sorted(recast & home.values().keys() if recast else ()):
         kind, dtype = type(home.optimizer).__name__, home.owner.stored[label, key].spec.dtype
         raise PlanningError(
             f"{label} was cast to {dtype_name(updated[label, key].spec.dtype)} after {kind} had "
             f"made its {key}, which is {dtype_name(dtype)}.\n"
             f"fix: make a new {kind} after the cast, and a step with it"
         )
-    return cast
+    return recast
 
 
 def _without_placed(unplaced: Entries, placed: Set[tuple[torch.Tensor, str]]) -> Entries:

@@ -255,8 +255,9 @@ class MeshSession:
     # -- models -----------------------------------------------------------------------------------
 
     def model_home(self, model: ParallelModule) -> ModelHome:
-        """Return the model's home, which is made at first use. Values that were loaded since into
-        the module are put again."""
+        """Return the model's home on this mesh, which is made at first use. If other values were
+        loaded since for tensors on the meta device, forget the stored ones, so that the loaded
+        values are put."""
         model_home = self.model_homes.get(id(model))
         if model_home is None:
             model_home = ModelHome(model, self.new_prefix(), self, model.loads)
@@ -294,10 +295,10 @@ class MeshSession:
             model_home = self.model_home(model)
             homes = planned_homes(plan, read, model_home.prefix, self.ranks)
             move_to_planned_homes(model_home, homes)
-            self.hold(model, homes)
+            self.put_missing(model, homes)
             model_home.placed = plan
 
-    def wrote(
+    def record_write(
         self,
         written: Iterable[tuple[ParallelModule, frozenset[str]]],
         optimizer: OptimizerHome | None = None,
@@ -310,9 +311,9 @@ class MeshSession:
                 optimizer if optimizer is not None and optimizer.model_home is model_home else None
             )
             if labels or home is not None:
-                model_home.wrote(labels, home)
+                model_home.record_write(labels, home)
 
-    def hold(self, model: ParallelModule, wanted: Mapping[str, StoredTensor]) -> None:
+    def put_missing(self, model: ParallelModule, wanted: Mapping[str, StoredTensor]) -> None:
         """Put the values that are missing in these homes, by label. Raises PlanningError if a value
         is stored with another spec."""
         model_home = self.model_home(model)
@@ -327,7 +328,7 @@ class MeshSession:
             if stored is None or not set(home.at) <= set(stored.at):
                 missing[label] = _source(model, label, home.spec), home
         self.launch.store.put(model_home.owner, missing)
-        model_home.keep({label: model.seen.tensors[label] for label in missing})
+        model_home.make_lazy({label: model.seen.tensors[label] for label in missing})
 
 
 class Launch:

@@ -74,18 +74,21 @@ def choose_stages(
     )
     if parts is None:
         raise _reused_parameters_error(found_units, stages)
-    stage = {
+    stage_of_unit = {
         unit: number
         for number in range(stages.num_stages)
         for unit in range(parts.bounds[number], parts.bounds[number + 1])
     }
-    homes = {name: {stage[unit] for unit in units} for name, units in found_units.of_name().items()}
+    homes = {
+        name: {stage_of_unit[unit] for unit in units}
+        for name, units in found_units.of_name().items()
+    }
     parameters = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-    first = {label: stage[units[0]] for label, units in uses.items()}
+    first_stage = {label: stage_of_unit[units[0]] for label, units in uses.items()}
     for named in names:  # the names of a tied parameter by which no op uses it
-        if named.name in first:
+        if named.name in first_stage:
             for name in named.names:
-                homes.setdefault(name, {first[named.name]})
+                homes.setdefault(name, {first_stage[named.name]})
     _add_unused(parameters, homes)
     patterns = [_patterns(parameters, homes, number) for number in range(stages.num_stages)]
     chosen = resolve_stages(module, mesh, {axis: patterns})

@@ -108,16 +108,16 @@ def resolve_stages_again(
     parameters = [n for n in names if n.kind == "parameter"]
     held: dict[str, tuple[int, ...]] = {}
     missing: list[NamedTensor] = []
-    last = 0  # the stage of the parameter before
+    preceding_stage = 0  # the stage of the parameter before
     for named in names:
         stages = {stage for name in named.names for stage in homes.get(name, ())}
         if not stages and (named.kind == "buffer" or plan.auto):
             enclosing = enclosing_stage(named, parameters, homes)
-            preceding = {last} if named.kind == "parameter" else set[int]()
+            preceding = {preceding_stage} if named.kind == "parameter" else set[int]()
             stages = preceding if enclosing is None else {enclosing}
         if stages:
             held[named.name] = tuple(sorted(stages))
-            last = max(stages) if named.kind == "parameter" else last
+            preceding_stage = max(stages) if named.kind == "parameter" else preceding_stage
             if len(named.names) == 1:
                 homes[named.name] = held[named.name]
         elif named.kind == "parameter":
