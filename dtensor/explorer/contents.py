@@ -130,7 +130,7 @@ class _Contents:
                 layers = ", ".join(run.layers)
                 self.runs.append({"l": layers, "x": run.count, "n": run.period, "o": run.first})
             for offset, step in enumerate(steps):
-                alike = [step] if run is None else run.alike(section.steps, offset)
+                alike = [step] if run is None else run.steps_of_layers(section.steps, offset)
                 run_index = None if run is None else len(self.runs) - 1
                 self._add_step(number, section.stage, step, alike, run_index)
 

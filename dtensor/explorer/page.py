@@ -76,7 +76,7 @@ def page(plans: Mapping[str, Plan]) -> str:
     parts = {
         "title": html.escape(title),
         "style": _read_file("page.css"),
-        "data": _escaped(json.dumps(data, separators=(",", ":"), allow_nan=False)),
+        "data": _escape(json.dumps(data, separators=(",", ":"), allow_nan=False)),
         "script": _read_file("page.js"),
     }
     before, *pieces = _read_file("page.html").split("{{")
@@ -87,7 +87,7 @@ def page(plans: Mapping[str, Plan]) -> str:
     return "".join(text)
 
 
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
     """Return JSON with escapes for HTML's special characters and Unicode line separators."""
     codes = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
     return text.translate(codes)

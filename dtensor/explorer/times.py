@@ -34,7 +34,7 @@ class Numbered:
         return self.numbers.setdefault(item, len(self.numbers))
 
 
-def simulated(plan: Plan) -> Trace:
+def simulate_run(plan: Plan) -> Trace:
     """Return the trace of one simulated run of the plan under its schedule."""
     timetable = plan.timetable
     return simulate(plan, timetable.grid if isinstance(timetable, GridTimetable) else None)
@@ -43,7 +43,7 @@ def simulated(plan: Plan) -> Trace:
 def timeline(plan: Plan, rows: Mapping[tuple[str, str], int]) -> dict[str, Any]:
     """Return the timeline of a simulated run as JSON data, with spans and held bytes of each rank.
     ``rows``: (kind, label) of a collective -> the index of its step on the page."""
-    trace = simulated(plan)
+    trace = simulate_run(plan)
     words = Numbered()
     grain = _grain(trace)
     lanes: dict[int, list[list[list[Any]]]] = {rank: [] for rank in trace.ranks}

@@ -107,7 +107,7 @@ class Tree:
     def _join_layers(self, steps: Sequence[Step], run: Run) -> None:
         """Record that corresponding modules of the run's layers are equal."""
         for offset in range(run.period):
-            modules = [s.op.module for s in run.alike(steps, offset) if s.op is not None]
+            modules = [s.op.module for s in run.steps_of_layers(steps, offset) if s.op is not None]
             for other in modules[1:]:
                 self._join(modules[0], other)
 

@@ -13,7 +13,7 @@ import torch
 import dtensor as dt
 from dtensor.explorer import save_pages
 from dtensor.explorer.contents import contents
-from dtensor.explorer.times import simulated
+from dtensor.explorer.times import simulate_run
 from dtensor.sharding.spec.placements import intersect, length
 from tests.explorer.pages import DOWN, UP, gpt_plan, mlp_plan
 from tests.models import GPT, loss_fn
@@ -105,7 +105,7 @@ def test_page_draws_shards_that_each_rank_holds():
 @pytest.mark.slow
 def test_memory_over_time_on_page_equals_simulation():
     plan = gpt_plan()
-    trace, found = simulated(plan), contents(plan)["timeline"]
+    trace, found = simulate_run(plan), contents(plan)["timeline"]
     assert [own["rank"] for own in found["ranks"]] == list(trace.ranks)
     for own, peak in zip(found["ranks"], trace.peak_bytes, strict=True):
         times = [when for when, _ in own["held"]]

@@ -41,7 +41,7 @@ def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor | None, groups: list[int] |
     spans = list(zip([0, *stops[:-1]], stops, strict=True))
     held_spans = spans if groups is None else [spans[g] for g in groups]
     uses_kernel = groups is None and a.dtype in _KERNEL_DTYPES and all(x.numel() for x in (a, b))
-    if uses_kernel and stops[-1] > 0 and all(_aligned(x) for x in (a, b)):
+    if uses_kernel and stops[-1] > 0 and all(_is_aligned(x) for x in (a, b)):
         out = aten._grouped_mm(a, b, offsets)
         match a.dim(), b.dim():
             case 2, 3:
@@ -75,7 +75,7 @@ def grouped_mm_backward(
     return rows_grad, grouped_mm(a.t(), grad, offsets, groups)
 
 
-def _aligned(x: Tensor) -> bool:
+def _is_aligned(x: Tensor) -> bool:
     """Return whether rows (or columns of a transposed matrix) start on multiples of 16 bytes."""
     inner, outer = sorted(x.stride()[-2:])
     return inner == 1 and outer * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0

@@ -28,13 +28,13 @@ Write = Literal[
 def index_shard(x: Tensor, index: Tensor, dim: int, pieces: Pieces, size: int) -> Tensor:
     """Return x at indices of any shape along ``dim``. The sum over the ranks is the result."""
     local = _padded_positions(index, pieces, size)
-    rows = torch.index_select(_padded(x, dim), dim, local.reshape(-1))
+    rows = torch.index_select(_pad_with_zero_row(x, dim), dim, local.reshape(-1))
     return rows.reshape(*x.shape[:dim], *index.shape, *x.shape[dim + 1 :])
 
 
 def gather_shard(x: Tensor, dim: int, index: Tensor, pieces: Pieces, size: int) -> Tensor:
     """Return torch.gather along ``dim``. The sum over the ranks is the result."""
-    return torch.gather(_padded(x, dim), dim, _padded_positions(index, pieces, size))
+    return torch.gather(_pad_with_zero_row(x, dim), dim, _padded_positions(index, pieces, size))
 
 
 def write_shard(
@@ -50,7 +50,7 @@ def write_shard(
     """Return the rank's shard of the result of the op ``kind``, which writes ``source`` at global
     indices along ``dim``. ``x`` is the rank's shard, ``pieces`` the intervals of ``dim`` that it
     holds, ``size`` the global size of ``dim``. Writes to rows of other ranks are dropped."""
-    padded, local = _padded(x, dim), _padded_positions(index, pieces, size)
+    padded, local = _pad_with_zero_row(x, dim), _padded_positions(index, pieces, size)
     match kind:
         case "index_add":
             assert isinstance(source, Tensor)
@@ -116,7 +116,7 @@ def write_shard_in_place(
         x.index_copy_(dim, local[rows], source.index_select(dim, rows))
 
 
-def _padded(x: Tensor, dim: int) -> Tensor:
+def _pad_with_zero_row(x: Tensor, dim: int) -> Tensor:
     """Return x with one more row of zeros along ``dim``."""
     shape = [1 if d == dim else n for d, n in enumerate(x.shape)]
     return torch.cat([x, x.new_zeros(shape)], dim)

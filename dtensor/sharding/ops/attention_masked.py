@@ -139,7 +139,7 @@ def _attention_masked(
     elif efficient_on_cuda(q):
         k, v, bias = repeat_groups(k, q.shape[1]), repeat_groups(v, q.shape[1]), _bias(mask, q)
         out, lse, _, _ = aten._scaled_dot_product_efficient_attention(
-            aligned(q), aligned(k), aligned(v), _padded(bias, q, k), True, 0.0, False, scale=scale
+            aligned(q), aligned(k), aligned(v), _pad_bias(bias, q, k), True, 0.0, False, scale=scale
         )
         lse, sees_nothing = lse[..., : q.shape[2]], _sees_nothing(bias)  # the kernel pads the rows
         out = torch.where(sees_nothing[..., None], 0, out)
@@ -170,7 +170,7 @@ def _attention_masked_backward(
     elif efficient_on_cuda(q):
         ks, vs, bias = repeat_groups(k, q.shape[1]), repeat_groups(v, q.shape[1]), _bias(mask, q)
         lse = torch.where(_sees_nothing(bias), math.inf, lse)
-        bias = _padded(bias, q, ks)
+        bias = _pad_bias(bias, q, ks)
         dq, dk, dv = efficient_backward(grad, q, ks, vs, bias, out, lse, False, scale)
         grads = dq, sum_groups(dk, k.shape[1]), sum_groups(dv, k.shape[1])
     else:
@@ -184,7 +184,7 @@ def _sees_nothing(bias: Tensor) -> Tensor:
     return (bias == -math.inf).all(-1)
 
 
-def _padded(bias: Tensor, q: Tensor, k: Tensor) -> Tensor:
+def _pad_bias(bias: Tensor, q: Tensor, k: Tensor) -> Tensor:
     """Return the bias expanded to [b h t s]. If its rows do not start on multiples of 16 elements,
     as CUDA's kernel needs, it is a view of a copy with padded rows."""
     s = k.shape[2]

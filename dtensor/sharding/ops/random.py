@@ -173,6 +173,7 @@ define(
 def _dropout_setup(
     ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Any
 ) -> None:
+    """Save p and the mask, the second result, which is not differentiable."""
     ctx.p = inputs[-1]
     ctx.save_for_backward(output[1])
     ctx.mark_non_differentiable(output[1])

@@ -115,7 +115,8 @@ def _swapped_pair(
     opposites: Mapping[str, Shard],
     splits_summed: Mapping[str, bool],
 ) -> list[SwappedPair]:
-    """Plan with the opposite pins; return the pair if that saves all_reduces over ``axis``."""
+    """Plan with the opposite pins; return [the pair] if that saves all_reduces over ``axis``, else
+    []. ``splits_summed``: the user's pattern of a pin -> whether it splits the summed dim."""
     other = _plan_with(replace(request, misaligned="error"), axis, opposites)
     if other is None:
         return []

@@ -71,17 +71,18 @@ class _DefinedValues:
         inner = self.plan.inner
         self.axes = {axis: (inner.index(axis), inner.axis_size(axis)) for axis in inner.axes}
         for item in self.plan.inputs:
-            self.add(item.name, item.held, item.stages)
+            self.add_value(item.name, item.held, item.stages)
             self.once.add(item.name)
 
-    def add(self, name: str, spec: TensorSpec, stages: tuple[int, ...]) -> None:
+    def add_value(self, name: str, spec: TensorSpec, stages: tuple[int, ...]) -> None:
+        """Record a value. Raises AssertionError if it is defined already."""
         if name in self.specs:
             raise AssertionError(f"{name} is made twice")
         self.specs[name], self.stages[name] = spec, stages
 
     def add_results(self, step: Step) -> None:
         for stage, name, spec in step.gives_as():
-            self.add(name, spec, (stage,))
+            self.add_value(name, spec, (stage,))
             if step.once or not step.in_microbatch:
                 self.once.add(name)
 

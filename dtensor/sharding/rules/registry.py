@@ -121,7 +121,7 @@ def no_rule(call: OpCall, reason: str) -> NoRule:
         outs = ", ".join("..." for _ in call.results)
         lines.append(f'fix: dt.rule("{op}", "{terms} -> {outs}") if it works element by element;')
         lead = "     "
-    lines.append(f'{lead}dt.rule("{op}", "{_undivided(call)}")')
+    lines.append(f'{lead}dt.rule("{op}", "{_whole_pattern(call)}")')
     lines.append('     is right for any op and splits nothing: remove the "!" of dims that may be')
     lines.append(f'     split, and dt.testing.certify("{op}", *arguments) says whether they may')
     return NoRule("\n".join(lines))
@@ -138,7 +138,7 @@ def _broadcasts(call: OpCall) -> bool:
     return all(meta is not None and meta.shape == shape for meta in call.results)
 
 
-def _undivided(call: OpCall) -> str:
+def _whole_pattern(call: OpCall) -> str:
     """Return a pattern for these tensors in which no dim may be split: ``a! b! -> c!``."""
     count = itertools.count()
     terms = [

@@ -251,10 +251,10 @@ def index_sets(shard: Shard, size: int, num: int) -> tuple[Intervals, ...]:
             if lo < hi:
                 result[i].append((start + lo, start + hi))
         start += block
-    return tuple(joined(item) for item in result)
+    return tuple(merge_adjacent(item) for item in result)
 
 
-def joined(intervals: Sequence[tuple[int, int]]) -> Intervals:
+def merge_adjacent(intervals: Sequence[tuple[int, int]]) -> Intervals:
     """Return ascending intervals with adjacent intervals merged."""
     merged: list[tuple[int, int]] = []
     for lo, hi in intervals:

@@ -23,8 +23,8 @@ from dtensor.sharding.spec.placements import (
     Intervals,
     Partial,
     intersect,
-    joined,
     length,
+    merge_adjacent,
 )
 from dtensor.sharding.spec.spec import TensorSpec
 
@@ -107,7 +107,7 @@ def positions(shard: Sequence[Intervals], wanted: Sequence[Intervals]) -> Where:
             both = intersect(((lo, hi),), wanted_intervals)
             intervals += [(a - lo + offset, b - lo + offset) for a, b in both]
             offset += hi - lo
-        result.append(joined(intervals))
+        result.append(merge_adjacent(intervals))
     return tuple(result)
 
 

@@ -119,12 +119,12 @@ class TensorSpec:
     def intervals(self, dim: int, coordinates: Mapping[str, int]) -> Intervals:
         """Return the global indices of ``dim`` that the rank at ``coordinates`` holds."""
         size = self.shape[dim]
-        held: Intervals = ((0, size),) if size else ()
+        result: Intervals = ((0, size),) if size else ()
         for axis, placement in zip(self.mesh.axes, self.placements, strict=True):
             if isinstance(placement, Shard) and placement.dim == dim:
                 sets = index_sets(placement, size, self.mesh.axis_size(axis))
-                held = intersect(held, sets[coordinates[axis]])
-        return held
+                result = intersect(result, sets[coordinates[axis]])
+        return result
 
     def cuts(self, dim: int, *, but: str = "") -> list[tuple[Shard, int]]:
         """Return (placement, axis size) of each axis but ``but`` that splits ``dim``."""
@@ -165,7 +165,8 @@ class TensorSpec:
         )
 
     def _dim_text(self, dim: int) -> str:
-        """Return the text of a dim: its size, or its splits."""
+        """Return the text of a dim: its size, or its splits, as in ``8@(tp,dp)`` or
+        ``12@tp&3*4@dp`` if the splits are independent."""
         size = self.shape[dim]
         splits = [
             (axis, p) for axis, p in self.sharding.items() if isinstance(p, Shard) and p.dim == dim

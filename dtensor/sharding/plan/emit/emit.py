@@ -60,7 +60,7 @@ def emit(
         spec = emitter.spec(item.name, {c.axis: c.inputs[item.name] for c in chosen})
         inputs.append(_planned_input(request, item, spec, chosen))
         for stage in item.stages:
-            emitter.add(item.name, Copy(item.name, spec, stage, True, "forward"))
+            emitter.add_copy(item.name, Copy(item.name, spec, stage, True, "forward"))
     for op in flow.ops:
         emitter.compute(op, op.results, op.stage, op.phase)
     outputs = Outputs(emitter, {i.label: i for i in inputs}).emit()
@@ -165,7 +165,7 @@ class Outputs:
         by = Reader(output.stage, _phase(output), "", "an output")
         copy = self.scattered.get((output.value, output.stage, str(output.of)))
         if copy is None:
-            on_stage = e.on(output.value, output.stage)
+            on_stage = e.copies_on(output.value, output.stage)
             copy = on_stage[0] if on_stage else None
         if copy is None:
             copy = e.transfer(e.copies[output.value][0], output.value, by)
@@ -185,7 +185,7 @@ class Outputs:
             )
             name, spec = result, dst
         final_spec = self._final_spec(output, spec)
-        for existing in e.on(output.value, output.stage) if name == copy.name else ():
+        for existing in e.copies_on(output.value, output.stage) if name == copy.name else ():
             if alike(existing.spec, final_spec):
                 return _PendingOutput(output, existing.name, (), existing.spec, of)
         # all_reduces of gradients share buckets, so `moves` must not split them into two steps

@@ -59,7 +59,7 @@ def _scatter_over(
         if output.kind != "gradient" or item is None:
             continue
         at = (output.value, output.stage, item.label)
-        copy = scattered.get(at) or next(iter(e.on(output.value, output.stage)), None)
+        copy = scattered.get(at) or next(iter(e.copies_on(output.value, output.stage)), None)
         if copy is None or copy.name not in producer_index or not _is_accumulated(copy):
             continue
         dst = copy.spec.with_placements(**{axis: item.state.placement(axis)})

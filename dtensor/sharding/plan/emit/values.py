@@ -109,7 +109,7 @@ class Emitter:
         )
         for value, name, spec in zip(op.results, result_names, results, strict=True):
             if value is not None and name is not None and spec is not None:
-                self.add(value, Copy(name, spec, stage, once, phase))
+                self.add_copy(value, Copy(name, spec, stage, once, phase))
 
     def _makes_float32(self, op: Op, operands: Sequence[Copy]) -> bool:
         """Return whether the op makes float32 parts, or reads an operand in float32 parts."""
@@ -117,7 +117,7 @@ class Emitter:
         reads_float32 = any(copy.spec.dtype != meta.dtype for copy, meta in metas)
         return reads_float32 or callable(self.rules[op.name].parts)
 
-    def add(self, value: str, copy: Copy) -> Copy:
+    def add_copy(self, value: str, copy: Copy) -> Copy:
         self.copies.setdefault(value, []).append(copy)
         return copy
 
@@ -126,7 +126,7 @@ class Emitter:
     def need(self, value: str, wanted: TensorSpec, by: Reader) -> Copy:
         """Return a copy with the spec ``wanted`` on the reader's stage; emit it if needed."""
         producer = self.request.flow.producers.get(value)
-        on_stage = self.on(value, by.stage)
+        on_stage = self.copies_on(value, by.stage)
         if (
             not on_stage
             and producer is not None
@@ -135,7 +135,7 @@ class Emitter:
             # transfer the viewed value once, and repeat its views on the reader's stage
             result_names = (self.fresh(f"{value}_at{by.stage}"),)
             self.compute(producer, result_names, by.stage, by.phase)
-            on_stage = self.on(value, by.stage)
+            on_stage = self.copies_on(value, by.stage)
         if on_stage:
             copy, path = self._cheapest(on_stage, wanted)
             return self._convert(copy, value, path, by)
@@ -143,7 +143,7 @@ class Emitter:
         # backward of a later stage reads must be sent in the forward, because the backward of the
         # sender's stage comes after it.
         first = self.copies[value][0]
-        candidates = [c for c in self.on(value, first.stage) if c.phase == first.phase]
+        candidates = [c for c in self.copies_on(value, first.stage) if c.phase == first.phase]
         copy, path = self._cheapest(candidates, wanted)
         num_before = _moves_before_transfer(copy, path, self.request.num_microbatches)
         sender = replace(by, stage=first.stage, phase=first.phase)
@@ -151,7 +151,7 @@ class Emitter:
         copy = self.transfer(copy, value, replace(by, phase=first.phase))
         return self._convert(copy, value, path[num_before:], by)
 
-    def on(self, value: str, stage: int) -> list[Copy]:
+    def copies_on(self, value: str, stage: int) -> list[Copy]:
         """Return the copies of the value on the stage."""
         return [copy for copy in self.copies[value] if copy.stage == stage]
 
@@ -196,7 +196,7 @@ class Emitter:
                 why=by.why,
             )
         )
-        return self.add(value, Copy(result, move.dst, by.stage, once, by.phase))
+        return self.add_copy(value, Copy(result, move.dst, by.stage, once, by.phase))
 
     def transfer(self, copy: Copy, value: str, by: Reader) -> Copy:
         """Emit a transfer to the reader's stage; return the new copy."""
@@ -214,7 +214,7 @@ class Emitter:
                 why=by.why,
             )
         )
-        return self.add(value, Copy(result, copy.spec, by.stage, copy.once, by.phase))
+        return self.add_copy(value, Copy(result, copy.spec, by.stage, copy.once, by.phase))
 
 
 def is_full_view(op: Op, rule: Rule) -> bool:

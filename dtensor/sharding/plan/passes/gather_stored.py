@@ -120,7 +120,8 @@ class _Gathering:
         return self._base(step.operands[0])
 
     def _add_to_group(self, value: str, stage: int, when: When) -> None:
-        """Add the parameter of a value that is used to the group of its layer."""
+        """Add the parameter from which ``value`` is made, if it is to be gathered, to the group of
+        its layer, which is gathered in one message."""
         if not self._depends(value):
             return
         parameter, member = self._base(value)

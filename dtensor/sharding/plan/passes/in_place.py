@@ -66,18 +66,20 @@ def in_place(plan: PlanRecord) -> PlanRecord:
         if unsafe is None:
             break
         why = "its position depends on a message, or on another write before the commit"
-        writes[writes.index(unsafe)] = _copied(plan, unsafe, why)
+        writes[writes.index(unsafe)] = _copy_at_commit(plan, unsafe, why)
     for number, write in enumerate(writes):
         other_inputs = changed - {*in_place_names, write.name}
         if write.how == "at the commit" and dependencies.roots_of(write) & other_inputs:
-            write = _copied(plan, write, "it reads another value that changes at the commit")
+            write = _copy_at_commit(
+                plan, write, "it reads another value that changes at the commit"
+            )
         if write.how == "copied":
             write = replace(write, shares=bool(roots(write.value, producers) & changed))
         writes[number] = write
     return replace(plan, state_writes=tuple(writes))
 
 
-def _copied(plan: PlanRecord, write: StateWrite, why: str) -> StateWrite:
+def _copy_at_commit(plan: PlanRecord, write: StateWrite, why: str) -> StateWrite:
     """Return the write as a copy at the commit, for the reason ``why``."""
     item = next(i for i in plan.inputs if i.name == write.name)
     return StateWrite(
@@ -155,7 +157,7 @@ class _StorageWrites:
             self._walk()
             return self._decision(write)
         except _NotInPlace as error:
-            return _copied(self.plan, write, str(error))
+            return _copy_at_commit(self.plan, write, str(error))
 
     def _walk(self) -> None:
         """Find the chain, then walk the plan and record versions, writes and reads. Raises

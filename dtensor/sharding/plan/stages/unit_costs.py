@@ -67,8 +67,8 @@ def chain_of(
         tied=tuple(pricing.ties()),
         barred=reused,
         depth=depth,
-        bytes_held=tuple(SharedCost(n, units) for units, n in pricing.held().items()),
-        bytes_kept=tuple(SharedCost(n, units) for units, n in pricing.kept().items()),
+        bytes_held=tuple(SharedCost(n, units) for units, n in pricing.state_by_units().items()),
+        bytes_kept=tuple(SharedCost(n, units) for units, n in pricing.saved_by_units().items()),
         bytes_passing=tuple(pricing.passing.get(u, 0) for u in range(num)),
     )
 
@@ -257,7 +257,7 @@ class UnitPricing:
             if o.kind == "gradient"
         }
 
-    def held(self) -> dict[Units, int]:
+    def state_by_units(self) -> dict[Units, int]:
         """Return the bytes of parameters, gradients and optimizer state, by their units."""
         bytes_by_units: defaultdict[Units, int] = defaultdict(int)
         gradients = self._gradient_bytes()
@@ -270,7 +270,7 @@ class UnitPricing:
                 bytes_by_units[self.uses[step.parameter]] += step.state_bytes + step.master_bytes
         return bytes_by_units
 
-    def kept(self) -> dict[Units, int]:
+    def saved_by_units(self) -> dict[Units, int]:
         """Return the bytes of forward values that the backward reads, by the reading units."""
         bytes_by_units: defaultdict[Units, int] = defaultdict(int)
         for spec, units in self.kept_values():

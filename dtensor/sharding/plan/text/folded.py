@@ -78,7 +78,7 @@ def _layer_line(line: Line, run: Run, steps: Sequence[Step], offset: int) -> Lin
     """Return a line of the shown layer, with the cost and the labels of all layers."""
     more = line.more
     if more:
-        steps_of_layers = run.alike(steps, offset)
+        steps_of_layers = run.steps_of_layers(steps, offset)
         more = member_lines([label for s in steps_of_layers for label in s.labels])
     cost = f"{line.cost} x{run.count}" if line.cost else ""
     return replace(line, cost=cost, more=more, inner=True)

@@ -50,7 +50,7 @@ class Run:
         first = self.start + self.shown * self.period
         return section[first : first + self.period]
 
-    def alike(self, section: Sequence[Step], offset: int) -> Sequence[Step]:
+    def steps_of_layers(self, section: Sequence[Step], offset: int) -> Sequence[Step]:
         """Return the step at ``offset`` of every layer."""
         return section[self.start + offset : self.stop : self.period]
 
@@ -207,6 +207,7 @@ class _RunFinder:
         ]
         if not numbered:
             return "not numbered"
+        # name each layer by its numbered labels
         names: list[list[str]] = [[] for _ in range(layers)]
         for layer in range(layers):
             for offset, number, (_, _, differences) in numbered:
@@ -220,7 +221,7 @@ class _RunFinder:
         self._record_places(start, period, layers, common)
         # (offset, index of the result) -> value of the shown layer
         places = {(o, n): name for name, (layer, o, n) in results.items() if layer == shown}
-        passed = [
+        passed = [  # values that a later layer reads
             name
             for (offset, number), name in sorted(places.items())
             if any(

@@ -153,8 +153,8 @@ def _repeated_work_text(plan: PlanRecord, axis: str) -> str:
     repeated = [(step, flops) for step, flops in ops if not _is_placed(step, axis)]
     if not splits_little:  # then other replicated weights, such as a head's, are intended
         repeated = [(s, flops) for s, flops in repeated if _attends(s)]
-    total, same = (sum(flops for _, flops in pairs) for pairs in (ops, repeated))
-    if same <= _MAX_REPEATED_FRACTION * total:
+    total, num_repeated = (sum(flops for _, flops in pairs) for pairs in (ops, repeated))
+    if num_repeated <= _MAX_REPEATED_FRACTION * total:
         return ""
     longest = max(repeated, key=lambda op_and_flops: op_and_flops[1])[0]
     longest_text = op_text(longest.op.call) + f" at {longest.source}" * bool(longest.source)
@@ -171,8 +171,8 @@ def _repeated_work_text(plan: PlanRecord, axis: str) -> str:
             f"step.plan(...).explain({longest.gives[0]!r}) says why it is not split"
         )
     return (
-        f"the {size} ranks of {axis} repeat the same work: {same / total:.0%} of the FLOP of each, "
-        f"most of it in {longest_text}.\n"
+        f"the {size} ranks of {axis} repeat the same work: {num_repeated / total:.0%} of the FLOP of "
+        f"each, most of it in {longest_text}.\n"
         f"fix: {fix}; {statement} states that it is meant"
     )
 

@@ -84,7 +84,7 @@ def render(
         *(f"autocast    list of {name}" for name in plan.flow.autocast),
         *_axes(totals),
         *split_ends(plan),
-        *_stored(plan),
+        *_stored_lines(plan),
         *_statistics(plan),
     ]
     text += [*notices_of(plan), *note]
@@ -92,7 +92,7 @@ def render(
         if plan.num_stages > 1:
             text += ["", f"stage {stage} of {plan.num_stages}    {_ranks(plan, stage)}"]
         text += ["", "inputs", *_inputs(plan, stage)]
-        sections: dict[str, list[Line | str]] = {
+        sections: dict[str, list[Line | str]] = {  # by name
             name: [*lines[stage, name]] if lines else [line_of(plan, s, stage) for s in steps]
             for name, steps in steps_by_section(plan, stage).items()
         }
@@ -393,7 +393,7 @@ def _auto_stages(totals: PlanTotals) -> list[str]:
     return wrapped(text, "auto       ", WIDTH)
 
 
-def _stored(plan: PlanRecord) -> list[str]:
+def _stored_lines(plan: PlanRecord) -> list[str]:
     """Return the lines of state that is stored split: by misaligned pins, and by ZeRO."""
     groups: dict[Misaligned, list[str]] = {}
     for item in plan.inputs:

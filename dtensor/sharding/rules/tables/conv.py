@@ -47,8 +47,8 @@ def _terms(
     result: list[str] = []
     for d, width in enumerate(weight[2:]):
         # A kernel of one point with stride 1 maps each position to itself, so the dim may be split.
-        is_point = width == 1 and _at(stride, d) == 1 and _at(padding, d) == 0
-        if is_point and _at(output_padding, d) == 0:
+        is_point = width == 1 and _setting_of(stride, d) == 1 and _setting_of(padding, d) == 0
+        if is_point and _setting_of(output_padding, d) == 0:
             source, kernel, result = [*source, f"s{d}"], [*kernel, "1"], [*result, f"s{d}"]
         else:
             source, kernel = [*source, f"x{d}!"], [*kernel, f"k{d}!"]
@@ -63,7 +63,7 @@ def _terms(
     )
 
 
-def _at(setting: Any, dim: int) -> int:
+def _setting_of(setting: Any, dim: int) -> int:
     """Return the value for ``dim`` of a setting that lists one value for each dim or for all."""
     return setting[dim] if len(setting) > 1 else setting[0]
 
@@ -75,7 +75,8 @@ def _flops(
 
 
 def _convolution(call: OpCall) -> Rule:
-    """Return the rule "n (g i) x, (g o) i k, (g o) -> n (g o) y", with terms by `_terms`."""
+    """Return the rule "n (g i) x, (g o) i k, (g o) -> n (g o) y" of g groups. The bias is added to
+    a sum over i, so it must be pending if i is split."""
     args = positional(call)
     x, weight = call.operands[0].shape, call.operands[1].shape
     terms = _terms(call, x, weight, args[3:])

@@ -29,14 +29,14 @@ from dtensor.sharding.spec.placements import length
 aten: Any = torch.ops.aten
 
 
-def _sized(localize: Localizer) -> Builder:
+def _creation_builder(localize: Localizer) -> Builder:
     """Return a builder for an op without operands, whose result splits in every dim."""
     return lambda call: make(
         call, f"-> {' '.join(dim_names(len(call.result.shape)))}", localize=localize
     )
 
 
-def _like(localize: Localizer) -> Builder:
+def _like_builder(localize: Localizer) -> Builder:
     """Return a builder for ``new_zeros(x, sizes)``: x determines dtype and device. It may be split
     if the result has its shape."""
 
@@ -52,7 +52,7 @@ def _like(localize: Localizer) -> Builder:
     return build
 
 
-def _created_by(target: Callable[..., Any], num_tensors: int = 0) -> Localizer:
+def _create_with(target: Callable[..., Any], num_tensors: int = 0) -> Localizer:
     """Return a localizer that calls ``target`` with the shard's sizes instead, for ops that state
     strides or create tensors without memory. ``num_tensors``: how many tensors come first."""
 
@@ -124,9 +124,9 @@ def _with_global_pieces(call: OpCall, local: Local) -> OpCall:
     return replace(call, kwargs=(*call.kwargs, *extra))
 
 
-_FULL, _NEW = _sized(local_sizes(0)), _like(local_sizes(1))
-_EMPTY = _sized(_created_by(aten.empty.memory_format))
-_RANDOM = _sized(_local_random)
+_FULL, _NEW = _creation_builder(local_sizes(0)), _like_builder(local_sizes(1))
+_EMPTY = _creation_builder(_create_with(aten.empty.memory_format))
+_RANDOM = _creation_builder(_local_random)
 
 RULES: dict[str, Builder] = {
     "aten.full.default": _FULL,
@@ -136,8 +136,8 @@ RULES: dict[str, Builder] = {
     "aten.empty_strided.default": _EMPTY,
     "aten.empty_permuted.default": _EMPTY,
     # autograd's zeros without memory, for which ranks create plain zeros
-    "aten._efficientzerotensor.default": _sized(_created_by(aten.zeros.default)),
-    "aten.new_empty_strided.default": _like(_created_by(aten.new_empty.default, 1)),
+    "aten._efficientzerotensor.default": _creation_builder(_create_with(aten.zeros.default)),
+    "aten.new_empty_strided.default": _like_builder(_create_with(aten.new_empty.default, 1)),
     "aten.new_zeros.default": _NEW,
     "aten.new_ones.default": _NEW,
     "aten.new_full.default": _NEW,

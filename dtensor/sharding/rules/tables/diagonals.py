@@ -100,13 +100,13 @@ def _roll(call: OpCall) -> Rule:
 # -- strides --------------------------------------------------------------------------------------
 
 
-def _strided(call: OpCall) -> Rule:
+def _as_strided(call: OpCall) -> Rule:
     _check_strides(call, 1)
     x, out = whole_dims("x", len(call.operands[0].shape)), whole_dims("y", len(call.result.shape))
-    return make(call, f"{x} -> {out}", linear=_LINEAR, localize=_local_strided)
+    return make(call, f"{x} -> {out}", linear=_LINEAR, localize=_local_as_strided)
 
 
-def _local_strided(call: OpCall, local: Local) -> OpCall:
+def _local_as_strided(call: OpCall, local: Local) -> OpCall:
     size, stride, offset = call.args[1], call.args[2], call.arg(3, "storage_offset") or 0
     return retarget(call, local_forms.strided, call.args[0], size, stride, offset)
 
@@ -158,8 +158,8 @@ RULES: dict[str, Builder] = {
     "aten.unfold_copy.default": _unfold,
     "aten.unfold_backward.default": _unfold_backward,
     "aten.roll.default": _roll,
-    "aten.as_strided.default": _strided,
-    "aten.as_strided_copy.default": _strided,
+    "aten.as_strided.default": _as_strided,
+    "aten.as_strided_copy.default": _as_strided,
     "aten.as_strided_scatter.default": _strided_scatter,
     "aten.resize.default": _resize,
 }

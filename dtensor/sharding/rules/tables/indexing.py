@@ -160,7 +160,7 @@ def _with_whole_places(text: str) -> str:
 # -- one index along a dim ----------------------------------------------------------------------
 
 
-def _along(call: OpCall, index: str, *, source: bool, row: str = "w") -> str:
+def _terms_along(call: OpCall, index: str, *, source: bool, row: str = "w") -> str:
     """Return the terms ``x, i`` or ``x, i, y`` of an op that indexes one dim of x. The dim is named
     ``row`` in x, and named as the index in the ``source`` y."""
     shapes = [meta.shape for meta in call.operands]
@@ -186,7 +186,7 @@ def _index_select(call: OpCall) -> Rule:
     """Return the rule of index_select, "d0 w, i -> d0 i" along dim 1."""
     rank = len(call.operands[0].shape)
     row = "w!" if call.operands[0].dtype == torch.bool else "w"
-    left = _along(call, "i", source=False, row=row)
+    left = _terms_along(call, "i", source=False, row=row)
     if rank == 0:
         return make(call, f"{left} -> ", linear=_LINEAR)
     places = "i" if call.operands[1].shape else "1"
@@ -199,27 +199,27 @@ def _index_select(call: OpCall) -> Rule:
 def _index_add(call: OpCall) -> Rule:
     """Return the rule of index_add, "d0 w, i, d0 i -> d0 w" along dim 1."""
     index = "i!" if call.operands[0].dtype == torch.bool else "i"
-    left = _along(call, index, source=True)
+    left = _terms_along(call, index, source=True)
     text = f"{left} -> {left.split(',')[0]}"
     localize = _localizer_along(call, "index_add")
     return make(call, text, linear=((0, 2),), addends=(0,), localize=localize)
 
 
 def _index_copy(call: OpCall) -> Rule:
-    left = _along(call, "i!", source=True)
+    left = _terms_along(call, "i!", source=True)
     text = f"{left} -> {left.split(',')[0]}"
     return make(call, text, linear=((0, 2),), localize=_localizer_along(call, "index_copy"))
 
 
 def _index_reduce(call: OpCall) -> Rule:
-    left = _along(call, "i!", source=True, row="w!")
+    left = _terms_along(call, "i!", source=True, row="w!")
     linear: Groups = ((0, 2),) if call.arg(4, "reduce") == "mean" else ()
     return make(call, f"{left} -> {left.split(',')[0]}", linear=linear)
 
 
 def _index_fill(call: OpCall) -> Rule:
     """Return the rule of index_fill, whose value may be a number or a scalar tensor."""
-    left = _along(call, "i!", source=False)
+    left = _terms_along(call, "i!", source=False)
     groups: Groups = ((0,),) if call.arg(3, "value") == 0 else ()
     if isinstance(call.arg(3, "value"), Operand):
         left, groups = f"{left}, ", ((0, 2),)

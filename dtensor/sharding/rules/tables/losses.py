@@ -24,7 +24,7 @@ _NONE, _MEAN, _SUM = 0, 1, 2
 _BACKWARD: Groups = ((0,),)
 
 
-def _divided(reduction_at: int, count: int, function: Callable[..., Any]) -> Localizer:
+def _mean_localizer(reduction_at: int, count: int, function: Callable[..., Any]) -> Localizer:
     """Return a localizer of a mean: ``function`` calls the op for the sum and divides by ``count``.
     If nothing is split, the call stays as it is. ``reduction_at``: the position of the argument
     that states the reduction."""
@@ -53,7 +53,7 @@ def elementwise_loss(
         loss = "..." if reduction == _NONE else ""
         inputs = ", ".join("..." for _ in call.operands[int(backward) :])
         text = f"{loss}, {inputs} -> ..." if backward else f"{inputs} -> {loss}"
-        localize = _divided(reduction_at, num_pairs(call, int(backward)), function_of_mean)
+        localize = _mean_localizer(reduction_at, num_pairs(call, int(backward)), function_of_mean)
         groups = linear if backward else ()
         return make(call, text, linear=groups, localize=localize if reduction == _MEAN else None)
 
@@ -89,7 +89,9 @@ def _row_loss(reduction_at: int, *, two_results: bool = False) -> Builder:
             return make(call, f"{', '.join(left)} -> {', '.join([n, *right])}")
         count = call.operands[0].shape[0] if n else 1
         function_of_mean = local_forms.first_over if two_results else local_forms.loss_over
-        localize = _divided(reduction_at, count, function_of_mean) if reduction == _MEAN else None
+        localize = (
+            _mean_localizer(reduction_at, count, function_of_mean) if reduction == _MEAN else None
+        )
         text = f"{', '.join(left)} -> {', '.join(['', *right])}"
         return make(call, text, localize=unless_empty(localize))
 
@@ -109,7 +111,7 @@ def _row_loss_backward(reduction_at: int) -> Builder:
         left += [x if rank == len(m.shape) and rank > 1 else "c!" for m in call.operands[3:]]
         reduction = positional(call)[reduction_at]
         count = call.operands[1].shape[0] if n else 1
-        mean_localizer = _divided(reduction_at, count, local_forms.loss_backward_over)
+        mean_localizer = _mean_localizer(reduction_at, count, local_forms.loss_backward_over)
         localize = unless_empty(mean_localizer if reduction == _MEAN else None)
         return make(call, f"{', '.join(left)} -> {x}", linear=_BACKWARD, localize=localize)
 

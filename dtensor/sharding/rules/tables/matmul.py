@@ -41,9 +41,10 @@ from dtensor.sharding.spec.placements import Shard, index_sets, simplest
 _PRODUCT: Groups = ((0,), (1,))
 
 
-def _added(product: str, result: str, flops: str) -> Builder:
-    """Return a builder for ``beta * x + alpha * a b``; x must be pending if k is split. The texts
-    are those of ``pattern``: ``_added("m k, k n", "m n", "m k n")``."""
+def _with_addend(product: str, result: str, flops: str) -> Builder:
+    """Return a builder for ``beta * x + alpha * a b``; x must be pending if k is split. The terms
+    of a and b, of the result, and the factors of a multiply-add are written as in
+    `pattern`: ``_with_addend("m k, k n", "m n", "m k n")``."""
 
     def build(call: OpCall) -> Rule:
         """Return the rule ``m n, m k, k n -> m n``, with 1 for a dim in which x is broadcast."""
@@ -336,11 +337,11 @@ RULES: dict[str, Builder] = {
     "aten.mv.default": pattern("m k, k -> m", linear=_PRODUCT, flops="m k"),
     "aten.dot.default": pattern("k, k -> ", linear=_PRODUCT, flops="k"),
     "aten.vdot.default": pattern("k, k -> ", linear=_PRODUCT, flops="k"),
-    "aten.addmm.default": _added("m k, k n", "m n", "m k n"),
-    "aten.baddbmm.default": _added("b m k, b k n", "b m n", "b m k n"),
-    "aten.addbmm.default": _added("b m k, b k n", "m n", "b m k n"),
-    "aten.addmv.default": _added("m k, k", "m", "m k"),
-    "aten.addr.default": _added("m, n", "m n", "m n"),
+    "aten.addmm.default": _with_addend("m k, k n", "m n", "m k n"),
+    "aten.baddbmm.default": _with_addend("b m k, b k n", "b m n", "b m k n"),
+    "aten.addbmm.default": _with_addend("b m k, b k n", "m n", "b m k n"),
+    "aten.addmv.default": _with_addend("m k, k", "m", "m k"),
+    "aten.addr.default": _with_addend("m, n", "m n", "m n"),
     "aten.linear.default": _linear,
     "dt.attention.default": _by_heads(_attention, 0),
     "dt.attention_backward.default": _by_heads(_attention_backward, 1),

@@ -31,28 +31,30 @@ def pointwise(linearity: Linearity) -> Builder:
     return build
 
 
-def nowhere(call: OpCall) -> Groups:
+def linear_in_none(call: OpCall) -> Groups:
     """Return no linear groups: the op is not linear in any operand."""
     return ()
 
 
-def each(call: OpCall) -> Groups:
+def linear_in_each(call: OpCall) -> Groups:
     """Return one linear group for each operand: the op is a product of its tensors."""
     return tuple((i,) for i in range(len(call.operands)))
 
 
-def jointly(*arguments: tuple[int, str]) -> Linearity:
+def linear_jointly(*arguments: tuple[int, str]) -> Linearity:
     """Return a function that returns one linear group of these arguments, by position and name; no
     group for a call in which one of them is a literal other than 0."""
     return lambda call: joint_group(call, *arguments)
 
 
-first = jointly((0, "self"))  # copies, quotients, and backwards, whose operand 0 is the gradient
-first_two: Linearity = jointly((0, "self"), (1, "other"))
-branches: Linearity = jointly((1, "self"), (2, "other"))
-filled: Linearity = jointly((0, "self"), (2, "value"))
-source: Linearity = jointly((1, "src"))
-addend_and_quotient = jointly((0, "self"), (1, "tensor1"))  # addcdiv: self + value * a / b
+first = linear_jointly(
+    (0, "self")
+)  # copies, quotients, and backwards, whose operand 0 is the gradient
+first_two: Linearity = linear_jointly((0, "self"), (1, "other"))
+branches: Linearity = linear_jointly((1, "self"), (2, "other"))
+filled: Linearity = linear_jointly((0, "self"), (2, "value"))
+source: Linearity = linear_jointly((1, "src"))
+addend_and_quotient = linear_jointly((0, "self"), (1, "tensor1"))  # addcdiv: self + value * a / b
 
 
 def addend_and_either(call: OpCall) -> Groups:
@@ -70,7 +72,7 @@ def _cast(call: OpCall) -> Rule:
 _LINEARITY: dict[Linearity, str] = {
     first_two: """
         add.Tensor add.Scalar sub.Tensor sub.Scalar rsub.Tensor rsub.Scalar""",
-    each: "mul.Tensor mul.Scalar",
+    linear_in_each: "mul.Tensor mul.Scalar",
     first: """
         div.Tensor div.Scalar neg clone detach alias lift_fresh lift_fresh_copy positive
         contiguous zeros_like gelu_backward silu_backward threshold_backward tanh_backward
@@ -80,7 +82,7 @@ _LINEARITY: dict[Linearity, str] = {
     source: "copy",
     addend_and_quotient: "addcdiv",
     addend_and_either: "addcmul",
-    nowhere: """
+    linear_in_none: """
         pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar sqrt rsqrt exp exp2 expm1 log log2 log10
         log1p sin cos tan tanh sigmoid relu gelu silu leaky_relu hardtanh elu softplus abs sign
         sgn reciprocal square erf floor ceil round trunc isnan isinf nan_to_num atan2 clamp

@@ -116,7 +116,7 @@ _MAXIMA_BACKWARD = {
 _PLACED_AT_INDICES = {2: "max_unpool2d", 3: "max_unpool3d"}
 
 
-def _add(
+def _add_rules(
     ops: dict[int, str], form: str, linear: Groups = _LINEAR, localize: Localizer | None = None
 ) -> None:
     """Add the rule `planes` to RULES for ops by the number of dims of their planes."""
@@ -125,9 +125,9 @@ def _add(
         RULES.update(dict.fromkeys(full_names(names), builder))
 
 
-_add(_LINEAR_OPS, "x -> y")
-_add(_GRAD_AND_INPUT, "y, x -> x")
-_add(_GRAD_AND_SIZE, "y -> x", localize=_local_input_size)
-_add(_MAXIMA, "x -> y, y", linear=())
-_add(_MAXIMA_BACKWARD, "y, x, y -> x", localize=contiguous())
-_add(_PLACED_AT_INDICES, "y, y -> x")
+_add_rules(_LINEAR_OPS, "x -> y")
+_add_rules(_GRAD_AND_INPUT, "y, x -> x")
+_add_rules(_GRAD_AND_SIZE, "y -> x", localize=_local_input_size)
+_add_rules(_MAXIMA, "x -> y, y", linear=())
+_add_rules(_MAXIMA_BACKWARD, "y, x, y -> x", localize=contiguous())
+_add_rules(_PLACED_AT_INDICES, "y, y -> x")

@@ -34,8 +34,8 @@ from dtensor.sharding.rules.tables.pointwise import (
     Linearity,
     first,
     first_two,
-    jointly,
-    nowhere,
+    linear_in_none,
+    linear_jointly,
     pointwise,
 )
 
@@ -43,7 +43,7 @@ aten: Any = torch.ops.aten
 _LINEAR: Groups = ((0,),)
 
 # fill(x, value) is linear in both: the result does not depend on x
-second: Linearity = jointly((0, "self"), (1, "value"))
+second: Linearity = linear_jointly((0, "self"), (1, "value"))
 
 _LINEARITY: dict[Linearity, str] = {
     first: """
@@ -55,7 +55,7 @@ _LINEARITY: dict[Linearity, str] = {
         __lshift__.Scalar""",
     first_two: "lerp.Tensor lerp.Scalar complex",
     second: "fill.Tensor",
-    nowhere: """
+    linear_in_none: """
         celu selu hardswish hardsigmoid mish softshrink hardshrink threshold _prelu_kernel
         log_sigmoid_forward acos acosh asin asinh atan atanh cosh sinh sinc angle erfc erfinv
         digamma lgamma mvlgamma polygamma i0 logit frac round.decimals signbit isfinite isposinf
@@ -132,7 +132,7 @@ RULES: dict[str, Builder] = {
         for name in full_names(ops)
     },
     **{
-        f"aten.special_{name}.{overload}": pointwise(nowhere)
+        f"aten.special_{name}.{overload}": pointwise(linear_in_none)
         for name in _POLYNOMIALS.split()
         for overload in ("default", "x_scalar", "n_scalar")
     },
