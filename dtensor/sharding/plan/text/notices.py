@@ -171,8 +171,8 @@ def _repeated_work_text(plan: PlanRecord, axis: str) -> str:
             f"step.plan(...).explain({longest.gives[0]!r}) says why it is not split"
         )
     return (
-        f"the {size} ranks of {axis} repeat the same work: {num_repeated / total:.0%} of the FLOP of "
-        f"each, most of it in {longest_text}.\n"
+        f"the {size} ranks of {axis} repeat the same work: {num_repeated / total:.0%} of the FLOP "
+        f"of each, most of it in {longest_text}.\n"
         f"fix: {fix}; {statement} states that it is meant"
     )
 
