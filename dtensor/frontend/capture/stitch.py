@@ -103,15 +103,14 @@ def _occurrences(
         kind = kinds[key]
         parts.append(_Occurrence(segment=segment, kind=kind))
         if segment is not segments[-1]:
-            with_grad = [
-                node for node, (_, w) in zip(segment.outputs, kind.outputs, strict=True) if w
-            ]
+            outputs = list(zip(segment.outputs, kind.outputs, strict=True))
+            with_grad = [node for node, (_, requires_grad) in outputs if requires_grad]
             if len(with_grad) > 1 or any(reader_count[node] > 1 for node in with_grad):
                 raise NotSeparable
-            for node, (like, wants) in zip(segment.outputs, kind.outputs, strict=True):
+            for node, (like, requires_grad) in outputs:
                 if like.is_conj() or like.is_neg():
                     raise NotSeparable  # `_fake` does not copy these bits
-                values[node] = _fake(like, wants, mode)
+                values[node] = _fake(like, requires_grad, mode)
     return parts
 
 
@@ -271,11 +270,8 @@ class _Stitcher:
         return node
 
     def _output(self, last: _Copy) -> None:
-        results = {
-            i: last.outputs[aot.PlainAOTOutput(i)] for i in range(len(last.part.kind.outputs))
-        }
-        values: list[fx.Node | None] = list(results.values())
-        descs: list[Any] = [aot.PlainAOTOutput(i) for i in results]
+        descs: list[Any] = [aot.PlainAOTOutput(i) for i in range(len(last.part.kind.outputs))]
+        values: list[fx.Node | None] = [last.outputs[desc] for desc in descs]
         for desc in self.inputs:
             if not isinstance(desc, aot.TangentAOTInput):
                 values.append(self.gradients.get(desc))
@@ -300,12 +296,12 @@ class _Copy:
 
     def __init__(self, stitcher: _Stitcher, part: _Occurrence) -> None:
         self.stitcher, self.part = stitcher, part
-        self.env: dict[fx.Node, fx.Node] = {}
-        self.outputs: dict[Any, fx.Node] = {}
+        self.env: dict[fx.Node, fx.Node] = {}  # by node of the kind's graph
+        self.outputs: dict[Any, fx.Node] = {}  # by torch's descriptor
         numbers = zip(part.kind.segment.numbers, part.segment.numbers, strict=True)
         self.numbers = {old: number for old, (_, number) in numbers}
-        self.sequence: dict[int, int] = {}
-        self.stacks: dict[int, dict[str, Any]] = {}
+        self.sequence: dict[int, int] = {}  # sequence numbers by those of the kind's graph
+        self.stacks: dict[int, dict[str, Any]] = {}  # by id of the kind's stack
         self.backward_nodes: list[fx.Node] = []
 
     def forward(self) -> None:
