@@ -54,12 +54,12 @@ def randomise(
     elif target is aten.scaled_dot_product_attention.default and bound(node)["dropout_p"] > 0:
         c = _RandomCall(graph, node, numbers, forward_mode)
         c.replace(_attention_with_dropout(c))
-    elif target in _FORMS and _is_supported(node):
+    elif target in _REWRITES and _is_supported(node):
         c = _RandomCall(graph, node, numbers, forward_mode)
         if not target._schema.is_mutable:
-            c.replace(_FORMS[target](c))
+            c.replace(_REWRITES[target](c))
         else:
-            c.replace(c(aten.copy_.default, c.x, _FORMS[target](c)))
+            c.replace(c(aten.copy_.default, c.x, _REWRITES[target](c)))
     else:
         return False
     return True
@@ -119,9 +119,9 @@ class _RandomCall(Writer):
         x = x if factor == 1 else self(aten.mul.Tensor, x, factor)
         return x if offset == 0 else self(aten.add.Tensor, x, offset)
 
-    def cast_mask(self, yes: fx.Node) -> fx.Node:
+    def cast_mask(self, mask: fx.Node) -> fx.Node:
         """Cast a mask to the dtype of the call's result."""
-        return self.cast(yes, torch.bool, self.out.dtype)
+        return self.cast(mask, torch.bool, self.out.dtype)
 
 
 # -- dropout -------------------------------------------------------------------------------------
@@ -257,7 +257,7 @@ def _rrelu(c: _RandomCall) -> fx.Node:
     return c(aten.where.self, c(aten.gt.Scalar, c.x, 0), c.x, negative_part)
 
 
-_FORMS: dict[Any, Callable[[_RandomCall], fx.Node]] = {
+_REWRITES: dict[Any, Callable[[_RandomCall], fx.Node]] = {
     aten.dropout.default: _dropout,
     aten.dropout_.default: _dropout,
     aten.feature_dropout.default: _feature_dropout,
@@ -292,7 +292,7 @@ _FORMS: dict[Any, Callable[[_RandomCall], fx.Node]] = {
     aten.randint_like.low_dtype: _integers,
 }
 RANDOM_OPS = {
-    *_FORMS,
+    *_REWRITES,
     aten.native_dropout.default,
     dt.dropout_add.default,
     aten.scaled_dot_product_attention.default,
