@@ -152,7 +152,7 @@ def _input_name(graph_input: Input) -> str:
 
 
 def _assigned_names(graph: fx.Graph) -> dict[fx.Node, str]:
-    """Return for each node that holds the value of an assignment the name of the variable.
+    """Return the names of the variables to which the values of nodes are assigned.
 
     The nodes of a statement are consecutive nodes with the same frames; nodes of functions that the
     line calls may follow. The value is the last node of the statement that a later forward node

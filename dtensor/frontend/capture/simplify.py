@@ -76,7 +76,7 @@ def simplify(graph: fx.Graph) -> None:
 
 
 def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
-    """Rewrite one node by the table of the module docstring."""
+    """Rewrite one node as the table in the module docstring shows."""
 
     def call(target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         with graph.inserting_before(node):
