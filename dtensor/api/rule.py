@@ -117,18 +117,18 @@ def op_overloads(op: str | OpOverload) -> tuple[OpOverload, ...]:
     if isinstance(op, OpOverload):
         return (op,)
     op_names = dispatch_get_all_op_names()
-    wanted = op
+    full_name = op
     if "::" not in op:  # "aten.mm.default", "aten.mm"
         namespace, _, name = op.partition(".")
-        wanted = f"{namespace}::{name}"
-    wanted = wanted.removesuffix(".default")
-    overloads = [n for n in op_names if n == wanted]
-    if not overloads or (wanted == op and "." not in wanted):
-        variants = [n for n in op_names if n == wanted or n.startswith(f"{wanted}.")]
+        full_name = f"{namespace}::{name}"
+    full_name = full_name.removesuffix(".default")
+    overloads = [n for n in op_names if n == full_name]
+    if not overloads or (full_name == op and "." not in full_name):
+        variants = [n for n in op_names if n == full_name or n.startswith(f"{full_name}.")]
         # an overload with out= only if there is no other
         overloads = [n for n in variants if not _overload(n)._schema.is_mutable] or variants
     if not overloads:
-        near = nearest(wanted, op_names)
+        near = nearest(full_name, op_names)
         raise PlanningError(
             f"there is no op {op}.\n"
             + (f"  nearest names: {listing(near)}\n" if near else "")
@@ -251,9 +251,9 @@ def _check_count(
     largest = None if any(_is_list(i.type) for i in items) else len(items)
     if count < least or (largest is not None and count > largest):
         limit = "any number" if largest is None else largest
-        wanted = str(least) if largest == least else f"{least} to {limit}"
+        expected = str(least) if largest == least else f"{least} to {limit}"
         raise PlanningError(
-            f"the pattern {pattern!r} has {count} {terms}, {op} has {wanted}: {listing(names)}.\n"
+            f"the pattern {pattern!r} has {count} {terms}, {op} has {expected}: {listing(names)}.\n"
             f"  {op._schema}\n"
             f"fix: write the dims of each tensor, in this order, with commas between them"
         )
@@ -279,9 +279,9 @@ def _check_new_factors(
             f'the pattern {pattern!r} of {op} has "..." in a result and in no operand.\n'
             f"fix: name the result's dims, each with a '!': every rank computes all of them"
         )
-    left, _, right = pattern.partition("->")
-    fixed = " ".join(f"{w}!" if w in extra else w for w in right.replace(",", " , ").split())
-    fixed = f"{left.rstrip()} -> {fixed.replace(' ,', ',')}"
+    operands_text, _, results_text = pattern.partition("->")
+    fixed = " ".join(f"{w}!" if w in extra else w for w in results_text.replace(",", " , ").split())
+    fixed = f"{operands_text.rstrip()} -> {fixed.replace(' ,', ',')}"
     raise PlanningError(
         f"the pattern {pattern!r} of {op} splits {listing(list(dict.fromkeys(extra)))}, "
         f"which no operand has: each rank would compute all of it.\n"

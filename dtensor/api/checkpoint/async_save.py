@@ -418,10 +418,10 @@ def _copy_on_ranks(
     """Start the run in which each rank copies its share of the values for its writer. The run
     returns the number of the next step."""
     model = model_home.model
-    counted = session.counted(f"{model_home.prefix}steps", model.steps, takes=False)
+    numbering = session.numbering(f"{model_home.prefix}steps", model.steps, takes=False)
     inputs: dict[str, object] = {STEP: model.steps.present(), SAVING: saving}
     key = "save", id(model), saving["format"]
-    return model_home.store.save(key, values, partial(save_program, values), inputs, counted)
+    return model_home.store.save(key, values, partial(save_program, values), inputs, numbering)
 
 
 @dataclass(frozen=True, slots=True)

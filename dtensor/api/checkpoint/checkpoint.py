@@ -260,11 +260,11 @@ def _fill_ranks(
     model_home.settle()
     tensors, homes = model.seen.tensors, current_homes(model, session.ranks, model_home)
     folder = os.path.abspath(checkpoint.path)
-    wanted = {stored.name: homes[label] for label, stored in values.items()}
+    homes_by_name = {stored.name: homes[label] for label, stored in values.items()}
     model_home.store.load(
         model_home.owner,
         {label: homes[label] for label in values},
-        lambda cluster: load_program(folder, wanted, cluster.size, cluster.device),
+        lambda cluster: load_program(folder, homes_by_name, cluster.size, cluster.device),
     )
     for label in values:
         _leave_other_holder(tensors[label], model_home)

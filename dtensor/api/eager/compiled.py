@@ -156,10 +156,10 @@ class CompiledFunction:
         session.place(planned.models, planned.plan, planned.stages)
         names = {output: fresh_name() for output in program.results}
         numbers = numbers_fed(self.calls.advance(), "compile", self._name)
-        counted = session.counted(f"calls {id(self)}", self.calls, takes=True)
+        numbering = session.numbering(f"calls {id(self)}", self.calls, takes=True)
         resets = self.calls.resets
         inputs = program.feed(call, numbers)
-        future = session.run(program.handle, inputs, names, counted, program.returned)
+        future = session.run(program.handle, inputs, names, numbering, program.returned)
         program.last_run = ref(future)
         session.record_write(program.written)
         mark_changed(call.leaves, planned.changed, future)
@@ -167,7 +167,7 @@ class CompiledFunction:
             try:
                 future.check()
             except TaskError:
-                session.give_back(self.calls, resets, counted)
+                session.give_back(self.calls, resets, numbering)
                 raise
         results: list[DTensor] = []
         for output, layout in program.results.items():

@@ -88,10 +88,10 @@ def with_line(error: PlanningError) -> PlanningError:
 
 def note_line(session: MeshSession) -> None:
     """Record the user's line for the session's next run."""
-    place = user_place() if session.cluster.failure is None else None
-    if place is not None:
+    file_and_line = user_place() if session.cluster.failure is None else None
+    if file_and_line is not None:
         lines = _lines_of_runs.setdefault(session, OrderedDict())
-        lines[session.cluster.runs] = place
+        lines[session.cluster.runs] = file_and_line
         if len(lines) > MAX_LINES:
             lines.popitem(last=False)
 
@@ -100,8 +100,8 @@ def with_line_of_run(session: MeshSession, error: DaftError) -> DaftError:
     """Return the failure of an eager op with the user's line that started the run."""
     failure = error.failure
     step = failure.step if failure.step is not None else session.cluster.runs - 1
-    place = _lines_of_runs.get(session, {}).get(step)
-    if failure.line is not None or place is None:
+    file_and_line = _lines_of_runs.get(session, {}).get(step)
+    if failure.line is not None or file_and_line is None:
         return error
-    source = line_of(*place)
+    source = line_of(*file_and_line)
     return type(error)(replace(failure, line=f"{source}: {source.text}"))

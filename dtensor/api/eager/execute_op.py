@@ -147,7 +147,7 @@ def _execute_locked(
         *((k, call.key(v, is_run_number=k in run_number_arguments)) for k, v in kwargs.items()),
     )
     session, mesh = _session_and_mesh(target, call.operands, like)
-    reads = [_read_operand(x, mesh, whole=target is None or x is write) for x in call.operands]
+    reads = [_read_operand(x, mesh, keep_view=target is None or x is write) for x in call.operands]
     layouts_and_views = tuple((r.layout, r.view) for r in reads)
     written_operand = None if write is None else call.index_of[id(write)]
     pins = None if pinned is None else tuple(pinned.items())
@@ -313,12 +313,11 @@ def fill(cell: Cell, number: Any) -> None:
     cell.set(result.values[0])
 
 
-def _read_operand(x: torch.Tensor, mesh: Mesh, *, whole: bool) -> ReadValue:
+def _read_operand(x: torch.Tensor, mesh: Mesh, *, keep_view: bool) -> ReadValue:
     """Return how an op reads an operand: a DTensor as its cell's value, seen through its view. If
-    the view needs communication and not ``whole``, the view's own value is read, which is computed
-    once and cached. A plain tensor has one element, or it is autograd's zeros for a missing
-    gradient.
-    """
+    the view needs communication and not ``keep_view``, the view's own value is read, which is
+    computed once and cached. A plain tensor has one element, or it is autograd's zeros for a
+    missing gradient."""
     if not isinstance(x, CellTensor):
         spec = make_spec(tuple(x.shape), x.dtype, mesh)
         return ReadValue(x.detach(), layout_of(spec, contiguous_strides(spec.shape)), None)
@@ -330,7 +329,7 @@ def _read_operand(x: torch.Tensor, mesh: Mesh, *, whole: bool) -> ReadValue:
     layout = (
         cell.layout if value is cell.value else layout_of(value.stored.spec, cell.layout.strides)
     )
-    if view is None or whole or not _planned_view(layout, view).moves:
+    if view is None or keep_view or not _planned_view(layout, view).moves:
         return ReadValue(value, layout, view)
     cached = own_value(x)
     return ReadValue(cached, layout_of(cached.stored.spec, x.stride()), None)

@@ -78,8 +78,8 @@ def check_moves(op: str, moves: Sequence[tuple[str, Move]]) -> None:
     check_sent(op, lines, "op")
 
 
-def check_sent(op: str, sent: Sequence[str], kind: str) -> None:
-    """Apply the policy to implicit communication. ``sent``: a line of text for each transfer;
+def check_sent(op: str, transfers: Sequence[str], kind: str) -> None:
+    """Apply the policy to implicit communication. ``transfers``: a line of text for each transfer;
     ``kind``: "op" or "call", before which the user can redistribute."""
     match _state.policy:
         case "allow":
@@ -89,19 +89,19 @@ def check_sent(op: str, sent: Sequence[str], kind: str) -> None:
             file_and_line = (source.file, source.line) if source is not None else ("", 0)
             if file_and_line not in _state.warned:
                 _state.warned.add(file_and_line)
-                message = f"implicit redistribution in {_message(op, sent, kind, source)}"
+                message = f"implicit redistribution in {_message(op, transfers, kind, source)}"
                 warnings.warn_explicit(message, UserWarning, *file_and_line)
         case "error":
             raise PlanningError(
-                f"{_message(op, sent, kind, source_here())}".replace(
+                f"{_message(op, transfers, kind, source_here())}".replace(
                     op, f"{op} would redistribute implicitly", 1
                 )
             )
 
 
-def _message(op: str, sent: Sequence[str], kind: str, source: Source | None) -> str:
+def _message(op: str, transfers: Sequence[str], kind: str, source: Source | None) -> str:
     """Return the text of a warning or error: the op, its transfers, the user's line and a fix."""
-    lines = [op, *(f"  {line}" for line in sent)]
+    lines = [op, *(f"  {line}" for line in transfers)]
     if source is not None:
         lines.append(f"  {source}: {source.text}")
     lines.append(

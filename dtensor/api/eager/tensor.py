@@ -123,12 +123,12 @@ class DTensor(CellTensor):
         spec = self.spec
         check_placements(self.mesh, placements)
         present = restated(spec)
-        wanted = {**present, **placements}
+        stated = {**present, **placements}
         if set(placements) >= set(present):  # the user's order says which axis is major
-            wanted = dict(placements)
+            stated = dict(placements)
         meta = Meta(spec.shape, spec.dtype)
-        check_fit("the tensor", meta, wanted, "redistribute", self.mesh)
-        target = make_spec(spec.shape, spec.dtype, self.mesh, wanted)
+        check_fit("the tensor", meta, stated, "redistribute", self.mesh)
+        target = make_spec(spec.shape, spec.dtype, self.mesh, stated)
         return _Redistribute.apply(self, target)
 
     # -- torch ------------------------------------------------------------------------------------
@@ -168,10 +168,10 @@ class DTensor(CellTensor):
             self.dtype,
             self.stride(),
         ):
-            what = other.spec if isinstance(other, DTensor) else type(other).__name__
+            other_text = other.spec if isinstance(other, DTensor) else type(other).__name__
             raise PlanningError(
                 f"x.data = y takes a DTensor of the same shape, dtype and strides.\n"
-                f"  x: {self.spec}\n  y: {what}\n"
+                f"  x: {self.spec}\n  y: {other_text}\n"
                 f"fix: make a new tensor, as in torch.nn.Parameter(y)"
             )
         self._cell, self._view, self._cached_view = other._cell, other._view, None
@@ -267,8 +267,8 @@ class _Redistribute(torch.autograd.Function):
         if before == target:
             value = x.value()
             return DTensor.of(Cell(value.session, contiguous_layout(value.stored.spec), value))
-        ran = execute(None, (x,), {}, pinned=target.sharding, requested=True)
-        return _as_tensors(ran.cells()[0])
+        result = execute(None, (x,), {}, pinned=target.sharding, requested=True)
+        return _as_tensors(result.cells()[0])
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None]:  # type: ignore[override]
@@ -360,8 +360,8 @@ def distribute(tensor: torch.Tensor, mesh: Mesh, **placements: Placement) -> DTe
     check_kind("the first argument of distribute", tensor, torch.Tensor, "a tensor", fix)
     check_dense("the first argument of distribute", tensor, name="pass x")
     check_placements(mesh, placements)
-    wanted = make_spec(tuple(tensor.shape), tensor.dtype, mesh, placements)
-    distributed = put_shards(tensor.detach(), wanted, session_for(mesh))
+    target = make_spec(tuple(tensor.shape), tensor.dtype, mesh, placements)
+    distributed = put_shards(tensor.detach(), target, session_for(mesh))
     distributed.requires_grad_(tensor.requires_grad)
     return distributed
 

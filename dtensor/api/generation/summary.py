@@ -73,7 +73,7 @@ def summary_of(
                 kv_bytes[rank] += size
     collectives: Counter[tuple[str, str]] = Counter()
     for (axis, _, kind), stages in decode.totals.sent.items():
-        collectives[kind, axis] += sum(sent.times for sent in stages)
+        collectives[kind, axis] += sum(collective.times for collective in stages)
     return Summary(
         head=head,
         slots=slots,

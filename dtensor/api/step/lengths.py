@@ -124,10 +124,10 @@ class Lengths:
         return self._export(program, call, sizes, reads.ran)
 
     def _export(
-        self, program: _Program, call: Call, sizes: Sizes, ran: ExecutedCode | None
+        self, program: _Program, call: Call, sizes: Sizes, code: ExecutedCode | None
     ) -> Graph:
         """Make an export for ``sizes`` and the sizes of the previous export, and return its graph
-        for ``sizes``. Raises if the export is refused. ``ran``: the code that the first capture
+        for ``sizes``. Raises if the export is refused. ``code``: the code that the first capture
         ran."""
         from dtensor.frontend.capture.lengths import NotForLengths, export_for_lengths
 
@@ -141,10 +141,10 @@ class Lengths:
         fn, args, kwargs, main = call.capture_inputs()
         leaves = pytree.tree_leaves((args, kwargs))
         tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        wanted = {(tensors.index(leaf), dim): n for (leaf, dim), n in symbols.items()}
+        symbol_by_dim = {(tensors.index(leaf), dim): n for (leaf, dim), n in symbols.items()}
         try:
             export = export_for_lengths(
-                fn, args, kwargs, grads=self._grads, main=main, dims=wanted, ran=ran
+                fn, args, kwargs, grads=self._grads, main=main, dims=symbol_by_dim, ran=code
             )
             before = program.call.capture_inputs()
             if not export.is_as_captured(program.graph, *before):  # the fast check

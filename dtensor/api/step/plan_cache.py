@@ -172,14 +172,14 @@ class PlanCache:
         if new_shapes and (exported := self._lengths.graph(call, key)) is not None:
             with suppress(Exception):  # an error of the user's program recurs in the capture below
                 return _CachedPlan.of(make(exported))
-        began = time.perf_counter()
+        start = time.perf_counter()
         try:
             cached_plan = _CachedPlan.of(make(graph))
         except Exception as error:
             from dtensor.frontend.capture.failures import without_ours  # seldom needed
 
             raise without_ours(error)  # noqa: B904 - it is the same error
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - start
         if reason is not None:
             self._count_recapture(reason, seconds)
         elif new_shapes:

@@ -336,11 +336,11 @@ class TrainStep:
         gradients = self._stored_gradients(session, planned) if keeps_gradients else {}
         label_by_output = {f"gradient {name}": stored.label for name, stored in gradients.items()}
         steps, model_home = self.model.steps, session.model_home(self.model)
-        counted = session.counted(f"{model_home.prefix}steps", steps, takes=True)
+        numbering = session.numbering(f"{model_home.prefix}steps", steps, takes=True)
         resets = steps.resets
         numbers = numbers_fed(steps.advance(), "train")
         inputs = program.feed(call, numbers, options)
-        future = session.run(program.handle, inputs, label_by_output, counted)
+        future = session.run(program.handle, inputs, label_by_output, numbering)
         program.last_run = weakref.ref(future)
         self.last = planned
         session.record_write(program.written, home)
@@ -355,7 +355,7 @@ class TrainStep:
                 home.ended(updated)
                 self._scale_of_kept_gradients = scale
             else:
-                session.give_back(steps, resets, counted)
+                session.give_back(steps, resets, numbering)
                 undo()
             if scaler is not None and (succeeded or loss.skipped):
                 loss_scale.update(scaler, skipped=not succeeded)
@@ -426,11 +426,11 @@ class TrainStep:
             program = load(session, planned, roles, planned.grid, owner=self)
             session.place(planned.models, planned.plan, planned.stages)
             name = f"{session.model_home(self.model).prefix}steps"
-            counted = session.counted(name, self.model.steps, takes=False)
+            numbering = session.numbering(name, self.model.steps, takes=False)
             numbers = numbers_fed(self.model.steps.present(), "train")
             scaler, scale = self.options.grad_scaler, self._scale
             inputs = program.feed(call, numbers, {} if scaler is None else {SCALE: scale})
-            run = session.run(program.handle, inputs, {}, counted)
+            run = session.run(program.handle, inputs, {}, numbering)
             program.last_run = weakref.ref(run)
         results = run.get()
         gradients: dict[str, torch.Tensor] = {}
@@ -498,12 +498,12 @@ def grid_of(schedule: Schedule, model: ParallelModule) -> Grid:
     grid = schedule.grid(stages.num_stages, ranks)
     if not isinstance(schedule, Published):
         validate(grid)
-        wanted = stages.num_stages, ranks, schedule.microbatches
+        expected = stages.num_stages, ranks, schedule.microbatches
         sizes = grid.num_stages, grid.num_ranks, grid.num_microbatches
-        if sizes != wanted:
+        if sizes != expected:
             raise PlanningError(
                 f"{type(schedule).__name__} gives a grid of {sizes} stages, ranks and "
-                f"microbatches, where {wanted} were asked for:\n{grid}\n"
+                f"microbatches, where {expected} were asked for:\n{grid}\n"
                 f"fix: make the grid from the numbers that `grid` is given"
             )
     return grid

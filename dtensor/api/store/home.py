@@ -227,21 +227,21 @@ class ModelHome:
         """Return the stale labels after this one that are fetched with it: at most one bucket."""
         order = list(self.local_tensors)
         later = [n for n in order[order.index(label) + 1 :] if n in self.stale]
-        wanted = {label: self.stored[label] for label in later[: self._fetch_size - 1]}
-        return list(next(buckets(wanted), {}))
+        candidates = {label: self.stored[label] for label in later[: self._fetch_size - 1]}
+        return list(next(buckets(candidates), {}))
 
     def refresh(self, labels: Iterable[str]) -> None:
         """Update the memory of stale tensors in place, a bucket at a time, without marking the
         tensors as read. Raises PlanningError if one was written through a view."""
         stale = self.stale & self.local_tensors.keys()
-        wanted = [label for label in dict.fromkeys(labels) if label in stale]
-        self._refuse_written(self._written(wanted))
+        stale_labels = [label for label in dict.fromkeys(labels) if label in stale]
+        self._refuse_written(self._written(stale_labels))
         with waits_may_act():
-            self._fetch(wanted)
+            self._fetch(stale_labels)
 
-    def _fetch(self, wanted: Sequence[str]) -> None:
+    def _fetch(self, labels: Sequence[str]) -> None:
         """Copy these values from the ranks into the memory of their tensors."""
-        for bucket in buckets({label: self.stored[label] for label in wanted}):
+        for bucket in buckets({label: self.stored[label] for label in labels}):
             with plainly():
                 for label, value in self.gather([*bucket]).items():
                     tensor = self.local_tensors[label]
@@ -383,11 +383,11 @@ class ModelHome:
         return {parameter: entries for parameter, entries in gathered.items() if entries}
 
     def gather_values(
-        self, home: OptimizerHome, wanted: Mapping[tuple[str, str], StoredTensor]
+        self, home: OptimizerHome, stored: Mapping[tuple[str, str], StoredTensor]
     ) -> Entries:
-        """Return the full state entries of each parameter that are ``wanted`` and exist."""
+        """Return these state entries in full, by parameter and key, without absent values."""
         gathered: Entries = {}
-        for (label, key), value in self.store.get(wanted):
+        for (label, key), value in self.store.get(stored):
             if value is not None:
                 entry, parameter = home.rule.entry(key), home.parameters[label]
                 if entry.number:

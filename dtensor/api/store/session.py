@@ -202,11 +202,11 @@ class MeshSession:
         handle: Any,
         inputs: Sequence[Mapping[str, object]],
         keep: Mapping[str, str],
-        counted: Counted | None = None,
+        numbering: Counted | None = None,
         returned: Collection[str] = (),
     ) -> Future:
         """Run a program once. ``keep``: {output: name under which it stays on the ranks};
-        ``counted``: how the ranks compute the run's number; ``returned``: the outputs in ``keep``
+        ``numbering``: how the ranks compute the run's number; ``returned``: the outputs in ``keep``
         that are also returned to the controller."""
         self.check()
         begin = time.monotonic()
@@ -215,7 +215,7 @@ class MeshSession:
         called = time.monotonic()
         try:
             future = self.cluster.submit(
-                RunRequest(handle, inputs, self.mode, keep, counted, returned, self._garbage())
+                RunRequest(handle, inputs, self.mode, keep, numbering, returned, self._garbage())
             )
         except DaftError as error:
             raise self.with_loss_note(error) from error.__cause__
@@ -229,17 +229,17 @@ class MeshSession:
         """Whether a run has ended when `run` returns, so that the caller can raise its failure."""
         return self.cluster.immediate or self.mode == "interpreted"
 
-    def counted(self, name: str, counter: Counter, *, takes: bool) -> Counted:
+    def numbering(self, name: str, counter: Counter, *, takes: bool) -> Counted:
         """Return what ranks need to compute the number of a run that ``counter`` counts on the
         controller: runs may have been undone since. ``takes``: the run uses up its number."""
         counter.present()
         key = f"{name} {counter.resets}"
         return Counted(key, self.undone.get(key, 0), STEP, takes)
 
-    def give_back(self, counter: Counter, resets: int, counted: Counted) -> None:
+    def give_back(self, counter: Counter, resets: int, numbering: Counted) -> None:
         """Record that a run was undone, so that the next run takes its number. ``resets``: the
         counter's number of resets before the run."""
-        self.undone[counted.key] = self.undone.get(counted.key, 0) + 1
+        self.undone[numbering.key] = self.undone.get(numbering.key, 0) + 1
         counter.give_back(resets)
 
     @contextmanager
@@ -313,12 +313,12 @@ class MeshSession:
             if labels or home is not None:
                 model_home.record_write(labels, home)
 
-    def put_missing(self, model: ParallelModule, wanted: Mapping[str, StoredTensor]) -> None:
+    def put_missing(self, model: ParallelModule, homes: Mapping[str, StoredTensor]) -> None:
         """Put the values that are missing in these homes, by label. Raises PlanningError if a value
         is stored with another spec."""
         model_home = self.model_home(model)
         missing: dict[str, tuple[TensorSource, StoredTensor]] = {}
-        for label, home in wanted.items():
+        for label, home in homes.items():
             stored = model_home.stored.get(label)
             if stored is not None and stored.spec != home.spec:
                 raise PlanningError(

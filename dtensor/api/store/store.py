@@ -81,10 +81,10 @@ class MeshRanks(Protocol):
         handle: Any,
         inputs: Sequence[Mapping[str, object]],
         keep: Mapping[str, str],
-        counted: Counted | None = None,
+        numbering: Counted | None = None,
     ) -> Future:
         """Start a loaded program. ``keep``: output -> the name under which it stays on the ranks;
-        ``counted``: how the ranks compute the run's step number."""
+        ``numbering``: how the ranks compute the run's step number."""
         ...
 
     def with_loss_note(self, error: DaftError) -> DaftError: ...
@@ -271,12 +271,14 @@ class TensorStore:
             return {}
         session = self._session(values)
         session.check()
-        wanted = by_rank(values, session.mesh.size)
+        labels_by_rank = by_rank(values, session.mesh.size)
         try:
-            fetched = session.cluster.get(wanted).get()
+            fetched = session.cluster.get(labels_by_rank).get()
         except DaftError as error:
             raise session.with_loss_note(error) from error.__cause__
-        tables = [dict(zip(*pair, strict=True)) for pair in zip(wanted, fetched, strict=True)]
+        tables = [
+            dict(zip(*pair, strict=True)) for pair in zip(labels_by_rank, fetched, strict=True)
+        ]
         return {
             value.label: {rank: tables[rank][value.label] for rank in value.at} for value in values
         }
@@ -297,7 +299,7 @@ class TensorStore:
         values: Mapping[tuple[str, ...], StoredTensor],
         make_program: Callable[[int], Program],
         inputs: Mapping[str, object],
-        counted: Counted | None = None,
+        numbering: Counted | None = None,
     ) -> Future:
         """Start a run in which each rank copies its share of the values for a writer, or compares
         copies. ``make_program`` returns the program for a number of ranks
@@ -306,7 +308,7 @@ class TensorStore:
         session = self._session(values.values())
         cluster = session.cluster
         program = self._program(key, values, cluster, lambda: make_program(cluster.size))
-        program.last_run = run = session.run(program.handle, [inputs] * cluster.size, {}, counted)
+        program.last_run = run = session.run(program.handle, [inputs] * cluster.size, {}, numbering)
         return run
 
     def forget(self, owner: Owner[K], keys: Iterable[K], *, delete: bool = False) -> None:

@@ -419,8 +419,8 @@ def _axis_without_blocks(meta: Meta, stated: Stated, mesh: Mesh) -> str | None:
     for axis, placement in stated.items():
         actual, num = spec.placement(axis), mesh.axis_size(axis)
         if isinstance(placement, Shard) and isinstance(actual, Shard):
-            wanted = on_dim(placement, actual.dim)
-            if wanted != one_block(wanted) and not same(wanted, actual, meta.shape, num):
+            shard = on_dim(placement, actual.dim)
+            if shard != one_block(shard) and not same(shard, actual, meta.shape, num):
                 return axis
     return None
 
