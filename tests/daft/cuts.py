@@ -408,7 +408,7 @@ class World:
             if self.draw.random() < 0.02:
                 self.slow = self.draw.randrange(self.size)
             order = self.draw.sample(self.hosts, self.size)
-            order.sort(key=lambda host: host.rank == self.slow)  # the others go on while they can
+            order.sort(key=lambda host: host.rank == self.slow)  # others run first
             assert any(self.step(host) for host in order), "no host can go on"
 
     def fault(self, kills: bool) -> None:

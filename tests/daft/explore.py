@@ -250,7 +250,7 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     if options.other:
         name, number = OTHERS[options.other]
-        report = importlib.import_module(f"tests.daft.{name}").report  # which imports this file
+        report = importlib.import_module(f"tests.daft.{name}").report  # imports this file
         return report(number if options.random is None else options.random, options.seed)
     number_drawn = 100_000 if options.random is None else options.random
     wrong = 0

@@ -78,7 +78,7 @@ def test_call_log_repeats_read_at_its_position_between_changes() -> None:
     log.add(sent(0, None, None))
     second, _, _ = changes.add((0,), together=False)
     log.add(sent(0, second, None, asked=False))
-    # both puts have ended, and what was read between them is lost: the second is made again
+    # both puts have ended, and the read between them is lost: the second put is repeated
     ended = log.ended([second, first])
     assert ended[0] == first
     again = log.calls_to_repeat(changes.recovery_line(ended))
@@ -104,7 +104,7 @@ def test_call_log_repeats_exactly_calls_after_recovery_line(seed: int) -> None:
             call = sent(host, number, run if kind == "run" else None, asked=kind != "put")
             lists[host].append(call)
             log.add(call)
-        if draw.random() < 0.3:  # some answers come, and their hosts are heard of
+        if draw.random() < 0.3:  # some answers arrive and report their hosts' progress
             for host, own in enumerate(lists):
                 for call in own[: draw.randint(0, len(own))]:
                     if call.awaited is not None:

@@ -143,7 +143,7 @@ def test_collectives_are_bitwise_equal_to_left_fold(four: Cluster) -> None:
     for mode in MODES:
         before = four.calls
         results = four.run(handle, case.fed, mode=mode).get()
-        assert mode == "interpreted" or four.calls - before == 4  # one for each actor
+        assert mode == "interpreted" or four.calls - before == 4  # one call per actor
         for rank in range(4):
             assert mode == "timed" or results[rank].keys() == case.expected[rank].keys()
             for name, value in case.expected[rank].items():
@@ -241,7 +241,7 @@ def test_calls_use_matmul_precision_and_autocast_of_controller(four: Cluster) ->
             for precision in ("highest", "high", "high", "highest"):
                 torch.set_float32_matmul_precision(precision)
                 future = four.run(handle, [{"x": torch.ones(())}] * 4, mode=mode)
-                torch.set_float32_matmul_precision(before)  # it was asked for before this
+                torch.set_float32_matmul_precision(before)  # the run was submitted before this
                 found.append([rank["y"].item() for rank in future.get()])
         finally:
             torch.set_float32_matmul_precision(before)
@@ -329,7 +329,7 @@ def test_concurrent_threads_submit_runs_in_one_order(
     call, results, failures = getattr(kind, method), list[list[float]](), list[BaseException]()
 
     def slowly(*given: object, **options: object) -> object:
-        time.sleep(0.001)  # so that threads take turns between the calls of one run
+        time.sleep(0.001)  # lets threads take turns between calls of one run
         return call(*given, **options)
 
     def submit(channel: str, value: float) -> None:
@@ -568,7 +568,7 @@ def test_plain_input_data_is_sent_only_if_changed(
     with pytest.raises(TypeError, match="no"):
         two.run(handle, [{"x": [5]}] * 2)
     monkeypatch.setattr(RunChannel, "send", noted)
-    assert was_sent([5])  # it was not sent before
+    assert was_sent([5])  # it had not been sent before
     monkeypatch.undo()
 
 
@@ -739,7 +739,7 @@ def test_value_kept_by_failed_run_is_poisoned_and_old_value_stays(two: Cluster) 
     for name in ("new", "old"):
         two.run(handle, feed(0), keep={"y": name})
     assert two.get([("old",)] * 2).get() == [(torch.ones(()),)] * 2
-    for names in ([("new",), ()], [(), ("new",)]):  # rank 1 only heard of it
+    for names in ([("new",), ()], [(), ("new",)]):  # rank 1 knows only that the run failed
         with pytest.raises(TaskError, match=rf"rank 0 .* run {first}: ZeroDivisionError"):
             two.get(names).get()
     later = two.run(handle, feed(Stored("new")), keep={"y": "newer"})
@@ -790,7 +790,7 @@ def test_number_of_failed_run_is_reused_by_next_run(four: Cluster) -> None:
                      ((0, 1, 2), 0.0), ((0, 2), 0.0), ((2,), 1.0), ((0, 1, 2), 1.0)]:  # fmt: skip
         step(group, x)
     step((0, 1), 1.0, known=1)
-    step((0, 1), 0.0, takes=False)  # has no number of its own
+    step((0, 1), 0.0, takes=False)  # this run has no number
     step((0, 1), 1.0, takes=False)
     with pytest.raises(TaskError, match="ZeroDivisionError"):
         four.check_undone()
@@ -839,7 +839,7 @@ def test_failure_without_rollback_loses_state_and_closes_cluster(
                 with pytest.raises(TaskError):
                     cluster.run(cluster.load(made), fed).get()
                 assert cluster.failure is None  # the returned value is not used
-                keep = {"y": "kept"}  # rank 1 has a zero for it
+                keep = {"y": "kept"}  # rank 1 has a zero for the run
         with pytest.raises(TaskError) as caught:
             cluster.run(cluster.load(made), fed, keep=keep).get()
             cluster.get([(), ()]).get()
@@ -999,7 +999,7 @@ def test_progress_of_one_rank_does_not_hide_hang_of_another(
         cluster: Any = made
         fine, steps = cluster.load(among((3,))), 0
         hangs = run(cluster, cluster.load(among((0, 1), "waits")), tmp_path / "never")
-        # it waits for rank 0, which waits in a run that rank 2 has no part in
+        # it waits for rank 0, which waits in a run without rank 2
         behind = run(cluster, cluster.load(among((0, 2))))
         run(cluster, fine).get()
         await_places(cluster, {0: 2, 1: 0, 2: 2})
@@ -1056,12 +1056,12 @@ def test_lost_host_is_raised_rather_than_host_that_failed_because_of_it(
         cluster: Any = made
         hangs = run(cluster, cluster.load(among((0, 1), "exits", size=2)), tmp_path / "go")
         alone = cluster.load(among((0,), size=2))
-        behind = run(cluster, alone)  # rank 0 is told of it when it has failed
+        behind = run(cluster, alone)  # rank 0 learns of the loss after it has failed
         channel, watching = cluster.channel, cluster.watch
         root, get = FailureDetector.root, RunChannel.get
 
         def first(self: RunChannel, replies: Any, seconds: float) -> list[Any]:
-            if not watching.lost:  # what comes is not heard of before the loss is seen
+            if not watching.lost:  # no message is read before the loss is noticed
                 time.sleep(seconds)
                 raise NotYet
             return get(self, replies, seconds)
@@ -1220,8 +1220,8 @@ def run_everything(backend: Backend, compiled: bool) -> list[Any]:
         if compiled:
             assert session.calls - calls == 4 + 3  # four tasks, and one call per process
         steps += [each(X + k / 10) for k, each in enumerate(others * 2)]
-        steps.append(g(steps[-2]["y"]))  # one interpreted, among them
-        steps += [each(steps[-1]["z"]) for each in others]  # of what others have made
+        steps.append(g(steps[-2]["y"]))  # one interpreted step between compiled ones
+        steps += [each(steps[-1]["z"]) for each in others]  # on values of other steps
         return [_values(made) for made in steps]
 
 
@@ -1407,7 +1407,7 @@ def test_tasks_run_ahead_of_slow_actor(session: daft.Session, tmp_path: Path) ->
     (tmp_path / "3").touch()
     assert futures[2][1].get() == 3.0
     assert all(f.done() for pair in futures for f in pair)
-    b.keep(a.await_mark(9.0))  # a task that waits for its arguments keeps its place
+    b.keep(a.await_mark(9.0))  # a task that waits for its arguments keeps its order
     step(X, 0.0)
     kept = b.get_kept()
     b.keep(X)
@@ -1423,7 +1423,7 @@ def test_tasks_run_ahead_of_slow_actor(session: daft.Session, tmp_path: Path) ->
 @on("send")
 def test_tensors_between_actors_bypass_controller(session: daft.Session) -> None:
     a, b = daft.spawn(Model, 1), daft.spawn(Model, 2)
-    x = torch.ones(256, 64)  # 64 KiB there, 4 MiB from a to b, a few bytes back
+    x = torch.ones(256, 64)  # 64 KiB to a, 4 MiB from a to b, a few bytes back
 
     def fn(x: torch.Tensor, y: torch.Tensor) -> Any:
         return b.total(a.grow(x, 64))[0], a.execute(y)
@@ -1485,7 +1485,7 @@ def test_failed_task_raises_with_caller_and_actor_tracebacks(session: daft.Sessi
         assert "test_contract.py" in here and "b.execute(b.add([a.fail(x)]))" in here
         assert "actor_classes.py" in there and 'raise ValueError(f"no good' in there
         assert "was not run, as it depends on this." in caught.value.__notes__[-1]
-        assert same(fine.get(), X @ WEIGHTS[0])  # it goes on
+        assert same(fine.get(), X @ WEIGHTS[0])  # the actor is still usable
     with pytest.raises(daft.TaskError, match="actor 'Unborn-0', __init__: .*on this disk"):
         b.execute(daft.spawn(Unborn).execute(X)).get()
     with pytest.raises(daft.TaskError, match="lock: TypeError: This value cannot go"):
@@ -1725,7 +1725,7 @@ def test_shared_memory_of_values_is_freed_after_use_and_after_death(session: daf
     with pytest.raises(daft.ActorLost):
         c.ones(1).get()
     a.ones(MANY).get()
-    while _open_segments() >= before:  # a thread notices that c's connection has ended
+    while _open_segments() >= before:  # a thread notices the end of c's connection
         time.sleep(0.01)
 
 

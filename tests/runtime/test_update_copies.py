@@ -106,7 +106,7 @@ def test_bytes_copied_by_update_equal_bytes_stated_in_program(case: str) -> None
     assert stated_bytes == copied
     share = max(c / w for c, w in zip(copied, whole, strict=True))
     if case in ("kept", "rmsprop_clip", "narrow_sgd"):
-        assert share == 1  # the gradients are returned, or divided first
+        assert share == 1  # returned, or divided first
     else:
         assert 0 < share < 0.05  # biases and norms
 

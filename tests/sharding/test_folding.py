@@ -28,7 +28,7 @@ HALVES = {"pp": [["embed*", "positions*", "blocks.[0-2].*"], ["blocks.[3-5].*", 
 def titles(plan: dt.Plan, section: str = "") -> list[str]:
     """Return the runs of layers in the plan's text, after checking that it communicates what the
     full text does."""
-    with mock.patch("dtensor.sharding.plan.text.folded.MAX_STEP_LINES", 10**9):  # lines are steps
+    with mock.patch("dtensor.sharding.plan.text.folded.MAX_STEP_LINES", 10**9):  # count lines
         text = str(plan)
     assert sent(text) == sent(plan.text(full=True))
     lines = text[text.index(f"\n{section}") :].split("\n\n")[0] if section else text

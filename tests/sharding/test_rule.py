@@ -193,7 +193,7 @@ def test_view_rule_has_expected_factors() -> None:
     assert text((2, 12), (2, 3, 4)) == "p0 (p1 p2) -> p0 p1 p2"
     assert text((2, 3, 4), (6, 4)) == "p0 p1 p2 -> (p0 p1) p2"
     assert text((6, 1), (6,)) == "p0 1 -> p0"
-    assert text((6, 4), (4, 6)) == "(p0 w1!) w4! -> (p0 w2!) w3!"  # 2 divides both; then nothing
+    assert text((6, 4), (4, 6)) == "(p0 w1!) w4! -> (p0 w2!) w3!"  # 2 divides both sizes
     assert factorize((0, 4), (4, 0)).whole == {"w0", "w1", "w2", "w3"}
 
 
