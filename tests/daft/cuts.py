@@ -180,7 +180,7 @@ Op = Put | Delete | Run
 
 
 def drawn(draw: random.Random, size: int, count: int) -> list[Op]:
-    """A sequence that is sound: what is dropped, deleted or read is there."""
+    """Return a random sequence of operations that drop, delete and read only existing values."""
     ops: list[Op] = [
         Put(
             {
@@ -448,7 +448,7 @@ class World:
 
     def left_over(self) -> list[tuple[int, str]]:
         """Return what hosts still keep after they know that everything is committed."""
-        for _ in range(2 * self.every):  # of those taken one that tells them, and one of that
+        for _ in range(2 * self.every):  # per snapshot: a run that reports it, and a run after it
             for host in self.hosts:
                 self.changes.heard(host.rank, host.worker.ended())
             self.play([Run(tuple(range(self.size)), "step", 1.0)])

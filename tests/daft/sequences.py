@@ -74,7 +74,7 @@ def wrong(runs: Runs) -> str | None:
     for last in everything:
         past = causal_past(runs, last)
         if len(past) == last + 1:
-            continue  # it was explored above, but for runs that came later
+            continue  # explored above, except for later runs
         (end,) = ends = outcomes(runs, orders(runs, past), buffered=False)
         if ends == {HANGS}:
             return f"run {last} needs more than its causal past, {past}"

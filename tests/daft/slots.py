@@ -91,7 +91,7 @@ class Explored:
         self.slots = [laid[i].lanes[key].slots - rules.fewer_slots for i, key in self.lanes]
         self.ops: list[list[Op]] = [[] for _ in ranks]
         # by rank, after how many of its ops: of how many starts it has told each other; which
-        # starts, by lane and number, it has waited for and so read
+        # starts, by lane and number, it has waited for and read
         self.told: list[list[Counter[int]]] = []
         self.read: list[list[frozenset[tuple[int, int]]]] = []
         for rank in ranks:

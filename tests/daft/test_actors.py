@@ -304,7 +304,7 @@ def test_interrupted_step_leaves_no_pending_transfers(monkeypatch: pytest.Monkey
         b.keep(X)
 
         def fn(x: torch.Tensor) -> daft.TaskFuture:
-            for _ in range(3):  # so that a has sent when b is interrupted, and b not yet received
+            for _ in range(3):  # a has sent and b has not received when b is interrupted
                 b.weights()
             b.execute(x)
             return b.add([a.execute(x)])

@@ -240,7 +240,7 @@ def test_unobserved_host_on_other_machine_is_ended_if_all_others_wait(made: Any)
     """If an observed host is in a call, that host is ended instead."""
     cluster = made(at(WAIT), at(WAIT), None, elsewhere=True)
     assert list(cluster.pass_by(2 * DEADLINE_S)) == [2]
-    cluster = made(at(WAIT), at(CALL), None, elsewhere=True)  # one that is seen is waited for, too
+    cluster = made(at(WAIT), at(CALL), None, elsewhere=True)  # rank 1 is observed
     assert list(cluster.pass_by(2 * DEADLINE_S)) == [1]
 
 

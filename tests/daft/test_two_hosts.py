@@ -91,7 +91,8 @@ def test_pipeline_over_two_machines_sends_planned_bytes_and_names_lost_machine(c
         assert found["launch"] == f"launch of mesh(pp=2, tp=2): running\n  {where}"
         assert found["launch"] in PAGE
         assert found["status"].count("10.77.0.2 (two)") == 2
-        # of pp the two ranks there send the forward's half each; tp stays, in shared memory
+        # over pp, each of the two ranks sends half of the forward's values; tp stays in shared
+        # memory
         assert 1 <= found["sent"] / found["planned"]["pp"] < 1.01
         assert found["sent here"] < 0.01 * found["planned"]["tp"]
         assert "rank 2: its connection broke" in found["error"]

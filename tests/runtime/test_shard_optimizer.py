@@ -254,7 +254,7 @@ def test_update_of_strided_columns_equals_update_of_contiguous_copies() -> None:
     for name, value in wholes.items():
         assert_same_bits(value[:, 1:3], expected[name], name)
         assert_same_bits(value[:, 3:], before[name][:, 3:], name)
-        assert value.untyped_storage().nbytes() == value.nbytes  # it is where it was
+        assert value.untyped_storage().nbytes() == value.nbytes  # still in the same storage
 
 
 @pytest.mark.parametrize("kind", ELEMENTWISE)
