@@ -35,7 +35,7 @@ def test_call_log_drops_run_only_after_runs_it_depends_on_ended() -> None:
     assert log.due([2], before=3) == {0: 0, 1: 1, 2: 1}
     assert log.due([2], before=1) == {} and log.due([3], before=3) == {3: 2}
     for call in log.calls[:3]:
-        call.awaited.there = True  # run 0 has come back, and run 1 of host 1
+        call.awaited.there = True  # run 0 has returned, and run 1 on host 1
     assert log.due([2], before=3) == {2: 1} and log.due([1], before=3) == {}
     log.drop()
     assert [(call.host, call.run) for call in log.calls] == [(2, 1), (3, 2)]
@@ -63,7 +63,7 @@ def test_call_log_repeats_call_whose_answer_was_lost() -> None:
             log.add(sent(host, number, run))
     for call in log.calls[:3]:
         assert call.awaited is not None
-        call.awaited.there = True  # all but host 1's to run 1, which has ended there
+        call.awaited.there = True  # all answers but host 1's to run 1
     ended = log.ended([2, 2])
     assert ended == [2, 1]
     assert changes.recovery_line(ended) == {0: 1, 1: 1}
@@ -113,7 +113,7 @@ def test_call_log_repeats_exactly_calls_after_recovery_line(seed: int) -> None:
                         changes.heard(host, call.change)
             log.drop(changes.base)
     done = [0] * num
-    for host, own in enumerate(lists):  # a prefix has ended, and of it a prefix was answered
+    for host, own in enumerate(lists):  # a prefix has ended, a shorter prefix was answered
         heard = max((i for i, c in enumerate(own) if c.awaited and c.awaited.there), default=-1)
         end = draw.randint(heard + 1, len(own))
         least = changes.ended[host]
