@@ -300,7 +300,8 @@ _EMPTY = (aten.empty_like.default, aten.new_empty.default, aten.new_empty_stride
 
 
 def _factory(target: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Return a new cell, placed like x if it has x's shape, else replicated."""
+    """Return a new cell for `zeros_like`, `new_full` and similar: placed like x if it has x's
+    shape, else replicated."""
     x = args[0]
     factory_kwargs = {k: v for k, v in kwargs.items() if k != "pin_memory"}
     with fake_tensors():

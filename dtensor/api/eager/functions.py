@@ -79,7 +79,8 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """Run attention as `dt.attention`, or by the math kernel if it is not covered."""
+    """Return the attention: by `dt.attention`, or by torch's math kernel if `dt.attention` does not
+    cover the arguments."""
     target = aten.scaled_dot_product_attention.default
     args = (query, key, value, attn_mask, dropout_p, is_causal)
     kwargs: dict[str, Any] = dict(scale=scale, enable_gqa=enable_gqa)
@@ -100,7 +101,8 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """Run cross entropy by dt's ops if they cover the arguments."""
+    """Return the cross entropy: by dt's ops, which take a split vocabulary, or by torch's function
+    if dt's ops do not cover the arguments."""
     options = (weight, size_average, ignore_index, reduce, reduction, label_smoothing)
     if size_average is None and reduce is None and reduction in _REDUCTIONS:
         args = (input, target, weight, _REDUCTIONS[reduction], ignore_index, label_smoothing)

@@ -230,7 +230,7 @@ def _windows(
 def _check_positions(
     config: Any, length: int, error_for: Callable[[str, str], PlanningError]
 ) -> None:
-    """Raises an error if the model's positions are fewer than ``length``, or if its rotary
+    """Raises PlanningError if the model has fewer positions than ``length``, or if its rotary
     embedding depends on the longest text of a batch."""
     values = config.to_dict()
     for key in ("max_position_embeddings", "n_positions"):

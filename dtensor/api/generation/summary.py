@@ -56,7 +56,7 @@ class Summary:
 def summary_of(
     head: str, decode: Plan, slots: int, rows: int, length: int, buckets: tuple[int, ...]
 ) -> Summary:
-    """Return the summary of a generator, from its plan of decode."""
+    """Return the summary of a generator, from its plan of decode. ``head``: the first line."""
     kv_bytes = [0] * decode.mesh.size
     caches: dict[str, None] = {}
     mesh = None

@@ -225,7 +225,7 @@ def _argument_stages(captured: CapturedCall, stages: StagePlan) -> dict[str, int
 
 
 def _parameter_placements(models: Models) -> list[ParameterPlacement]:
-    """Return the stated placements of all models under the names of the program."""
+    """Return the stated placements of all models, under the parameters' names in the program."""
     return [
         replace(
             stated,

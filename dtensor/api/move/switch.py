@@ -208,9 +208,10 @@ class _MovedState:
     def of(
         home: OptimizerHome, steps: Sequence[_PlannedStep], numbers: Sequence[int]
     ) -> _MovedState:
-        """Return how the state of an optimizer moves: which entries go to the planned homes, and
-        which are gathered."""
-        if not home.current:  # the user has read the state, so it is put again
+        """Return the moves of an optimizer's state. Entries that the planned steps update move to
+        their homes in the plans; other entries are gathered. State that the user has read does not
+        move: the next step puts it again."""
+        if not home.current:
             return _MovedState(home, {}, ())
         updated: dict[tuple[str, str], StoredTensor] = {}
         for planned in steps:
