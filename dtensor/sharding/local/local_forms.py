@@ -98,14 +98,15 @@ def strided_scatter(
 def part_of_reshape(
     x: Tensor, whole: Sequence[int], shape: Sequence[int], dim: int, positions: Sequence[int]
 ) -> Tensor:
-    """Reshape x to ``whole``, select these positions of a dim, and reshape them to ``shape``."""
+    """Return x reshaped to ``whole``, at these positions of a dim, and reshaped to ``shape``."""
     return picked(x.reshape(tuple(whole)), dim, positions).reshape(tuple(shape))
 
 
 def filled_reshape(
     x: Tensor, whole: Sequence[int], shape: Sequence[int], dim: int, positions: Sequence[int]
 ) -> Tensor:
-    """Add x to zeros of shape ``whole`` at these positions of a dim, and reshape to ``shape``."""
+    """Return zeros of shape ``whole`` to which x is added at these positions of a dim, reshaped to
+    ``shape``."""
     return _add_at(x, x.new_zeros(tuple(whole)), dim, positions).reshape(tuple(shape))
 
 

@@ -212,8 +212,8 @@ def _ratio(x: Tensor, terms: tuple[tuple[float, ...], tuple[float, ...]]) -> Ten
 
 
 def _polynomial(x: Tensor, terms: Sequence[float]) -> Tensor:
-    """Evaluate a polynomial by Horner's method. Multiply and add are separate kernels, because a
-    fused kernel would round only once."""
+    """Return the polynomial with the coefficients ``terms``, the constant first, by Horner's
+    method. Multiply and add are separate kernels, because a fused kernel would round only once."""
     total = torch.full_like(x, terms[-1])
     for term in reversed(terms[:-1]):
         total.mul_(x).add_(term)

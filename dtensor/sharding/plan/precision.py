@@ -74,7 +74,8 @@ def _ends_in_cast(flow: Dataflow, rules: Mapping[str, Rule], op: Op) -> bool:
 
 
 def reduce_in_float32(path: Sequence[Move]) -> tuple[Move, ...]:
-    """Return the path with its first reduction and all later moves in float32."""
+    """Return the path of a sum of 16-bit values with its first reduction and all later moves in
+    float32."""
     moves: list[Move] = []
     for move in path:
         src = moves[-1].dst if moves else move.src
@@ -87,8 +88,8 @@ def reduce_in_float32(path: Sequence[Move]) -> tuple[Move, ...]:
 
 
 def round_after_sum(path: Sequence[Move], dtype: torch.dtype) -> tuple[Move, ...]:
-    """Return the path of a value whose parts are float32: the value becomes ``dtype`` with the move
-    after which it is no longer partial."""
+    """Return the path of a pending sum whose parts are float32: the move that completes the sum
+    rounds it to ``dtype``."""
     moves: list[Move] = []
     for move in path:
         src = moves[-1].dst if moves else move.src

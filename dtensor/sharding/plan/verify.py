@@ -96,7 +96,8 @@ class _DefinedValues:
 
 
 def _faults(defined: _DefinedValues, step: Step) -> Iterator[str]:
-    """Yield a sentence for each contradiction of the step."""
+    """Yield a sentence for each fault: an operand that is not defined with the spec or on the stage
+    that the step expects, and a contradiction within the step."""
     for stage, name, spec in step.reads_as():
         if fault := defined.missing(name, stage):
             yield fault

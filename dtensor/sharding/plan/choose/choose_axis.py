@@ -129,11 +129,12 @@ def _allowed_strategies(
 ) -> dict[str, tuple[Strategy, ...]]:
     """Return the strategies of each op that follow the pins.
 
-    The placement of a pinned value is settled. In program order, an op keeps the strategies that
-    read most of its settled operands with their settled placements; if these strategies agree on a
-    split of a result, the placement of the result is settled too. The exact solve decides the rest:
-    where to reduce a pending sum, which operand to convert if settled operands disagree, and values
-    that no pin reaches. With search="free", only pinned values are settled.
+    A placement is settled if it is determined before the solve; the settled placement of a pinned
+    value is its pin. In program order, an op keeps the strategies that read most of its settled
+    operands with their settled placements; if these strategies agree on a split of a result, the
+    placement of the result is settled too. The exact solve decides the rest: where to reduce a
+    pending sum, which operand to convert if settled operands disagree, and values that no pin
+    reaches. With search="free", only pinned values are settled.
     """
     metas = axis_problem.flow.metas
     on_microbatches = axis == MICROBATCH_AXIS

@@ -45,7 +45,7 @@ class Resized:
     sizes: Sizes
 
     def factor(self, axes: frozenset[str]) -> float:
-        """Return the new size of a shard that these axes split, relative to its planned size."""
+        """Return the ratio of the new size of a shard that these axes split to its planned size."""
         factor = 1.0
         for axis, size in self.sizes.items():
             if axis in axes:
@@ -207,7 +207,7 @@ def messages_of(
 def _message(moves: Iterable[Move]) -> StepMessage:
     """Return the message that makes these moves, which have one kind and one axis."""
     moves = tuple(moves)
-    first, sent = moves[0], dict[frozenset[str], int]()
+    first, sent = moves[0], dict[frozenset[str], int]()  # bytes by the axes that split them
     for move in moves:
         axes = shard_bytes(move.src).axes - {move.axis}
         sent[axes] = sent.get(axes, 0) + move.bytes_sent

@@ -160,7 +160,8 @@ class Outputs:
         return TensorSpec(spec.shape, spec.dtype, spec.mesh, full)
 
     def _start(self, output: Output) -> _PendingOutput:
-        """Sum the output over microbatches; return it with the path of moves that remain."""
+        """Emit the sum of the output over microbatches, if there are any. Return the output with
+        the moves that remain until it has its final spec."""
         e = self.emitter
         by = Reader(output.stage, _phase(output), "", "an output")
         copy = self.scattered.get((output.value, output.stage, str(output.of)))
@@ -255,7 +256,8 @@ class Outputs:
             item.name, item.spec, item.path = result, item.path[0].dst, item.path[1:]
 
     def _finish(self, pending: Sequence[_PendingOutput]) -> tuple[PlannedOutput, ...]:
-        """Sum gradients over tied stages, emit the optimizer phase, and return the outputs."""
+        """Return the outputs, after emitting the sums of gradients of parameters that several
+        stages use, and the optimizer phase."""
         e = self.emitter
         groups: dict[tuple[OutputKind, str], list[_PendingOutput]] = {}
         for item in pending:

@@ -1,6 +1,6 @@
 """Emits ops, and the conversions and transfers that bring their operands to the specs they need.
 
-    copy = emitter.need("h", spec, Reader(1, "forward", "mlp.py:14", "mm needs it"))
+    copy = emitter.ensure_copy("h", spec, Reader(1, "forward", "mlp.py:14", "mm needs it"))
 
 A value has several copies: as its op produces it, with other specs, and on other stages. A reader
 gets a new copy by one-axis moves from the copy on its stage that is cheapest to convert; if its
@@ -80,7 +80,7 @@ class Emitter:
         operands: list[Copy] = []
         for index, value in enumerate(op.operands):
             needed_spec = self.spec(value, {a: s.operands[index] for a, s in strategies.items()})
-            operands.append(self.need(value, needed_spec, by))
+            operands.append(self.ensure_copy(value, needed_spec, by))
         results = tuple(
             None if v is None else self.spec(v, {a: s.results[i] for a, s in strategies.items()})
             for i, v in enumerate(op.results)
@@ -123,7 +123,7 @@ class Emitter:
 
     # -- conversions and transfers ------------------------------------------------------------
 
-    def need(self, value: str, wanted: TensorSpec, by: Reader) -> Copy:
+    def ensure_copy(self, value: str, wanted: TensorSpec, by: Reader) -> Copy:
         """Return a copy with the spec ``wanted`` on the reader's stage; emit it if needed."""
         producer = self.request.flow.producers.get(value)
         on_stage = self.copies_on(value, by.stage)

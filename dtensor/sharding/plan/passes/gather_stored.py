@@ -68,7 +68,8 @@ class _Gathering:
     names: set[str] = field(default_factory=set[str])
 
     def run(self) -> PlanRecord:
-        """Walk the plan twice: to form the groups, then to emit the steps."""
+        """Return the plan with gathers. The first walk forms the groups of parameters that are
+        gathered together, the second emits the steps."""
         other_steps = [step for step in self.plan.steps if not self._is_local(step)]
         values = set(self.plan.value_specs()) - self.local_steps.keys()
         self.names = values | {s.bucket for s in other_steps if isinstance(s, Redistribute)}
@@ -169,7 +170,8 @@ class _Gathering:
         return name
 
     def _gather(self, member: str, stage: int, when: When) -> None:
-        """At the first use of a group, start its gather and the gather of the next group."""
+        """Emit, at the first use of the group of ``member``, its gather and the gather of the next
+        group, unless they are emitted already."""
         groups = list(self.groups[stage, when].values())
         at = next(i for i, group in enumerate(groups) if member in group.members)
         if groups[at].used:

@@ -191,7 +191,8 @@ class _RunFinder:
                 extended.append([self._relations(a, b, results, layer) for a, b in pairs])
                 if common:
                     extended[-1] = [
-                        _common(x, y) for x, y in zip(common[offset], extended[-1], strict=True)
+                        _shared_relations(x, y)
+                        for x, y in zip(common[offset], extended[-1], strict=True)
                     ]
             if not all(relations for of_step in extended for relations in of_step):
                 break  # some name of this layer is not related to the name in the layer before
@@ -343,7 +344,7 @@ def _refs(step: Step) -> Iterator[_Ref]:
         yield "number", dict(step.op.call.kwargs)["op"]
 
 
-def _common(before: set[_Relation], now: set[_Relation]) -> set[_Relation]:
+def _shared_relations(before: set[_Relation], now: set[_Relation]) -> set[_Relation]:
     """Return the relations of earlier layers that the next layer has too. If earlier layers read
     values from outside, the next layer may read results of the first layers instead."""
     common = before & now

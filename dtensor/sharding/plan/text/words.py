@@ -107,9 +107,9 @@ def _argument_text(value: object, operands: Sequence[str]) -> str:
 
 
 def collapse(names: Iterable[str], instead: str | None = None) -> tuple[str, ...]:
-    """Combine names that differ only in integers into one: ``blocks.{0..11}.up.weight``. A combined
-    name stands for exactly the given names. With ``instead``, every integer is replaced by that
-    text: ``blocks.*.up.weight``. The order is that of first appearance."""
+    """Return the names, with names that differ only in integers combined into one:
+    ``blocks.{0..11}.up.weight``. A combined name stands for exactly the combined names. With
+    ``instead``, every integer is replaced by that text: ``blocks.*.up.weight``."""
     groups: dict[str, dict[str, None]] = {}
     for name in names:
         groups.setdefault(_NUMBER.sub("#", name), {})[name] = None

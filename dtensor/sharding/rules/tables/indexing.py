@@ -178,6 +178,7 @@ def _terms_along(call: OpCall, index: str, *, source: bool, row: str = "w") -> s
 
 
 def _localizer_along(call: OpCall, kind: Write | Literal["index"]) -> Localizer | None:
+    """Return the localizer for an index along one dim; None if x or the index is a scalar."""
     rank = len(call.operands[0].shape)
     return _localizer_at(call.args[1] % rank, kind) if rank and call.operands[1].shape else None
 
