@@ -105,7 +105,7 @@ class Cluster:
     def at_work(self, host: int, at: Progress) -> bool:
         return at.position <= CALL and at.device is None
 
-    def waits(self, there: Mapping[int, Progress]) -> Mapping[int, Any]:
+    def waits(self, progress_by_host: Mapping[int, Progress]) -> Mapping[int, Any]:
         from dtensor.daft.ray.cluster import RayCluster
 
         membership = SimpleNamespace(
@@ -113,7 +113,7 @@ class Cluster:
         )
         loaded = SimpleNamespace(lines={0: self.lines}.get)
         seen = SimpleNamespace(membership=membership, loaded=loaded)
-        return RayCluster.waits(cast(RayCluster, seen), there)
+        return RayCluster.waits(cast(RayCluster, seen), progress_by_host)
 
     def tell_of_loss(self, host: int) -> None: ...
 

@@ -608,10 +608,12 @@ class RayCluster(HostedCluster):
     def tell_of_loss(self, host: int) -> None:
         self._home.announce(lost_key(host))
 
-    def waits(self, there: Mapping[int, Progress]) -> dict[int, Waits]:
+    def waits(self, progress_by_host: Mapping[int, Progress]) -> dict[int, Waits]:
         """Return, by process, the processes that it waits for, given the progress of all."""
         places = enumerate(self.membership.processes)
-        by_host = {h: there[p.index].of_device for h, p in places if p.index in there}
+        by_host = {
+            h: progress_by_host[p.index].of_device for h, p in places if p.index in progress_by_host
+        }
         waits_of: dict[int, Waits] = {}
         host_of = self.membership.host_of
         for host, progress in by_host.items():

@@ -3,7 +3,7 @@
     in_flight = InFlight(store, channel)
     in_flight.wait_for_room(["a.execute"], look)         # waits if too much is in flight
     submission = in_flight.add(["a.execute"], arguments, nbytes)
-    in_flight.called(process, "a.execute", submission, reply, values)
+    in_flight.record_call(process, "a.execute", submission, reply, values)
 
 A value is needed while a future holds it (`ValueReference`) or a call in flight takes it; then the
 processes that have it drop it. The controller is blocked while values without a future have more
@@ -48,22 +48,22 @@ SLICE_S = 0.25
 
 
 class RemoteValue:
-    """A value that process `holder` makes in call `number`. `there`: the other processes that
-    received it; `nbytes`: its size, 0 until it is made; `held`: a future holds it; `counted`: it
-    counts among the bytes in flight."""
+    """A value that process `holder` makes in call `number`. `receivers`: the other processes that
+    received it; `nbytes`: its size, 0 until it is made; `has_future`: a future holds it;
+    `is_counted`: it counts among the bytes in flight."""
 
     __slots__ = (
         "__weakref__",
-        "counted",
-        "held",
+        "has_future",
         "holder",
+        "is_counted",
         "key",
         "message",
         "nbytes",
         "number",
         "owner",
+        "receivers",
         "reply",
-        "there",
     )
 
     def __init__(self, owner: InFlight, holder: int, number: int, key: Key) -> None:
@@ -72,22 +72,23 @@ class RemoteValue:
         self.number = number
         self.key = key
         self.reply: Reply | None = None
-        self.there: set[int] = set()
+        self.receivers: set[int] = set()
         self.nbytes = 0
         self.message: bytes | None = None  # the value itself, if it is small
-        self.held = True
-        self.counted = False
+        self.has_future = True
+        self.is_counted = False
 
     def count(self) -> int:
         """Return, once, the bytes of the value when it is made and no future holds it; else 0."""
-        if self.held or self.counted or not self.nbytes:
+        if self.has_future or self.is_counted or not self.nbytes:
             return 0
-        self.counted = True
+        self.is_counted = True
         return self.nbytes
 
     def __del__(self) -> None:
-        owner, processes = self.owner, (self.holder, *self.there)
-        if self.counted:
+        """Let the processes drop the value: at once if it is large, else with their next call."""
+        owner, processes = self.owner, (self.holder, *self.receivers)
+        if self.is_counted:
             owner.freed_bytes.append(self.nbytes)
         if self.nbytes >= LARGE_BYTES:
             owner.store.forget(self.key, processes)
@@ -120,11 +121,11 @@ class Submission:
 
 @dataclass(slots=True)
 class InFlightCall:
-    """One call of the submission `of`; `values`: its results."""
+    """One call of a `submission`; `values`: its results."""
 
     reply: Reply
     title: str
-    of: Submission
+    submission: Submission
     values: Sequence[RemoteValue] = field(default_factory=tuple[RemoteValue, ...])
 
 
@@ -142,7 +143,8 @@ class _Method:
     def has_room(self) -> bool:
         return self.slow or self.num_in_flight < FEW + 2 * self.num_similar
 
-    def answered(self, nbytes: int) -> None:
+    def record_answer(self, nbytes: int) -> None:
+        """Record an answer with a result of ``nbytes``."""
         is_similar = nbytes <= max(2 * self.nbytes, SIMILAR_BYTES)
         self.num_similar = self.num_similar + 1 if is_similar else 0
         self.nbytes, self.slow = nbytes, False
@@ -176,14 +178,21 @@ class InFlight:
             self._bytes += nbytes
         return Submission(titles, inputs, nbytes, len(titles))
 
-    def called(
-        self, process: int, title: str, of: Submission, reply: Reply, values: Sequence[RemoteValue]
+    def record_call(
+        self,
+        process: int,
+        title: str,
+        submission: Submission,
+        reply: Reply,
+        values: Sequence[RemoteValue],
     ) -> None:
         """Record a call that was made."""
         for value in values:
             value.reply = reply
         with self._lock:  # another thread may be in `update`
-            self._calls.setdefault(process, deque()).append(InFlightCall(reply, title, of, values))
+            self._calls.setdefault(process, deque()).append(
+                InFlightCall(reply, title, submission, values)
+            )
 
     def to_drop(self, process: int) -> Sequence[Key]:
         """Return, once, the values that the process is to drop with its next call."""
@@ -195,30 +204,32 @@ class InFlight:
         self.update()
         if self._has_room(titles):
             return
-        moved = last = time.monotonic()
+        last_answer = last_look = time.monotonic()
         while not self._has_room(titles):
-            before = sum(map(len, self._calls.values()))
-            first = [calls[0].reply for calls in self._calls.values() if calls]
-            self._channel.some_over(first, 1, SLICE_S)
+            num_calls = sum(map(len, self._calls.values()))
+            oldest_replies = [calls[0].reply for calls in self._calls.values() if calls]
+            self._channel.some_over(oldest_replies, 1, SLICE_S)
             self.update()
             now = time.monotonic()
-            if sum(map(len, self._calls.values())) < before:
-                moved = now
-            elif now - moved > PATIENCE_S:
+            if sum(map(len, self._calls.values())) < num_calls:
+                last_answer = now
+            elif now - last_answer > PATIENCE_S:
                 return
             else:
                 look()
-            if now - moved > SLOW_S:
+            if now - last_answer > SLOW_S:
                 for title in titles:
                     self._methods[title].slow = True
             if self._bytes > MAX_BYTES // 2:
-                self._blocked_s += now - last
-            last = now
+                self._blocked_s += now - last_look
+            last_look = now
             if not self._warned and self._blocked_s > WARN_AFTER_S:
                 self._warned = True
                 self._warn(titles)
 
     def _has_room(self, titles: Sequence[str]) -> bool:
+        """Return whether calls of these titles may be submitted: their bytes and numbers are within
+        the limits, or nothing is in flight."""
         if not any(self._calls.values()):
             return True
         methods = [self._methods[title] for title in titles]
@@ -226,6 +237,7 @@ class InFlight:
         return needed <= MAX_BYTES and all(method.has_room for method in methods)
 
     def _warn(self, titles: Sequence[str]) -> None:
+        """Warn that the controller waits for calls in flight."""
         calls = sum(map(len, self._calls.values()))
         warnings.warn(
             f"The controller waits before it calls {', '.join(titles)}: {calls} calls are "
@@ -241,13 +253,14 @@ class InFlight:
             self._update()
 
     def _update(self) -> None:
+        """Do the work of `update`, with the lock held."""
         for calls in self._calls.values():
             while calls and calls[0].reply.over:
                 self._record_answer(calls.popleft())
         while self.unheld:
             value = self.unheld.popleft()()
             if value is not None:
-                value.held = False
+                value.has_future = False
                 self._bytes += value.count()
         while self.forgotten:
             key, processes = self.forgotten.popleft()
@@ -262,7 +275,7 @@ class InFlight:
 
     def _record_answer(self, call: InFlightCall) -> None:
         """Record the sizes of a call's results, and that it is no longer in flight."""
-        submission, reply = call.of, call.reply
+        submission, reply = call.submission, call.reply
         sizes = 0
         if not reply.failed and reply.message is not None:
             sent_bytes, answers = reply.message.value()
@@ -270,7 +283,7 @@ class InFlight:
             for value, (nbytes, message) in zip(call.values, answers, strict=True):
                 value.nbytes, value.message = nbytes, message
                 self._bytes += value.count()
-        self._methods[call.title].answered(sizes)
+        self._methods[call.title].record_answer(sizes)
         submission.unanswered -= 1
         if not submission.unanswered:
             self._bytes -= submission.nbytes

@@ -148,7 +148,7 @@ class ObjectStore:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._values: dict[Key, Held] = {}
-        self._wanted: dict[Key, set[int]] = {}  # processes to send a value to once it is made
+        self._requested: dict[Key, set[int]] = {}  # processes to send a value to once it is made
         self._sent: dict[Key, set[int]] = {}  # processes that a value was sent to
         self._dropped: set[Key] = set()  # values that were dropped before they were made
         self._ended: set[int] = set()  # processes
@@ -191,17 +191,17 @@ class ObjectStore:
                 self._dropped.remove(key)
                 return
             self._values[key] = message
-            wanted = self._wanted.pop(key, ())
+            receivers = self._requested.pop(key, ())
             self._changed.notify_all()
-        for to in wanted:
-            self.send(key, to)
+        for receiver in receivers:
+            self.send(key, receiver)
 
     def send(self, key: Key, to: int) -> None:
         """Send a value to another process, once it is here. Do nothing if that was done before."""
         with self._lock:
             message = self._values.get(key)
             if message is None:
-                self._wanted.setdefault(key, set()).add(to)
+                self._requested.setdefault(key, set()).add(to)
                 return
             sent = self._sent.setdefault(key, set())
             if to in sent:
@@ -220,8 +220,8 @@ class ObjectStore:
         while not self.wait(key, holder, SLICE_S, asks=keeps):
             pass
         with self._lock:
-            held = self._values[key] if keeps else self._values.pop(key)
-        return self._open(held)
+            message = self._values[key] if keeps else self._values.pop(key)
+        return self._open(message)
 
     def wait(self, key: Key, holder: int | None, seconds: float, *, asks: bool = True) -> bool:
         """Return whether a value arrives within `seconds`. Raises `HostGone`, and LookupError if no
@@ -278,7 +278,7 @@ class ObjectStore:
                 if self._values.pop(key, None) is None:
                     self._dropped.add(key)
                 self._sent.pop(key, None)
-                self._wanted.pop(key, None)
+                self._requested.pop(key, None)
 
     def forget(self, key: Key, processes: Sequence[int]) -> None:
         """Let the thread tell these processes to drop a value. Takes no lock, for finalizers."""
@@ -311,6 +311,7 @@ class ObjectStore:
         return None if lent is None else (self.index, *lent)
 
     def close(self) -> None:
+        """Close all connections and end the thread. Waits in progress fail."""
         with self._lock:
             self._closed = True
             self._values.clear()
@@ -495,6 +496,8 @@ class ObjectStore:
         self._hang_up()
 
     def _read_and_write(self) -> None:
+        """Wait for events, and handle each: a connection can be read or written, a peer connects,
+        or another thread calls `_wake`."""
         while not self._closed:
             self._collects = self._own_slabs is not None and self._own_slabs.collect()
             for descriptor, event in self._poll.poll(COLLECT_S if self._collects else None):
@@ -549,6 +552,8 @@ class ObjectStore:
             self._poll.close()
 
     def _welcome(self, process: int) -> Callable[[socket.socket], None]:
+        """Return the function that takes over the connection of a process."""
+
         def take_over(sock: socket.socket) -> None:
             connection = _Incoming(process, sock)
             self._incoming_by_fd[sock.fileno()] = connection
@@ -573,6 +578,7 @@ class ObjectStore:
                 self._has_ended(connection.process)
 
     def _execute(self, message: tuple[Any, ...]) -> None:
+        """Execute a message from another store."""
         kind, *arguments = message
         if kind == _VALUE:
             self._put_arrived(*arguments)
@@ -596,6 +602,7 @@ class ObjectStore:
             self.put(key, torch.frombuffer(buffer, dtype=torch.uint8))
 
     def _open_slabs(self, index: int, card: dict[str, Any]) -> None:
+        """Map the shared memory of process ``index``, so that it can send values in it."""
         slabs = OpenSlabs.of(SegmentAddress(**card), self.index)
         if slabs is not None:
             self._other_slabs[index] = slabs

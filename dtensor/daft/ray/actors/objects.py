@@ -96,8 +96,8 @@ class Objects:
                 self._store.drop(dropped)
             messages, arguments_message = list(map(self._message, inputs)), self._message(arguments)
             self._counter.begin(-1, number)
-            subject, every = self._subjects[actor], range(len(messages))
-            results.append(Task.of(task).run(subject, arguments_message, messages, every))
+            subject, all_inputs = self._subjects[actor], range(len(messages))
+            results.append(Task.of(task).run(subject, arguments_message, messages, all_inputs))
             self._counter.end()
         return _answered(0, (self._keep(number, results[0]),))
 
@@ -137,11 +137,13 @@ class Objects:
                 self._store.drop(dropped)
             if isinstance(engine, DaftError):
                 raise engine
-            fed: dict[int, dict[str, object]] = {rank: {} for rank in engine.program.ranks}
+            inputs_by_rank: dict[int, dict[str, object]] = {
+                rank: {} for rank in engine.program.ranks
+            }
             for (rank, name), each in zip(names, inputs, strict=True):
-                fed[rank][name] = self._message(each)
+                inputs_by_rank[rank][name] = self._message(each)
             self._counter.begin(number, run)
-            results = engine.run(fed, self._counter.view)
+            results = engine.run(inputs_by_rank, self._counter.view)
             if isinstance(results, UndoneRun):
                 raise results.faults[0].error
             self._counter.end()
@@ -180,6 +182,7 @@ class Objects:
             return lost(gone)
 
     def _keep(self, key: Key, message: Tensor) -> Answer:
+        """Store a result. Return its size, and its bytes if it is small."""
         self._store.put(key, message)
         nbytes = message.numel()
         return nbytes, message.numpy().tobytes() if nbytes <= SMALL_BYTES else None

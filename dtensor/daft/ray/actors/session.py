@@ -180,7 +180,7 @@ class RaySession(Session):
         with defer_signals():  # else an interrupt could leave the call counted as in flight
             submission = self._in_flight.add((title,), inputs, nbytes)
             reply = self._channel.send(process, REQUEST, (method,), Payload.plain(payload))
-            self._in_flight.called(process, title, submission, reply, outputs)
+            self._in_flight.record_call(process, title, submission, reply, outputs)
             self._last[process] = self.calls
 
     def _number(self, title: str, issued: tuple[str, ...], arguments: Tensor | None = None) -> int:
@@ -200,21 +200,21 @@ class RaySession(Session):
         self._store.send_message((number, name), message, to)
         return (number, name), CONTROLLER
 
-    def _deliver(self, value: RemoteValue, to: int) -> tuple[Key, int | None]:
-        """Let the holder of a value send it to a process, once. Return the value's key and its
-        holder, None if that is the process."""
+    def _deliver(self, value: RemoteValue, receiver: int) -> tuple[Key, int | None]:
+        """Let the holder of a value send it to process ``receiver``, once. Return the value's key
+        and its holder, None if the receiver is the holder."""
         holder = value.holder
-        if holder == to:
+        if holder == receiver:
             return value.key, None
-        if to not in value.there:
-            value.there.add(to)
+        if receiver not in value.receivers:
+            value.receivers.add(receiver)
             if (
                 self._last[holder] == value.number
             ):  # the holder's last call: a call is executed next
-                payload = Payload.plain((value.key, to))
+                payload = Payload.plain((value.key, receiver))
                 self._channel.send(holder, ONE_WAY, (Objects.send,), payload)
             else:  # the store does not wait for the holder's later calls
-                self._store.ask(value.key, holder, to)
+                self._store.ask(value.key, holder, receiver)
         return value.key, holder
 
     def _look(self) -> None:
@@ -243,8 +243,8 @@ class RaySession(Session):
         """Return the message of a value that was made; fetch it from its holder if it is large."""
         if value.message is not None:
             return torch.frombuffer(bytearray(value.message), dtype=torch.uint8)
-        if CONTROLLER not in value.there:
-            value.there.add(CONTROLLER)
+        if CONTROLLER not in value.receivers:
+            value.receivers.add(CONTROLLER)
             self._store.ask(value.key, value.holder)
         try:
             while True:
@@ -293,7 +293,7 @@ class RaySession(Session):
         values = [item.value.value for item in inputs if isinstance(item, TaskFuture)]
         nbytes = sum(item.numel() for item in inputs if isinstance(item, Tensor))
         titles = [part.title for part in parts]
-        asked: list[HostProcess] = []
+        called_hosts: list[HostProcess] = []
         with self.lock:
             self._in_flight.wait_for_room(titles, self._look)
             submission = self._in_flight.add(titles, values, nbytes)
@@ -304,7 +304,7 @@ class RaySession(Session):
                     for part in parts:
                         process = part.process
                         number = self._number(frozen.program.name, issued)
-                        asked.append(self._home.processes[process])
+                        called_hosts.append(self._home.processes[process])
                         part_values = [
                             RemoteValue(self._in_flight, process, number, (run, value))
                             for _, value in part.wanted
@@ -318,12 +318,14 @@ class RaySession(Session):
                         reply = self._channel.send(
                             process, REQUEST, (Objects.run,), Payload.plain(payload)
                         )
-                        self._in_flight.called(process, part.title, submission, reply, part_values)
+                        self._in_flight.record_call(
+                            process, part.title, submission, reply, part_values
+                        )
                         self._last[process] = number
                         results.update(zip(part.wanted, part_values, strict=True))
             except BaseException:
                 # processes that were called would wait for values of the others forever
-                for host in asked:
+                for host in called_hosts:
                     self.watch.end(host, "the process was ended: a step was half submitted.")
                 raise
         return [
@@ -369,12 +371,12 @@ class RaySession(Session):
 
     def failures(self) -> list[DaftError]:
         hosts = [host for host in self._home.processes if host.index not in self.watch.lost]
-        asked = [
+        calls = [
             AwaitedCall(host, self._channel.send(host.index, REQUEST, (Objects.failures,), ()))
             for host in hosts
         ]
         errors: list[DaftError] = []
-        for each in asked:
+        for each in calls:
             try:
                 (failures,) = self.watch.get([each])
                 errors += [TaskError(failure) for failure in failures]
@@ -388,11 +390,13 @@ class RaySession(Session):
 
     # -- used by `FailureDetector`, see its `Controller` ------------------------------------------
     def describe(self, host: int, at: Progress, reason: str) -> Failure:
+        """Return the failure of a process: the actor and the method or instruction that it is
+        at."""
         title, issued = "", tuple[str, ...]()
         if at.position >= 0:
             title, issued = self._recent.get(at.run, (title, issued))
         if title and at.program >= 0:  # in a compiled function
-            instruction, name = self._at(host, at)
+            instruction, name = self._instruction_at(host, at)
             reason = f"{reason} It was in compiled function {title!r}."
             label = instruction.label  # of a task, its title
             title = f"{name}.{excerpt(instruction)}" if label is None else label.action
@@ -406,9 +410,9 @@ class RaySession(Session):
     def at_work(self, host: int, at: Progress) -> bool:
         if at.position < 0 or at.program < 0:
             return at.position >= 0
-        return isinstance(self._at(host, at)[0], Call)
+        return isinstance(self._instruction_at(host, at)[0], Call)
 
-    def waits(self, there: Mapping[int, Progress]) -> Mapping[int, Waits]:
+    def waits(self, progress_by_host: Mapping[int, Progress]) -> Mapping[int, Waits]:
         return {}  # processes need not make progress, so none is ended for waiting
 
     def tell_of_loss(self, host: int) -> None:
@@ -418,7 +422,7 @@ class RaySession(Session):
             if process.index not in self.watch.lost:
                 self._store.tell_of_loss(host, process.index)
 
-    def _at(self, host: int, at: Progress) -> tuple[Instruction, str]:
+    def _instruction_at(self, host: int, at: Progress) -> tuple[Instruction, str]:
         """Return the instruction of a compiled function that a process is at, and its actor's
         name."""
         frozen, _ = self._loaded[at.program]

@@ -70,6 +70,7 @@ def join(credentials: Credentials, timeout_s: float) -> socket.socket:
 
 
 def _connect(credentials: Credentials) -> socket.socket:
+    """Connect to the listener's unix socket; if it is on another machine, to its address."""
     if credentials.path is not None:
         sock = socket.socket(socket.AF_UNIX)
         try:
@@ -145,6 +146,7 @@ class Handshakes:
         self._peers.clear()
 
     def _accept(self, listener: socket.socket) -> None:
+        """Accept a connection, and send the peer a nonce to sign."""
         try:
             sock, _ = listener.accept()
         except BlockingIOError:

@@ -75,7 +75,7 @@ class LocalRay:
         self._inherited = _inherited()
         self._numbers = count()
         self._lock = Lock()
-        self._up = False
+        self._is_up = False
         self._awake = True
         self._failure: str | None = None
         self._ended: dict[int, str | None] = {}
@@ -84,17 +84,17 @@ class LocalRay:
         for name in (_TEST_VARIABLE, fork_server.ADDRESS):
             environment.pop(name, None)
         with held_back():
-            self._sock, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            with its:
-                for each in (self._sock, its):
+            self._sock, other_sock = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with other_sock:
+                for each in (self._sock, other_sock):
                     each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MESSAGE)
                 module = "dtensor.daft.ray.channel.local_ray_process"
-                argv = [str(its.fileno()), str(os.getpid()), str(idle_s)]
+                argv = [str(other_sock.fileno()), str(os.getpid()), str(idle_s)]
                 self._process = subprocess.Popen(
                     [sys.executable, "-P", "-m", module, *argv],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,  # Ray reports killed workers there
-                    pass_fds=[its.fileno()],
+                    pass_fds=[other_sock.fileno()],
                     env=environment,
                     start_new_session=True,  # Ctrl-C reaches the controller alone
                 )
@@ -103,6 +103,7 @@ class LocalRay:
     def start(
         self, options: Mapping[str, object], counter: str, packed_arguments: bytes
     ) -> LocalHost:
+        """Ask the process to start a host. Return the host without waiting for it."""
         number = next(self._numbers)
         self.say("start", number, dict(options), counter, packed_arguments)
         return LocalHost(self, number)
@@ -140,7 +141,7 @@ class LocalRay:
         self._wait_for(lambda: False, 0.0)
         if self._failure is not None or self._inherited != _inherited():
             return False
-        if not self._up:
+        if not self._is_up:
             return True  # it is still starting
         self._awake = False
         self.say("wake")
@@ -209,7 +210,7 @@ class LocalRay:
                 return
             match pickle.loads(data):
                 case ("up",):
-                    self._up = True
+                    self._is_up = True
                 case ("awake",):
                     self._awake = True
                 case ("failed", text):
@@ -236,8 +237,13 @@ def _inherited() -> tuple[object, ...]:
             del environment[name]
     path = worker_environment()["PYTHONPATH"]
     limits = [resource.getrlimit(getattr(resource, n)) for n in dir(resource) if "RLIMIT_" in n]
-    own = os.sched_getaffinity(0), os.getpriority(os.PRIO_PROCESS, 0), sys.executable, os.getcwd()
-    return environment, path, limits, own
+    process_attributes = (
+        os.sched_getaffinity(0),
+        os.getpriority(os.PRIO_PROCESS, 0),
+        sys.executable,
+        os.getcwd(),
+    )
+    return environment, path, limits, process_attributes
 
 
 def _by_imports() -> dict[str, str]:
@@ -302,6 +308,7 @@ def end_local_ray() -> None:
 
 
 def _forked() -> None:
+    """Drop the local Ray in a fork of the controller, since it belongs to the parent."""
     global _current, _lock
     _lock = Lock()
     if _current is not None:

@@ -72,12 +72,15 @@ class LocalRayProcess:
     def start(
         self, number: int, options: Mapping[str, object], counter: str, packed_arguments: bytes
     ) -> None:
+        """Start a host's actor, and tell the controller the actor's id."""
         from dtensor.daft.ray.channel.ray_actor import RayActor
 
         actor = self._actors[number] = RayActor(options, counter, packed_arguments)
         self.say("started", number, actor.id)
 
     def host_serves(self, number: int, packed_arguments: bytes) -> None:
+        """Let a host serve its connection; when that ends, its number is written to the pipe of
+        ended actors."""
         actor = self._actors[number]
         actor.serve(packed_arguments)
         packed_number = number.to_bytes(8, "little")
@@ -106,32 +109,36 @@ class LocalRayProcess:
         self.say("awake")
 
 
-def _watch(parent: int, sock: socket.socket, told: int) -> None:
+def _watch(parent: int, sock: socket.socket, status_fd: int) -> None:
     """Fork a watcher, which kills this process if it does not end after the controller has ended. A
     thread could not do it: Ray may hang with Python's lock held. If this process was killed or
     failed, the watcher ends the rest of Ray, whose agents would otherwise stay for a minute.
-    ``told``: the end of a pipe; "u" is read from it when Ray is up, and "e" when Ray has ended.
-    """
-    watched, mine = os.getpid(), os.pidfd_open(os.getpid())
+    ``status_fd``: the end of a pipe; "u" is read from it when Ray is up, and "e" when Ray has
+    ended."""
+    watched_pid, own_pidfd = os.getpid(), os.pidfd_open(os.getpid())
     if os.fork():
-        os.close(mine)
+        os.close(own_pidfd)
         return
     try:
         poll = select.poll()
-        for each, event in ((parent, select.POLLIN), (sock.fileno(), 0), (mine, select.POLLIN)):
+        for each, event in (
+            (parent, select.POLLIN),
+            (sock.fileno(), 0),
+            (own_pidfd, select.POLLIN),
+        ):
             poll.register(each, event)  # a socket reports a closed peer without an event mask
-        if mine not in dict(poll.poll()):
-            is_up = bool(select.select([told], [], [], 0.0)[0])
-            ended, _, _ = select.select([mine], [], [], END_S if is_up else 0.0)
+        if own_pidfd not in dict(poll.poll()):
+            is_up = bool(select.select([status_fd], [], [], 0.0)[0])
+            ended, _, _ = select.select([own_pidfd], [], [], END_S if is_up else 0.0)
             if not ended:
-                os.kill(watched, signal.SIGKILL)
-        os.set_blocking(told, False)
+                os.kill(watched_pid, signal.SIGKILL)
+        os.set_blocking(status_fd, False)
         with suppress(BlockingIOError):
-            if b"e" in os.read(told, 2):
+            if b"e" in os.read(status_fd, 2):
                 return
         for process in map(int, filter(str.isdigit, os.listdir("/proc"))):
             session = process_stat(process)[3]
-            if session == str(watched) and process != os.getpid():
+            if session == str(watched_pid) and process != os.getpid():
                 with suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
     finally:
@@ -145,8 +152,8 @@ def main(descriptor: str, controller: str, idle_s: str) -> None:
         parent = os.pidfd_open(int(controller))
     except ProcessLookupError:
         return
-    told, tells = os.pipe()
-    _watch(parent, sock, told)
+    status_read_fd, status_write_fd = os.pipe()
+    _watch(parent, sock, status_read_fd)
     process = LocalRayProcess(sock, parent, float(idle_s))
     with ExitStack() as ending:
         try:
@@ -156,7 +163,7 @@ def main(descriptor: str, controller: str, idle_s: str) -> None:
 
             start_ray(None)
             ending.callback(end_ray)
-            os.write(tells, b"u")
+            os.write(status_write_fd, b"u")
         except BaseException as error:
             process.say("failed", f"{type(error).__name__}: {error}")
             return
@@ -164,7 +171,7 @@ def main(descriptor: str, controller: str, idle_s: str) -> None:
         process.serve()
         with suppress(OSError):
             sock.shutdown(socket.SHUT_RDWR)
-    os.write(tells, b"e")
+    os.write(status_write_fd, b"e")
 
 
 if __name__ == "__main__":

@@ -110,6 +110,8 @@ class MessagePickler(ByValuePickler):
     """Pickles tensors without a copy of their bytes."""
 
     def reducer_override(self, obj: Any) -> Any:
+        """Reduce a tensor to a buffer, its dtype and its shape; other objects as `ByValuePickler`
+        does."""
         if type(obj) in (Tensor, Parameter) and _has_elements(obj):
             data = obj.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
             buffer = bytearray(data) if len(data) < SMALL_BYTES else pickle.PickleBuffer(data)
@@ -131,6 +133,7 @@ def _has_elements(tensor: Tensor) -> bool:
 def _tensor(
     data: Data, dtype: str, shape: tuple[int, ...], parameter: bool = False, grad: bool = False
 ) -> Tensor:
+    """Return the tensor or parameter with these bytes, which are not copied."""
     if len(data):
         tensor = torch.frombuffer(data, dtype=_DTYPES[dtype]).reshape(shape)
     else:
@@ -139,7 +142,7 @@ def _tensor(
 
 
 def _pickled(value: object) -> tuple[bytes, list[pickle.PickleBuffer]]:
-    """The pickle of a value, and its buffers, which are not copied."""
+    """Return the pickle of a value, and its buffers, which are not copied."""
     buffers: list[pickle.PickleBuffer] = []
     file = io.BytesIO()
     MessagePickler(file, protocol=5, buffer_callback=buffers.append).dump(value)
@@ -269,10 +272,10 @@ class _Stream:
                     self._begin, self._end = 0, self._end - self._begin
                 self._end += yield from self._read(self._room[self._end :])
             self._begin += size
-            taken = bytearray(self._room[self._begin - size : self._begin])
+            data = bytearray(self._room[self._begin - size : self._begin])
             if self._begin == self._end:
                 self._begin = self._end = 0
-            return taken
+            return data
         view = numpy.empty(size, numpy.uint8).data  # not filled with zeros
         filled = self._end - self._begin
         view[:filled] = self._room[self._begin : self._end]

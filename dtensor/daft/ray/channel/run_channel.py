@@ -271,14 +271,14 @@ class RunChannel:
     def broken(self) -> list[int]:
         """Return the hosts whose connections broke. Connections to one machine break together: if
         one broke, this also breaks idle connections to the same machine."""
-        gone = {
+        unreachable_machines = {
             connection.machine
             for connection in self._connections
             if connection.broken and connection.machine
         }
-        for connection in self._connections if gone else ():
+        for connection in self._connections if unreachable_machines else ():
             if (
-                connection.machine in gone
+                connection.machine in unreachable_machines
                 and connection.sock is not None
                 and is_quiet(connection.sock)
             ):
@@ -304,41 +304,41 @@ class RunChannel:
         or waits for the thread that reads."""
         if done():
             return True
-        end, me = time.monotonic() + seconds, threading.get_ident()
+        end, thread_id = time.monotonic() + seconds, threading.get_ident()
         try:
-            if self._become_reader(me, done, end):
+            if self._become_reader(thread_id, done, end):
                 while not done() and not self._closed:
-                    left = end - time.monotonic()
-                    self._read_once(max(0.0, left))
-                    if left <= 0.0:
+                    seconds_left = end - time.monotonic()
+                    self._read_once(max(0.0, seconds_left))
+                    if seconds_left <= 0.0:
                         break
         finally:
             with self._lock:
-                if self._reader == me:
+                if self._reader == thread_id:
                     self._reader = None
                     self._changed.notify_all()
         return done()
 
-    def _become_reader(self, me: int, done: Callable[[], bool], end: float) -> bool:
+    def _become_reader(self, thread_id: int, done: Callable[[], bool], end: float) -> bool:
         """Make this thread the reader once no other thread reads. Return False if `done()`, or at
         the time `end`, before that."""
         with self._lock:
             # this thread may still be recorded as the reader, if it was interrupted
-            if self._reader in (None, me):
-                self._reader = me
+            if self._reader in (None, thread_id):
+                self._reader = thread_id
                 return True
         while True:
             # Ctrl-C within a Condition's `wait` may leave that unlocked
             with defer_signals(), self._lock:
                 self._waiting += 1
                 try:
-                    if self._reader in (None, me):
-                        self._reader = me
+                    if self._reader in (None, thread_id):
+                        self._reader = thread_id
                         return True
-                    left = end - time.monotonic()
-                    if done() or self._closed or left < 0.0:
+                    seconds_left = end - time.monotonic()
+                    if done() or self._closed or seconds_left < 0.0:
                         return False
-                    self._changed.wait(min(left, SIGNAL_POLL_S))
+                    self._changed.wait(min(seconds_left, SIGNAL_POLL_S))
                 finally:
                     self._waiting -= 1
 
@@ -473,6 +473,7 @@ class RunChannel:
         return partial(self._join, connection)
 
     def _join(self, connection: _Connection, sock: socket.socket) -> None:
+        """Take over the connection of a host, and write the bytes that wait for it."""
         connection.sock, connection.messages = sock, incoming(sock)
         if sock.family != socket.AF_UNIX:
             connection.machine = str(sock.getpeername()[0])

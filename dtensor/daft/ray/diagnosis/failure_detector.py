@@ -106,7 +106,7 @@ class Controller(Protocol):
         """Return whether a host's instruction, such as a `Call`, waits for no other host."""
         ...
 
-    def waits(self, there: Mapping[int, Progress]) -> Mapping[int, Waits]:
+    def waits(self, progress_by_host: Mapping[int, Progress]) -> Mapping[int, Waits]:
         """Return the hosts for which each waiting host waits, from the progress of all."""
         ...
 
@@ -140,9 +140,9 @@ class FailureDetector:
         self._home = home
         self._channel = channel
         self._due = due
-        self._seen: dict[int, _Sighting] = {}
+        self._sightings: dict[int, _Sighting] = {}
         self._warned: set[tuple[int, int, int]] = set()  # instructions: host, program, position
-        self._late = StragglerWarnings(home.folder.path)
+        self._straggler_warnings = StragglerWarnings(home.folder.path)
 
     def get(
         self,
@@ -182,7 +182,7 @@ class FailureDetector:
                 raise TimeoutError(f"The result is not there after {timeout:g} s; ask again.")
             self.look(calls, self.deadline_s if deadline_s is None else deadline_s)
             if self._due is not None:
-                self._late.look(time.monotonic() - began)
+                self._straggler_warnings.look(time.monotonic() - began)
             if any(host.index in self.lost for host in needed):
                 raise self.root(calls, [host.index for host in needed])
 
@@ -200,11 +200,11 @@ class FailureDetector:
     def look(self, calls: Sequence[AwaitedCall], deadline_s: float) -> None:
         """Mark dead hosts as lost. End a host if it has stopped, is in one call for too long, or
         blocks these calls without progress."""
-        now, lost = time.monotonic(), len(self.lost)
+        now, num_lost = time.monotonic(), len(self.lost)
         for host in self._home.processes:
             if host.counts and host.index not in self.lost:
                 self._look_at(host, host.counter.read(), now)
-        if self._due is not None and len(self.lost) == lost:  # no host waits for a lost host
+        if self._due is not None and len(self.lost) == num_lost:  # no host waits for a lost host
             self._look_for_stalled(self._due, calls, now, deadline_s)
 
     def _look_at(self, host: HostProcess, at: Progress, now: float) -> None:
@@ -217,28 +217,30 @@ class FailureDetector:
             if waited_s > max(START_S, self.deadline_s):
                 self.end(host, f"the process has not started for {waited_s:.1f} s.")
             return
-        seen = self._seen.get(host.index)
-        if seen is None or seen.at.moving != at.moving:
-            earlier = at if seen is None else seen.at
-            seen = self._seen[host.index] = _Sighting(at, earlier, now, now, _Used.of(host))
-        elif now - seen.measured > self.deadline_s:
+        sighting = self._sightings.get(host.index)
+        if sighting is None or sighting.at.moving != at.moving:
+            earlier = at if sighting is None else sighting.at
+            sighting = self._sightings[host.index] = _Sighting(
+                at, earlier, now, now, _Used.of(host)
+            )
+        elif now - sighting.measured > self.deadline_s:
             used = _Used.of(host)
-            seen.computes = used.computes(seen.used, now - seen.measured)
-            seen.measured, seen.used = now, used
+            sighting.computes = used.computes(sighting.used, now - sighting.measured)
+            sighting.measured, sighting.used = now, used
         at_work = self._controller.at_work(host.index, at)
-        seen.at_work = at_work and seen.computes
+        sighting.at_work = at_work and sighting.computes
         if self.stopped_s is not None and at.beat_s > self.stopped_s and host.stopped:
             fact = f"a signal has stopped the process: no heartbeat for {at.beat_s:.1f} s."
             self.end(host, fact, grace_s=0.0)
         elif at.beat_s > self.deadline_s and (
-            host.stopped or (at.beat_s > SILENT_S and not seen.computes)
+            host.stopped or (at.beat_s > SILENT_S and not sighting.computes)
         ):
             self.end(host, f"the process has stopped: no heartbeat for {at.beat_s:.1f} s.")
         elif at_work and at.position >= 0:
-            if now - seen.since > self.call_deadline_s:
+            if now - sighting.since > self.call_deadline_s:
                 limit = f"{self.call_deadline_s:g} s (call_deadline_s)"
                 self.end(host, f"the process was in one call for more than {limit}.")
-            elif seen.at_work and self._due is not None:
+            elif sighting.at_work and self._due is not None:
                 self._warn(host, at)
 
     def _warn(self, host: HostProcess, at: Progress) -> None:
@@ -288,74 +290,83 @@ class FailureDetector:
         `deadline_s` and none computes."""
         waiting = [call for call in calls if not self.came([call])]
         called = {call.host.index for call in waiting}
-        last = due(waiting)
-        holding = list[HostProcess]()  # the hosts that block the calls
-        moved = max((call.since or now for call in waiting), default=now)  # the last progress
-        for index in sorted(called | last.keys()):
-            host, seen = self._home.processes[index], self._seen.get(index)
-            if seen is None and not host.answered:
-                moved = now  # the host is still starting
-            if seen is None:  # its counter cannot be read, as it is on another machine
-                holding.append(host)
+        last_runs = due(waiting)
+        blocking_hosts = list[HostProcess]()  # the hosts that block the calls
+        last_progress = max(
+            (call.since or now for call in waiting), default=now
+        )  # the last progress
+        for index in sorted(called | last_runs.keys()):
+            host, sighting = self._home.processes[index], self._sightings.get(index)
+            if sighting is None and not host.answered:
+                last_progress = now  # the host is still starting
+            if sighting is None:  # its counter cannot be read, as it is on another machine
+                blocking_hosts.append(host)
                 continue
-            if index in called or not seen.earlier.has_ended(last[index]):
-                moved = max(moved, seen.since)
-            if index in called or not seen.at.has_ended(last[index]):
-                holding.append(host)
-        if any(call.since != moved for call in waiting):
-            self._have_stalled(waiting, holding, moved)
-        if now - moved <= deadline_s:
+            if index in called or not sighting.earlier.has_ended(last_runs[index]):
+                last_progress = max(last_progress, sighting.since)
+            if index in called or not sighting.at.has_ended(last_runs[index]):
+                blocking_hosts.append(host)
+        if any(call.since != last_progress for call in waiting):
+            self._record_stall(waiting, blocking_hosts, last_progress)
+        if now - last_progress <= deadline_s:
             return
-        there = {host.index: host.counter.read() for host in self._home.processes}
-        waits = self._controller.waits(there)
-        before = {index: used for call in waiting for index, used in call.used.items()}
+        progress_by_host = {host.index: host.counter.read() for host in self._home.processes}
+        waits = self._controller.waits(progress_by_host)
+        used_before = {index: used for call in waiting for index, used in call.used.items()}
         if any(
-            self._controller.at_work(host.index, there[host.index])
+            self._controller.at_work(host.index, progress_by_host[host.index])
             and not waits.get(host.index, FOR_NOBODY).blockers
-            and host.index in before
-            and _Used.of(host).computes(before[host.index], now - moved)
-            for host in holding
+            and host.index in used_before
+            and _Used.of(host).computes(used_before[host.index], now - last_progress)
+            for host in blocking_hosts
         ):
-            self._have_stalled(waiting, holding, now)
+            self._record_stall(waiting, blocking_hosts, now)
             return
-        if holding:  # empty if the last call was answered just now
-            host, fact = self._suspect(holding, there, waits)
+        if blocking_hosts:  # empty if the last call was answered just now
+            host, fact = self._suspect(blocking_hosts, progress_by_host, waits)
             why = f"no progress for more than {deadline_s:g} s"
             self.end(host, f"the process {fact.format(why)}")
 
-    def _have_stalled(
-        self, waiting: Sequence[AwaitedCall], holding: Sequence[HostProcess], moved: float
+    def _record_stall(
+        self,
+        waiting: Sequence[AwaitedCall],
+        blocking_hosts: Sequence[HostProcess],
+        last_progress: float,
     ) -> None:
-        """Record that no host that blocks these calls has made progress since `moved`."""
-        used = {host.index: _Used.of(host) for host in holding}
+        """Record that no host that blocks these calls has made progress since ``last_progress``."""
+        used = {host.index: _Used.of(host) for host in blocking_hosts}
         for call in waiting:
-            call.since, call.used = moved, used
+            call.since, call.used = last_progress, used
 
     def _suspect(
         self,
-        holding: Sequence[HostProcess],
-        there: Mapping[int, Progress],
+        blocking_hosts: Sequence[HostProcess],
+        progress_by_host: Mapping[int, Progress],
         waits: Mapping[int, Waits],
     ) -> tuple[HostProcess, str]:
         """Return the host to end, and its fault as text: a host that has stopped, or else one that
-        waits for no other host, preferably in a `Call`. `holding`: the hosts that block the calls;
-        `there`, `waits`: the progress of all hosts, and for whom they wait."""
-        stopped = [host for host in holding if host.stopped]
+        waits for no other host, preferably in a `Call`. `blocking_hosts`: the hosts that block the
+        calls; `progress_by_host`, `waits`: the progress of all hosts, and for whom they wait."""
+        stopped = [host for host in blocking_hosts if host.stopped]
         if stopped:
             return stopped[0], "has stopped: {}."
-        ends = {end for host in holding for end in ends_of(host.index, waits)}
+        ends = {end for host in blocking_hosts for end in ends_of(host.index, waits)}
         # a sender that holds back its message may have ended its run
-        senders = {h for own in waits.values() if own.held_back for h in own.blockers}
-        held = {host.index for host in holding}
-        suspects = [h for h in self._home.processes if h.index in ends & (held | senders)]
+        senders = {
+            h for host_waits in waits.values() if host_waits.held_back for h in host_waits.blockers
+        }
+        blocking_indices = {host.index for host in blocking_hosts}
+        suspects = [
+            h for h in self._home.processes if h.index in ends & (blocking_indices | senders)
+        ]
         fact = "made {}, though it is alive."
         if not suspects:  # the awaited host was replaced, but no connection to it broke
-            suspects = list(holding)
+            suspects = list(blocking_hosts)
             fact = "made {}: it waits for a process that is gone, and was not told."
 
         def priority(host: HostProcess) -> tuple[bool, bool, int]:
-            at = there[host.index]
-            unseen = host.index not in self._seen  # on another machine
+            at = progress_by_host[host.index]
+            unseen = host.index not in self._sightings  # on another machine
             return unseen, not self._controller.at_work(host.index, at), at.run
 
         return min(suspects, key=priority), fact

@@ -25,7 +25,9 @@ class StragglerWarnings:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._before: tuple[Observation, ...] | None = None  # the sample of the previous check
+        self._previous_sample: tuple[Observation, ...] | None = (
+            None  # the sample of the previous check
+        )
         self._run = -1  # the oldest run in flight at the last warning
         self._warned_s = 0.0  # how long that run had taken then
 
@@ -37,22 +39,22 @@ class StragglerWarnings:
             launch = LaunchSeen(self._folder)
         except FileNotFoundError:  # another thread has closed the launch, so the wait will raise
             return
-        at = launch.progress()
-        running = [each for each in at if each.position >= 0 and each.running_s is not None]
-        took_s = max((each.running_s or 0.0 for each in running), default=0.0)
-        late = any((each.running_s or 0.0) > limit_s(each) for each in running)
-        if not late and waited_s < LEAST_S:
-            self._before = None
+        progress = launch.progress()
+        running = [each for each in progress if each.position >= 0 and each.running_s is not None]
+        longest_s = max((each.running_s or 0.0 for each in running), default=0.0)
+        is_late = any((each.running_s or 0.0) > limit_s(each) for each in running)
+        if not is_late and waited_s < LEAST_S:
+            self._previous_sample = None
             return
         after = launch.look()
-        before, self._before = self._before, after
-        run = min((each.run for each in running), default=max(each.run for each in at))
+        before, self._previous_sample = self._previous_sample, after
+        run = min((each.run for each in running), default=max(each.run for each in progress))
         if run != self._run:
             self._run, self._warned_s = run, 0.0
-        took_s = max(took_s, waited_s)
-        if before is None or took_s < 2 * self._warned_s:
+        longest_s = max(longest_s, waited_s)
+        if before is None or longest_s < 2 * self._warned_s:
             return
         status = launch.between(before, after)
         if status.hangs:
-            self._warned_s = took_s
+            self._warned_s = longest_s
             warnings.warn(status.warning, RuntimeWarning, stacklevel=4)

@@ -94,23 +94,23 @@ class Needed:
     @staticmethod
     def of(program: Program, device: torch.device, known_ops: KnownOps) -> Needed:
         """Find the custom ops that a program names, and those that their kernels refer to."""
-        waiting: list[str] = []
+        unvisited: list[str] = []
         functions = False
         for value in (value for _, f in program.functions for _, value in f.bindings):
             if isinstance(value, OpOverload):
-                waiting.append(value.name())
+                unvisited.append(value.name())
             elif isinstance(value, FunctionType) and not _is_known_module(value.__module__):
                 functions = True
-                waiting += _names_in(value)
-        if waiting or functions:
+                unvisited += _names_in(value)
+        if unvisited or functions:
             known_ops.learn()
         origins: dict[str, OpOrigin] = {}
-        while waiting:
-            name = waiting.pop()
+        while unvisited:
+            name = unvisited.pop()
             if name in origins or name.partition("::")[0] in KNOWN:
                 continue
-            origins[name], more = _origin(name, device, known_ops)
-            waiting += more
+            origins[name], referenced = _origin(name, device, known_ops)
+            unvisited += referenced
         return Needed(
             origins=tuple(origins[name] for name in sorted(origins)),
             paths=tuple(os.path.abspath(path) for path in sys.path),
@@ -133,6 +133,8 @@ class Needed:
         return lacking
 
     def _provide(self, origins: Sequence[OpOrigin]) -> list[tuple[str, str]]:
+        """Register ops that are missing: by importing their module, loading a library, or from the
+        pickled kernel. Return the ops that could not be registered, each with the reasons."""
         lacking: list[tuple[str, str]] = []
         for origin in origins:
             reasons = [origin.reason] if origin.reason else []
@@ -157,6 +159,7 @@ class Needed:
         return lacking
 
     def _by_library(self, origin: OpOrigin) -> None:
+        """Load the controller's C++ libraries, one of which may define the op."""
         if origin.module is None:
             for path in self.libraries:
                 torch.ops.load_library(path)
@@ -226,15 +229,15 @@ class KnownOps:
     def __init__(self) -> None:
         self._ops: dict[str, tuple[object, ...]] = {}
         self._specs: dict[str, object] = {}  # module to its spec, which a reload replaces
-        self._seen: set[str] = set()
+        self._recorded_modules: set[str] = set()
         self.learn()
 
     def learn(self) -> None:
         """Record ops and modules that are new."""
         for name in tuple(OPDEFS):
             self._ops.setdefault(name, _definition(name))
-        for name in sys.modules.keys() - self._seen:
-            self._seen.add(name)
+        for name in sys.modules.keys() - self._recorded_modules:
+            self._recorded_modules.add(name)
             spec = _spec(sys.modules[name])
             if not _is_installed(name, getattr(spec, "origin", None)):
                 self._specs[name] = spec
@@ -402,6 +405,7 @@ class _Pickler(ByValuePickler):
     ops: list[str]
 
     def reducer_override(self, obj: object) -> Any:
+        """Record the ops of ``obj``, and reduce it as `ByValuePickler` does."""
         if isinstance(obj, CustomOpDef):
             self.ops.append(obj._opoverload.name())
         elif isinstance(obj, OpOverload):

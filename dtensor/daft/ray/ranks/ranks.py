@@ -128,8 +128,9 @@ def packed(parts: Iterable[HostProgram]) -> Iterator[tuple[Packed, Packed]]:
 
 
 def unpacked(lists: Packed, functions: Packed) -> HostProgram:
-    part, (called, keys) = lists.value(), functions.value()
-    return replace(part, functions=called, meetings=replace(part.meetings, keys=keys))
+    """Return a host's part of a program, given the two packed pieces from `packed`."""
+    part, (functions_of_part, keys) = lists.value(), functions.value()
+    return replace(part, functions=functions_of_part, meetings=replace(part.meetings, keys=keys))
 
 
 def _snapshot_file(folder: Path, ranks: tuple[int, ...]) -> SnapshotFile:
@@ -160,11 +161,11 @@ class Ranks:
             shared(memory)
         self._memory = memory
         self._several = bool(machine)
-        self._keeper: ReplicaServer | None = None
-        self._copied: ReplicatedFile | None = None
+        self._replica_server: ReplicaServer | None = None
+        self._replicated_file: ReplicatedFile | None = None
         self._ranks = ranks
         self._device = torch.device(device)
-        self._joined: HostConnections | None = None
+        self._connections: HostConnections | None = None
         self._worker: Worker | None = None
         self._plain: SentData = {}
         self._programs: dict[int, HostProgram] = {}
@@ -177,22 +178,27 @@ class Ranks:
     def _connect(
         self, rendezvous: Rendezvous, index: int, ranks: tuple[int, ...]
     ) -> HostConnections:
+        """Connect as host ``index`` of ``ranks``; the program counter then shows which rank a wait
+        waits for."""
         record_wait = self._counter.awaits
-        joined = self._joined = HostConnections.join(
+        connections = self._connections = HostConnections.join(
             rendezvous, index, ranks, self._device, record_wait
         )
-        joined.transport.set_wait_report(record_wait)
-        return joined
+        connections.transport.set_wait_report(record_wait)
+        return connections
 
-    def _new_worker(self, joined: HostConnections) -> Worker:
+    def _new_worker(self, connections: HostConnections) -> Worker:
+        """Return a worker over these connections, with the store of snapshots if there is one."""
         store: SnapshotStore | None = None
         if self._memory is not None and self._several:
             hold(self._memory, self._ranks)
-            store = self._copied = ReplicatedFile(_snapshot_file(self._memory, self._ranks))
+            store = self._replicated_file = ReplicatedFile(
+                _snapshot_file(self._memory, self._ranks)
+            )
         elif self._memory is not None:
             store = _snapshot_file(self._memory, self._ranks)
         counter = self._counter.view
-        worker = Worker(self._ranks, self._device, joined.transport, counter, snapshots=store)
+        worker = Worker(self._ranks, self._device, connections.transport, counter, snapshots=store)
         if worker.device_waits is not None:
             worker.device_waits.watch(self._counter.device_waits)
         return worker
@@ -201,14 +207,16 @@ class Ranks:
     def keep_copies(self, secret: bytes, address: str) -> Endpoint:
         """Start to keep copies of other hosts' snapshots; return the endpoint to send them to."""
         assert self._memory is not None, "snapshots are kept"
-        if self._keeper is None:
-            self._keeper = ReplicaServer(self._memory, secret, reached_at(address))
-        return self._keeper.endpoint
+        if self._replica_server is None:
+            self._replica_server = ReplicaServer(self._memory, secret, reached_at(address))
+        return self._replica_server.endpoint
 
     def copy_to(self, endpoint: Endpoint | None, secret: bytes) -> None:
         """Copy this host's snapshots to an endpoint from now on; wait until all are there."""
-        assert self._copied is not None, "a launch over several machines replicates its snapshots"
-        self._copied.copy_to(endpoint, secret, self._ranks)
+        assert self._replicated_file is not None, (
+            "a launch over several machines replicates its snapshots"
+        )
+        self._replicated_file.copy_to(endpoint, secret, self._ranks)
 
     def remove_memory(self) -> None:
         """Remove the launch's snapshots on this machine, when the launch ends."""
@@ -219,11 +227,11 @@ class Ranks:
     def leave(self, lost: Sequence[tuple[int, ...]] = ()) -> None:
         """Close the connections, so that hosts that wait for this one fail too, and unload all
         programs. Stop keeping copies for the `lost` hosts, given by their ranks."""
-        if self._keeper is not None:
-            self._keeper.end(lost)
-        if self._joined is None or self._worker is None:
+        if self._replica_server is not None:
+            self._replica_server.end(lost)
+        if self._connections is None or self._worker is None:
             return
-        self._joined.transport.close()
+        self._connections.transport.close()
         for handle, engine in tuple(self._worker.engines.items()):
             engine.abandon()  # gloo's messages would keep its connections alive
             self._worker.unload(handle)
@@ -235,9 +243,9 @@ class Ranks:
         self._plain.clear()
         self._ranks = ranks
         self._counter.start_over()
-        joined = self._connect(rendezvous, index, ranks)
-        worker = self._worker = self._worker or self._new_worker(joined)
-        worker.transport = joined.transport
+        connections = self._connect(rendezvous, index, ranks)
+        worker = self._worker = self._worker or self._new_worker(connections)
+        worker.transport = connections.transport
         for handle, program in self._programs.items():
             worker.load(handle, program)
         return worker.ended()
@@ -272,8 +280,8 @@ class Ranks:
 
     def ask(self, method: Callable[..., Any], *arguments: object) -> Any:
         """Call a method of the worker."""
-        joined, worker = self._connected
-        joined.check()
+        connections, worker = self._connected
+        connections.check()
         return method(worker, *arguments)
 
     def load(self, handle: int, lists: Packed, functions: Packed) -> None:
@@ -281,6 +289,7 @@ class Ranks:
         self.ask(Worker.load, handle, self._programs[handle])
 
     def unload(self, handle: int) -> None:
+        """Unload a program, and forget the plain data that its runs have received."""
         self._programs.pop(handle, None)
         for key in [key for key in self._plain if key[0] == handle]:
             del self._plain[key]
@@ -289,13 +298,13 @@ class Ranks:
 
     def run(self, method: Callable[..., Any], run: int, handle: int, *arguments: object) -> Any:
         """Call a method of the worker that executes a run of a program, or a step of one."""
-        joined, worker = self._connected
-        joined.check()
+        connections, worker = self._connected
+        connections.check()
         self._counter.begin(handle, run)
         try:
-            with joined.running(run):
-                if self._copied is not None:
-                    self._copied.check()
+            with connections.running(run):
+                if self._replicated_file is not None:
+                    self._replicated_file.check()
                 result = method(worker, *arguments)
         except HostFailed as failed:
             if self._memory is not None:  # the hosts will connect again
@@ -343,5 +352,5 @@ class Ranks:
 
     @property
     def _connected(self) -> tuple[HostConnections, Worker]:
-        assert self._joined is not None and self._worker is not None, "connect comes first"
-        return self._joined, self._worker
+        assert self._connections is not None and self._worker is not None, "connect comes first"
+        return self._connections, self._worker

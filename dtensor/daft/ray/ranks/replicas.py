@@ -103,17 +103,21 @@ class ReplicatedFile(SnapshotStore):
         *,
         before: bool,
     ) -> SnapshotRecord:
+        """Store a record in the file, and send it to the replica server."""
         record = self._file.keep(number, tensors, others, gone, before=before)
         self._records[id(record)] = record
         self._tell_record(record)
         return record
 
     def drop(self, record: SnapshotRecord) -> None:
+        """Drop a record from the file and its copy."""
         del self._records[id(record)]
         self._tell(PeerCopy.drop, id(record))
         self._file.drop(record)
 
     def states(self, oldest: int, newest: int) -> None:
+        """Set the range of restorable states. If there is a new state, wait until the copy has
+        it."""
         is_new = newest != self._states[1]
         self._states = oldest, newest
         self._file.states(oldest, newest)
@@ -194,6 +198,7 @@ class PeerCopy:
         gone: Keys,
         before: bool,
     ) -> None:
+        """Store a record. ``name``: the id by which the peer refers to it."""
         self._records[name] = self._open_file.keep(number, tensors, others, gone, before=before)
 
     def drop(self, name: int) -> None:
@@ -244,6 +249,7 @@ class ReplicaServer:
             server_thread.join()
 
     def _listen(self) -> None:
+        """Accept peers forever; this is the thread's function."""
         while True:
             sock, _ = self._listening.accept()
             copy = PeerCopy(self._folder)
@@ -256,6 +262,7 @@ class ReplicaServer:
                 self._open.append((copy, sock, server_thread))
 
     def _serve_peer(self, copy: PeerCopy, sock: socket.socket) -> None:
+        """Execute the messages of a peer until it ends, if it knows the secret."""
         with sock:
             try:
                 if admit(sock, self._key, HANDSHAKE_S) is not None:
