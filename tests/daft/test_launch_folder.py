@@ -278,7 +278,7 @@ def test_program_counter_reports_position_duration_and_usual_duration(
     at = counter.read()
     assert at.standing_s == pytest.approx(0.6) and at.peer is None
     assert (at.pid, at.thread) == (os.getpid(), threading.get_native_id())
-    counter.awaits(2)
+    counter.record_wait(2)
     assert counter.read().peer == 2
     counter.view[0] = 10
     assert counter.read().peer is None

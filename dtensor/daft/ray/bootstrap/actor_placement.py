@@ -40,15 +40,15 @@ def place(
     that should be on one machine; `rooms`: the machines; `kind`: the resource, for the error.
     Raises ValueError if the machines cannot hold the blocks."""
     usable = [number for number, room in enumerate(rooms) if room.actors] or [0]
-    units = _units(hosts, groups)
-    if len(units) == 1 or max(units) > max(rooms[number].actors for number in usable):
-        units = [1] * len(hosts)
-    most = min(len(usable), len(units))
+    block_units = _units(hosts, groups)
+    if len(block_units) == 1 or max(block_units) > max(rooms[number].actors for number in usable):
+        block_units = [1] * len(hosts)
+    max_blocks = min(len(usable), len(block_units))
     enough = sum(room.actors for room in rooms) >= len(hosts)
     blocks: list[int] = []
-    for num in range(1 if fewest else most, most + 1):
-        ends = [0, *accumulate(units)]
-        bounds = [ends[len(units) * each // num] for each in range(num + 1)]
+    for num in range(1 if fewest else max_blocks, max_blocks + 1):
+        ends = [0, *accumulate(block_units)]
+        bounds = [ends[len(block_units) * each // num] for each in range(num + 1)]
         blocks = [end - begin for begin, end in pairwise(bounds)]
         fits = all(n <= rooms[number].actors for number, n in zip(usable, blocks))
         if fits or not (enough or fewest):

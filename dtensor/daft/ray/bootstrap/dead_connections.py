@@ -108,12 +108,15 @@ def _borrowed(inode: int, descriptor: int) -> socket.socket:
 
 
 def _is_to_another(sock: socket.socket) -> bool:
+    """Return whether a socket is a TCP connection to another machine."""
     if sys.platform != "linux" or sock.type != socket.SOCK_STREAM:
         return False
     if sock.family not in (socket.AF_INET, socket.AF_INET6):
         return False
-    own, peer = sock.getsockname()[0], sock.getpeername()[0]
-    return own != peer and not peer.removeprefix("::ffff:").startswith("127.")
+    own_address, peer_address = sock.getsockname()[0], sock.getpeername()[0]
+    return own_address != peer_address and not peer_address.removeprefix("::ffff:").startswith(
+        "127."
+    )
 
 
 def _awaits_answer(sock: socket.socket) -> bool:

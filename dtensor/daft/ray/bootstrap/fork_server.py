@@ -211,13 +211,13 @@ def _become(
     os.environ.update(environment)
     del os.environ[ADDRESS]
     os.chdir(folder)
-    former = list(sys.path)
+    former_path = list(sys.path)
     script = os.path.dirname(os.path.realpath(argv[0]))
     path = [script, *environment.get("PYTHONPATH", "").split(os.pathsep)]
     sys.path[: len(own_path)] = path
     # Python's own folders were in the replaced part of the path if PYTHONPATH repeated them.
-    standard = (sys.prefix, sys.base_prefix)
-    sys.path += [p for p in former if p.startswith(standard) and p not in sys.path]
+    python_folders = (sys.prefix, sys.base_prefix)
+    sys.path += [p for p in former_path if p.startswith(python_folders) and p not in sys.path]
     sys.argv[:] = argv
     sys.modules["torch"].default_generator.seed()  # Python seeds its own generator after a fork
     if "numpy.random" in sys.modules:

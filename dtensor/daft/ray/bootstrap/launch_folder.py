@@ -45,7 +45,7 @@ class LaunchFolder:
 
     def __init__(self, folder: OwnFolder) -> None:
         self.path = folder.path
-        self._own = folder
+        self._folder = folder
 
     @staticmethod
     def make() -> LaunchFolder:
@@ -85,7 +85,7 @@ class LaunchFolder:
 
     def close(self) -> None:
         """Remove the folder. Twice is fine."""
-        self._own.close()
+        self._folder.close()
 
     def _write(self, name: str, data: object) -> None:
         part = self.path / f".{name}"

@@ -2,7 +2,7 @@
 
     own_address()                                      # "127.0.0.1", if Ray has one machine
     machines("GPU")                                    # [Machine(node, address, hostname, room=8)]
-    ranks_per_gpu(4, asked=None)                       # 1; ValueError if fewer than 4 GPUs are free
+    ranks_per_gpu(4, requested=None)                   # 1; ValueError if fewer than 4 GPUs are free
 
 Ray is imported only where it is asked: a controller whose Ray is in a separate process
 (`local_ray.py`) and the fork server (`fork_server.py`) do not import it.
@@ -28,11 +28,11 @@ def _ray() -> Any:  # Ray's stubs leave most of its types unknown
     return ray
 
 
-def ranks_per_gpu(size: int, asked: int | None) -> int:
-    """Return how many ranks share a GPU: `asked`, 1 if that is None. Raises ValueError unless Ray
-    has a free GPU for each actor, since Ray would wait forever."""
+def ranks_per_gpu(size: int, requested: int | None) -> int:
+    """Return how many ranks share a GPU: `requested`, 1 if that is None. Raises ValueError unless
+    Ray has a free GPU for each actor, since Ray would wait forever."""
     num_gpus = int(_ray().cluster_resources().get("GPU", 0))
-    chosen = 1 if asked is None else asked
+    chosen = 1 if requested is None else requested
     num_actors = -(-size // chosen)
     end = time.monotonic() + RELEASE_S
     while (free := int(_ray().available_resources().get("GPU", 0))) < num_actors:
@@ -107,8 +107,8 @@ def machines(kind: str = "CPU") -> list[Machine]:
             room = int(node["Resources"].get(kind, 0))
             address, hostname = str(node["NodeManagerAddress"]), str(node["NodeManagerHostname"])
             alive.append(Machine(str(node["NodeID"]), address, hostname, room))
-    own = own_node()
-    return sorted(alive, key=lambda m: (m.node != own, _sort_key(m.address), m.node))
+    this_node = own_node()
+    return sorted(alive, key=lambda m: (m.node != this_node, _sort_key(m.address), m.node))
 
 
 def _sort_key(address: str) -> tuple[int, bytes]:

@@ -39,13 +39,13 @@ END_S = 30.0
 @contextmanager
 def replaced(owner: Any, **new: Any) -> Generator[None]:
     """Within the block, these attributes of a module or class of Ray are replaced."""
-    before = {name: getattr(owner, name) for name in new}
+    former_values = {name: getattr(owner, name) for name in new}
     for name, value in new.items():
         setattr(owner, name, value)
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name, value in former_values.items():
             setattr(owner, name, value)
 
 
@@ -63,6 +63,7 @@ def starting(seconds: float) -> Generator[None]:
     raylets: list[subprocess.Popen[bytes]] = []
 
     def start_ray_process(command: Any, kind: str, *arguments: Any, **options: Any) -> Any:
+        """Start a process of Ray, and remember it."""
         started_process = start(command, kind, *arguments, **options)
         started.append(started_process.process)
         if kind == constants.PROCESS_TYPE_RAYLET:
@@ -70,6 +71,7 @@ def starting(seconds: float) -> Generator[None]:
         return started_process
 
     def get_node(*arguments: Any, **options: Any) -> Any:
+        """Wait until the node is registered. Raises RayletEnded if the raylet has ended."""
         end = time.monotonic() + seconds
         while True:
             try:
@@ -106,7 +108,7 @@ def few_processes() -> Generator[None]:
         start = _node.start_raylet
 
         def start_raylet(node: Any, *arguments: Any, **options: Any) -> Any:
-            _say_ports(node)
+            _write_ports(node)
             return start(node, *arguments, **options)
 
         new["start_raylet"] = start_raylet
@@ -131,7 +133,7 @@ def _start_nothing(node: Any, *_: object, **__: object) -> None:
     node._webui_url = ""
 
 
-def _say_ports(node: Any) -> None:
+def _write_ports(node: Any) -> None:
     """Write the ports that the raylet's agents would report when they have started."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

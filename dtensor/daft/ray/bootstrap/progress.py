@@ -71,7 +71,7 @@ class ProgramCounter:
                 self._memory = mmap.mmap(file.fileno(), _BYTES)
         self.view: memoryview = memoryview(self._memory).cast("q")
         self._beats = False
-        self._took: dict[int, deque[int]] = {}  # by program, ns
+        self._durations: dict[int, deque[int]] = {}  # by program, ns
 
     # -- in the host ----------------------------------------------------------------------------
     def start(self) -> None:
@@ -88,8 +88,8 @@ class ProgramCounter:
     def begin(self, program: int, run: int) -> None:
         """Record that a run begins. `program`: -1 for a task of a spawned actor."""
         view = self.view
-        took = self._took.get(program)
-        view[_USUAL] = sorted(took)[len(took) // 2] if took else 0
+        durations = self._durations.get(program)
+        view[_USUAL] = sorted(durations)[len(durations) // 2] if durations else 0
         view[1], view[2] = program, run
         view[_BEGAN] = time.monotonic_ns()
         view[0] = 0
@@ -99,30 +99,32 @@ class ProgramCounter:
         view = self.view
         view[0] = -1
         if measured:
-            took = self._took.get(view[1])
-            if took is None:
-                took = self._took[view[1]] = deque(maxlen=MEASURED)
-                if len(self._took) > MAX_PROGRAMS:
-                    del self._took[next(iter(self._took))]
-            took.append(time.monotonic_ns() - view[_BEGAN])
+            durations = self._durations.get(view[1])
+            if durations is None:
+                durations = self._durations[view[1]] = deque(maxlen=MEASURED)
+                if len(self._durations) > MAX_PROGRAMS:
+                    del self._durations[next(iter(self._durations))]
+            durations.append(time.monotonic_ns() - view[_BEGAN])
 
     def start_over(self) -> None:
         """Reset the counter, before runs are repeated."""
         self.view[0] = self.view[1] = self.view[2] = -1
 
-    def awaits(self, rank: int) -> None:
+    def record_wait(self, rank: int) -> None:
         """Record that the host waits for a message of this rank at its present instruction."""
         view = self.view
         view[_PEER], view[_PEER + 1], view[_PEER + 2] = rank, view[0], view[2]
 
-    def device_waits(self, place: tuple[int, int, int] | None) -> None:
+    def device_waits(self, position_of_wait: tuple[int, int, int] | None) -> None:
         """Record where the host's GPU waits for a message (program, run, position)."""
-        program, run, position = place or (-1, -1, -1)
+        program, run, position = position_of_wait or (-1, -1, -1)
         view = self.view
         view[_DEVICE + 2] = -1  # so that no reader mixes the old and new place
         view[_DEVICE], view[_DEVICE + 1], view[_DEVICE + 2] = program, run, position
 
     def _beat(self) -> None:
+        """Record the time, and when the position last changed, every `_BEAT_S`; this is the
+        heartbeat thread's function."""
         view = self.view
         while self._beats:
             now = time.monotonic_ns()
@@ -173,10 +175,10 @@ def progress_of(data: bytes | bytearray | mmap.mmap) -> Progress:
     field = dict(zip(_FIELDS, values, strict=True))
     now = time.monotonic_ns()
     position, run, beat = field["position"], field["run"], field["beat"]
-    here = (position, run)
+    current = (position, run)
     beat_s = max(0.0, (now - beat) / 1e9) if beat else None
     # a position that the heartbeat has not seen was reached after the last heartbeat
-    was_seen = here == (field["seen_position"], field["seen_run"])
+    was_seen = current == (field["seen_position"], field["seen_run"])
     standing_s = max(0.0, (now - field["since"]) / 1e9) if was_seen and beat else beat_s
     device = field["device_program"], field["device_run"], field["device_position"]
     running = position >= 0 and field["began"]
@@ -190,7 +192,7 @@ def progress_of(data: bytes | bytearray | mmap.mmap) -> Progress:
         running_s=max(0.0, (now - field["began"]) / 1e9) if running else None,
         usual_s=field["usual"] / 1e9 if field["usual"] else None,
         standing_s=standing_s,
-        peer=field["peer"] if here == (field["peer_position"], field["peer_run"]) else None,
+        peer=field["peer"] if current == (field["peer_position"], field["peer_run"]) else None,
         asked=field["asked"],
         answered=bool(field["answered"]),
         device=device if device[2] >= 0 else None,

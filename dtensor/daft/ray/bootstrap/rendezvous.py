@@ -56,6 +56,7 @@ class SignedStore(Store):
         return self._tcp.port
 
     def set(self, key: str, value: str | bytes) -> None:
+        """Sign a value, and store it under a key."""
         data = value.encode() if isinstance(value, str) else value
         self._tcp.set(key, self._proof(key, data) + data)  # pyright: ignore[reportArgumentType]
 

@@ -83,7 +83,7 @@ def start_ray(address: str | None, deadline_s: float = 60.0) -> bool:
 def _start() -> None:
     """Start Ray, again if the raylet ends by itself: the next raylet may succeed, when its agents
     are in the disk's cache."""
-    for left in reversed(range(STARTS)):
+    for attempts_left in reversed(range(STARTS)):
         try:
             with private_ray.starting(START_S), private_ray.few_processes():
                 _ray.init(
@@ -96,7 +96,7 @@ def _start() -> None:
                 )
             return
         except private_ray.RayletEnded:
-            if not left:
+            if not attempts_left:
                 raise
 
 
@@ -136,11 +136,11 @@ def _on_loopback() -> AbstractContextManager[None]:
 def _check_joined(address: str) -> None:
     """Raise ConnectionError if this process has joined a different Ray cluster."""
     joined = str(_ray.get_runtime_context().gcs_address)
-    wanted, present = _host_and_port(address), _host_and_port(joined)
-    if wanted is None or wanted == present:
+    requested, present = _host_and_port(address), _host_and_port(joined)
+    if requested is None or requested == present:
         return
-    own_address = (str(_ray.util.get_node_ip_address()), wanted[1])
-    if wanted[0].startswith("127.") and own_address == present:
+    own_address = (str(_ray.util.get_node_ip_address()), requested[1])
+    if requested[0].startswith("127.") and own_address == present:
         return
     raise ConnectionError(
         f"address={address!r}, and this process has joined the Ray at {joined!r} already; it can "
@@ -240,8 +240,8 @@ def _await_answer(address: str, patience_s: float) -> None:
     end = time.monotonic() + patience_s
     while host_and_port is not None:
         try:
-            left = max(0.1, end - time.monotonic())
-            socket.create_connection(host_and_port, timeout=left).close()
+            seconds_left = max(0.1, end - time.monotonic())
+            socket.create_connection(host_and_port, timeout=seconds_left).close()
             return
         except OSError:
             if time.monotonic() + RETRY_S > end:

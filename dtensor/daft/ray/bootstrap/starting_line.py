@@ -30,12 +30,13 @@ def show_starting_ranks(size: int, num_ready: Callable[[], int]) -> Generator[No
         return
     ended = threading.Event()
 
-    def say(before: str, after: str) -> None:
+    def say(prefix: str, suffix: str) -> None:
         plural = "" if size == 1 else "s"
-        stream.write(f"{before}starting {size} rank{plural}: {num_ready()} ready{after}")
+        stream.write(f"{prefix}starting {size} rank{plural}: {num_ready()} ready{suffix}")
         stream.flush()
 
     def say_on_a_terminal() -> None:
+        """Rewrite one line of the terminal until the block ends, and then erase it."""
         if ended.wait(AFTER_S):
             return
         while True:
@@ -46,6 +47,7 @@ def show_starting_ranks(size: int, num_ready: Callable[[], int]) -> Generator[No
         stream.flush()
 
     def say_in_a_log() -> None:
+        """Print a line now and then until the block ends."""
         wait = LOG_AFTER_S
         while not ended.wait(wait):
             say("dtensor: ", "\n")

@@ -43,12 +43,12 @@ def directory_of_sockets() -> Path:
     everybody write to its folder, so that must be inside a folder of the user. It is in /tmp by
     default, since a socket's path has at most 107 bytes, of which Ray needs 64."""
     base = os.environ.get("RAY_TMPDIR", "/tmp")
-    own = own_directory(base)
+    directory = own_directory(base)
     try:
-        make_own(own)
+        make_own(directory)
     except PermissionError:  # it belongs to another user
-        own = Path(tempfile.mkdtemp(prefix="dtensor-", dir=base))
-    return own
+        directory = Path(tempfile.mkdtemp(prefix="dtensor-", dir=base))
+    return directory
 
 
 def check_own(directory: Path) -> None:
@@ -71,6 +71,7 @@ class OwnFolder:
     """A new folder in `parent`, which exists until it is closed or the process ends."""
 
     def __init__(self, parent: Path, prefix: str) -> None:
+        """Create the folder and lock it, so that `sweep` does not remove it."""
         while True:
             self.path: Path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))  # 0700
             try:

@@ -20,12 +20,12 @@ def worker_environment() -> dict[str, str]:
 @contextmanager
 def environment(values: Mapping[str, str]) -> Generator[None]:
     """Within the block, set these variables, which processes that start inherit."""
-    before = {name: os.environ.get(name) for name in values}
+    former_values = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name, value in former_values.items():
             if value is None:
                 del os.environ[name]
             else:

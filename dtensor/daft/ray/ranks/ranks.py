@@ -180,7 +180,7 @@ class Ranks:
     ) -> HostConnections:
         """Connect as host ``index`` of ``ranks``; the program counter then shows which rank a wait
         waits for."""
-        record_wait = self._counter.awaits
+        record_wait = self._counter.record_wait
         connections = self._connections = HostConnections.join(
             rendezvous, index, ranks, self._device, record_wait
         )

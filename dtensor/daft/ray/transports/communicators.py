@@ -42,49 +42,55 @@ class Communicators:
         """Assign communicators for a program that is about to be loaded; return the keys with a new
         communicator. `keys`: the program's keys that cross hosts. Raises ProgramError if a GPU
         would have more communicators than can run at the same time."""
-        of, members = dict(self.of), list(self._members)
-        user: dict[int, int] = {}  # communicator to the list of keys of this program that uses it
+        number_of, members = dict(self.of), list(self._members)
+        list_using: dict[
+            int, int
+        ] = {}  # communicator to the list of keys of this program that uses it
 
-        def make(key: Key, alike: int) -> int:
+        def make(key: Key, keys_in_order: int) -> int:
+            """Add a communicator for the members of a key, and return its number."""
             members.append(key[0])
-            user[len(members) - 1] = alike
+            list_using[len(members) - 1] = keys_in_order
             return len(members) - 1
 
-        for i, alike in enumerate(_alike(program, frozenset(keys))):
-            moved: dict[int, int] = {}
-            for key in alike:
-                number = of.get(key)
-                if number is not None and user.setdefault(number, i) != i:
-                    if number not in moved:
-                        moved[number] = make(key, i)
-                    of[key] = moved[number]
-            has = [of[key] for key in alike if key in of]
-            for key in alike:
-                if key not in of:
-                    has = has or [make(key, i)]
-                    of[key] = has[0]
-        sided = self._sided | {of[key] for key in _in_two_halves(program) if key in of}
+        for i, keys_in_order in enumerate(_keys_in_same_order(program, frozenset(keys))):
+            replacement_of: dict[int, int] = {}
+            for key in keys_in_order:
+                number = number_of.get(key)
+                if number is not None and list_using.setdefault(number, i) != i:
+                    if number not in replacement_of:
+                        replacement_of[number] = make(key, i)
+                    number_of[key] = replacement_of[number]
+            numbers = [number_of[key] for key in keys_in_order if key in number_of]
+            for key in keys_in_order:
+                if key not in number_of:
+                    numbers = numbers or [make(key, i)]
+                    number_of[key] = numbers[0]
+        sided = self._sided | {
+            number_of[key] for key in _in_two_halves(program) if key in number_of
+        }
         _check(members, sided, host_of)
-        new = {key: number for key, number in of.items() if self.of.get(key) != number}
-        self.of, self._members, self._sided = of, members, sided
+        new = {key: number for key, number in number_of.items() if self.of.get(key) != number}
+        self.of, self._members, self._sided = number_of, members, sided
         return new
 
 
-def _alike(program: Program, keys: frozenset[Key]) -> list[list[Key]]:
-    """Return lists of keys that may share a communicator, because of their order in a program."""
+def _keys_in_same_order(program: Program, keys: frozenset[Key]) -> list[list[Key]]:
+    """Return lists of keys with the same members, which start messages of a list in the same order,
+    so that the keys may share a communicator."""
     orders: dict[tuple[tuple[int, ...], str], dict[int, list[Key]]] = {}
-    for rank, own in enumerate(program.ranks):
-        for instruction in own.instructions:
+    for rank, rank_program in enumerate(program.ranks):
+        for instruction in rank_program.instructions:
             if isinstance(instruction, Send | Recv | Collective):
                 key = key_of(rank, instruction)
                 if key in keys:
-                    members, _, sort = key
-                    orders.setdefault((members, sort), {}).setdefault(rank, []).append(key)
+                    members, _, kind = key
+                    orders.setdefault((members, kind), {}).setdefault(rank, []).append(key)
     lists: list[list[Key]] = []
-    for by_member in orders.values():
-        first, *others = by_member.values()
-        keys_of_group = list(dict.fromkeys(first))
-        if all(order == first for order in others):
+    for orders_by_member in orders.values():
+        first_order, *other_orders = orders_by_member.values()
+        keys_of_group = list(dict.fromkeys(first_order))
+        if all(order == first_order for order in other_orders):
             lists.append(keys_of_group)
         else:
             lists += [[key] for key in keys_of_group]
@@ -92,10 +98,11 @@ def _alike(program: Program, keys: frozenset[Key]) -> list[list[Key]]:
 
 
 def _in_two_halves(program: Program) -> set[Key]:
+    """Return the keys of large all_reduces, whose second half runs on a side stream."""
     return {
         key_of(rank, instruction)
-        for rank, own in enumerate(program.ranks)
-        for instruction in own.instructions
+        for rank, rank_program in enumerate(program.ranks)
+        for instruction in rank_program.instructions
         if isinstance(instruction, Collective) and in_two_halves(instruction)
     }
 

@@ -79,7 +79,9 @@ class _Posted(Pending):
 
     works: Sequence[Work]
     finish: Finish
-    held: Messages = field(default_factory=dict[int, Tensor])  # keeps buffers alive until sent
+    kept_messages: Messages = field(
+        default_factory=dict[int, Tensor]
+    )  # keeps buffers alive until sent
 
     def wait(self) -> tuple[Tensor, ...]:
         for work in self.works:
@@ -138,24 +140,28 @@ class ExchangeTransport(Transport):
     def _start_collective(
         self, rank: int, collective: Collective, key: Key, values: Sequence[Tensor]
     ) -> Pending:
-        me = collective.group.index(rank)
+        """Exchange contributions with all other members in one message each, and combine them when
+        all have arrived."""
+        position = collective.group.index(rank)
         packed = None if collective.does.divided else pack_bytes(values)
         sends: dict[int, Tensor] = {}
         data: dict[int, Tensor] = {}
         for m, member in enumerate(collective.group):
-            if m != me:
+            if m != position:
                 contributed = contribution(collective, values, m)
                 sends[member] = pack_bytes(contributed) if packed is None else packed
-                nbytes = sum(buffer.nbytes for buffer in expected(collective, me, m))
+                nbytes = sum(buffer.nbytes for buffer in expected(collective, position, m))
                 data[member] = self._wire.empty(nbytes)
 
         def finish() -> tuple[Tensor, ...]:
             parts: list[Sequence[Tensor]] = [
-                unpack_bytes(data[member], expected(collective, me, m)) if m != me else ()
+                unpack_bytes(data[member], expected(collective, position, m))
+                if m != position
+                else ()
                 for m, member in enumerate(collective.group)
             ]
-            contributed = contribution(collective, values, me)
-            parts[me] = (
+            contributed = contribution(collective, values, position)
+            parts[position] = (
                 contributed
                 if collective.op is not None
                 else [copied(value) for value in contributed]
@@ -178,14 +184,16 @@ class ExchangeTransport(Transport):
         """Send a frame with the length and the first bytes; then the other bytes, as `half` 1,
         since the frames of later sends may overtake them."""
         data, frame = as_bytes(value), torch.zeros(FRAME_BYTES, dtype=torch.uint8)
-        head = min(data.numel(), FRAME_BYTES - 8)
+        num_first_bytes = min(data.numel(), FRAME_BYTES - 8)
         frame[:8] = as_bytes(torch.tensor([data.numel()]))
-        frame[8 : 8 + head] = data[:head]
-        first = _Posted(self._post(key, {to: frame}, {}), tuple, {to: frame})
-        others = {to: data[head:]}
-        return _Posted(self._post(key, others, {}, 1), first.wait, others)
+        frame[8 : 8 + num_first_bytes] = data[:num_first_bytes]
+        frame_send = _Posted(self._post(key, {to: frame}, {}), tuple, {to: frame})
+        remaining = {to: data[num_first_bytes:]}
+        return _Posted(self._post(key, remaining, {}, 1), frame_send.wait, remaining)
 
     def _start_variable_recv(self, key: Key, recv: Recv) -> Pending:
+        """Receive a value of unknown size: a frame with the length and the first bytes, then a
+        second message with the other bytes."""
         source, frame = recv.source_rank, self._wire.empty(FRAME_BYTES)
         works = self._post(key, {}, {source: frame})
 
@@ -193,9 +201,9 @@ class ExchangeTransport(Transport):
             for work in works:
                 work.wait()
             data = self._wire.empty(int(frame[:8].view(torch.int64).item()))
-            head = min(data.numel(), FRAME_BYTES - 8)
-            data[:head] = frame[8 : 8 + head]
-            for work in self._post(key, {}, {source: data[head:]}, 1):
+            num_first_bytes = min(data.numel(), FRAME_BYTES - 8)
+            data[:num_first_bytes] = frame[8 : 8 + num_first_bytes]
+            for work in self._post(key, {}, {source: data[num_first_bytes:]}, 1):
                 work.wait()
             return (data.view(recv.buffer.dtype),)
 
@@ -204,6 +212,9 @@ class ExchangeTransport(Transport):
     def _start_large_all_reduce(
         self, rank: int, collective: Collective, key: Key, values: Sequence[Tensor]
     ) -> Pending:
+        """Start an all_reduce in two halves: each member folds one piece of the values and sends
+        the folded piece to all others. This moves 2 (n-1)/n of the value per member instead of n-1
+        times the value."""
         group, op = collective.group, collective.op
         assert op is not None
         # for each member, a piece of every tensor in the bucket; the first members' are larger
@@ -215,34 +226,39 @@ class ExchangeTransport(Transport):
             ]
             for m, member in enumerate(group)
         }
-        others = [member for member in group if member != rank]
+        other_members = [member for member in group if member != rank]
         own_bytes = sum(piece.nbytes for piece in pieces[rank])
-        data = {member: self._wire.empty(own_bytes) for member in others}
-        sends = {member: pack_bytes(pieces[member]) for member in others}
-        first = _Posted(self._post(key, sends, data), tuple, sends)
+        data = {member: self._wire.empty(own_bytes) for member in other_members}
+        sends = {member: pack_bytes(pieces[member]) for member in other_members}
+        first_half = _Posted(self._post(key, sends, data), tuple, sends)
 
         def finish() -> tuple[Tensor, ...]:
-            first.wait()
+            first_half.wait()
             buffers = [Buffer.of(piece) for piece in pieces[rank]]
-            parts = {member: unpack_bytes(data[member], buffers) for member in others}
+            parts = {member: unpack_bytes(data[member], buffers) for member in other_members}
             parts[rank] = tuple(pieces[rank])
             outs = [buffer.dtype for buffer in collective.out_buffers]
-            folded_by = {
+            buffers_of_member = {
                 member: [
                     Buffer(tuple(piece.shape), dtype)
                     for piece, dtype in zip(pieces[member], outs, strict=True)
                 ]
-                for member in others
+                for member in other_members
             }
             folded = [fold([parts[m][i] for m in group], op, dtype) for i, dtype in enumerate(outs)]
             message = pack_bytes(folded)
-            gathered = {m: self._wire.empty(sum(b.nbytes for b in folded_by[m])) for m in others}
-            for work in self._post(key, {m: message for m in others}, gathered, 1):
+            gathered = {
+                m: self._wire.empty(sum(b.nbytes for b in buffers_of_member[m]))
+                for m in other_members
+            }
+            for work in self._post(key, {m: message for m in other_members}, gathered, 1):
                 work.wait()
-            done = {m: unpack_bytes(gathered[m], folded_by[m]) for m in others}
-            done[rank] = tuple(folded)
+            folded_of_member = {
+                m: unpack_bytes(gathered[m], buffers_of_member[m]) for m in other_members
+            }
+            folded_of_member[rank] = tuple(folded)
             return tuple(
-                torch.cat([done[m][i] for m in group]).reshape(buffer.shape)
+                torch.cat([folded_of_member[m][i] for m in group]).reshape(buffer.shape)
                 for i, buffer in enumerate(collective.out_buffers)
             )
 

@@ -63,10 +63,10 @@ def join_gloo(
     """Return actor `index`'s wire to the others; wait until all have come. Raises ConnectionError
     if a peer does not know the launch's secret."""
     size = max(host_of) + 1
-    before = connections()
+    earlier_connections = connections()
     group = gloo_group(store, index, size, own_address)
     prove(group, index, [peer for peer in range(size) if peer != index], secret)
-    listen_to_those(connections() - before)
+    listen_to_those(connections() - earlier_connections)
     return GlooWire(group, host_of)
 
 
@@ -83,8 +83,10 @@ def prove(group: Messenger, index: int, peers: Sequence[int], secret: bytes) -> 
             work.wait()
         return {peer: data.numpy().tobytes() for peer, data in received.items()}
 
-    def answer(by: int, to: int, number: bytes) -> bytes:
-        return hmac.digest(secret, b"gloo" + struct.pack("<II", by, to) + number, "sha256")
+    def answer(sender: int, receiver: int, number: bytes) -> bytes:
+        return hmac.digest(
+            secret, b"gloo" + struct.pack("<II", sender, receiver) + number, "sha256"
+        )
 
     own_numbers = {peer: secrets.token_bytes(PROOF_BYTES) for peer in peers}
     numbers = exchange(PROOF_TAG, own_numbers)

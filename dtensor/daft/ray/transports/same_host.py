@@ -70,8 +70,8 @@ def join_same_host(
         cards = [store.get(f"here{i}").decode() for i in everyone]
         store.set(f"seen{index}", neighbours.look(cards) if neighbours is not None else "")
         exchange = ExchangeTransport(connect(), host_of)
-        seen = [store.get(f"seen{i}").decode() for i in everyone]
-        if neighbours is None or not neighbours.settle(seen):
+        open_segments = [store.get(f"seen{i}").decode() for i in everyone]
+        if neighbours is None or not neighbours.settle(open_segments):
             return exchange
         failing.pop_all()
     return SameHostTransport(neighbours, exchange)
@@ -169,10 +169,13 @@ class SameHostTransport(Transport):
             return
         begins = {actor: peers.announced(actor, shared.number) for actor in shared.sizes}
         peers.segments[peers.index].write(begins[peers.index] + FLAG, b"\1")
-        wanted = shared.title + b"\1"
-        if all(at and peers.segments[a].read(at, FLAG + 1) == wanted for a, at in begins.items()):
-            for actor, at in begins.items():
-                peers.segments[actor].drop(at, shared.sizes[actor])
+        end_mark = shared.title + b"\1"
+        if all(
+            begin and peers.segments[a].read(begin, FLAG + 1) == end_mark
+            for a, begin in begins.items()
+        ):
+            for actor, begin in begins.items():
+                peers.segments[actor].drop(begin, shared.sizes[actor])
 
     def close(self) -> None:
         for shared in self._loaded:
@@ -183,6 +186,7 @@ class SameHostTransport(Transport):
         self._others.close()
 
     def _link(self, rank: int, other: int) -> _Link:
+        """Return the link of two ranks, creating it if necessary."""
         if (rank, other) not in self._links:
             self._links[rank, other] = _Link(self._neighbours, rank, other)
         return self._links[rank, other]
@@ -254,12 +258,14 @@ class _Member:
         self.views: dict[object, list[_Views | None]] = {}
         if lane.pieces:
             window_address = self.windows[self.me].address
-            counted = [window_address + lane.done[self.me] + at * LINE for at in range(lane.slots)]
+            semaphores = [
+                window_address + lane.done[self.me] + slot * LINE for slot in range(lane.slots)
+            ]
             if self.me == 0:
-                counted += [
+                semaphores += [
                     window_address + lane.claims + i * LINE for i in range(lane.slots * lane.pieces)
                 ]
-            for address in counted:
+            for address in semaphores:
                 calls().initialise(address, 1, 0)
 
     def meet(self) -> None:
@@ -267,23 +273,23 @@ class _Member:
         self.windows = {m: self.shared.window(rank) for m, rank in enumerate(self.lane.key[0])}
         self.met = True
 
-    def tensors(self, member: int, at: int, buffers: Sequence[Buffer]) -> list[Tensor]:
-        """Return the tensors in slot `at` of a member."""
-        begin = self.lane.begins[member] + at * self.lane.slot_bytes[member]
-        return self._cut(member, begin, buffers)
+    def tensors(self, member: int, slot: int, buffers: Sequence[Buffer]) -> list[Tensor]:
+        """Return the tensors in slot `slot` of a member."""
+        begin = self.lane.begins[member] + slot * self.lane.slot_bytes[member]
+        return self._tensors_at(member, begin, buffers)
 
-    def results(self, at: int, buffers: Sequence[Buffer]) -> list[Tensor]:
-        """Return the tensors into which the pieces of slot `at` are folded."""
-        return self._cut(0, self.lane.results + at * self.lane.result_bytes, buffers)
+    def results(self, slot: int, buffers: Sequence[Buffer]) -> list[Tensor]:
+        """Return the tensors into which the pieces of slot `slot` are folded."""
+        return self._tensors_at(0, self.lane.results + slot * self.lane.result_bytes, buffers)
 
-    def claim(self, at: int, piece: int) -> int:
-        """Return the semaphore by which a member claims a piece of slot `at`."""
-        line = at * self.lane.pieces + piece
+    def claim(self, slot: int, piece: int) -> int:
+        """Return the semaphore by which a member claims a piece of slot `slot`."""
+        line = slot * self.lane.pieces + piece
         return self.windows[0].address + self.lane.claims + line * LINE
 
-    def done(self, member: int, at: int) -> int:
+    def done(self, member: int, slot: int) -> int:
         """Return the semaphore that counts the pieces which others have folded for a member."""
-        return self.windows[member].address + self.lane.done[member] + at * LINE
+        return self.windows[member].address + self.lane.done[member] + slot * LINE
 
     def release(self) -> None:
         self.closed = True
@@ -291,11 +297,15 @@ class _Member:
         for views in self.views.values():
             views.clear()
 
-    def _cut(self, member: int, begin: int, buffers: Sequence[Buffer]) -> list[Tensor]:
+    def _tensors_at(self, member: int, begin: int, buffers: Sequence[Buffer]) -> list[Tensor]:
+        """Return the tensors with these buffers in a member's window, one after the other from
+        ``begin`` on."""
         memory = self.windows[member].bytes
         return [
-            memory[begin + at : begin + at + buffer.nbytes].view(buffer.dtype).view(buffer.shape)
-            for at, buffer in zip(placed(buffers)[0], buffers, strict=True)
+            memory[begin + offset : begin + offset + buffer.nbytes]
+            .view(buffer.dtype)
+            .view(buffer.shape)
+            for offset, buffer in zip(placed(buffers)[0], buffers, strict=True)
         ]
 
 
@@ -347,16 +357,17 @@ class _Begin:
         self._views = member.views.setdefault(kind, [None] * member.lane.slots)
 
     def __call__(self, values: Sequence[Tensor]) -> Pending:
+        """Start the message: copy the values into the next slot, and tell the other members."""
         member, post = self._member, self._post
         if member.closed:
             raise RuntimeError(CLOSED)
-        at = member.started % member.lane.slots
-        views = self._views[at]
+        slot = member.started % member.lane.slots
+        views = self._views[slot]
         if views is None:
-            views = self._views[at] = self._look(at)
+            views = self._views[slot] = self._make_views(slot)
         member.started += 1
-        for number, place in views.own:
-            place.copy_(values[number])
+        for number, memory in views.own:
+            memory.copy_(values[number])
         for claim in views.claims:
             post(claim)
         needed: list[int] = []
@@ -364,12 +375,12 @@ class _Begin:
             needed.append(link.started + ahead)
             link.started += 1
             post(link.outbox)
-        return _Started(self, at, needed, values)
+        return _Started(self, slot, needed, values)
 
     def complete(
-        self, at: int, needed: Sequence[int], values: Sequence[Tensor]
+        self, slot: int, needed: Sequence[int], values: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
-        """Wait for the start in slot `at`; return its results. `needed`: by link, how many starts
+        """Wait for the start in slot `slot`; return its results. `needed`: by link, how many starts
         the other member must have made."""
         member = self._member
         if member.closed:
@@ -379,9 +390,9 @@ class _Begin:
                 link.take(number)
         if not member.met:
             member.meet()
-        views = self._views[at]
+        views = self._views[slot]
         if views is None or not views.parts:  # it was started before the members met
-            views = self._views[at] = self._look(at)
+            views = self._views[slot] = self._make_views(slot)
         match start := self._start:
             case Collective():
                 if views.pieces:
@@ -420,55 +431,59 @@ class _Begin:
             link.neighbours.tell(-1)
             link.check()
 
-    def _look(self, at: int) -> _Views:
-        """Return the views of slot `at` for this start."""
+    def _make_views(self, slot: int) -> _Views:
+        """Return the views of slot `slot` for this start."""
         member, start = self._member, self._start
         divided = isinstance(start, Collective) and start.does.divided
-        mine = member.tensors(member.me, at, self._buffers[member.me])
-        own_values = [(i, to) for i, to in enumerate(mine) if not divided or i != member.me]
-        cut = pieces_of(start)
-        claims = [member.claim(at, n) for n in range(len(cut))] if member.me == 0 else []
+        own_tensors = member.tensors(member.me, slot, self._buffers[member.me])
+        own_values = [(i, to) for i, to in enumerate(own_tensors) if not divided or i != member.me]
+        pieces = pieces_of(start)
+        claims = [member.claim(slot, n) for n in range(len(pieces))] if member.me == 0 else []
         if not member.met:
             return _Views(own=own_values, claims=claims)
-        brings = tuple(member.tensors(m, at, payloads) for m, payloads in enumerate(self._buffers))
-        if not cut or not isinstance(start, Collective):
-            return _Views(own=own_values, parts=brings)
-        results = member.results(at, start.out_buffers)
-        payloads = [[tensor.view(-1) for tensor in part] for part in brings]
+        values_of_members = tuple(
+            member.tensors(m, slot, payloads) for m, payloads in enumerate(self._buffers)
+        )
+        if not pieces or not isinstance(start, Collective):
+            return _Views(own=own_values, parts=values_of_members)
+        results = member.results(slot, start.out_buffers)
+        payloads = [[tensor.view(-1) for tensor in part] for part in values_of_members]
         flat_results = [tensor.view(-1) for tensor in results]
         folds = [
             [
                 ([part[n][begin:end] for part in payloads], flat_results[n][begin:end])
                 for n, begin, end in piece
             ]
-            for piece in cut
+            for piece in pieces
         ]
         return _Views(
             own=own_values,
-            parts=brings,
+            parts=values_of_members,
             claims=claims,
-            pieces=[_Piece(member.claim(at, n), fold) for n, fold in enumerate(folds)],
+            pieces=[_Piece(member.claim(slot, n), fold) for n, fold in enumerate(folds)],
             results=results,
-            done=member.done(member.me, at),
-            others_done=[member.done(m, at) for m in range(len(brings)) if m != member.me],
+            done=member.done(member.me, slot),
+            others_done=[
+                member.done(m, slot) for m in range(len(values_of_members)) if m != member.me
+            ],
         )
 
 
 class _Started(Pending):
     """A start in flight. Not a dataclass, for speed: one is created for each start."""
 
-    __slots__ = ("at", "begin", "needed", "values")
+    __slots__ = ("begin", "needed", "slot", "values")
 
     def __init__(
-        self, begin: _Begin, at: int, needed: Sequence[int], values: Sequence[Tensor]
+        self, begin: _Begin, slot: int, needed: Sequence[int], values: Sequence[Tensor]
     ) -> None:
         self.begin = begin
-        self.at = at
+        self.slot = slot
         self.needed = needed
         self.values = values
 
     def wait(self) -> tuple[Tensor, ...]:
-        return self.begin.complete(self.at, self.needed, self.values)
+        return self.begin.complete(self.slot, self.needed, self.values)
 
 
 def _start(program: HostProgram, site: Site) -> Start:

@@ -191,8 +191,8 @@ class Segment:
             self._mapped = range(begin, max(end, min(begin + MAPPED_BYTES, SIZE)))
             memory = mmap.mmap(self.descriptor, len(self._mapped), offset=begin)
             self._memory = torch.frombuffer(memory, dtype=torch.uint8)
-        first = self._mapped.start
-        return Window(self._memory[begin - first : end - first])
+        mapped_begin = self._mapped.start
+        return Window(self._memory[begin - mapped_begin : end - mapped_begin])
 
     def read(self, begin: int, nbytes: int) -> bytes:
         return os.pread(self.descriptor, nbytes, begin)

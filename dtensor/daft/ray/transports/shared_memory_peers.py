@@ -85,12 +85,12 @@ class SharedMemoryPeers:
                 self.heads[i] = segment.map(0, self.head_bytes(i))
         return " ".join(map(str, sorted(self.segments)))
 
-    def settle(self, seen: Sequence[str]) -> bool:
+    def settle(self, results: Sequence[str]) -> bool:
         """Return whether memory is shared, given the results of all actors' `look`. If not,
         close."""
-        opened = [set(map(int, text.split())) for text in seen]
-        place = self._same_place
-        if len(place) > 1 and all(opened[i] >= place for i in place):
+        opened = [set(map(int, text.split())) for text in results]
+        same_place = self._same_place
+        if len(same_place) > 1 and all(opened[i] >= same_place for i in same_place):
             return True
         self.close()
         return False
@@ -111,13 +111,13 @@ class SharedMemoryPeers:
 
     def announce(self, number: int, begin: int) -> None:
         """Publish where this actor's window of a program begins."""
-        where = _DIRECTORY + _ENTRY_BYTES * number
-        self.segments[self.index].write(where, begin.to_bytes(_ENTRY_BYTES, "little"))
+        offset = _DIRECTORY + _ENTRY_BYTES * number
+        self.segments[self.index].write(offset, begin.to_bytes(_ENTRY_BYTES, "little"))
 
     def announced(self, actor: int, number: int) -> int:
         """Return where an actor's window of a program begins, 0 if it has none."""
-        where = _DIRECTORY + _ENTRY_BYTES * number
-        return int.from_bytes(self.segments[actor].read(where, _ENTRY_BYTES), "little")
+        offset = _DIRECTORY + _ENTRY_BYTES * number
+        return int.from_bytes(self.segments[actor].read(offset, _ENTRY_BYTES), "little")
 
     def check(self, rank: int) -> None:
         """Raise RuntimeError if a rank can make no further start."""

@@ -55,6 +55,8 @@ class _Slab:
         return self.memory.data_ptr() + HEAD_BYTES
 
     def is_free(self, ended: set[int]) -> bool:
+        """Return whether each process has returned the message as often as it was lent, or has
+        ended."""
         return all(
             self.given_back[process] == times & 0xFFFFFFFF or process in ended
             for process, times in self.lent.items()
@@ -134,8 +136,8 @@ class Slabs:
             self._collect(0 if idle else KEPT_BYTES)
             return bool(self._used or self._lent or self._free)
 
-    def _collect(self, most: int) -> None:
-        """Find free slabs, and free the memory of the largest until the others have `most`
+    def _collect(self, max_bytes: int) -> None:
+        """Find free slabs, and free the memory of the largest until the others have `max_bytes`
         bytes."""
         while self._retired:
             slab = self._used.pop(self._retired.popleft())
@@ -143,7 +145,7 @@ class Slabs:
         for slab in [slab for slab in self._lent if slab.is_free(self._ended)]:
             self._lent.remove(slab)
             self._free.append(slab)
-        while sum(slab.nbytes for slab in self._free) > most:
+        while sum(slab.nbytes for slab in self._free) > max_bytes:
             slab = max(self._free, key=lambda slab: slab.nbytes)
             self._free.remove(slab)
             self._segment.drop(slab.begin, HEAD_BYTES + slab.nbytes)
@@ -170,6 +172,7 @@ class OpenSlabs:
         return Lent(self, begin, nbytes)
 
     def open(self, lent: Lent) -> Tensor:
+        """Return a private copy of a message. Raises OSError if the memory is closed."""
         with self._lock:
             if self._closed:
                 raise OSError("its memory is closed")

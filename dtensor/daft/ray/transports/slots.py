@@ -85,9 +85,9 @@ class CrossHostKeys:
         for number, key_slots in enumerate(self.keys):
             for rank, indices in uses[key_slots.key].starts.items():
                 for index in indices:
-                    each = number, brought(_start(program, (rank, index)))
+                    index_and_buffers = number, brought(_start(program, (rank, index)))
                     starts[rank, index] = shared.setdefault(
-                        each, each
+                        index_and_buffers, index_and_buffers
                     )  # equal entries share an object
         self._starts: dict[int, list[tuple[int, tuple[Buffer, ...]]]] = defaultdict(list)
         for site in sorted(starts):
@@ -109,14 +109,18 @@ def lay_out(program: HostProgram, host_of: Sequence[int], shares: Callable[[Key]
     """Return the layout of the keys for which `shares(key)` is true. `host_of`: actors by rank."""
     used = [LINE] * (max(host_of) + 1)
     meetings = program.meetings
-    lanes = {own.key: _lane(own, host_of, used) for own in meetings.keys if shares(own.key)}
-    here = {host_of[rank] for key in lanes for rank in key[0]}
-    window_bytes = tuple(nbytes if actor in here else 0 for actor, nbytes in enumerate(used))
+    lanes = {
+        key_slots.key: _lane(key_slots, host_of, used)
+        for key_slots in meetings.keys
+        if shares(key_slots.key)
+    }
+    used_actors = {host_of[rank] for key in lanes for rank in key[0]}
+    window_bytes = tuple(nbytes if actor in used_actors else 0 for actor, nbytes in enumerate(used))
     starts = {rank: _own_starts(program, rank, lanes) for rank in program.ranks}
-    keys = [own.key for own in meetings.keys]
-    for rank, own in meetings.peers.items():
-        starts[rank] = [(-1, keys[n], buffers) for n, buffers in own if keys[n] in lanes]
-    brings, ahead = _met(starts, program.ranks)
+    keys = [key_slots.key for key_slots in meetings.keys]
+    for rank, key_slots in meetings.peers.items():
+        starts[rank] = [(-1, keys[n], buffers) for n, buffers in key_slots if keys[n] in lanes]
+    brings, ahead = _match_starts(starts, program.ranks)
     return Arena(lanes=lanes, window_bytes=window_bytes, brings=brings, ahead=ahead)
 
 
@@ -150,17 +154,17 @@ def pieces_of(start: Start) -> tuple[Piece, ...]:
     unit, limit = REDUCTIONS[start.op].unit, max(limit, ceil(total / MAX_PIECES))
     pieces: list[Piece] = []
     piece: list[tuple[int, int, int]] = []
-    room = limit
+    bytes_left = limit
     for number, buffer in enumerate(start.in_buffers):
-        size, itemsize, at = prod(buffer.shape), buffer.dtype.itemsize, 0
-        while at < size:
-            end = min(size, at + max(unit, room // itemsize // unit * unit))
-            piece.append((number, at, end))
-            room -= (end - at) * itemsize
-            at = end
-            if room < unit * itemsize:
+        size, itemsize, begin = prod(buffer.shape), buffer.dtype.itemsize, 0
+        while begin < size:
+            end = min(size, begin + max(unit, bytes_left // itemsize // unit * unit))
+            piece.append((number, begin, end))
+            bytes_left -= (end - begin) * itemsize
+            begin = end
+            if bytes_left < unit * itemsize:
                 pieces.append(tuple(piece))
-                piece, room = [], limit
+                piece, bytes_left = [], limit
     return (*pieces, tuple(piece)) if piece else tuple(pieces)
 
 
@@ -180,14 +184,16 @@ def _uses(program: Program, host_of: Sequence[int]) -> dict[Key, _Use]:
     crosses: dict[Key, bool] = {}
     for rank, rank_program in enumerate(program.ranks):
         waits = starts_of_waits(rank_program.instructions)
-        at: dict[int, tuple[Key, int]] = {}  # index of a start to its key, and its number there
+        position_of_start: dict[
+            int, tuple[Key, int]
+        ] = {}  # index of a start to its key, and its number there
         pending: dict[Key, dict[int, None]] = defaultdict(dict)  # unfinished, the oldest first
         spans: dict[Key, int] = {}
         for index, instruction in enumerate(rank_program.instructions):
             if isinstance(instruction, Wait):
                 for start in waits[index]:
-                    if start in at:
-                        key, number = at[start]
+                    if start in position_of_start:
+                        key, number = position_of_start[start]
                         del pending[key][number]
             elif isinstance(instruction, Send | Recv | Collective):
                 if not isinstance(instruction, Collective) and instruction.buffer.variable:
@@ -201,7 +207,7 @@ def _uses(program: Program, host_of: Sequence[int]) -> dict[Key, _Use]:
                 use = uses.setdefault(key, _Use(key, {member: [] for member in key[0]}, []))
                 number = len(use.starts[rank])
                 use.starts[rank].append(index)
-                at[index] = key, number
+                position_of_start[index] = key, number
                 pending[key][number] = None
                 spans[key] = max(spans.get(key, 0), number - next(iter(pending[key])) + 1)
         for key, span in spans.items():
@@ -256,6 +262,8 @@ key, and the buffers."""
 
 
 def _own_starts(program: HostProgram, rank: int, lanes: Mapping[Key, Lane]) -> _Starts:
+    """Return the starts of a hosted rank on keys with a lane: (index in its list, key, the buffers
+    that it writes)."""
     starts: _Starts = []
     for index, start in enumerate(program.ranks[rank].instructions):
         if isinstance(start, Send | Recv | Collective):
@@ -265,26 +273,26 @@ def _own_starts(program: HostProgram, rank: int, lanes: Mapping[Key, Lane]) -> _
     return starts
 
 
-def _met(
+def _match_starts(
     starts: Mapping[int, _Starts], hosted: Collection[int]
 ) -> tuple[dict[Site, tuple[tuple[Buffer, ...], ...]], dict[Site, dict[int, int]]]:
     """Return `Arena.brings` and `Arena.ahead`. `hosted`: the ranks of this host."""
     # for start number k of a rank on a key: its buffers, and, by partner, how many earlier starts
     # of the rank concern the partner
     brings: dict[tuple[Key, int, int], tuple[Buffer, ...]] = {}
-    before: dict[tuple[Key, int, int], dict[int, int]] = {}
+    earlier_starts: dict[tuple[Key, int, int], dict[int, int]] = {}
     sites: dict[Site, tuple[Key, int]] = {}
-    for rank, listed in starts.items():
+    for rank, rank_starts in starts.items():
         numbers: dict[Key, int] = defaultdict(int)
         counts: dict[int, int] = defaultdict(int)
-        concerned = {key: _concerned(key, rank, hosted) for _, key, _ in listed}
-        for index, key, buffers in listed:
+        concerned = {key: _concerned(key, rank, hosted) for _, key, _ in rank_starts}
+        for index, key, buffers in rank_starts:
             number = numbers[key]
             numbers[key] += 1
             if rank in hosted:
                 sites[rank, index] = key, number
             brings[key, number, rank] = buffers
-            earlier = before[key, number, rank] = {}
+            earlier = earlier_starts[key, number, rank] = {}
             for other in concerned[key]:
                 earlier[other] = counts[other]
                 counts[other] += 1
@@ -295,7 +303,9 @@ def _met(
         },
         {
             (rank, index): {
-                other: before[key, number, other][rank] + 1 - before[key, number, rank][other]
+                other: earlier_starts[key, number, other][rank]
+                + 1
+                - earlier_starts[key, number, rank][other]
                 for other in key[0]
                 if other != rank
             }
