@@ -138,8 +138,8 @@ _PACKAGES = sysconfig.get_path("purelib") + os.sep
 
 
 def interrupts(error: BaseException) -> bool:
-    """Whether a signal caused the exception, so that it belongs to this process and not to the
-    code of the rank that was interrupted.
+    """Return whether a signal caused the exception, so that it belongs to this process and not to
+    the code of the rank that was interrupted.
 
     A KeyboardInterrupt comes from a signal unless its innermost frame is at a `raise` statement,
     since Python's own handler has no frame. An exception raised below a signal handler's frame also
@@ -178,7 +178,7 @@ def _causes_of(error: BaseException) -> Iterator[BaseException]:
 
 
 def _raised_by_signal(error: BaseException) -> bool:
-    """Whether a signal caused the exception itself, by the rules of `interrupts`."""
+    """Return whether a signal caused the exception itself, by the rules of `interrupts`."""
     trace = traceback_of(error)
     if trace is None or isinstance(error, Exception):
         return False
@@ -199,7 +199,8 @@ def _raised_by_signal(error: BaseException) -> bool:
 
 
 def _handles_signal(frame: FrameType) -> bool:
-    """Whether the frame is of a signal handler: consecutive arguments are an int and a frame."""
+    """Return whether the frame is of a signal handler: consecutive arguments are an int and a
+    frame."""
     code = frame.f_code
     names = code.co_varnames[: code.co_argcount]
     if len(names) < 2:

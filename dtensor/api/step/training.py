@@ -330,7 +330,7 @@ class TrainStep:
         )
         program = load(session, planned, roles, planned.grid, owner=self)
         scaler, scale = self.options.grad_scaler, self._scale
-        options: dict[str, Any] = {"options": home.rule.told(self.optimizer)}
+        options: dict[str, Any] = {"options": home.rule.sent_settings(self.optimizer)}
         options |= {} if scaler is None else {SCALE: scale}
         keeps_gradients = self.options.keep_gradients
         gradients = self._stored_gradients(session, planned) if keeps_gradients else {}

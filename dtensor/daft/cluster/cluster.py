@@ -71,7 +71,7 @@ class Future(ABC):
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether `get` would return or raise without waiting."""
+        """Return whether `get` would return or raise without waiting."""
 
     def check(self) -> None:
         """Wait for the call. Raises the failure that `get` would raise."""
@@ -385,11 +385,11 @@ class HostedCluster(Cluster):
 
     @abstractmethod
     def came(self, calls: Sequence[Any]) -> bool:
-        """Whether `collect` would return or raise without waiting."""
+        """Return whether `collect` would return or raise without waiting."""
 
     @abstractmethod
     def ended(self, call: Any) -> bool:
-        """Whether a call has returned without an error."""
+        """Return whether a call has returned without an error."""
 
     @abstractmethod
     def _prepare(self, program: Program, hosts: Sequence[int]) -> None:

@@ -276,7 +276,7 @@ def _hangs(
     hosts: Mapping[int, _Host],
     roots: Mapping[int, Mapping[int, tuple[int, ...]]],
 ) -> bool:
-    """Whether the root is down, or a run that waits for it is late."""
+    """Return whether the root is down, or a run that waits for it is late."""
     if hosts[root].down:
         return True
     if launch.patient or hosts[root].does == "moves on":

@@ -58,11 +58,11 @@ class Progress:
         return replace(self, program=program, run=run, position=position)
 
     def has_ended(self, run: int) -> bool:
-        """Whether the host has ended a run in which it takes part."""
+        """Return whether the host has ended a run in which it takes part."""
         return self.run > run or (self.run == run and self.position < 0)
 
     def has_passed(self, run: int, position: int) -> bool:
-        """Whether the host is past a position of its list in a run."""
+        """Return whether the host is past a position of its list in a run."""
         return self.has_ended(run) or (self.run == run and self.position > position)
 
 

@@ -133,7 +133,7 @@ def _contains(program: Program, kind: type | UnionType) -> bool:
 
 
 def _cannot_be_undone(rank_program: RankProgram) -> bool:
-    """Whether a failed run may leave writes or messages that cannot be taken back."""
+    """Return whether a failed run may leave writes or messages that cannot be taken back."""
     lasting = rank_program.lasting.difference(rank_program.replayable)
     for i in rank_program.instructions:
         if not lasting.isdisjoint((*i.writes, *i.outputs)):

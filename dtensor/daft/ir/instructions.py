@@ -62,7 +62,7 @@ class Buffer:
         return f"{DTYPE_NAMES[self.dtype]}[{sizes}]"
 
     def accepts(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor has this shape and dtype."""
+        """Return whether the tensor has this shape and dtype."""
         fits = tensor.dim() == 1 if self.variable else tensor.shape == self.shape
         return fits and tensor.dtype == self.dtype
 

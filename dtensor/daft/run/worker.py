@@ -386,7 +386,7 @@ class Worker:
 
 
 def is_on(value: torch.Tensor, device: torch.device) -> bool:
-    """Whether a tensor is on ``device``. ``cuda`` without an index means the current GPU."""
+    """Return whether a tensor is on ``device``. ``cuda`` without an index means the current GPU."""
     value_device = value.device
     if value_device == device:
         return True

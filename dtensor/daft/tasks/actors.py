@@ -326,7 +326,7 @@ class Method:
 
 @lru_cache(maxsize=4096)
 def _yields(cls: type, name: str) -> bool:
-    """Whether a method is a generator, plain or `async`."""
+    """Return whether a method is a generator, plain or `async`."""
     member: Any = inspect.getattr_static(cls, name, None)
     method = inspect.unwrap(getattr(member, "__func__", member))
     return inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method)

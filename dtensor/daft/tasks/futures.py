@@ -90,7 +90,7 @@ class TaskFuture(Future, Placeholder):
             raise TaskError(failure) from raised
 
     def done(self) -> bool:
-        """Whether `get` would not wait."""
+        """Return whether `get` would not wait."""
         return self.owner.ready(self)
 
     def __getitem__(self, key: object) -> TaskFuture:

@@ -64,7 +64,7 @@ class GroupFuture:
         return [future.get(timeout) for future in self.futures]
 
     def done(self) -> bool:
-        """Whether `get` would return without waiting."""
+        """Return whether `get` would return without waiting."""
         return all([future.done() for future in self.futures])
 
     def __len__(self) -> int:

@@ -283,7 +283,7 @@ class _Lowering:
                 actor_list.instructions.append(Free((_name(value),)))
 
     def _has_no_other_reader(self, value: int, rank: int) -> bool:
-        """Whether neither a send nor the controller reads the rank's copy of the value."""
+        """Return whether neither a send nor the controller reads the rank's copy of the value."""
         is_producer = self.rank_of[value] == rank
         sent = is_producer and any(reader != rank for reader in self.last_readers[value])
         return not sent and not (is_producer and value in self.results)

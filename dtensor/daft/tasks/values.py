@@ -384,7 +384,8 @@ def _has_hooks(tensor: Tensor) -> bool:
 
 
 def _pickles_itself(kind: type) -> bool:
-    """Whether a tensor class controls its pickling, or has more state than elements and a dict."""
+    """Return whether a tensor class controls its pickling, or has more state than elements and a
+    dict."""
     bases = set(kind.__mro__[: kind.__mro__.index(Tensor)]) - {torch.nn.Parameter}
     return any(_PICKLING & vars(cls).keys() for cls in bases)
 
@@ -394,7 +395,8 @@ def _array(data: Any, dtype: str, shape: tuple[int, ...]) -> numpy.ndarray[Any, 
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is sent as bytes. Other tensors (sparse, quantized) pickle themselves."""
+    """Return whether a tensor is sent as bytes. Other tensors (sparse, quantized) pickle
+    themselves."""
     return (
         tensor.layout == torch.strided
         and not tensor.is_quantized

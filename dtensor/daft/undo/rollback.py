@@ -93,8 +93,8 @@ class Rollback:
         self.snapshots.begin(state)
 
     def _saves_previous(self, change: TableChange) -> bool:
-        """Whether the state before a change may be needed after the change has ended. It is not
-        needed if this process has all hosts, since a failed run is then undone at once."""
+        """Return whether the state before a change may be needed after the change has ended. It is
+        not needed if this process has all hosts, since a failed run is then undone at once."""
         return self._outlives or change.committed < change.number
 
     def end(self) -> None:

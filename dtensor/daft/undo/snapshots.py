@@ -357,7 +357,8 @@ class Snapshots:
 def can_copy(
     tensors: Mapping[Key, torch.Tensor], others: Mapping[Key, torch.Tensor], *, device: bool = True
 ) -> bool:
-    """Whether each tensor can be copied to the other tensor with its key without a conversion."""
+    """Return whether each tensor can be copied to the other tensor with its key without a
+    conversion."""
     return all(
         value.shape == (other := others[key]).shape
         and value.dtype == other.dtype
@@ -374,7 +375,7 @@ def copy_all(to: Iterable[torch.Tensor], values: Iterable[torch.Tensor]) -> None
 
 
 def _fits_in_place(current: torch.Tensor, saved: torch.Tensor) -> bool:
-    """Whether the saved contents can be copied into the current tensor's memory."""
+    """Return whether the saved contents can be copied into the current tensor's memory."""
     same = current.shape == saved.shape and current.dtype == saved.dtype
     return same and current.is_contiguous() and not current.is_inference()
 

@@ -427,8 +427,8 @@ def _buffers_fit(
 
 
 def _is_reduction(ins: Sequence[Buffer], outs: Sequence[Buffer], op: Op | None) -> bool:
-    """Whether reducing ``ins`` can give ``outs``: shapes are equal, and dtypes too, unless the
-    reduction accumulates 16-bit floats in float32."""
+    """Return whether reducing ``ins`` can give ``outs``: shapes are equal, and dtypes too, unless
+    the reduction accumulates 16-bit floats in float32."""
     widens = op is not None and REDUCTIONS[op].widens
     return len(ins) == len(outs) and all(
         a.shape == b.shape

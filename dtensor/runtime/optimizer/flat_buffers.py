@@ -61,6 +61,8 @@ class FlatBuffer:
         master: bool,
         owns_memory: bool,
     ) -> None:
+        """Create the buffer of ``members``. ``parameter``: its 1-D tensor, which may still be
+        empty."""
         self.members = tuple(members)
         self.size: int = size
         self.master: bool = master
@@ -90,24 +92,28 @@ class FlatBuffer:
         if self.master:
             self._update_masters(shards)
             return
-        first = shards[self.members[0].name]
-        if len(self.members) == 1 and self.size == first.numel() and first.is_contiguous():
-            if self._owns_memory or self._addresses[0] != first.data_ptr():
-                self.parameter.data = first.detach().view(-1)
+        first_shard = shards[self.members[0].name]
+        if (
+            len(self.members) == 1
+            and self.size == first_shard.numel()
+            and first_shard.is_contiguous()
+        ):
+            if self._owns_memory or self._addresses[0] != first_shard.data_ptr():
+                self.parameter.data = first_shard.detach().view(-1)
                 self._set_location(owns_memory=False)
             return
         if not self._owns_memory:
-            self.parameter.data = first.new_zeros(self.size)
+            self.parameter.data = first_shard.new_zeros(self.size)
             self._set_location(owns_memory=True)
-        for at, member in enumerate(self.members):
+        for index, member in enumerate(self.members):
             shard = shards[member.name]
-            if shard.data_ptr() == self._addresses[at]:
+            if shard.data_ptr() == self._addresses[index]:
                 continue
-            self._views[at].copy_(shard)
+            self._views[index].copy_(shard)
             if member.name in parts:
-                self._copies_back.append((shard, self._views[at]))
+                self._copies_back.append((shard, self._views[index]))
             else:
-                shard.data = self._views[at]
+                shard.data = self._views[index]
 
     def _update_masters(self, shards: Mapping[str, Tensor]) -> None:
         """Copy the shards that were replaced or written since the last step into their masters."""
@@ -115,8 +121,8 @@ class FlatBuffer:
         for member, master in zip(self.members, self._views, strict=True):
             shard = shards[member.name]
             if member.last_seen is not None:
-                before, version = member.last_seen
-                if before() is not shard or version != shard._version:
+                last_shard, version = member.last_seen
+                if last_shard() is not shard or version != shard._version:
                     master.copy_(current_master(shard, master))
             self._copies_back.append((shard, master))
 
@@ -137,12 +143,16 @@ class FlatBuffer:
     def gradient(self, gradients: Mapping[str, Tensor]) -> tuple[Tensor, bool]:
         """Return the members' gradients as one flat tensor, and whether that tensor is a copy."""
         gradients_of_members = [gradients[member.name] for member in self.members]
-        first = gradients_of_members[0]
-        if len(gradients_of_members) == 1 and self.size == first.numel():
-            fits = first.dtype == self.parameter.dtype and first.is_contiguous()
-            return (first if fits else first.to(self.parameter.dtype)).reshape(-1), not fits
+        first_gradient = gradients_of_members[0]
+        if len(gradients_of_members) == 1 and self.size == first_gradient.numel():
+            fits = first_gradient.dtype == self.parameter.dtype and first_gradient.is_contiguous()
+            return (first_gradient if fits else first_gradient.to(self.parameter.dtype)).reshape(
+                -1
+            ), not fits
         if self._are_adjacent(gradients_of_members):
-            return first.as_strided((self.size,), (1,), first.storage_offset()), False
+            return first_gradient.as_strided(
+                (self.size,), (1,), first_gradient.storage_offset()
+            ), False
         pieces: list[Tensor] = []
         for member, gradient in zip(self.members, gradients_of_members, strict=True):
             pieces.append(gradient if gradient.dim() == 1 else gradient.reshape(-1))
@@ -152,7 +162,8 @@ class FlatBuffer:
         return torch.cat(pieces).to(self.parameter.dtype), True
 
     def _are_adjacent(self, gradients: Sequence[Tensor]) -> bool:
-        """Whether the gradients lie in one storage at the members' offsets, as in a bucket."""
+        """Return whether the gradients lie in one storage at the members' offsets, as in a
+        bucket."""
         begin = gradients[0].storage_offset()
         for member, gradient in zip(self.members, gradients, strict=True):
             if (
@@ -194,11 +205,11 @@ def together(sizes: Iterable[int]) -> list[list[int]]:
     each large one has its own. Return the positions in each buffer."""
     small: list[int] = []
     buffers: list[list[int]] = [small]
-    for at, size in enumerate(sizes):
+    for index, size in enumerate(sizes):
         if size < SMALL:
-            small.append(at)
+            small.append(index)
         else:
-            buffers.append([at])
+            buffers.append([index])
     return buffers if small else buffers[1:]
 
 
@@ -210,8 +221,8 @@ def make_buffer(
     If ``masters`` is None, the buffer is empty until `FlatBuffer.load_shards`. Otherwise it is
     filled with float32 masters: the loaded master where there is one, else the converted shard.
     """
-    first = shards[names[0]]
-    dtype = first.dtype if masters is None else torch.float32
+    first_shard = shards[names[0]]
+    dtype = first_shard.dtype if masters is None else torch.float32
     members: list[Member] = []
     size = 0
     for name in names:
@@ -219,13 +230,13 @@ def make_buffer(
         members.append(Member(name, shape, size, math.prod(shape)))
         size += filled(members[-1].numel, dtype)
     if masters is None:
-        return FlatBuffer(members, size, first.new_empty(0), master=False, owns_memory=False)
+        return FlatBuffer(members, size, first_shard.new_empty(0), master=False, owns_memory=False)
     master = masters[names[0]] if len(names) == 1 else None
-    if master is not None and master.numel() == size and _is_like(master, first, dtype):
-        flat = master.detach().copy_(current_master(first, master)).view(-1)  # no new memory
+    if master is not None and master.numel() == size and _is_like(master, first_shard, dtype):
+        flat = master.detach().copy_(current_master(first_shard, master)).view(-1)  # no new memory
         return FlatBuffer(members, size, flat, master=True, owns_memory=True)
     buffer = FlatBuffer(
-        members, size, first.new_zeros(size, dtype=dtype), master=True, owns_memory=True
+        members, size, first_shard.new_zeros(size, dtype=dtype), master=True, owns_memory=True
     )
     for member in members:
         loaded, shard = masters[member.name], shards[member.name]

@@ -118,7 +118,8 @@ class OptimizerKind:
         return OptimizerKind(type(optimizer), copy_plain(defaults), fixed, methods)
 
     def equals(self, other: OptimizerKind) -> bool:
-        """Whether both kinds make equal objects; the forms of their states are not compared."""
+        """Return whether both kinds make equal objects; the forms of their states are not
+        compared."""
         return (
             self.cls is other.cls
             and plain_equal(self.defaults, other.defaults)
@@ -193,7 +194,7 @@ def plain_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether the value is a number, text, a one-element tensor, or a container of these."""
+    """Return whether the value is a number, text, a one-element tensor, or a container of these."""
     match value:
         case torch.Tensor():
             return value.numel() == 1 and not isinstance(value, torch.nn.Parameter)
@@ -232,7 +233,8 @@ def copy_plain(value: Any, shared: dict[int, Any] | None = None) -> Any:
 
 
 def plain_equal(a: Any, b: Any) -> bool:
-    """Whether plain data is equal (NaN equals NaN). Other values are compared by identity."""
+    """Return whether plain data is equal (NaN equals NaN). Other values are compared by
+    identity."""
     match a:
         case torch.Tensor():
             if not isinstance(b, torch.Tensor) or (a.shape, a.dtype) != (b.shape, b.dtype):
@@ -293,7 +295,7 @@ def _check_fixed(optimizer: torch.optim.Optimizer, what: str, value: Any) -> Non
         )
 
 
-def _refusal(optimizer: torch.optim.Optimizer, value: Any, seen: tuple[Any, ...] = ()) -> str:
+def _refusal(optimizer: torch.optim.Optimizer, value: Any, visited: tuple[Any, ...] = ()) -> str:
     """Return why the value cannot be given to another object, or "" if it can."""
     if isinstance(value, torch.optim.Optimizer):
         return f"is another optimizer, a {type(value).__name__}, which has a state of its own"
@@ -308,8 +310,10 @@ def _refusal(optimizer: torch.optim.Optimizer, value: Any, seen: tuple[Any, ...]
     for referent in (*parts, *(cell.cell_contents for cell in cells if _has_value(cell))):
         if referent is optimizer:
             return "is a function that refers to the object itself"
-        is_harmless = is_plain(referent) or any(referent is other for other in (value, *seen))
-        if not is_harmless and (why := _refusal(optimizer, referent, (value, *seen))):
+        is_harmless = is_plain(referent) or any(
+            referent is visited_value for visited_value in (value, *visited)
+        )
+        if not is_harmless and (why := _refusal(optimizer, referent, (value, *visited))):
             return f"is a function that refers to a value that {why}"
     return ""
 

@@ -69,7 +69,7 @@ NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 
 
 def has_kernel(kind: str, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether torch has a correct fused kernel for the class named ``kind``.
+    """Return whether torch has a correct fused kernel for the class named ``kind``.
 
     The SGD kernel is wrong for 16-bit dtypes on the CPU (torch 2.13): after 4 steps of lr=0.1 on 64
     normal numbers its result differs by 0.6 from the unfused loop's.
@@ -82,7 +82,8 @@ def has_kernel(kind: str, dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def kernel_divides(dtype: torch.dtype) -> bool:
-    """Whether fused kernels accept a divisor of gradients of this dtype. They read float32 only."""
+    """Return whether fused kernels accept a divisor of gradients of this dtype. They read float32
+    only."""
     return dtype == torch.float32
 
 
@@ -106,9 +107,14 @@ def keys_of(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> tu
 
 
 @cache
-def _state_keys(kind: type[torch.optim.Optimizer], stated: tuple[str, ...]) -> tuple[str, ...]:
+def _state_keys(
+    kind: type[torch.optim.Optimizer], enabled_options: tuple[str, ...]
+) -> tuple[str, ...]:
+    """Return the keys of a parameter's state if only these options of OPTION_OF_KEY are enabled."""
     keys = ELEMENTWISE[kind]
-    return tuple(key for key in keys if key not in OPTION_OF_KEY or OPTION_OF_KEY[key] in stated)
+    return tuple(
+        key for key in keys if key not in OPTION_OF_KEY or OPTION_OF_KEY[key] in enabled_options
+    )
 
 
 def value_name(optimizer: str, key: str, label: str) -> str:
@@ -245,7 +251,8 @@ class ShardOptimizer:
         self._aliased_entries: dict[tuple[FlatBuffer, str], torch.Tensor] = {}
 
     def _was_cast(self, shards: Mapping[str, torch.Tensor]) -> bool:
-        """Whether a shard's dtype has changed since its buffer was made (by `module.to(dtype)`)."""
+        """Return whether a shard's dtype has changed since its buffer was made (by
+        `module.to(dtype)`)."""
         return any(
             member.name in shards and shards[member.name].dtype != key.shard_dtype
             for key, buffers in self.buffers.items()
@@ -285,8 +292,8 @@ class ShardOptimizer:
     def _alias_probed_values(
         self, buffer: FlatBuffer, state: Mapping[str, Any], entries: Mapping[str, StateEntry]
     ) -> None:
-        """`_alias_values` for a probed class, whose steps may replace state tensors and keep Python
-        numbers in the state. The table gets copies of numbers."""
+        """Make the table's values views of the state of a probed class, or copies if they are
+        numbers. Its steps may replace state tensors, and keep Python numbers in the state."""
         if buffer.master and buffer in self._unaliased:
             state = {**state, MASTER: buffer.parameter.data}
         for key, entry_value in state.items():
@@ -350,7 +357,7 @@ class ShardOptimizer:
         for key, names in names_by_key.items():
             self.buffers[key] = []
             for positions in together(shards[name].numel() for name in names):
-                members = [names[at] for at in positions]
+                members = [names[position] for position in positions]
                 masters = {name: self._existing_master(name) for name in members}
                 has_masters = key.dtype != key.shard_dtype
                 buffer = make_buffer(members, shards, masters if has_masters else None)
@@ -391,12 +398,12 @@ class ShardOptimizer:
         for key, entry in probed.items():
             if entry.late and entries[0] and key not in entries[0]:
                 state[key] = None
-        for key, first in entries[0].items():
+        for key, first_value in entries[0].items():
             if self._is_number(key):
-                number = first.clone()
+                number = first_value.clone()
                 state[key] = probed[key].from_table(number) if key in probed else number
                 continue
-            dtype = like.dtype if first.is_floating_point() else first.dtype
+            dtype = like.dtype if first_value.is_floating_point() else first_value.dtype
             dtype = probed[key].dtype(like.dtype) if key in probed else dtype
             for member, entry in zip(buffer.members, entries, strict=True):
                 if entry[key].shape != member.shape:
@@ -404,8 +411,12 @@ class ShardOptimizer:
                         f"{key} of {member.name} has the shape {list(entry[key].shape)}, the "
                         f"parameter's shard {list(member.shape)}."
                     )
-            if first.numel() == buffer.size and first.dtype == dtype and first.is_contiguous():
-                state[key] = first.detach().view(-1)
+            if (
+                first_value.numel() == buffer.size
+                and first_value.dtype == dtype
+                and first_value.is_contiguous()
+            ):
+                state[key] = first_value.detach().view(-1)
                 continue
             state[key] = flat = torch.zeros(buffer.size, dtype=dtype, device=like.device)
             for member, entry in zip(buffer.members, entries, strict=True):
@@ -417,8 +428,8 @@ class ShardOptimizer:
         parts = buffer.split(present)
         for buffers in self.buffers.values():
             if buffer in buffers:
-                at = buffers.index(buffer)
-                buffers[at : at + 1] = [part for part, _ in parts]
+                index = buffers.index(buffer)
+                buffers[index : index + 1] = [part for part, _ in parts]
         state = self.state.pop(buffer.parameter, {})
         for part, begin in parts:
             self.buffer_by_name.update((member.name, part) for member in part.members)
@@ -478,10 +489,10 @@ class ShardOptimizer:
     def _place_numbers(self, parameter: torch.Tensor, on_device: bool) -> None:
         """Move a parameter's number entries to the device on which the class expects them. The
         table holds all values on the parameter's device."""
-        place = parameter.device if on_device else torch.device("cpu")
+        device = parameter.device if on_device else torch.device("cpu")
         state = self.state.get(parameter, {})
         for key in NUMBERS & state.keys():
-            state[key] = state[key].to(place)
+            state[key] = state[key].to(device)
 
     def _group_options(self, key: _BufferKey, options: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the options of a group, with fused=True if torch has a correct fused kernel and
@@ -536,9 +547,11 @@ def _check_as_probed(
     if entry is not None and entry.python is not None:
         fits = isinstance(value, entry.python | int if entry.python is float else entry.python)
     elif entry is not None and isinstance(value, torch.Tensor):
-        wanted = entry.shape if entry.number else (buffer.size,)
-        fits = tuple(value.shape) == wanted and value.dtype == entry.dtype(buffer.parameter.dtype)
-        fits = fits or (entry.number and tuple(value.shape) == wanted)
+        expected_shape = entry.shape if entry.number else (buffer.size,)
+        fits = tuple(value.shape) == expected_shape and value.dtype == entry.dtype(
+            buffer.parameter.dtype
+        )
+        fits = fits or (entry.number and tuple(value.shape) == expected_shape)
     else:
         fits = False
     if not fits:
@@ -626,16 +639,16 @@ def _call_adam_kernel(
     """Update the parameters of one group with one kernel call: torch's, or for AdamW dtensor's own
     kernel if the device has one."""
     steps = [state["step"] for state in states]
-    first, second = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq"))
-    most = [state["max_exp_avg_sq"] for state in states] if group["amsgrad"] else []
+    exp_avgs, exp_avg_sqs = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq"))
+    max_exp_avg_sqs = [state["max_exp_avg_sq"] for state in states] if group["amsgrad"] else []
     foreach_add_(steps, 1)
     options = {key: group[key] for key in ("lr", "eps", "weight_decay", "amsgrad", "maximize")}
     options["beta1"], options["beta2"] = group["betas"]
     kernel = fused_adam_
     if group["decoupled_weight_decay"]:
-        ours = kernel_of(torch.ops.aten._fused_adamw_.default, parameters[0].device)
-        kernel = fused_adamw_ if ours is None else ours.function
-    tensors = (parameters, gradients, first, second, most, steps)
+        own_kernel = kernel_of(torch.ops.aten._fused_adamw_.default, parameters[0].device)
+        kernel = fused_adamw_ if own_kernel is None else own_kernel.function
+    tensors = (parameters, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps)
     kernel(*tensors, **options, grad_scale=clip, found_inf=None)
 
 

@@ -26,7 +26,7 @@ CERTIFIED: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 def certified(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether CERTIFIED has the optimizer's exact class and the installed version."""
+    """Return whether CERTIFIED has the optimizer's exact class and the installed version."""
     cls = type(optimizer)
     entry = CERTIFIED.get(f"{cls.__module__}.{cls.__qualname__}")
     if entry is None:

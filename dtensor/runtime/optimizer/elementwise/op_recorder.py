@@ -92,10 +92,12 @@ class RecordedSteps(AbstractContextManager["RecordedSteps"]):
                 self._memory[memory._cdata] = memory
 
     def holds(self, tensor: Tensor) -> bool:
+        """Return whether the tensor's memory holds elements of parameters."""
         with DisableTorchFunction():
             return tensor.untyped_storage()._cdata in self._memory
 
     def __enter__(self) -> RecordedSteps:
+        """Begin to record ops, and the executed lines of ``files``. Remember the random states."""
         self._block.enter_context(_Dispatched(self))
         self._block.enter_context(_MemoryReads(self))
         self._drawn = random.getstate(), numpy.random.get_state()
@@ -104,30 +106,35 @@ class RecordedSteps(AbstractContextManager["RecordedSteps"]):
         return self
 
     def __exit__(self, *raised: object) -> None:
+        """End the recording, and restore the random states. Raises NotElementwise if the block has
+        drawn random numbers in Python or numpy."""
         sys.settrace(self._tracing)
         self._block.close()
         python, arrays = self._drawn
-        drew = python != random.getstate() and "Python's random"
-        before, after = arrays, numpy.random.get_state()
-        same = all(numpy.array_equal(a, b) for a, b in zip(before, after, strict=True))
-        drew = drew or (not same and "numpy's random")
+        drawn_from = python != random.getstate() and "Python's random"
+        old_arrays, new_arrays = arrays, numpy.random.get_state()
+        is_unchanged = all(
+            numpy.array_equal(a, b) for a, b in zip(old_arrays, new_arrays, strict=True)
+        )
+        drawn_from = drawn_from or (not is_unchanged and "numpy's random")
         random.setstate(python)
         numpy.random.set_state(arrays)
-        if drew and raised[0] is None:
-            raise NotElementwise(f"it draws from {drew}, on each rank its own", "")
+        if drawn_from and raised[0] is None:
+            raise NotElementwise(f"it draws from {drawn_from}, on each rank its own", "")
 
     def _trace(self, frame: FrameType, event: str, arg: object) -> Any:
+        """Record the lines that a frame of ``files`` executes (see `sys.settrace`)."""
         code = frame.f_code
         if code.co_filename not in self.files:
             return None
         lines = self.reached.setdefault(code, set())
 
-        def local(frame: FrameType, event: str, arg: object) -> Any:
+        def trace_line(frame: FrameType, event: str, arg: object) -> Any:
             lines.add(frame.f_lineno)
-            return local
+            return trace_line
 
         lines.add(frame.f_lineno)
-        return local
+        return trace_line
 
     # -- ops ---------------------------------------------------------------------------------------
 
@@ -157,13 +164,13 @@ class RecordedSteps(AbstractContextManager["RecordedSteps"]):
         number of elements. Lists of tensors (foreach ops) are compared position by position."""
         lists = [v for v in values if isinstance(v, list | tuple) and _are_tensors(v)]
         longest = max(map(len, lists), default=1)
-        for at in range(longest):
-            tensors = [v[at] for v in lists if at < len(v)]
+        for index in range(longest):
+            tensors = [v[index] for v in lists if index < len(v)]
             tensors += [v for v in values if isinstance(v, Tensor)]
             sizes = {t.numel() for t in tensors if self.holds(t)}
             result = values[-1]
             if isinstance(result, list | tuple):
-                result = result[at] if at < len(result) else None
+                result = result[index] if index < len(result) else None
             if isinstance(result, Tensor):
                 sizes.add(result.numel())
             if len(sizes) > 1:
@@ -196,6 +203,7 @@ class _MemoryReads(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        """Call a function of torch. Raises NotElementwise if it reads elements of a parameter."""
         if func in _RAW and isinstance(args[0], Tensor) and self._recorded.holds(args[0]):
             name = getattr(func, "__name__", str(func))
             self._recorded.refuse(f"Tensor.{name}", "reads elements of a parameter to Python")
@@ -203,7 +211,8 @@ class _MemoryReads(TorchFunctionMode):
 
 
 def _allowed(func: OpOverload) -> bool:
-    """Whether the op copies, views, or computes each element from one element of each operand."""
+    """Return whether the op copies, views, or computes each element from one element of each
+    operand."""
     packet = func.overloadpacket
     if packet in _COPIES or packet in _VIEWS or packet in _FUSED:
         return True
@@ -229,9 +238,9 @@ def _allowed(func: OpOverload) -> bool:
 
 def _written(func: OpOverload, args: Sequence[Any], kwargs: Any) -> Iterator[Tensor]:
     """Yield the tensors that an op writes to."""
-    for at, argument in enumerate(func._schema.arguments):
+    for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[at] if at < len(args) else kwargs.get(argument.name)
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
             yield from (t for t in pytree.tree_leaves(value) if isinstance(t, Tensor))
 
 

@@ -77,7 +77,7 @@ class OptimizerRule(Protocol):
         """Return a new optimizer for a rank's table."""
         ...
 
-    def told(self, optimizer: Optimizer) -> tuple[dict[str, Any], ...]:
+    def sent_settings(self, optimizer: Optimizer) -> tuple[dict[str, Any], ...]:
         """Return the options (and attributes, of a probed class) that ranks receive for a step."""
         ...
 
@@ -89,7 +89,8 @@ class OptimizerRule(Protocol):
     def makes_missing(
         self, optimizer: Optimizer, group: Mapping[str, Any], present: Set[str]
     ) -> bool:
-        """Whether a step itself creates the missing entries of a state with only ``present``."""
+        """Return whether a step itself creates the missing entries of a state with only
+        ``present``."""
         ...
 
     @property
@@ -128,7 +129,7 @@ class _TorchRule:
     def on_rank(self, masters: bool) -> ShardOptimizer:
         return ShardOptimizer(self.cls, masters)
 
-    def told(self, optimizer: Optimizer) -> tuple[dict[str, Any], ...]:
+    def sent_settings(self, optimizer: Optimizer) -> tuple[dict[str, Any], ...]:
         return hyperparameters(optimizer)
 
     def shadow(self, numbers: Mapping[str, Mapping[str, Any]]) -> None:
@@ -180,7 +181,7 @@ class _ProbedRule:
     def on_rank(self, masters: bool) -> ShardOptimizer:
         return ShardOptimizer(self.probed.kind, masters)
 
-    def told(self, optimizer: Optimizer) -> tuple[dict[str, Any], ...]:
+    def sent_settings(self, optimizer: Optimizer) -> tuple[dict[str, Any], ...]:
         return *hyperparameters(optimizer), plain_attributes(optimizer)
 
     def shadow(self, numbers: Mapping[str, Mapping[str, Any]]) -> ShadowOptimizer | None:
@@ -191,7 +192,8 @@ class _ProbedRule:
     def makes_missing(
         self, optimizer: Optimizer, group: Mapping[str, Any], present: Set[str]
     ) -> bool:
-        """Try one step on a one-element parameter."""
+        """Return whether the optimizer's step creates missing state entries. Found by one step on a
+        one-element parameter that has only the entries ``present``."""
         from dtensor.runtime.optimizer.elementwise.shadow_optimizer import SAMPLE_GRADIENT
 
         kind, parameter = self.probed.kind, torch.nn.Parameter(torch.full((1,), 0.5))
@@ -218,7 +220,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
         and optimizer not in _STATED_ELEMENTWISE
         and not _is_certified(optimizer)
     ):
-        known = ", ".join(cls.__name__ for cls in ELEMENTWISE)
+        known_names = ", ".join(cls.__name__ for cls in ELEMENTWISE)
         kind = type(optimizer)
         if kind not in ELEMENTWISE and kind.__module__.startswith("torch.optim"):
             reason = (
@@ -228,12 +230,12 @@ def check_optimizer(optimizer: Optimizer) -> None:
                 "it would give other numbers"
             )
             raise PlanningError(
-                f"{kind.__name__} {reason}.\n  known: {known}\n"
+                f"{kind.__name__} {reason}.\n  known: {known_names}\n"
                 f"fix: one of these, as torch.optim.AdamW(model.parameters())"
             )
         raise PlanningError(
             f"{type(optimizer).__name__} is not known to be elementwise, so on shards it could "
-            f"give other numbers than on whole parameters.\n  known: {known}\n"
+            f"give other numbers than on whole parameters.\n  known: {known_names}\n"
             f"fix: train_step(..., elementwise=True), if each element of a parameter is updated "
             f"from its own gradient and state alone"
         )
@@ -251,10 +253,10 @@ def rule_of(optimizer: Optimizer, masters: bool | None = None) -> OptimizerRule:
     ``masters``: whether steps update float32 master weights; None means the last value. Raises
     PlanningError if the optimizer is not accepted or the probe fails.
     """
-    last = _RULES.get(optimizer)
-    if isinstance(last, _TorchRule):
-        return last
-    if last is None:
+    last_rule = _RULES.get(optimizer)
+    if isinstance(last_rule, _TorchRule):
+        return last_rule
+    if last_rule is None:
         check_optimizer(optimizer)
         known = known_class(optimizer)
         if known is not None:
@@ -265,8 +267,8 @@ def rule_of(optimizer: Optimizer, masters: bool | None = None) -> OptimizerRule:
     with_masters = _MASTERS.get(optimizer, False) if masters is None else masters
     _MASTERS[optimizer] = with_masters
     known = _PROBED_BY_CLASS.setdefault(type(optimizer), [])
-    before = last.probed if isinstance(last, _ProbedRule) else None
-    for probed in [*([before] if before else []), *known]:
+    last_probed = last_rule.probed if isinstance(last_rule, _ProbedRule) else None
+    for probed in [*([last_probed] if last_probed else []), *known]:
         key = probe_key(optimizer, with_masters, probed.changed, probed.attributes_changed)
         if key == probed.key:
             break
@@ -274,8 +276,13 @@ def rule_of(optimizer: Optimizer, masters: bool | None = None) -> OptimizerRule:
         probed = probe(optimizer, with_masters)
         known.append(probed)
     kind = OptimizerKind.of(optimizer)
-    if last is not None and before is not None and probed is before and kind.equals(before.kind):
-        return last
+    if (
+        last_rule is not None
+        and last_probed is not None
+        and probed is last_probed
+        and kind.equals(last_probed.kind)
+    ):
+        return last_rule
     rule = _ProbedRule(replace(probed, kind=replace(kind, entries=probed.kind.entries)))
     _RULES[optimizer] = rule
     return rule
@@ -349,17 +356,19 @@ def known_class(optimizer: Optimizer) -> type[Optimizer] | None:
     anything other than `__init__`.
     """
     mro = type(optimizer).__mro__
-    at = next((i for i, base in enumerate(mro) if base in ELEMENTWISE), None)
-    if at is None or mro[at:] != mro[at].__mro__:
+    index = next((i for i, base in enumerate(mro) if base in ELEMENTWISE), None)
+    if index is None or mro[index:] != mro[index].__mro__:
         return None
-    parent = mro[at]
-    for base in mro[:at]:
+    parent = mro[index]
+    for base in mro[:index]:
         for name, value in vars(base).items():
-            hooked = name == "step" and inspect.unwrap(value) is inspect.unwrap(
+            is_torch_step = name == "step" and inspect.unwrap(value) is inspect.unwrap(
                 unwrapped_step(parent)
             )
-            if name not in _CLASS_ATTRIBUTES and not hooked:
+            if name not in _CLASS_ATTRIBUTES and not is_torch_step:
                 return None
     attributes = own_attributes(optimizer)  # without the step that a scheduler has wrapped
-    shadows = any(hasattr(parent, name) for name in attributes if name not in TORCH_ATTRIBUTES)
-    return None if shadows else parent
+    is_overridden = any(
+        hasattr(parent, name) for name in attributes if name not in TORCH_ATTRIBUTES
+    )
+    return None if is_overridden else parent

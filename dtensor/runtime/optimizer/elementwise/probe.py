@@ -82,6 +82,8 @@ class ProbeReport:
     unreached: tuple[str, ...]
 
     def __str__(self) -> str:
+        """Return the report as text, one observation per line."""
+
         def listed(values: Sequence[object]) -> str:
             return ", ".join(str(v).removeprefix("torch.").removeprefix("aten.") for v in values)
 
@@ -198,8 +200,8 @@ class _Reference:
 
     def step(self, gradients: Mapping[str, Tensor]) -> None:
         for label, parameter in self.parameters.items():
-            given = gradients.get(label)
-            parameter.grad = None if given is None else given.to(parameter.dtype).clone()
+            gradient = gradients.get(label)
+            parameter.grad = None if gradient is None else gradient.to(parameter.dtype).clone()
         step_without_hooks(self.optimizer)
 
     @property
@@ -213,6 +215,8 @@ class _Trial:
     """The state of one probe."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, masters: bool) -> None:
+        """Choose what the trials use: the first two groups of the optimizer and all groups with
+        other options, the dtypes of its parameters, and copies of its options and attributes."""
         self.name = type(optimizer).__name__
         self.optimizer = optimizer
         self.masters = masters
@@ -236,6 +240,7 @@ class _Trial:
         self.dtypes = tuple(dtypes) or (torch.float32,)
 
     def run(self) -> Probed:
+        """Run all parts of the probe, and return its result. Raises PlanningError if one fails."""
         changed, attributes_changed = self._find_changed()
         recorded = self._record()
         entries, keys = self._entries()
@@ -251,11 +256,11 @@ class _Trial:
             changed=tuple(sorted({*changed, *attributes_changed})),
             unreached=unreached(recorded.reached),
         )
-        by_options: dict[object, tuple[str, ...]] = {}
-        for options, own in zip(self.options, keys, strict=True):
-            by_options[group_key(options, changed)] = own
+        keys_by_options: dict[object, tuple[str, ...]] = {}
+        for options, keys_of_group in zip(self.options, keys, strict=True):
+            keys_by_options[group_key(options, changed)] = keys_of_group
         key = probe_key(self.optimizer, self.masters, changed, attributes_changed)
-        return Probed(self.kind, report, by_options, changed, attributes_changed, key)
+        return Probed(self.kind, report, keys_by_options, changed, attributes_changed, key)
 
     # -- the trials -----------------------------------------------------------------------------
 
@@ -266,7 +271,7 @@ class _Trial:
         parameters: dict[str, Parameter] = {}
         groups: list[tuple[str, ...]] = []
         for number in range(len(self.options)):
-            labels = tuple(f"{number}.{at}" for at in range(len(SHAPES)))
+            labels = tuple(f"{number}.{index}" for index in range(len(SHAPES)))
             groups.append(labels)
             for label, shape in zip(labels, SHAPES, strict=True):
                 value = torch.randn(shape, generator=draw, dtype=torch.float64).mul(0.5).to(dtype)
@@ -285,10 +290,10 @@ class _Trial:
     def _gradients(self, reference: _Reference, step: int) -> dict[str, Tensor]:
         """Return the gradients of a step, which are the same in all trials."""
         gradients: dict[str, Tensor] = {}
-        for at, (label, parameter) in enumerate(reference.parameters.items()):
+        for index, (label, parameter) in enumerate(reference.parameters.items()):
             value = self.gradient_cache.get((label, step))
             if value is None:
-                draw = torch.Generator().manual_seed(1000 * at + step)
+                draw = torch.Generator().manual_seed(1000 * index + step)
                 wide, spread = torch.randn(
                     (2, *parameter.shape), generator=draw, dtype=torch.float64
                 )
@@ -296,7 +301,9 @@ class _Trial:
                 if step >= NOT_FINITE:
                     flat = value.view(-1)
                     flat[0], flat[3], flat[5] = torch.nan, torch.inf, -torch.inf
-            missing = (at % len(SHAPES) == 1 and step == 4) or (at % len(SHAPES) == 2 and step < 2)
+            missing = (index % len(SHAPES) == 1 and step == 4) or (
+                index % len(SHAPES) == 2 and step < 2
+            )
             if not (self.with_missing and missing):
                 gradients[label] = value.to(reference.stored_dtype)
         return gradients
@@ -348,11 +355,9 @@ class _Trial:
         raise first_error
 
     def _initial_states(self) -> list[dict[str, Any]]:
-        """Return the state that `__init__` made for the first parameter of each group.
-
-        A tensor of the parameter's shape becomes a `_FilledTensor`. If one is neither constant nor
-        equal to its parameter (a step has run), the states are returned as they were, empty.
-        """
+        """Return the state that `__init__` made for the first parameter of each group, with a
+        `_StateFill` for each tensor of the parameter's shape. If such a tensor is neither constant
+        nor equal to its parameter (a step has run), return `self.initial_states` unchanged."""
         states: list[dict[str, Any]] = []
         for group in self.distinct_groups:
             state: dict[str, Any] = {}
@@ -365,9 +370,9 @@ class _Trial:
                     elif value.is_meta or parameter.is_meta:
                         return self.initial_states
                     elif bool((value == value.view(-1)[0]).all()):
-                        state[key] = _FilledTensor(value.view(-1)[0].item(), value.dtype)
+                        state[key] = _StateFill(value.view(-1)[0].item(), value.dtype)
                     elif torch.equal(value, parameter):
-                        state[key] = _FilledTensor(None, value.dtype)
+                        state[key] = _StateFill(None, value.dtype)
                     else:
                         return self.initial_states
             states.append(state)
@@ -377,7 +382,7 @@ class _Trial:
         """Return the initial state of a parameter of the probe."""
         state: dict[str, Any] = {}
         for key, value in self.initial_states[group].items():
-            if isinstance(value, _FilledTensor):
+            if isinstance(value, _StateFill):
                 same_dtype = value.dtype == self.distinct_groups[group]["params"][0].dtype
                 dtype = parameter.dtype if same_dtype else value.dtype
                 tensor = parameter.detach().to(dtype, copy=True)
@@ -389,11 +394,11 @@ class _Trial:
     def _changed_by_steps(self) -> tuple[frozenset[str], frozenset[str]]:
         """Run steps, and return the names of the options and attributes that they change."""
         reference = self._make_reference(self.dtypes[0])
-        before, changed, attributes = reference.settings, frozenset[str](), frozenset[str]()
+        old_settings, changed, attributes = reference.settings, frozenset[str](), frozenset[str]()
         for step in range(NOT_FINITE):
             self._step_reference(reference, step)
-            more, others = _changed_names(before, reference.settings)
-            changed, attributes = changed | more, attributes | others
+            changed_options, changed_attributes = _changed_names(old_settings, reference.settings)
+            changed, attributes = changed | changed_options, attributes | changed_attributes
         return changed, attributes
 
     def _record(self) -> RecordedSteps:
@@ -442,7 +447,10 @@ class _Trial:
                             self._observe(observed, state, parameter)
                             keys[group] |= dict.fromkeys(state)
         entries = {key: values.entry(self, key) for key, values in observed.items()}
-        return entries, [tuple(k for k in own if not observed[k].nothing) for own in keys]
+        return entries, [
+            tuple(k for k in keys_of_group if not observed[k].is_always_none)
+            for keys_of_group in keys
+        ]
 
     def _observe(
         self, observed: dict[str, _ObservedEntry], state: Mapping[str, Any], parameter: Tensor
@@ -457,7 +465,7 @@ class _Trial:
 
     def _compare(self, dtype: torch.dtype, keys: Sequence[tuple[str, ...]]) -> None:
         """Raise PlanningError if steps on shards, cut as in _CUTS, differ from the reference."""
-        for cut, size, cut_name in _CUTS:
+        for cut_parameter, size, cut_name in _CUTS:
             reference = self._make_reference(dtype)
             states = {
                 n: dict(reference.optimizer.state.get(p, {}))
@@ -469,26 +477,30 @@ class _Trial:
             }
             optimizers = [ShardOptimizer(self.kind, self.masters) for _ in range(size)]
             parts = {
-                label: cut(self.index_of[label], parameter.detach().to(dtype))
+                label: cut_parameter(self.index_of[label], parameter.detach().to(dtype))
                 for label, parameter in reference.parameters.items()
             }
             ranks = [
-                _ShardedRank(own, {n: p[r].clone() for n, p in parts.items() if p[r] is not None})
-                for r, own in enumerate(optimizers)
+                _ShardedRank(
+                    optimizer, {n: p[r].clone() for n, p in parts.items() if p[r] is not None}
+                )
+                for r, optimizer in enumerate(optimizers)
             ]
             for label, state in states.items():
-                self._put_initial_state(ranks, cut, label, state)
+                self._put_initial_state(ranks, cut_parameter, label, state)
             for step in range(len(SCALES)):
                 gradients = self._gradients(reference, step)
                 options, attributes = reference.settings
                 for number, rank in enumerate(ranks):
-                    pieces = {n: cut(self.index_of[n], g)[number] for n, g in gradients.items()}
-                    own_gradients = {
+                    pieces = {
+                        n: cut_parameter(self.index_of[n], g)[number] for n, g in gradients.items()
+                    }
+                    rank_gradients = {
                         n: piece.clone() for n, piece in pieces.items() if n in rank.shards
                     }
                     try:
                         rank.step(
-                            reference.groups, keys_by_label, (*options, attributes), own_gradients
+                            reference.groups, keys_by_label, (*options, attributes), rank_gradients
                         )
                     except Exception as error:
                         raise self._step_error(error, f"on shards ({cut_name})") from error
@@ -497,18 +509,26 @@ class _Trial:
                 except Exception as error:
                     raise self._step_error(error, "on parameters of one element") from error
                 self._step_reference(reference, step)
-                self._check_values(reference, ranks, cut, f"{cut_name}, step {step + 1}")
+                self._check_values(reference, ranks, cut_parameter, f"{cut_name}, step {step + 1}")
                 self._check_settings(settings, reference.settings, f"step {step + 1}")
 
     def _put_initial_state(
-        self, ranks: Sequence[_ShardedRank], cut: Cut, label: str, state: Mapping[str, Any]
+        self,
+        ranks: Sequence[_ShardedRank],
+        cut_parameter: Cut,
+        label: str,
+        state: Mapping[str, Any],
     ) -> None:
         """Put a parameter's initial state into the tables of the ranks."""
         for key, value in state.items():
             entry = self.kind.entries[key]
             if value is not None:
                 stored = entry.to_table(value)
-                parts = [stored] * len(ranks) if entry.number else cut(self.index_of[label], stored)
+                parts = (
+                    [stored] * len(ranks)
+                    if entry.number
+                    else cut_parameter(self.index_of[label], stored)
+                )
                 for rank, part in zip(ranks, parts, strict=True):
                     if label in rank.shards:
                         rank.values[label, key] = part.clone()
@@ -516,65 +536,73 @@ class _Trial:
     # -- comparisons --------------------------------------------------------------------------
 
     def _check_values(
-        self, reference: _Reference, ranks: Sequence[_ShardedRank], cut: Cut, where: str
+        self, reference: _Reference, ranks: Sequence[_ShardedRank], cut_parameter: Cut, where: str
     ) -> None:
         """Raise PlanningError if values or states on the ranks differ from the reference."""
         for label, parameter in reference.parameters.items():
-            expected = cut(self.index_of[label], parameter.detach().to(reference.stored_dtype))
+            expected = cut_parameter(
+                self.index_of[label], parameter.detach().to(reference.stored_dtype)
+            )
             for rank, shard in zip(ranks, expected, strict=True):
                 if label in rank.shards:
                     self._check(rank.shards[label], shard, "the value", parameter, where)
             for key, value in (reference.optimizer.state.get(parameter) or {}).items():
                 entry = self.kind.entries[key]
-                like = value if isinstance(value, Tensor) and not entry.number else None
-                pieces = None if like is None else cut(self.index_of[label], like)
+                whole_tensor = value if isinstance(value, Tensor) and not entry.number else None
+                pieces = (
+                    None
+                    if whole_tensor is None
+                    else cut_parameter(self.index_of[label], whole_tensor)
+                )
                 for number, rank in enumerate(ranks):
                     stored = rank.values.get((label, key))
                     if label not in rank.shards or value is None:
                         continue
                     if stored is None or is_absent(stored):
                         raise self._difference(f"{key} of the state is missing", parameter, where)
-                    wanted = pieces[number] if pieces is not None else entry.to_table(value)
-                    self._check(stored, wanted, f"{key} of the state", parameter, where)
+                    expected_piece = pieces[number] if pieces is not None else entry.to_table(value)
+                    self._check(stored, expected_piece, f"{key} of the state", parameter, where)
 
-    def _check(self, got: Tensor, wanted: Tensor, what: str, of: Tensor, where: str) -> None:
+    def _check(
+        self, actual: Tensor, expected: Tensor, what: str, parameter: Tensor, where: str
+    ) -> None:
         """Raise PlanningError if a shard's value or state differs by more than the tolerance.
-        ``of``: the parameter. ``what`` and ``where`` are parts of the message."""
-        if got.shape != wanted.shape or got.dtype != wanted.dtype:
+        ``parameter``: the parameter. ``what`` and ``where`` are parts of the message."""
+        if actual.shape != expected.shape or actual.dtype != expected.dtype:
             raise self._difference(
-                f"{what} is {got.dtype}{list(got.shape)} in place of "
-                f"{wanted.dtype}{list(wanted.shape)}",
-                of,
+                f"{what} is {actual.dtype}{list(actual.shape)} in place of "
+                f"{expected.dtype}{list(expected.shape)}",
+                parameter,
                 where,
             )
-        if torch.equal(got, wanted):
+        if torch.equal(actual, expected):
             return
-        rtol, atol, few = _TOLERANCES.get(
-            of.dtype if of.is_floating_point() else got.dtype, _TOLERANCE_32_BIT
+        rtol, atol, max_fraction = _TOLERANCES.get(
+            parameter.dtype if parameter.is_floating_point() else actual.dtype, _TOLERANCE_32_BIT
         )
-        if is_narrow(got.dtype):
-            rtol, atol, few = _TOLERANCE_16_BIT
-        a, b = (_widen(x) for x in (got, wanted))
+        if is_narrow(actual.dtype):
+            rtol, atol, max_fraction = _TOLERANCE_16_BIT
+        a, b = (_widen(x) for x in (actual, expected))
         # a small value may be the difference of large ones
         atol *= max(1.0, float(b.abs().nan_to_num(0.0, 0.0, 0.0).max())) if b.numel() else 1.0
         is_close = torch.isclose(a, b, rtol=rtol, atol=atol, equal_nan=True)
-        if int((~is_close).sum()) <= few * a.numel():
+        if int((~is_close).sum()) <= max_fraction * a.numel():
             return
         max_difference = (a - b)[~is_close].abs().nan_to_num(torch.inf).max()
         raise self._difference(
             f"{what} differs in {int((~is_close).sum())} of {a.numel()} elements, by up to "
             f"{float(max_difference):.2g}",
-            of,
+            parameter,
             where,
         )
 
-    def _check_settings(self, got: Settings, wanted: Settings, where: str) -> None:
+    def _check_settings(self, actual: Settings, expected: Settings, where: str) -> None:
         """Raise PlanningError if the shadow's options or attributes differ from the reference's."""
-        pairs = zip((*got[0], got[1]), (*wanted[0], wanted[1]), strict=True)
+        pairs = zip((*actual[0], actual[1]), (*expected[0], expected[1]), strict=True)
         for number, (a, b) in enumerate(pairs):
             for key in a.keys() | b.keys():
                 if key not in a or key not in b or not plain_equal(a[key], b[key]):
-                    what = f"{key!r} of a group" if number < len(got[0]) else f"attribute {key}"
+                    what = f"{key!r} of a group" if number < len(actual[0]) else f"attribute {key}"
                     raise PlanningError(
                         f"{self.name} is not elementwise: a step changes its {what} depending on "
                         f"the parameters ({where}: {b.get(key)!r}, on one element "
@@ -615,7 +643,7 @@ _FIX = (
 
 
 @dataclass(frozen=True, slots=True)
-class _FilledTensor:
+class _StateFill:
     """A tensor of the parameter's shape filled with ``value``, or equal to the parameter (None)."""
 
     value: Any
@@ -637,7 +665,7 @@ class _ObservedEntry:
     missing: bool = False
 
     @property
-    def nothing(self) -> bool:
+    def is_always_none(self) -> bool:
         return not (self.pythons or self.shapes or self.like)
 
     def observe(self, probe: _Trial, key: str, value: Any, parameter: Tensor) -> None:
@@ -649,11 +677,11 @@ class _ObservedEntry:
         elif isinstance(value, Tensor) and value.layout is torch.strided:
             if value.dtype == torch.bool:
                 raise probe._unsplittable(f"{key!r}", "a tensor of bools")
-            before = self.dtypes.setdefault(parameter.dtype, value.dtype)
+            earlier_dtype = self.dtypes.setdefault(parameter.dtype, value.dtype)
             if value.shape == parameter.shape:
                 self.like = True
-                if before != value.dtype:
-                    raise probe._unsplittable(f"{key!r}", f"now {before}, now {value.dtype}")
+                if earlier_dtype != value.dtype:
+                    raise probe._unsplittable(f"{key!r}", f"now {earlier_dtype}, now {value.dtype}")
             elif value.numel() == 1 and value.dim() < 2:
                 self.shapes.add(tuple(value.shape))
             else:
@@ -668,7 +696,7 @@ class _ObservedEntry:
         if sum(kinds) > 1:
             raise probe._unsplittable(f"{key!r}", "values of several kinds")
         dtypes = tuple(self.dtypes.items())
-        if self.like or self.nothing:
+        if self.like or self.is_always_none:
             return StateEntry(number=False, dtypes=dtypes, late=self.missing)
         if self.shapes:
             (shape,) = self.shapes
@@ -705,8 +733,8 @@ def _changed_names(before: Settings, after: Settings) -> tuple[frozenset[str], f
     """Return the names of the options and of the attributes that differ."""
 
     def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> set[str]:
-        both = a.keys() & b.keys()
-        return (a.keys() ^ b.keys()) | {k for k in both if not plain_equal(a[k], b[k])}
+        common = a.keys() & b.keys()
+        return (a.keys() ^ b.keys()) | {k for k in common if not plain_equal(a[k], b[k])}
 
     groups = (differing(a, b) for a, b in zip(before[0], after[0], strict=True))
     return frozenset[str]().union(*groups), frozenset(differing(before[1], after[1]))
@@ -720,17 +748,17 @@ def _cut_at(*bounds: int) -> Cut:
     """Return a cut along the first dim (parameters with even index) or the last dim (odd index).
     Shard r ends at the fraction `bounds[r] / bounds[-1]` of the dim."""
 
-    def cut(at: int, x: Tensor) -> list[Tensor]:
-        dim = 0 if at % 2 == 0 else x.dim() - 1
+    def cut(index: int, x: Tensor) -> list[Tensor]:
+        dim = 0 if index % 2 == 0 else x.dim() - 1
         edges = [x.shape[dim] * b // bounds[-1] for b in bounds]
         return [x.narrow(dim, lo, hi - lo) for lo, hi in zip([0, *edges], edges, strict=False)]
 
     return cut
 
 
-def _alternate(at: int, x: Tensor) -> list[Any]:
+def _alternate(index: int, x: Tensor) -> list[Any]:
     """Put whole parameters alternately on one of two ranks, as in a pipeline."""
-    return [x, None] if at % 2 == 0 else [None, x]
+    return [x, None] if index % 2 == 0 else [None, x]
 
 
 _CUTS: tuple[tuple[Cut, int, str], ...] = (

@@ -47,7 +47,7 @@ class ShadowOptimizer:
     numbers: Mapping[str, Mapping[str, Any]]
     parameters: dict[str, Parameter] = field(default_factory=dict[str, Parameter])
     state: dict[torch.Tensor, dict[str, Any]] = field(default_factory=dict[torch.Tensor, Any])
-    _last: tuple[object, object] = (None, None)
+    _last_assignment: tuple[object, object] = (None, None)
 
     def step(
         self,
@@ -57,9 +57,9 @@ class ShadowOptimizer:
         attributes: Mapping[str, Any],
     ) -> Settings:
         """Return the options and attributes after a step in which ``trained`` have gradients."""
-        if self._last != (groups, trained):
+        if self._last_assignment != (groups, trained):
             self._assign_parameters(groups, trained)
-            self._last = groups, trained
+            self._last_assignment = groups, trained
         group_parameters = [
             dict.fromkeys(self.parameters[label] for label in group) for group in groups
         ]
@@ -86,11 +86,11 @@ class ShadowOptimizer:
         return (
             dict(self.parameters),
             copy.deepcopy({id(p): s for p, s in self.state.items()}),
-            self._last,
+            self._last_assignment,
         )
 
     def restore(self, snapshot: tuple[Any, ...]) -> None:
-        self.parameters, state, self._last = snapshot
+        self.parameters, state, self._last_assignment = snapshot
         self.state = {p: state[id(p)] for p in self.parameters.values() if id(p) in state}
 
     def _assign_parameters(self, groups: Sequence[Sequence[str]], trained: Set[str]) -> None:
@@ -99,26 +99,30 @@ class ShadowOptimizer:
         Neighbours are equal if they have the same history and both have gradients or both have
         none. The group's order is kept, since its last parameter may determine an option.
         """
-        neighbours: list[tuple[tuple[object, ...], list[str]]] = []
+        runs: list[tuple[tuple[object, ...], list[str]]] = []
         for number, group in enumerate(groups):
             for label in group:
-                past = (
+                history = (
                     id(self.parameters[label]) if label in self.parameters else self._history(label)
                 )
-                key = number, past, label in trained
-                if not neighbours or neighbours[-1][0] != key:
-                    neighbours.append((key, []))
-                neighbours[-1][1].append(label)
-        before, self.parameters = self.parameters, {}
-        used = set[int]()
-        for _, labels in neighbours:
-            first = before.get(labels[0])
-            if first is not None and id(first) not in used:
-                used.add(id(first))
-                parameter = first
+                key = number, history, label in trained
+                if not runs or runs[-1][0] != key:
+                    runs.append((key, []))
+                runs[-1][1].append(label)
+        old_parameters, self.parameters = self.parameters, {}
+        used_ids = set[int]()
+        for _, labels in runs:
+            old_parameter = old_parameters.get(labels[0])
+            if old_parameter is not None and id(old_parameter) not in used_ids:
+                used_ids.add(id(old_parameter))
+                parameter = old_parameter
             else:
                 parameter = Parameter(torch.full((1,), 0.5))
-                state = self._initial_state(labels[0]) if first is None else self.state.get(first)
+                state = (
+                    self._initial_state(labels[0])
+                    if old_parameter is None
+                    else self.state.get(old_parameter)
+                )
                 if state:
                     self.state[parameter] = copy_plain(state)
             self.parameters.update(dict.fromkeys(labels, parameter))
@@ -153,17 +157,18 @@ def advance(
     returned function restores the old values, except where the user has set others since."""
     snapshot = shadow.snapshot()
     targets: list[dict[str, Any]] = [*optimizer.param_groups, vars(optimizer)]
-    before = [*map(options_of, optimizer.param_groups), plain_attributes(optimizer)]
-    before = [*copy_plain(tuple(before))]
-    options, attributes = shadow.step(groups, trained, before[:-1], before[-1])
-    after = [*options, attributes]
+    old_settings = [*map(options_of, optimizer.param_groups), plain_attributes(optimizer)]
+    old_settings = [*copy_plain(tuple(old_settings))]
+    options, attributes = shadow.step(groups, trained, old_settings[:-1], old_settings[-1])
+    new_settings = [*options, attributes]
     shared: dict[int, Any] = {}
-    for target, old, new in zip(targets, before, after, strict=True):
+    for target, old, new in zip(targets, old_settings, new_settings, strict=True):
         _apply_changes(target, old, new, shared)
 
     def undo() -> None:
+        """Restore the old values where the current values are those that the step has set."""
         shadow.restore(snapshot)
-        for target, old, new in zip(targets, before, after, strict=True):
+        for target, old, new in zip(targets, old_settings, new_settings, strict=True):
             current = {k: target[k] for k in {*old, *new} if k in target}
             by_user = {k for k in {*old, *new} if (k in current) != (k in new)}
             by_user |= {k for k in current if k in new and not plain_equal(current[k], new[k])}
