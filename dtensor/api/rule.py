@@ -147,6 +147,7 @@ def _overload(name: str) -> OpOverload:
 
 
 def _operand_groups(linear: Linear) -> tuple[Group, ...]:
+    """Return ``linear=`` as groups of operands; the op is jointly linear in each group."""
     if isinstance(linear, (str, int)):
         return ((linear,),)
     return tuple((g,) if isinstance(g, (str, int)) else tuple(g) for g in linear)

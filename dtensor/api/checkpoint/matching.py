@@ -234,6 +234,8 @@ class MatchedState:
 
 
 def _to_device_of(parameter: Tensor, entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries on the parameter's device; on the CPU for a parameter on the meta
+    device."""
     with as_it_is():
         device = torch.device("cpu") if parameter.is_meta else parameter.device
     return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in entries.items()}

@@ -76,7 +76,7 @@ class CompiledFunction:
         self.graph: Graph | None = None  # if set, it is planned in place of a capture
         self._roles = Roles(detect_nan=detect_nan)
         self._options = options
-        self._num_switches_at_start = num_switches()
+        self._num_switches_at_start = num_switches()  # modules may be switched later
         self._derivatives: dict[object, list[Derivative]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:

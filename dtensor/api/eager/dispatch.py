@@ -82,6 +82,7 @@ def _handler_of(target: Any) -> Handler:
 
 
 def _compute(target: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Run an op as one planned op, and return its results in torch's structure."""
     result = execute(target, args, kwargs)
     structure = result.planned.structure
     return result.cells()[0] if structure is torch.Tensor else structure(result.cells())

@@ -294,6 +294,7 @@ class OpGraph:
         return node
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Add a call, and compute its result as a fake tensor."""
         node = self.graph.call_function(target, args, kwargs)
         with fake_tensors():
             node.meta["val"] = target(*_fake_values(args), **_fake_values(kwargs))

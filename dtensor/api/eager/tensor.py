@@ -262,6 +262,7 @@ class _Redistribute(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: DTensor, target: TensorSpec) -> DTensor:  # type: ignore[override]
+        """Return x with the target's placements, reusing x's value if they are the same."""
         before = x.spec
         ctx.gradient_spec = like_spec(before)
         if before == target:

@@ -295,6 +295,8 @@ class DisaggregatedPrefill:
             raise self._decode_session.with_loss_note(error) from error.__cause__
 
     def _program(self, length: int, row: int, slot: int) -> ClusterProgram:
+        """Return the program of a transfer. One program serves all rows and slots on the same
+        ranks."""
         key = length, row // self._rows_per_rank[0], slot // self._rows_per_rank[1]
         return self._programs.get(key) or self._programs.load(
             key, lambda: self._load(length, row, slot)

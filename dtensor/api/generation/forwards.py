@@ -153,6 +153,8 @@ class HuggingFaceForward:
         ).logits
 
     def _mask(self, mask: Tensor) -> Tensor:
+        """Return the mask as the model's attention takes it: bool, or numbers that are added to
+        scores."""
         if self.additive is None:
             return mask
         lowest = torch.finfo(self.additive).min

@@ -119,6 +119,7 @@ class Prefill:
     int64[b]. ``num`` may be larger than a slot; a prompt is always smaller."""
 
     def __init__(self, slots: KVSlots, row: Tensor, num: int) -> None:
+        """Set the positions of the prompts, clamped to the last position of a slot."""
         self.slots = slots
         self.row = row
         self.pos = torch.arange(num)[None]

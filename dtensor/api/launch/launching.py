@@ -70,6 +70,8 @@ class LaunchSession(MeshSession):
         actors: Callable[[], DeferredLaunch],
         bring_home: bool,
     ) -> None:
+        """Record a launch that is not started yet. ``ranks`` starts its ranks; ``actors`` lets
+        `daft.spawn` start actors in it."""
         self.mesh = next(iter(places))
         self.source = source_here()
         self._places = places

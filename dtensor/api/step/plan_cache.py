@@ -137,6 +137,7 @@ class PlanCache:
                 self._store(key, [_CachedPlan.of(planned), *other_plans])
 
     def _use(self, plan: _CachedPlan) -> Planned:
+        """Mark the plan as used last, and return it."""
         self._num_uses += 1
         plan.last_used = self._num_uses
         self.latest = plan.planned

@@ -75,6 +75,7 @@ class Counter:
             self._resume()
 
     def _resume(self) -> None:
+        """Continue with the next saved count of this purpose, if there is one."""
         if saved := _resumed.get(self.purpose):
             self.restore(saved[0])
             saved.rotate(-1)
@@ -92,6 +93,7 @@ class Counter:
         return number
 
     def restore(self, count: int) -> None:
+        """Set the count, so that numbers of steps before are no longer taken back."""
         self.epoch, self.count = _state.epoch, count
         self.resets += 1
 

@@ -89,6 +89,8 @@ class ReadsAsFloat:
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        """Call a torch function with the numbers as scalar tensors."""
+
         def read(x: object) -> object:
             return x.tensor() if isinstance(x, ReadsAsFloat) else x
 
