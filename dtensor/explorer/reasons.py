@@ -44,7 +44,8 @@ class Reasons:
         return f"{operand} {lines[0]}" if lines else ""
 
     def pins(self, step: Step) -> tuple[str, ...]:
-        """Return the names of the pins that cause the split of the operands over the axis."""
+        """Return the names of the pins that cause a redistribution: those that split its operands
+        over its axis, or the values from which they are computed."""
         match step:
             case Redistribute() if not step.in_place and not step.tied:
                 openers = [
@@ -62,6 +63,7 @@ class Reasons:
         producer = self.index.producers.get(step.operands[0])
         pins: list[str] = []
         for near in (producer, *self.index.readers.get(step.name, ())):
+            # the parameters that an op next to the value reads, perhaps through views
             for name in near.reads if near is not None and near.op is not None else ():
                 value = name
                 while (producer := self.index.producers.get(value)) and (base := producer.viewed):

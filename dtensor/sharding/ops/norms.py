@@ -145,7 +145,8 @@ def _add_rms_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _add_rms_grad(
     ctx: Any, total_grad: Tensor | None, grad: Tensor | None, _rstd: None
 ) -> tuple[Any, ...]:
-    """Return the input gradients. The gradients of x + residual and of y may be None."""
+    """Return the input gradients. ``total_grad``, the gradient of x + residual, and ``grad``, the
+    gradient of the normed result, may be None."""
     dx, dweight = total_grad, None
     if grad is not None:
         total, weight, rstd = ctx.saved_tensors
@@ -164,7 +165,8 @@ def _add_layer_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ..
 def _add_layer_grad(
     ctx: Any, total_grad: Tensor | None, grad: Tensor | None, _mean: None, _rstd: None
 ) -> tuple[Any, ...]:
-    """Return the input gradients. The gradients of x + residual and of y may be None."""
+    """Return the input gradients. ``total_grad``, the gradient of x + residual, and ``grad``, the
+    gradient of the normed result, may be None."""
     dx, dweight, dbias = total_grad, None, None
     if grad is not None:
         total, weight, bias, mean, rstd = ctx.saved_tensors

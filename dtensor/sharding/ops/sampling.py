@@ -37,7 +37,8 @@ def uniform_of(seed: Tensor, at: Tensor) -> Tensor:
 def _next_tokens(
     logits: Tensor, at: Tensor, request: Tensor, knobs: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the token and the logprob of each row."""
+    """Return the token that is chosen for each row [n], and its log-probability [n]. Rows with
+    temperature 0 are greedy. ``request``: seed and top_k; ``knobs``: temperature and top_p."""
     scaled = logits.to(accumulation_dtype(logits.dtype))
     token = scaled.max(1).indices
     temperature, top_p = knobs.unbind(1)

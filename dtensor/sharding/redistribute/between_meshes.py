@@ -120,8 +120,8 @@ def plan_transfer(
     distinct: bool = False,
     sent: dict[int, int] | None = None,
 ) -> TransferPlan:
-    """Return the plan that moves a value from ``here`` to ``there``; equal arguments give equal
-    plans.
+    """Return the plan that moves a value from its present place ``here`` to its new place
+    ``there``. Equal arguments give equal plans.
 
     A rank keeps pieces that it holds already. If several ranks hold a piece, the rank that has sent
     the fewest bytes sends it; the target's rank breaks ties, so that replicas share the work.
@@ -198,7 +198,8 @@ def _pieces(
     here: StoredTensor, there: StoredTensor, distinct: bool, sent: dict[int, int]
 ) -> list[Piece]:
     """Return the pieces of all target ranks, and add the bytes that each rank sends to ``sent``. A
-    rank keeps a piece that it holds; otherwise the holder that has sent fewest bytes sends it."""
+    rank keeps a piece that it holds; otherwise the holder that has sent fewest bytes sends it.
+    ``here``, ``there``: the present and the new place of the value."""
     holders: dict[Where, list[int]] = {}
     for rank, number in here.numbers.items():
         holders.setdefault(here.where(rank), []).append(number)
@@ -216,6 +217,7 @@ def _pieces(
             if not distinct and target in owners:
                 pieces.append(Piece(target, target, ranges, 0))
                 continue
+            # among owners that have sent equally much, each target rank prefers another one
             rotated = owners[rank % len(owners) :] + owners[: rank % len(owners)]
             sender = min(rotated, key=lambda owner: sent.get(owner, 0))
             nbytes = count * here.spec.dtype.itemsize

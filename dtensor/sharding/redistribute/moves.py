@@ -158,8 +158,8 @@ def _price(path: Sequence[Move], topology: Topology) -> float:
 
 
 def _min_latency(src: TensorSpec, dst: TensorSpec, topology: Topology) -> float:
-    """Return a lower bound of the latency of every path: the sum over the axes of the latency of
-    the collective that each axis needs at least."""
+    """Return a lower bound of the seconds of every path: the sum of the latencies of one collective
+    for each axis that must change by communication."""
     total = 0.0
     for axis, before, after in zip(src.mesh.axes, src.placements, dst.placements, strict=True):
         num = src.mesh.axis_size(axis)
@@ -219,7 +219,7 @@ def _intermediate(
     for dim, size in enumerate(current.shape):
         if size == 0:
             continue
-        cuts = [spec.cuts(dim, but=axis) for spec in (current, *ends)]
+        cuts = [spec.cuts(dim, except_axis=axis) for spec in (current, *ends)]
         for majors in (*cuts, cuts[1] + cuts[2]):
             placements[counted(Shard(dim, pieces(majors, size)), size)] = None
     return tuple(placements)
@@ -345,9 +345,9 @@ def _cut_dims(move: Move) -> set[int]:
 
 
 def _coordinates_to_compare(move: Move) -> Iterator[dict[str, int]]:
-    """Yield the coordinates of the ranks one of which sends most. They vary on the axes that cut a
-    dim which the move's axis cuts. On the other axes coordinate 0 has the largest shard, and so
-    sends most."""
+    """Yield the coordinates of the candidates for the rank that sends most. They differ only on
+    axes that cut a dim which the move's axis cuts: on other axes coordinate 0 has the largest
+    shard, and so sends most."""
     mesh = move.src.mesh
     dims = _cut_dims(move)
     axes = [

@@ -198,7 +198,8 @@ def of_transfers(
     topology: Topology | None = None,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> SyncPlan:
-    """Return the plan that joins these transfers among the ranks of one cluster."""
+    """Return the plan that sends these transfers, by label, between the ranks of one cluster in
+    messages of at most ``bucket_bytes``."""
     return SyncPlan(
         name=name,
         transfers=dict(transfers),
@@ -236,7 +237,8 @@ def _messages(transfers: Mapping[str, TransferPlan], max_bytes: int) -> list[Syn
 def _join(
     blocks: list[tuple[Block, int]], max_bytes: int
 ) -> Iterator[tuple[tuple[Block, ...], int]]:
-    """Yield the blocks of each message, and its bytes."""
+    """Yield the blocks of each message, and its bytes. ``blocks``: (block, bytes) of one pair of
+    ranks, in the order of sending."""
     message_blocks: list[Block] = []
     total = 0
     for block, nbytes in blocks:

@@ -126,12 +126,13 @@ class TensorSpec:
                 result = intersect(result, sets[coordinates[axis]])
         return result
 
-    def cuts(self, dim: int, *, but: str = "") -> list[tuple[Shard, int]]:
-        """Return (placement, axis size) of each axis but ``but`` that splits ``dim``."""
+    def cuts(self, dim: int, *, except_axis: str = "") -> list[tuple[Shard, int]]:
+        """Return (placement, axis size) of each axis other than ``except_axis`` that splits
+        ``dim``."""
         return [
             (placement, self.mesh.axis_size(axis))
             for axis, placement in self.sharding.items()
-            if isinstance(placement, Shard) and placement.dim == dim and axis != but
+            if isinstance(placement, Shard) and placement.dim == dim and axis != except_axis
         ]
 
     def local_shape(self, coordinates: Mapping[str, int]) -> tuple[int, ...]:
