@@ -304,7 +304,8 @@ class Rule:
         )
 
     def _index_sets(self, dims: Dims, index: int, assignment: Assignment, num: int) -> object:
-        """Return the index sets of dim ``index`` under the assignment; None if there are none."""
+        """Return the index sets of dim ``index`` under the assignment; None if no Shard splits the
+        dim so."""
         placement = self._place_dim(index, dims[index], assignment)
         if not isinstance(placement, Shard):
             return None

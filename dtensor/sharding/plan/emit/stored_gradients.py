@@ -71,9 +71,7 @@ def _scatter_over(
             layer = "" if in_float32 else layer_of(item.label)
             key = (in_float32, layer, output.stage, copy.spec.dtype)
             groups.setdefault(key, []).append((output.value, copy, move, item.label))
-        elif (
-            copy.spec.placement(axis) == REPLICATE and item.misaligned
-        ):  # slice it, without a message
+        elif copy.spec.placement(axis) == REPLICATE and item.misaligned:
             scattered[at] = replace(copy, name=e.fresh(f"{copy.name}_sliced"), spec=dst)
             step = Redistribute(
                 results=(scattered[at].name,),

@@ -87,6 +87,7 @@ class Emitter:
         )
         if op.results[0] in self.float32_parts and self._makes_float32(op, operands):
             results = tuple(None if s is None else sum_spec(s) for s in results)
+        # it runs once per training step if no operand and no result differs between microbatches
         once = all(copy.once for copy in operands) and all(
             s is None or _not_split_by_microbatch(s) for s in results
         )
@@ -168,7 +169,7 @@ class Emitter:
                 return copy, ()
         topology = self.request.topology
 
-        def in_its_dtype(copy: Copy) -> TensorSpec:
+        def in_its_dtype(copy: Copy) -> TensorSpec:  # float32 parts are rounded by their reduction
             return replace(target, dtype=copy.spec.dtype)
 
         best = min(copies, key=lambda c: seconds(c.spec, in_its_dtype(c), topology))

@@ -128,9 +128,8 @@ class _Recompute:
                 readers.setdefault(name, set()).add(region)
         for name in reversed(self.producers):  # in program order
             step = self.producers[name][1]
-            if (
-                isinstance(step, Redistribute) and name not in readers
-            ):  # only communication reads it
+            # a conversion that only communication reads belongs to the region of its operand
+            if isinstance(step, Redistribute) and name not in readers:
                 self.regions[name] = self.regions.get(step.operands[0])
 
     def _find_kept(self) -> None:

@@ -417,7 +417,8 @@ def _stored_lines(plan: PlanRecord) -> list[str]:
 
 
 def _statistics(plan: PlanRecord) -> list[str]:
-    """Return the lines of modules that take statistics of each microbatch, not of the batch."""
+    """Return the lines about modules, such as batch norms, that take statistics of each microbatch
+    and not of the batch; [] if there are none."""
     if not plan.by_microbatch:
         return []
     text = (

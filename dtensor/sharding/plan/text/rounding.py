@@ -116,8 +116,9 @@ def _any_pending(spec: TensorSpec) -> bool:
 
 
 def _num_terms(step: Step, name: str, num_terms: dict[str, int]) -> int:
-    """Return the number of terms of each element of the result ``name``, from the op that contracts
-    them on; 1 if the result is not pending. ``num_terms``: the same for earlier values."""
+    """Return how many terms are added to each element of the pending result ``name``: the terms of
+    its pending operands, times the number of products that the op sums. Return 1 if the result is
+    not pending. ``num_terms``: value -> its number of terms, for earlier values."""
     match step:
         case Compute():
             spec = next(s for _, n, s in step.gives_as() if n == name)

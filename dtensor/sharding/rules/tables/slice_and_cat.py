@@ -217,7 +217,7 @@ def _pad(call: OpCall) -> Rule:
     value: Any = call.arg(2, "value", 0)
     sizes: dict[str, int] = {}
     source, result = dim_names(len(shape)), dim_names(len(shape))
-    edges: dict[int, tuple[int, int]] = {}
+    edges: dict[int, tuple[int, int]] = {}  # dim -> the interval of x in the padded dim
     for i in range(0, len(pad), 2):
         before, after = pad[i], pad[i + 1]
         dim = len(shape) - 1 - i // 2
