@@ -47,6 +47,8 @@ class Failure:
     raised: RemoteException | None = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
+        """Return the facts as text: where it failed and why, then the peers, the user's line and
+        traceback."""
         where = "a rank" if self.rank is None else f"rank {self.rank}"
         if self.known_as:
             where += f", {self.known_as}"

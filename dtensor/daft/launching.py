@@ -78,6 +78,7 @@ class DeferredLaunch:
         sessions.append(self)
 
     def __call__(self) -> Session:
+        """Return the session, starting it at the first call."""
         with self._lock:
             if self._session is None:
                 self._session = _new_session(self._options)

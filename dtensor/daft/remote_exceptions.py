@@ -252,6 +252,8 @@ class ExceptionPickler(pickle.Pickler):
     causes = True
 
     def reducer_override(self, obj: Any) -> Any:
+        """Reduce a local exception class to a reference in this process; other objects by
+        `reduced`."""
         if (
             isinstance(obj, type)
             and issubclass(obj, BaseException)
@@ -296,6 +298,7 @@ def _make_empty(cls: type[BaseException], args: tuple[Any, ...]) -> BaseExceptio
 def _set_state(
     error: BaseException, values: tuple[dict[str, Any], BaseException | None, bool]
 ) -> None:
+    """Set the attributes and the cause of an exception that was unpickled."""
     state, cause, suppressed = values
     for name, value in state.items():
         BaseException.__setattr__(error, name, value)

@@ -419,6 +419,7 @@ class HostedCluster(Cluster):
         drop: Names = NOTHING_DROPPED,
         wait: bool = False,
     ) -> None:
+        """Send each host the values of its ranks, and the names to drop."""
         self._check()
         check_size(self.size, values, "put")
         places = self._places([bool(values_of_rank) for values_of_rank in values])
@@ -440,6 +441,7 @@ class HostedCluster(Cluster):
                 self._copy_buffers(calls)
 
     def get(self, names: Sequence[Sequence[str] | None]) -> Future:
+        """Ask the hosts for the named values. Return the future of their answers."""
         self._check()
         check_size(self.size, names, "get")
         concerned = [bool(wanted_names) for wanted_names in names]
@@ -450,6 +452,7 @@ class HostedCluster(Cluster):
         return _CallFuture(self, self._submit_items(Worker.get, names_by_rank, concerned), tuple)
 
     def delete(self, names: Sequence[Sequence[str]]) -> None:
+        """Tell the hosts to drop the named values."""
         self._check()
         check_size(self.size, names, "delete")
         names_by_rank = [tuple(names_of_rank) for names_of_rank in names]
@@ -462,6 +465,7 @@ class HostedCluster(Cluster):
             self._submit(Worker.delete, places, parts, read=False)
 
     def load(self, program: Program) -> Handle:
+        """Verify a program and send it to its hosts. Raises ProgramError if it is not sound."""
         self._check()
         check_size(self.size, program.ranks, f"Program {program.name!r}")
         report = verify(program, self.hosts, self._seed)
@@ -496,6 +500,9 @@ class HostedCluster(Cluster):
             del self._handles[handle.id]
 
     def submit(self, request: RunRequest) -> Future:
+        """Send one run to the program's hosts, and return its future. Raises ValueError if the
+        inputs are not those of the program, or if mode is "interpreted" and lost ranks would be
+        replaced."""
         handle, inputs, mode, keep, counted, returned, drop = request
         self._check()
         if mode == "interpreted" and self.changes is not None and not self.immediate:
@@ -637,6 +644,7 @@ class HostedCluster(Cluster):
             self._counted_runs.add(counted.key, run, hosts, know_outcome=handle.hosts_know_outcome)
 
     def grow(self, size: int) -> None:
+        """Add ranks up to ``size``, after all earlier calls have ended."""
         if size < self.size:
             raise ValueError(f"A cluster of {self.size} ranks does not grow to {size}.")
         with self._lock:
@@ -658,6 +666,7 @@ class HostedCluster(Cluster):
         return [merged[r] if r in merged else nothing() for r in range(self.size)]
 
     def check_undone(self) -> None:
+        """Raise the root cause of the first undone run that has not been raised yet."""
         self._check()
         undone_by_run: dict[int, list[UndoneRun]] = {}
         for undone in self._undone_runs_on(self._everywhere()):
@@ -783,6 +792,8 @@ class _CallFuture(Future):
         self._finished: Finished | None = None
 
     def get(self, timeout: float | None = None) -> list[Any]:
+        """Wait for the hosts' answers, and return them by rank. Raises the root cause if the run
+        was undone."""
         if self._finished is None:
             cluster = self._cluster
             try:
@@ -801,6 +812,8 @@ class _CallFuture(Future):
         return self._finished is not None or self._cluster.came(self._references)
 
     def check(self) -> None:
+        """Wait for the call. Raises its failure. Unlike `get`, this does not assemble the results
+        of a call in this process."""
         if self._finished is not None or not self._cluster.immediate:
             self.get()
             return

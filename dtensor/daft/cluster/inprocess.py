@@ -80,6 +80,7 @@ class InProcessCluster(HostedCluster):
         run: int | None = None,
         read: bool = True,
     ) -> list[Made]:
+        """Call the worker, once per part. Return (result, error) of each call."""
         calls: list[Made] = []
         for part in parts:  # there is one host
             self._last_call = run, part, threading.get_native_id(), time.monotonic()

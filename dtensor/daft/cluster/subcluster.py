@@ -91,6 +91,7 @@ class SubCluster(Cluster):
         drop: Names = NOTHING_DROPPED,
         wait: bool = False,
     ) -> None:
+        """Store values in the ranks of the part, under the names that the tables have."""
         self._check(values, "put")
         named = [{self.inner(n): v for n, v in own.items()} for own in values]
         self.whole.put(self._spread(named, {}), drop=self._renamed_drops(drop), wait=wait)
@@ -112,6 +113,7 @@ class SubCluster(Cluster):
         self.whole.unload(handle)
 
     def submit(self, request: RunRequest) -> Future:
+        """Run the program on the whole cluster, with the names of values that the tables have."""
         self._check(request.inputs, f"A run of {request.handle.program.name!r}")
         renamed_inputs = [
             {

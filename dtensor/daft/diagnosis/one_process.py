@@ -32,6 +32,7 @@ def status_here(
     pid = os.getpid()
 
     def progress() -> Progress:
+        """Return the progress of the only host, which is this process."""
         position, running = get_position()
         if running is None:
             return Progress(-1, -1, -1, 0.0, pid, threading.main_thread().native_id or pid)

@@ -173,6 +173,7 @@ class Collective:
         return COLLECTIVES[self.kind]
 
     def __post_init__(self) -> None:
+        """Raise ValueError if kind, op, values and buffers do not fit together."""
         if self.kind not in COLLECTIVES:
             kinds = tuple(COLLECTIVES)
             raise ValueError(f"A collective's kind is one of {kinds}, got {self.kind!r}.")

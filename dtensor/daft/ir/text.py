@@ -158,6 +158,7 @@ class _Parser:
     """A recursive-descent parser of one line, by the grammar at the top."""
 
     def __init__(self, line: str) -> None:
+        """Split the line into tokens. Raises ValueError for text that is no token."""
         self.line = line
         self.tokens: list[str] = []
         self.position = 0
@@ -222,6 +223,7 @@ class _Parser:
         )
 
     def _call(self, outputs: tuple[str, ...]) -> Call:
+        """Parse the part after ``call``: function, inputs and writes."""
         fn = self._word()
         inputs = self._parenthesised()
         writes: tuple[str, ...] = ()
@@ -258,6 +260,7 @@ class _Parser:
         return words
 
     def _list(self) -> tuple[str, ...]:
+        """Parse names separated by commas; () if there are none."""
         words: list[str] = []
         while self._peek() not in ("", ")", "=", "#", "@"):
             words.append(self._word())

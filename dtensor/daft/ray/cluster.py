@@ -72,6 +72,8 @@ class RayCluster(HostedCluster):
     def __init__(
         self, size: int, options: LaunchOptions, together: Sequence[Sequence[int]] = ()
     ) -> None:
+        """Start the hosts' processes. They connect while the user's program continues
+        (`_finish_start`)."""
         device, snapshot_every = torch.device(options.device), options.snapshot_every
         hosts = hosts_of(size, options.ranks_per_actor or 1)
         super().__init__(size, device, hosts, options.seed, snapshot_every)
@@ -172,6 +174,7 @@ class RayCluster(HostedCluster):
 
     @property
     def machines(self) -> dict[str, tuple[int, ...]]:
+        """The ranks on each machine, by the machine's name; {} if all are on one machine."""
         if not self._spans:
             return {}
         ranks_by_machine: dict[str, tuple[int, ...]] = {}
@@ -342,6 +345,8 @@ class RayCluster(HostedCluster):
         return AwaitedCall(process, reply, self.runs)
 
     def collect(self, calls: Sequence[AwaitedCall], timeout: float | None = None) -> list[Any]:
+        """Wait for calls, and return their results. Also raises an earlier exception of a one-way
+        call."""
         if self._closed:
             raise ClusterClosed("This cluster was closed before the result was there.")
         try:
@@ -401,6 +406,7 @@ class RayCluster(HostedCluster):
             raise failed from failed.__cause__
 
     def unload(self, handle: Handle) -> None:
+        """Unload a program from its hosts, once no run of it may have to be repeated."""
         with self._lock:
             self._check()
             del self._handles[handle.id]
@@ -411,6 +417,7 @@ class RayCluster(HostedCluster):
                 self._recovery.when_stable(lambda: self._unload(handle))
 
     def _unload(self, handle: Handle) -> None:
+        """Tell the program's hosts to unload it, and forget its lines."""
         self.loaded.forget(handle.id)
         for host, _ in handle.places:
             self.calls += 1

@@ -74,6 +74,7 @@ class DeviceWaits:
         """Start a thread that reports the current wait periodically, until the GPU is lost."""
 
         def look() -> None:
+            """Report the current wait every `POLL_S`; this is the thread's function."""
             while True:
                 try:
                     report(self.current_wait())

@@ -90,6 +90,7 @@ class Engine:
         undoes: bool = False,
         device_waits: DeviceWaits | None = None,
     ) -> None:
+        """Compile the program's functions, and prepare a step for each instruction."""
         self.program = program
         self.sites: tuple[Site, ...] = program.sites
         self.values: Table = {}  # of the current run, except state
@@ -378,6 +379,7 @@ class Engine:
         outputs = [self._place(rank, value) for value in call.outputs]
 
         def run() -> None:
+            """Call the function, and store its results."""
             results = fn(*[table[key] for table, key in inputs])
             if len(results) != len(outputs):
                 raise ValueError(

@@ -81,6 +81,7 @@ class Stamps:
         times, lines = self._times[rank], self._lines[rank]
 
         def run() -> None:
+            """Run the step between two time stamps, and collect the stamps of its lines."""
             begin = now()
             step()
             times.extend((index, begin, now()))

@@ -158,6 +158,7 @@ class _MemberResults(Pending):
         self.position = position
 
     def wait(self) -> tuple[Tensor, ...]:
+        """Return the results, and forget them. Raises RuntimeError if a member has not started."""
         exchange = self.exchange
         if exchange.missing:
             raise RuntimeError(f"A wait would block: {exchange.missing} ranks have not started.")

@@ -99,6 +99,7 @@ class HostRun(NamedTuple):
 
     @staticmethod
     def of(plain: tuple[Any, ...]) -> HostRun:
+        """Return the run of a tuple made by `plain`."""
         program, number, inputs, keep, counted, timed, returned, drop, change = plain
         counted_run = counted and Counted(*counted)
         table_change = TableChange(*change) if change[0] else UNNUMBERED
@@ -274,6 +275,7 @@ class Worker:
         self.ranks = ranks
 
     def close(self) -> None:
+        """Drop all programs and values, and close the snapshots and connections."""
         self.engines.clear()
         self._table.clear()
         if self._rollback is not None:
@@ -377,6 +379,7 @@ class Worker:
         return undone
 
     def _value(self, rank: int, name: str) -> object:
+        """Return a value of the table. Raises LookupError if it is missing."""
         if (rank, name) not in self._table:
             raise LookupError(
                 f"Rank {rank} has no value {name!r}. It has "

@@ -124,6 +124,9 @@ class Session(FutureOwner):
         resources: Mapping[str, float] | None,
         host: ActorInfo | None,
     ) -> ActorInfo:
+        """Create an actor in a new process, or in the process of ``host``. Raises TypeError if
+        ``cls`` is not a class or cannot be pickled, ValueError if ``host`` and ``resources``
+        contradict."""
         self.check_open()
         if recorder.get() is not None:
             raise ProgramError(
@@ -153,6 +156,7 @@ class Session(FutureOwner):
         return actor
 
     def submit(self, actor: ActorInfo, task: Task, args: object) -> TaskFuture:
+        """Encode the arguments of a task and dispatch it. Return the future of its result."""
         self.check_open()
         self._close_abandoned()
         encoded = encode(args, room=self.room)
@@ -184,6 +188,8 @@ class Session(FutureOwner):
         return futures
 
     def fetch(self, future: TaskFuture, timeout: float | None) -> Tensor:
+        """Wait for the message of a future, which may be a failure. Note that a failure was
+        read."""
         if recorder.get() is not None:
             raise self.misuse(future, "its value is read")
         self.check_open()
@@ -200,6 +206,7 @@ class Session(FutureOwner):
         return operation(self.actors[future.actor], name, future, *args)
 
     def misuse(self, future: TaskFuture, what: str) -> Exception:
+        """Return the error for using a future as a value. ``what``: how it was used."""
         if recorder.get() is not None:
             return misused_in_recording(future.title, what)
         return TypeError(
@@ -281,6 +288,7 @@ class ActorHandle(Placeholder):
         self._actor = actor
 
     def __getattr__(self, name: str) -> Method:
+        """Return the public method with this name. Raises AttributeError if the class has none."""
         actor = self._actor
         member = inspect.getattr_static(actor.cls, name, None)
         if name.startswith("_") or not callable(getattr(member, "__func__", member)):
@@ -358,6 +366,8 @@ def operation(actor: ActorInfo, name: str, *args: object) -> TaskFuture:
 
 
 def current_session() -> Session:
+    """Return the innermost open session, started now if it was deferred. Raises RuntimeError if no
+    launch is open."""
     if not sessions:
         raise RuntimeError(
             f"Actors need a launch.\n  at {user_line()}\n"
@@ -417,6 +427,7 @@ def end(actor: ActorHandle) -> None:
 
 
 def misused_in_recording(title: str, what: str) -> ProgramError:
+    """Return the error for reading a future of a function that is being recorded."""
     return ProgramError(
         f"A compiled function is recorded once, before there are values, but {what}: {title}.\n"
         f"  at {user_line()}\n"

@@ -140,6 +140,7 @@ class TaskFuture(Future, Placeholder):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> NoReturn:
+        """Raise the error for a torch function that is called with a future."""
         for arg in (*args, *(kwargs or {}).values()):
             if isinstance(arg, TaskFuture):
                 raise arg.owner.misuse(arg, "the controller computes with it")

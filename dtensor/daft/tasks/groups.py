@@ -222,6 +222,7 @@ def _arguments_of(
     `GroupFuture` has another number of items."""
 
     def pick(argument: Any) -> Any:
+        """Return the member's item of a `Scatter` or `GroupFuture`; any other argument as it is."""
         if isinstance(argument, Scatter | GroupFuture):
             items = argument.items if isinstance(argument, Scatter) else argument.futures
             if len(items) != size:

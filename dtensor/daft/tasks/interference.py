@@ -100,6 +100,7 @@ class Interference:
         return not self.conflicts
 
     def __str__(self) -> str:
+        """Return a report of the shared actors, channels and conflicts."""
         num = len(self.conflicts)
         order = f"decides the results: {num} conflict{'s' if num > 1 else ''} in state"
         channels = (f'{members} "{channel}"' for members, channel, _ in self.channels)

@@ -44,6 +44,7 @@ class LocalSession(Session):
     def create(
         self, actor: ActorInfo, task: Task, arguments: Tensor, inputs: Sequence[TaskFuture]
     ) -> None:
+        """Create the actor's object in this process."""
         self._count(arguments)
         subject = self._subjects[actor.key] = HostedObject()
         task.create(subject, lambda: actor.cls, arguments, [future.value for future in inputs])
@@ -51,6 +52,7 @@ class LocalSession(Session):
     def dispatch(
         self, actor: ActorInfo, task: Task, arguments: Tensor, inputs: Sequence[TaskFuture]
     ) -> TaskFuture:
+        """Run a task at once, and return the future of its result."""
         self._count(arguments)
         subject = self._subjects[actor.key]
         message = task.run(subject, arguments, [future.value for future in inputs])
@@ -82,6 +84,7 @@ class LocalSession(Session):
         return Engine(HostProgram.whole(frozen.program, sites), table, transport)
 
     def run(self, loaded: int, inputs: Sequence[TaskFuture | Tensor | None]) -> list[TaskFuture]:
+        """Run a loaded function at once, and return futures of its results."""
         frozen, engine = self._loaded[loaded]
         engine_inputs: Inputs = {rank: {} for rank in range(len(frozen.actors))}
         for index, (given, ranks) in enumerate(zip(inputs, frozen.arguments, strict=True)):

@@ -64,6 +64,8 @@ class LoweredTasks:
     report: Report
 
     def __str__(self) -> str:
+        """Return the instruction lists of all actors side by side, and the memory bound of each
+        actor."""
         lists = [
             [format_instruction(i, brief=True) for i in rank_program.instructions]
             for rank_program in self.program.ranks
@@ -170,6 +172,7 @@ class _Lowering:
     """Builds the lists of all actors, task by task."""
 
     def __init__(self, tasks: Sequence[RecordedTask], results: frozenset[int]) -> None:
+        """Number the actors, and find the last task of each actor that reads each value."""
         self.tasks = tasks
         self.results = results
         self.actors = list(dict.fromkeys(task.actor for task in tasks))
@@ -289,6 +292,7 @@ class _Lowering:
         return not sent and not (is_producer and value in self.results)
 
     def _declare_size(self, rank: int, number: int, name: str) -> None:
+        """Record a result's bytes on a rank, or that the task does not declare them."""
         actor_list, task = self.ranks[rank], self.tasks[number].task
         if task.returns is None:
             actor_list.unknown.append(task.title)

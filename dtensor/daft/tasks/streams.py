@@ -28,6 +28,7 @@ class TaskStream(Iterator[TaskFuture]):
         self._pending_advance: TaskFuture | None = None
 
     def __next__(self) -> TaskFuture:
+        """Return the future of the next value, after the generator has made it."""
         if self._ended or not self._advance():
             self._ended = True
             raise StopIteration

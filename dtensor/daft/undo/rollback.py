@@ -180,6 +180,7 @@ class _ProgramWrites:
         return (*self.state, *stored[0]), (*self.replayable, *stored[1])
 
     def kept_outputs(self, keep: Mapping[str, str]) -> Keys:
+        """Return the keys under which a run with this ``keep`` stores outputs."""
         return tuple(
             (rank, name)
             for rank, outputs in self.outputs

@@ -71,6 +71,7 @@ class SnapshotFile(SnapshotStore):
     outlives = True
 
     def __init__(self, descriptor: int) -> None:
+        """Map the head of an open file. ``descriptor``: of the file, which this object closes."""
         self._descriptor = descriptor
         self._windows: list[tuple[range, mmap.mmap, torch.Tensor]] = []
         self._head = memoryview(mmap.mmap(descriptor, _DATA)).cast("q")

@@ -141,6 +141,8 @@ class Snapshots:
     dead process left records (`SnapshotStore.found`), `roll_back` also fills the empty table."""
 
     def __init__(self, table: dict[Key, object], store: SnapshotStore) -> None:
+        """Register the records that a dead process left in the store. They are restored by
+        `roll_back`."""
         self._table = table
         self._store = store
         self._versions: dict[Key, list[SnapshotRecord]] = {}  # oldest first; needed records only

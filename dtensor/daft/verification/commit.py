@@ -55,6 +55,7 @@ class _VoteCheck:
         self.contributions: dict[tuple[Site, int], frozenset[int]] = {}
 
     def run(self, order: Sequence[Site]) -> None:
+        """Check all instructions in this order, and that every rank commits."""
         for site in order:
             self._step(site)
         missing = sorted(self.active - self.committed)

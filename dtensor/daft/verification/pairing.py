@@ -231,6 +231,7 @@ def merge_sites(
 
 
 def check_hosts(program: Program, hosts: Hosts) -> None:
+    """Raise ProgramError unless each rank of the program is in exactly one host."""
     if sorted(rank for ranks in hosts for rank in ranks) != list(range(program.size)):
         raise ProgramError(
             f"Every rank has one host: program {program.name!r} has {program.size} ranks, "

@@ -109,6 +109,8 @@ class _RankCheck:
     """Checks the data flow of one rank's list, instruction by instruction."""
 
     def __init__(self, program: Program, rank: int) -> None:
+        """Begin with the rank's inputs and state alive. Raises ProgramError if its declarations
+        contradict."""
         self.program = program
         self.rank = rank
         self.functions = dict(program.functions)

@@ -103,6 +103,7 @@ class _Address:
 
     @staticmethod
     def of(text: str) -> _Address:
+        """Return the address that a process has published as JSON."""
         fields = json.loads(text)
         address = fields["address"]
         return _Address(
@@ -142,6 +143,7 @@ class ObjectStore:
     """The object store of process `index` of a launch."""
 
     def __init__(self, meeting: StoreMeeting, index: int) -> None:
+        """Listen for other processes, publish the address, and start the thread."""
         self.index = index
         self._meeting = meeting
         # Taken directly: Ctrl-C in the `with` of a Condition would leave the lock taken.
@@ -311,7 +313,7 @@ class ObjectStore:
         return None if lent is None else (self.index, *lent)
 
     def close(self) -> None:
-        """Close all connections and end the thread. Waits in progress fail."""
+        """Close all connections, drop the values and end the thread."""
         with self._lock:
             self._closed = True
             self._values.clear()

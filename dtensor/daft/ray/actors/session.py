@@ -90,6 +90,8 @@ class RaySession(Session):
     """A session whose actors are in Ray processes. `Session` describes its methods."""
 
     def __init__(self, options: LaunchOptions) -> None:
+        """Prepare the channel, the store of values and the failure detector. No process is started
+        yet."""
         super().__init__()
         self.failure: DaftError | None = None  # no failure affects all actors
         self._home = LaunchProcesses(options.address, options.deadline_s, warm=options.warm)
@@ -119,6 +121,8 @@ class RaySession(Session):
         return self._store.room(nbytes)
 
     def new_process(self, name: str, resources: Mapping[str, float]) -> int:
+        """Start a process for actors with these resources, and return its number without
+        waiting."""
         _check_resources(name, resources, self._home)
         options: dict[str, object] = {
             option: resources[kind]
@@ -142,6 +146,7 @@ class RaySession(Session):
     def create(
         self, actor: ActorInfo, task: Task, arguments: Tensor, inputs: Sequence[TaskFuture]
     ) -> None:
+        """Ask an actor's process to create the actor's object."""
         number = self._number(task.title, task.issued, arguments)
         values = [future.value.value for future in inputs]
         delivered = [self._deliver(value, actor.process) for value in values]
@@ -153,6 +158,7 @@ class RaySession(Session):
     def dispatch(
         self, actor: ActorInfo, task: Task, arguments: Tensor, inputs: Sequence[TaskFuture]
     ) -> TaskFuture:
+        """Send a task to its actor's process, and return the future of its result."""
         process, title = actor.process, task.title
         self._in_flight.wait_for_room((title,), self._look)
         number = self._number(title, task.issued, arguments)
@@ -223,6 +229,7 @@ class RaySession(Session):
         self.watch.look((), self.watch.deadline_s)
 
     def wait_for(self, future: TaskFuture, timeout: float | None) -> Tensor:
+        """Wait for a future's message. A failure is returned as a message too."""
         value: RemoteValue = future.value.value
         end = None if timeout is None else time.monotonic() + timeout
         host = self._home.processes[value.holder]
@@ -269,6 +276,7 @@ class RaySession(Session):
     # -- compiled functions -----------------------------------------------------------------------
 
     def load(self, frozen: LoweredTasks) -> int:
+        """Send each process its part of a compiled function, and return the function's number."""
         self._check_lost(frozen)
         process_of = tuple(
             next(p for p, ranks in zip(frozen.processes, frozen.hosts) if rank in ranks)
@@ -287,6 +295,8 @@ class RaySession(Session):
         return number
 
     def run(self, loaded: int, inputs: Sequence[TaskFuture | Tensor | None]) -> list[TaskFuture]:
+        """Send each process its part of a compiled function, in one call. If an exception
+        interrupts that, end the processes that were called."""
         frozen, parts = self._loaded[loaded]
         self._check_lost(frozen)
         issued, results = user_frames(), dict[tuple[int, str], RemoteValue]()
@@ -352,6 +362,8 @@ class RaySession(Session):
             raise ActorLost(lost.failure)
 
     def wait_for_some(self, futures: Sequence[TaskFuture], num: int, end: float | None) -> None:
+        """Wait until ``num`` futures are ready or the time is ``end``, checking the processes
+        meanwhile."""
         while True:
             waiting = [f for f in futures if not self.ready(f)]
             needed = num - (len(futures) - len(waiting))
@@ -362,6 +374,7 @@ class RaySession(Session):
             self._look()
 
     def end(self, actor: ActorInfo, failure: Failure) -> None:
+        """End the process of an actor, and record it as lost by ``failure``."""
         host = self._home.processes[actor.process]
         if host.index not in self.watch.lost:
             self.watch.lost[host.index] = ActorLost(failure)
@@ -370,6 +383,8 @@ class RaySession(Session):
             host.end()
 
     def failures(self) -> list[DaftError]:
+        """Ask all processes for the failures of their methods. Return these, and the lost
+        processes."""
         hosts = [host for host in self._home.processes if host.index not in self.watch.lost]
         calls = [
             AwaitedCall(host, self._channel.send(host.index, REQUEST, (Objects.failures,), ()))
@@ -416,6 +431,7 @@ class RaySession(Session):
         return {}  # processes need not make progress, so none is ended for waiting
 
     def tell_of_loss(self, host: int) -> None:
+        """Tell the channel, the store and all other processes that a process is lost."""
         self._channel.lose(host)
         self._store.lost(host)
         for process in self._home.processes:

@@ -83,6 +83,8 @@ class ValueTransport(Transport):
                 self._store.send_message((self._run, name), failure, to)
 
     def begin(self, rank: int, start: Start) -> Begin:
+        """Return the function that starts a message: through the store if its ranks are in
+        different processes, else by `LocalTransport`."""
         host = self._host_of[rank]
         match start:
             case Send(value=value, to=to):

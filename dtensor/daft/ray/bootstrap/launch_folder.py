@@ -97,6 +97,8 @@ class LaunchSeen:
     """A running launch, as another process of the user on its machine sees it."""
 
     def __init__(self, path: Path) -> None:
+        """Read the facts of a launch. Raises FileNotFoundError if they are not written yet, or were
+        removed."""
         self.path = path
         facts = json.loads((path / _LAUNCH).read_text())
         self.kind: str = facts["kind"]

@@ -112,6 +112,7 @@ def machines(kind: str = "CPU") -> list[Machine]:
 
 
 def _sort_key(address: str) -> tuple[int, bytes]:
+    """Return a key by which numeric addresses are sorted by value."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         return family, socket.inet_pton(family, address)

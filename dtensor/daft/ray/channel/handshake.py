@@ -216,6 +216,7 @@ def _digest(key: bytes, *parts: bytes) -> bytes:
 
 
 def _receive_exactly(sock: socket.socket, size: int) -> bytes:
+    """Read ``size`` bytes. Raises ConnectionError if the connection ends before."""
     data = b""
     while len(data) < size:
         if not (received := sock.recv(size - len(data))):

@@ -69,6 +69,7 @@ class LocalRay:
     stays without a launch."""
 
     def __init__(self, idle_s: float) -> None:
+        """Start the separate process, connected by a socket."""
         self.users: int = 0
         self.stays: bool = idle_s > 0  # False as soon as a host has ended by itself
         self.ids: dict[int, str] = {}  # host number to actor id

@@ -183,6 +183,8 @@ class HostProcess:
         self.counter.close()
 
     def _ends_within(self, seconds: float) -> bool:
+        """Wait up to ``seconds``, and return whether the process has ended; False if it is
+        unknown."""
         if self._process is None:
             return False
         poll = select.poll()
@@ -198,6 +200,7 @@ class LaunchProcesses:
     def __init__(
         self, address: str | None, deadline_s: float, *, warm: bool = True, beside: bool = True
     ) -> None:
+        """Create the launch's folder and make Ray usable."""
         self.processes: list[HostProcess] = []
         self._closed = False
         self.secret: bytes = secrets.token_bytes(32)  # known to the processes of this launch alone

@@ -158,6 +158,7 @@ class ReplicatedFile(SnapshotStore):
                 self._break_off(str(answer.value()))
 
     def _send(self, kind: Kind, method: Any, arguments: tuple[object, ...]) -> None:
+        """Send a message to the replica server; if that fails, stop copying."""
         if self._sock is not None:
             try:
                 send(self._sock, encoded(0, kind, (method,), arguments))
@@ -214,6 +215,7 @@ class PeerCopy:
         )
 
     def close(self) -> None:
+        """Close the copy's file, and release the lock on it."""
         self._records.clear()
         if self._file is not None:
             self._file.close()
@@ -310,6 +312,7 @@ def hold(folder: Path, ranks: Sequence[int]) -> int:
 
 
 def _try_lock(descriptor: int) -> bool:
+    """Try to take an exclusive lock without waiting. Return whether it was taken."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -105,6 +105,8 @@ class ExchangeTransport(Transport):
         self._tags.update(tags)
 
     def begin(self, rank: int, start: Start) -> Begin:
+        """Return the function that starts a message: over the wire if its ranks are on different
+        actors, else by `LocalTransport`."""
         key = key_of(rank, start)
         match start:
             case Send():
@@ -154,6 +156,7 @@ class ExchangeTransport(Transport):
                 data[member] = self._wire.empty(nbytes)
 
         def finish() -> tuple[Tensor, ...]:
+            """Combine the received parts with this rank's own contribution."""
             parts: list[Sequence[Tensor]] = [
                 unpack_bytes(data[member], expected(collective, position, m))
                 if m != position
@@ -198,6 +201,7 @@ class ExchangeTransport(Transport):
         works = self._post(key, {}, {source: frame})
 
         def finish() -> tuple[Tensor, ...]:
+            """Wait for the frame, receive the other bytes, and return the whole value."""
             for work in works:
                 work.wait()
             data = self._wire.empty(int(frame[:8].view(torch.int64).item()))
@@ -233,6 +237,8 @@ class ExchangeTransport(Transport):
         first_half = _Posted(self._post(key, sends, data), tuple, sends)
 
         def finish() -> tuple[Tensor, ...]:
+            """Fold this rank's piece, send it to all other members, and join the pieces that they
+            fold."""
             first_half.wait()
             buffers = [Buffer.of(piece) for piece in pieces[rank]]
             parts = {member: unpack_bytes(data[member], buffers) for member in other_members}

@@ -75,6 +75,7 @@ def prove(group: Messenger, index: int, peers: Sequence[int], secret: bytes) -> 
     sends a random number to each peer, which answers with a digest of the number and the secret."""
 
     def exchange(tag: int, messages: Mapping[int, bytes]) -> dict[int, bytes]:
+        """Send a message to each peer, and return the message of each peer."""
         sent = {p: torch.frombuffer(bytearray(m), dtype=torch.uint8) for p, m in messages.items()}
         received = {peer: torch.empty(PROOF_BYTES, dtype=torch.uint8) for peer in peers}
         works = [group.recv([data], peer, tag) for peer, data in received.items()]
@@ -126,6 +127,7 @@ class GlooWire(Wire):
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def post(self, key: Key, sends: Messages, recvs: Messages, half: int) -> Sequence[Work]:
+        """Start the messages of an exchange. Gloo matches them by tag."""
         group = self._group
         if group is None:
             raise RuntimeError("The connections of this actor are closed.")
@@ -135,6 +137,8 @@ class GlooWire(Wire):
         return works
 
     def later(self, key: Key, finish: Finish) -> Pending:
+        """Run `finish` in the key's helper thread, one call after the other."""
+
         def run() -> tuple[Tensor, ...]:
             torch.set_num_threads(1)  # for this thread; more would change the bits
             with torch.no_grad():

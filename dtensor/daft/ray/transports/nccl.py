@@ -86,6 +86,7 @@ def nccl_groups(store: Store, device: torch.device, patience_s: float) -> MakeGr
     nccl: Any = dist
 
     def make(name: str, position: int, size: int) -> Group:
+        """Create a process group in which this actor has ``position`` of ``size``."""
         # Nothing else uses torch's 32 streams of high priority, so each group has its own.
         options = nccl.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         # NCCL's watchdog would end the waiting process instead of the lost one. Its limit is longer
@@ -119,6 +120,7 @@ class _OnStream(Pending):
     finish: Finish
 
     def wait(self) -> tuple[Tensor, ...]:
+        """Let the current stream wait for the work; the host does not block."""
         current = torch.cuda.current_stream(self.stream.device)
         current.wait_event(self.event)
         for value in self.values:
@@ -140,6 +142,7 @@ class NcclWire(Wire):
         self._closed = False
 
     def open(self, tags: Mapping[Key, int]) -> None:
+        """Create communicators for the numbers of these keys that have none yet."""
         for key in sorted(tags, key=lambda key: tags[key]):
             members, number = key[0], tags[key]
             # members are on different actors, so this actor has at most one
@@ -167,6 +170,7 @@ class NcclWire(Wire):
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def post(self, key: Key, sends: Messages, recvs: Messages, half: int) -> Sequence[Work]:
+        """Start all messages of an exchange as one group operation of NCCL."""
         if self._closed:
             raise RuntimeError("The connections of this actor are closed.")
         group, members = self._groups[self._numbers[key]], key[0]
@@ -178,6 +182,7 @@ class NcclWire(Wire):
         return (group._end_coalescing(),)  # pyright: ignore[reportPrivateUsage]
 
     def later(self, key: Key, finish: Finish) -> Pending:
+        """Run `finish` on the side stream of the key's communicator."""
         if self._device.type != "cuda":
             return _Done(finish())  # the tests' stand-in for NCCL, whose waits block
         number = self._numbers[key]

@@ -178,6 +178,7 @@ class SameHostTransport(Transport):
                 peers.segments[actor].drop(begin, shared.sizes[actor])
 
     def close(self) -> None:
+        """Release all shared memory and close the connections, so that peers that wait fail."""
         for shared in self._loaded:
             shared.release()
         self._loaded.clear()
@@ -247,6 +248,7 @@ class _Member:
     __slots__ = ("closed", "lane", "me", "met", "shared", "started", "views", "windows")
 
     def __init__(self, lane: Lane, rank: int, shared: _Shared) -> None:
+        """Map the window of this rank's actor, and initialize the semaphores in it."""
         self.lane = lane
         self.me = lane.key[0].index(rank)
         self.shared = shared
@@ -346,6 +348,7 @@ class _Begin:
         payloads: tuple[tuple[Buffer, ...], ...],
         links: Sequence[tuple[_Link, int]],
     ) -> None:
+        """Find the views that starts of the same kind on this key share."""
         self._start = start
         self._member = member
         self._buffers = payloads

@@ -74,6 +74,7 @@ class CrossHostKeys:
     """The keys of a program with members on several hosts. `host_of`: rank to host."""
 
     def __init__(self, program: Program, host_of: Sequence[int]) -> None:
+        """Choose the slots of all keys, and list the starts of each rank on them."""
         uses = _uses(program, host_of)
         ordered = sorted(uses, key=lambda key: (key[2], *key))
         slots = [(key, _slots_of(program, uses[key])) for key in ordered]
@@ -238,6 +239,7 @@ def _lane(key_slots: KeySlots, host_of: Sequence[int], used: list[int]) -> Lane:
     members, slots = key_slots.key[0], key_slots.slots
 
     def take(member: int, nbytes: int) -> int:
+        """Reserve ``nbytes`` in the window of a member's actor, and return their offset."""
         actor = host_of[members[member]]
         begin = used[actor]
         used[actor] += nbytes
