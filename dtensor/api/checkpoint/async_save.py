@@ -313,8 +313,7 @@ def _begin_writing(options: SaveOptions, model: ParallelModule, state: _Located)
 
 
 def _make_meta_values(session: MeshSession, model: ParallelModule) -> None:
-    """Have the ranks, rather than the controller, make initial values of tensors on the meta device
-    that do not exist yet."""
+    """Have the ranks make the missing initial values of tensors on the meta device."""
     tensors, holders = model.seen.tensors, model.initial.holders
     labels = set(labels_in_state(model.module, model.seen).values()) & tensors.keys()
     missing = [n for n in sorted(labels) if tensors[n].is_meta and n not in holders]
@@ -517,8 +516,7 @@ class _Completion:
         return failed
 
     def _with_aliases(self, parts: Sequence[PartRecord]) -> PartRecord:
-        """Return the last part with records of tied tensors under their other names, which point to
-        the same bytes."""
+        """Return the last part with records of tied tensors' bytes under their further names."""
         pieces: dict[Names, list[TensorRecord]] = {}
         for record in (record for part in parts for record in part.tensors):
             pieces.setdefault(record.path, []).append(record)

@@ -206,8 +206,7 @@ def resume(
 
 
 def _wait_for_save() -> None:
-    """Wait for the last save, which may write the folder that is read next. Its failure is not
-    raised here."""
+    """Wait for the last save, which may write the folder that is read next. Ignores its failure."""
     with _SAVE_LOCK:
         if _LAST_SAVE:
             _LAST_SAVE[-1].join()
@@ -232,8 +231,7 @@ def _check_path(verb: str, path: object) -> None:
 def _fill_controller(
     checkpoint: Checkpoint, model: ParallelModule, values: Mapping[str, OnDisk]
 ) -> None:
-    """Fill the controller's tensors, after reading all values. Values of tensors on the meta device
-    stay on disk."""
+    """Read all values, then fill the controller's tensors, except tensors on the meta device."""
     tensors = model.seen.tensors
     on_meta = {label: stored for label, stored in values.items() if tensors[label].is_meta}
     values_read = {
@@ -278,8 +276,7 @@ def _fill_ranks(
 
 
 def _leave_other_holder(tensor: Tensor, model_home: ModelHome) -> None:
-    """Make another cluster, which holds this tensor's value, give it up: the value is no longer
-    valid."""
+    """Make the tensor plain if another cluster holds its value, which is no longer valid."""
     holder = holder_of(tensor)
     if holder is not None and holder is not model_home:
         if holder.gone:

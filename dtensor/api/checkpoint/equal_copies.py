@@ -36,8 +36,7 @@ _FIX = (
 
 
 class ReplicasDiffer(RuntimeError):
-    """Ranks that should hold copies of one value hold different values. ``names``: the names of
-    these values."""
+    """Ranks hold different copies of one value. ``names``: the names of these values."""
 
     def __init__(self, names: tuple[str, ...], lines: Iterable[str]) -> None:
         self.names = names

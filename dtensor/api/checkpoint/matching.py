@@ -108,8 +108,7 @@ def matched(checkpoint: Checkpoint, model: ParallelModule, *, convert: bool) -> 
 def _mismatch_error(
     checkpoint: Checkpoint, attribute: str, lines: Sequence[str], fix: str
 ) -> PlanningError:
-    """Return the error for differing ``attribute`` ("shapes" or "dtypes"), one line for each
-    tensor."""
+    """Return the error for differing "shapes" or "dtypes", with a line for each tensor."""
     more = f"\n  and {len(lines) - 8} more" if len(lines) > 8 else ""
     return PlanningError(
         f"{checkpoint.path} has other {attribute} than the model; nothing was loaded."
@@ -234,8 +233,7 @@ class MatchedState:
 
 
 def _to_device_of(parameter: Tensor, entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries on the parameter's device; on the CPU for a parameter on the meta
-    device."""
+    """Return the entries on the parameter's device, or on the CPU if this is the meta device."""
     with as_it_is():
         device = torch.device("cpu") if parameter.is_meta else parameter.device
     return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in entries.items()}

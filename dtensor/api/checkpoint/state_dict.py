@@ -111,8 +111,7 @@ def _gather_from_meta(model: ParallelModule, labels: Set[str]) -> dict[str, torc
 
 
 def _torch_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return `optimizer.state_dict()` with current values, without marking the state as read by the
-    user."""
+    """Return `optimizer.state_dict()` with current values. This does not count as a user's read."""
     lazy: object = optimizer.state
     if not isinstance(lazy, LazyOptimizerState):
         return optimizer.state_dict()

@@ -24,8 +24,7 @@ from dtensor.sharding.spec.shards import assemble_at
 
 
 def sent_to_actor(x: CellTensor) -> torch.Tensor:
-    """Return the global value on the CPU. Raises PlanningError if the policy forbids gathering
-    it."""
+    """Return the global value on the CPU. Raises PlanningError if the policy forbids this."""
     x.session.check()
     value = own_value(x)
     covering = value.stored.on(value.stored.covering())

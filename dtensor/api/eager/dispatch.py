@@ -301,8 +301,7 @@ _EMPTY = (aten.empty_like.default, aten.new_empty.default, aten.new_empty_stride
 
 
 def _factory(target: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Return a new cell for `zeros_like`, `new_full` and similar: placed like x if it has x's
-    shape, else replicated."""
+    """Return a new cell for `zeros_like` and similar: placed like x if it has x's shape."""
     x = args[0]
     factory_kwargs = {k: v for k, v in kwargs.items() if k != "pin_memory"}
     with fake_tensors():
@@ -344,8 +343,7 @@ def _sdp_choice(target: Any, args: Args, kwargs: Kwargs) -> int:
 
 
 def _attention(target: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Run the fused attention that torch's own layers call. functions.py rewrites the user's
-    calls."""
+    """Run the fused attention that torch's own layers call. functions.py rewrites user's calls."""
     query, key, value, is_causal, scale = _attention_args(args, kwargs, 3)
     return _compute(torch.ops.dt.attention.default, (query, key, value, is_causal, scale), {})
 
@@ -381,8 +379,7 @@ def _check_errors(target: Any, args: Args, kwargs: Kwargs) -> None:
 
 
 def _batch_norm(target: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Run ``native_batch_norm``, which writes its running statistics although its schema does not
-    say so."""
+    """Run ``native_batch_norm``, which writes running statistics, against its schema."""
     mean, var, training = args[3:6]
     if not training or mean is None:
         return _compute(target, args, kwargs)

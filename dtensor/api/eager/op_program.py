@@ -60,8 +60,7 @@ def fake_mode() -> FakeTensorMode:
 
 @contextmanager
 def fake_tensors() -> Iterator[None]:
-    """Within the block, new tensors are fake, and torch does not log the errors of fake ops, which
-    it raises too."""
+    """Within the block, new tensors are fake, and torch does not also log errors that it raises."""
     before, _LOG.disabled = _LOG.disabled, True
     try:
         with fake_mode(), torch.no_grad():
@@ -167,8 +166,7 @@ class PlannedOp:
 
 
 def plan_op(op: OneOp) -> PlannedOp:
-    """Plan an op. Raises PlanningError, or torch's own error if the op does not take these
-    operands."""
+    """Plan an op. Raises PlanningError, or torch's own error for operands that the op refuses."""
     built_op = _build_graph(op)
     flow = dataflow(built_op.graph)
     pins: dict[int, Mapping[str, Placement]] = {}

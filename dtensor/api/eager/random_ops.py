@@ -30,8 +30,7 @@ _rewritten: dict[Any, fx.Graph | None] = {}  # by op and arguments; None: no suc
 
 
 def draw(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Run a random op on DTensors and return its result; None if the op has no counter-based
-    form."""
+    """Run a random op on DTensors and return its result; None if it has no counter-based form."""
     if target is aten.native_dropout.default:
         x, p, train = args
         if train is False:

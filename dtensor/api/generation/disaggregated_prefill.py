@@ -64,8 +64,7 @@ Arguments = Callable[[TextRequest, int], tuple[Tensor, ...]]
 
 @dataclass(slots=True)
 class _Prefilled:
-    """A request in a row of the prefill mesh's caches. ``first``: its first token, once it was
-    read."""
+    """A request in a row of the prefill caches. ``first``: its first token, once it was read."""
 
     request: TextRequest
     row: int
@@ -86,8 +85,7 @@ class DisaggregatedPrefill:
         other: ParallelModule,
         topology: Topology | None = None,
     ) -> None:
-        """Make the caches and programs of the prefill mesh. Raises PlanningError if the two models
-        do not fit together."""
+        """Make the caches and programs of prefill. Raises PlanningError if the models differ."""
         _check_other(model, other)
         prefill_forward = forward_of(other.module, length)
         _check_same_caches(forward, prefill_forward, other)
@@ -295,8 +293,7 @@ class DisaggregatedPrefill:
             raise self._decode_session.with_loss_note(error) from error.__cause__
 
     def _program(self, length: int, row: int, slot: int) -> ClusterProgram:
-        """Return the program of a transfer. One program serves all rows and slots on the same
-        ranks."""
+        """Return the program of a transfer; it serves all rows and slots on the same ranks."""
         key = length, row // self._rows_per_rank[0], slot // self._rows_per_rank[1]
         return self._programs.get(key) or self._programs.load(
             key, lambda: self._load(length, row, slot)

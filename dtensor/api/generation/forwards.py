@@ -126,8 +126,7 @@ class HuggingFaceForward:
     eos: tuple[int, ...] = ()
 
     def __call__(self, model: nn.Module, tokens: Tensor, cache: Cache, last: Tensor) -> Tensor:
-        """Return the logits [b v] at each row's last position, computing only these where the model
-        can."""
+        """Return the logits [b v] at each row's last position. Compute only these if possible."""
         if self.one_row and tokens.shape[1] > 1:
             # of each row, the logits at the last positions of all rows
             logits = self.run(model, tokens, cache, logits_to_keep=last)
@@ -153,8 +152,7 @@ class HuggingFaceForward:
         ).logits
 
     def _mask(self, mask: Tensor) -> Tensor:
-        """Return the mask as the model's attention takes it: bool, or numbers that are added to
-        scores."""
+        """Return the mask as bool or, if the model's attention adds it to scores, as numbers."""
         if self.additive is None:
             return mask
         lowest = torch.finfo(self.additive).min

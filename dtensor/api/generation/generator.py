@@ -291,8 +291,7 @@ class Generator:
         return self._events_of(requests, events)
 
     def _events_of(self, requests: list[TextRequest], events: list[Event]) -> Iterator[Event]:
-        """Generate the requests, and yield their events. Cancels requests that are left at the
-        end."""
+        """Generate the requests, and yield their events. At the end, cancel unfinished requests."""
         self._waiting.extend(requests)
         try:
             while events or not all(request.done for request in requests):
@@ -391,8 +390,7 @@ class Generator:
         return key_of(int(seed), "generate", str(position))  # type: ignore[call-overload]
 
     def _max_new_tokens(self, prompt: tuple[int, ...], limit: object) -> int:
-        """Return the largest number of new tokens of a request. Raises PlanningError if the request
-        does not fit in a slot."""
+        """Return the limit of new tokens. Raises PlanningError for a request that is too long."""
         num = len(prompt)
         if num > self.buckets[-1] or num >= self.length:
             largest = min(self.buckets[-1], self.length - 1)
@@ -527,8 +525,7 @@ class Generator:
         *,
         is_decode: bool,
     ) -> None:
-        """Record a submitted run: its result ``live``, and the requests that get a token from
-        it."""
+        """Record a submitted run: its result ``live``, and the requests that get its tokens."""
         assert self._session is not None
         self._live = outputs["live"]
         # caches are never gathered, and their loss needs no warning

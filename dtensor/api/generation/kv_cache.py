@@ -55,8 +55,7 @@ class KVSlots(nn.Module):
         length: int,
         copies: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
-        """Register zeros [rows, heads, length, head dim] as k0, v0, ..., and the sampling
-        options."""
+        """Register zeros [rows, heads, length, head dim] as k0, v0, ..., and sampling options."""
         super().__init__()
         self.rows: int = rows
         self.length: int = length
@@ -129,8 +128,7 @@ class Prefill:
             self.pos = self.pos.expand(row.shape[0], num)
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Write the prompts' keys and values [b, heads, num, dim] into their rows. Return them
-        unchanged."""
+        """Write the keys and values [b, heads, num, dim] into the prompts' rows. Return them."""
         for name, x in (("k", k), ("v", v)):
             buffer, new = self.slots.get_buffer(f"{name}{layer}"), self.slots.copy_heads(layer, x)
             cut = new if new.shape[2] <= self.slots.length else new[:, :, : self.slots.length]

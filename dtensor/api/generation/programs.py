@@ -174,8 +174,7 @@ def copies_of_heads(decode: Plan) -> dict[int, list[int]]:
 
 
 def settle_caches(caches: ParallelModule, decode: Plan) -> None:
-    """Settle the caches' placements for all programs as decode, which runs most often, uses
-    them."""
+    """Settle the caches' placements, for all programs, as decode uses them: it runs most often."""
     placements = chosen_by(decode).items()
     of_caches = {n.removeprefix(CACHES): p for n, p in placements if n.startswith(CACHES)}
     caches.settle(of_caches, decode.stage_ranks, caches.stage_plan)

@@ -192,8 +192,7 @@ class LaunchSession(MeshSession):
         return PlanningError(f"the launch {why}.\n{lines}fix: {fix}")
 
     def _mark_ended(self) -> bool:
-        """Mark the launch as ended, or as given up if it never ran. Return whether it was
-        running."""
+        """Mark the launch as ended, or given up if it never ran. Return whether it was running."""
         with CALL_LOCK:
             before = self._state
             self._state = "ended" if before in ("running", "ended") else "given up"

@@ -90,8 +90,7 @@ class Labels:
         )
 
     def _label(self, name: str, tensor: Tensor) -> str:
-        """Return the tensor's label: at first, its name, with a number if the name had a label
-        before."""
+        """Return the tensor's label: its first name, with a number if a label has that name."""
         label = self._labels.get(tensor)
         if label is None:
             number = self._num_labels[name] = self._num_labels.get(name, 0) + 1
@@ -99,8 +98,7 @@ class Labels:
         return label
 
     def _number(self, named_labels: tuple[tuple[str, str], ...]) -> int:
-        """Return the number of these contents: a new one, unless they are among the last contents
-        seen."""
+        """Return the number of these contents, a new one if they have none among the last."""
         number = self._numbers.pop(named_labels, None)
         if number is None:
             self._last_number += 1

@@ -57,8 +57,7 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 @dataclass(frozen=True, slots=True)
 class SwitchTarget:
-    """The arguments of `switch` that describe the new placement. ``options``: further arguments of
-    `parallelize`."""
+    """The new placement of a `switch`. ``options``: more arguments of `parallelize`."""
 
     placements: Mapping[str, StatedRoles]
     options: Mapping[str, Any]
@@ -189,8 +188,7 @@ class _PlannedStep:
 
 
 def _call_with(call: BoundCall, model: ParallelModule, other: ParallelModule) -> BoundCall:
-    """Return the call with ``other`` in place of ``model``, and with meta tensors for its
-    tensors."""
+    """Return the call with ``other`` in place of ``model``, and with meta tensors for tensors."""
     leaves = (other if leaf is model else to_meta(leaf) for leaf in call.leaves)
     return replace(call, leaves=tuple(leaves))
 
@@ -241,8 +239,7 @@ class _Switch:
         steps: Sequence[_PlannedStep],
         topology: Topology | None,
     ) -> None:
-        """Plan the moves of parameters, buffers and optimizer state from their old to their new
-        homes."""
+        """Plan the moves of parameters, buffers and optimizer state to their new homes."""
         self.launch: Launch = launch
         self.model: ParallelModule = model
         self.other: ParallelModule = other
@@ -366,8 +363,7 @@ def _settle_state(state: _MovedState, unplaced: Entries, new_session: MeshSessio
 def _check_no_meta_tensor_removed(
     model_home: ModelHome, stated: Mapping[str, StoredTensor]
 ) -> None:
-    """Raises PlanningError if a tensor on the meta device has left the module: its value would be
-    lost."""
+    """Raise PlanningError if a tensor on meta has left the module: its value would be lost."""
     for label in model_home.stored.keys() - stated.keys():
         raise PlanningError(
             f"{label} is on the meta device and has left the module, so no placement is "

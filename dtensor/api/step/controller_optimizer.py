@@ -34,8 +34,7 @@ class GroupNames:
         self.names: tuple[tuple[str, ...], ...] = ()
 
     def __call__(self) -> tuple[tuple[str, ...], ...]:
-        """Return the names by group. They are computed again if the module or a group has
-        changed."""
+        """Return the names by group, computed again if the module or a group has changed."""
         groups = self.optimizer.param_groups
         seen = self.model.seen
         key = seen.number, tuple(tuple(map(id, group["params"])) for group in groups)
@@ -45,8 +44,7 @@ class GroupNames:
         return self.names
 
     def _names(self, parameters: Sequence[torch.Tensor], seen: SeenModule) -> Iterator[str]:
-        """Yield the names of these parameters, except parameters that were removed from the
-        module."""
+        """Yield the names of those of these parameters that are still in the module."""
         for parameter in parameters:
             label = self.model.labels.of(parameter)
             if label is None:
@@ -56,8 +54,7 @@ class GroupNames:
 
 
 def refuse_early_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Raise PlanningError if the optimizer has a hook before its step, which would see no
-    gradients."""
+    """Raise PlanningError if the optimizer has a pre-hook, which would see no gradients."""
     if optimizer._optimizer_step_pre_hooks or hooks._global_optimizer_pre_hooks:
         raise PlanningError(
             f"the {type(optimizer).__name__} has a hook before its step, which would find no "

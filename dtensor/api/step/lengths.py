@@ -195,8 +195,7 @@ def _is_useful(program: _Program, sizes: Sizes) -> bool:
 
 
 def _warn_of_captures(program: _Program, call: Call) -> None:
-    """Warn that the program was captured for many lengths, with the reason and the dims that
-    vary."""
+    """Warn that the program was captured for many lengths, with the reason and the varying dims."""
     fn, args, kwargs, _ = call.capture_inputs()
     names = leaf_names(fn, args, kwargs)
     captured = program.captured_sizes

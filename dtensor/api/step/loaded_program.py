@@ -66,8 +66,7 @@ class LoadedProgram(ClusterProgram):
         *,
         training: bool,
     ) -> None:
-        """Load the program. ``state``: plan input -> name on the ranks; ``training``: whether a run
-        updates parameters."""
+        """Load the program. ``state``: plan input -> name on ranks; ``training``: with an update."""
         self.session = session
         self.planned = planned
         self.program = program
@@ -276,8 +275,7 @@ class LoadedPrograms:
             cache.unload(lambda plan: any(p.is_outdated(state) for p in plan.programs.values()))
 
     def evict(self) -> None:
-        """Unload programs whose owner is gone, and those beyond an owner's limit, unless they are
-        running."""
+        """Unload programs whose owner is gone, or beyond an owner's limit, unless they run."""
         for cache in self._ownerless[:]:
             cache.evict(0)
             if not len(cache):

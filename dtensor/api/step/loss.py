@@ -41,8 +41,7 @@ class Loss(ReadsAsFloat):
         on_end: Callable[[bool], None],
         line: str | None,
     ) -> None:
-        """Make the loss of a submitted step. ``on_end`` is called once, with whether the step
-        succeeded."""
+        """Make the loss of a submitted step. ``on_end`` is called once: True means success."""
         self._line = line  # the user's line of `train_step`, for instructions without a line
         self._future = future
         self._planned = planned

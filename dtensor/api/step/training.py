@@ -217,8 +217,7 @@ class TrainStep:
         return 1.0 if scaler is None else loss_scale.scale_of(scaler)
 
     def _plan(self, call: BoundCall, graph: Graph | None = None) -> Planned:
-        """Return the plan for this call, capturing it first if it is not cached. CALL_LOCK is
-        held."""
+        """Return the plan for this call, capturing it if it is not cached. CALL_LOCK is held."""
 
         def make(cached_graph: Graph | None) -> Planned:
             """Plan the step. If the forward slices full values, add the pairs of placements that
@@ -296,8 +295,7 @@ class TrainStep:
                 call = self._bind(batch, kwargs)  # what was read may have moved the scale
 
     def _oldest(self) -> Loss | None:
-        """Return the oldest pending step if the run-ahead limit is reached, else None. CALL_LOCK is
-        held."""
+        """Return the oldest pending step if the run-ahead limit is reached, else None."""
         while self._pending and self._pending[0].was_read and self._pending[0].done():
             self._pending.popleft()
         # if a step changes attributes of the optimizer, the next step needs them
@@ -349,8 +347,7 @@ class TrainStep:
         undo = home.advance()
 
         def on_end(succeeded: bool) -> None:
-            """Record the end of the step: its state exists, or its number and options are taken
-            back."""
+            """Record the end of the step; if it was undone, take back its number and options."""
             if succeeded:
                 home.ended(updated)
                 self._scale_of_kept_gradients = scale
@@ -491,8 +488,7 @@ def _read_loss(loss: object) -> None:
 
 
 def grid_of(schedule: Schedule, model: ParallelModule) -> Grid:
-    """Return the schedule for the model's stages. Raises PlanningError if the schedule returns a
-    grid of another size."""
+    """Return the schedule's grid for the model. Raises PlanningError if its size is wrong."""
     stages = model.stage_plan
     ranks = model.mesh.axis_size(stages.axis) if stages.axis else 1
     grid = schedule.grid(stages.num_stages, ranks)
@@ -532,8 +528,7 @@ def _reference(value: Any) -> Callable[[], Any]:
 
 
 def gradient_specs(planned: Planned) -> dict[str, TensorSpec]:
-    """Return the spec of each gradient at the end of the program, on the user's mesh, by the name
-    of the parameter."""
+    """Return the spec of each gradient on the user's mesh, by the parameter's name."""
     return {
         str(o.of): on_stage(planned.plan, o.spec, o.values[0][0])
         for o in planned.plan.outputs

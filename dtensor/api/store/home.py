@@ -86,8 +86,7 @@ class OptimizerHome:
 
     @property
     def current(self) -> bool:
-        """Whether the ranks' state is still the optimizer's: the user has neither read nor replaced
-        ``optimizer.state``."""
+        """Whether the user has neither read nor replaced ``optimizer.state`` since it was put."""
         present: object = self.optimizer.state
         return present is self.state and not self.state.touched
 
@@ -123,8 +122,7 @@ class OptimizerHome:
         return advance(self.optimizer, self.shadow, self.groups, self.trained)
 
     def come_home(self) -> None:
-        """Make ``optimizer.state`` a plain dict of gathered state, unless the user has replaced
-        it."""
+        """Make ``optimizer.state`` a plain dict of gathered state, unless the user replaced it."""
         if self.current:
             self.optimizer.state = self.state.plain()
 
@@ -361,8 +359,7 @@ class ModelHome:
             self.changed = self.unsaved = True
 
     def gather(self, labels: Sequence[str]) -> dict[str, Tensor]:
-        """Return the full values on the CPU. Waits for running steps. Raises RuntimeError if they
-        are lost."""
+        """Return the full values on the CPU, after running steps. Raises RuntimeError if lost."""
         if self.lost:
             raise RuntimeError(f"{self.model.seen.name(labels[0])} {self.lost}")
         values = self.store.get({label: self.stored[label] for label in labels})

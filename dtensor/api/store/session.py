@@ -56,8 +56,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """An output of a run that is returned to the controller with the run, and also stays on the
-    ranks."""
+    """An output of a run that is returned to the controller, and also stays on the ranks."""
 
     run: Future
     output: str
@@ -244,8 +243,7 @@ class MeshSession:
 
     @contextmanager
     def recording_run(self, mode: Mode) -> Iterator[None]:
-        """Within the block, run programs in this mode, and record the last run in
-        ``recorded_run``."""
+        """Within the block, run programs in ``mode``, and record the last in ``recorded_run``."""
         before, self.mode, self.recorded_run, self._is_recording = self.mode, mode, None, True
         try:
             yield
@@ -303,8 +301,7 @@ class MeshSession:
         written: Iterable[tuple[ParallelModule, frozenset[str]]],
         optimizer: OptimizerHome | None = None,
     ) -> None:
-        """Mark these labels of each module, and an optimizer's state, as changed by a submitted
-        program."""
+        """Mark values, by label, and an optimizer's state as changed by a submitted program."""
         for model, labels in written:
             model_home = self.model_home(model)
             home = (

@@ -258,8 +258,7 @@ class TensorStore:
         owner._stored.update(stored)
 
     def mark_present(self, owner: Owner[K], keys: Set[K]) -> None:
-        """Mark these values as no longer absent: a step that makes them has ended without
-        failure."""
+        """Mark values as no longer absent: a step that makes them has ended without failure."""
         if not owner._absent.isdisjoint(keys):
             owner._absent.difference_update(keys)
 
@@ -433,8 +432,7 @@ class TensorStore:
                     self.finish_move(moving)
 
     def undo(self, moving: Moving) -> None:
-        """Restore the entries from before a failed move, except those that a later move has
-        replaced."""
+        """Restore the entries from before a failed move, unless a later move has replaced them."""
         if moving not in self._moving:
             return
         later = self._moving[self._moving.index(moving) + 1 :]

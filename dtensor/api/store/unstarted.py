@@ -70,8 +70,7 @@ def _warn_never_started(session: weakref.ref[object]) -> None:
 
 
 def _running_lines(frame: FrameType | None) -> list[tuple[CodeType, int]]:
-    """Return the line that each function on the stack is running, outermost first, down to
-    ``frame``."""
+    """Return the line that each function on the stack runs, outermost first, down to ``frame``."""
     return [(caller.f_code, line) for caller, line in walk_stack(frame)][::-1]
 
 

@@ -199,8 +199,7 @@ def _too_few_units_error(units: Units, stages: StagePlan, mesh: Mesh) -> Plannin
 
 
 def _reused_parameters_error(found_units: Units, stages: StagePlan) -> PlanningError:
-    """Return the error for parameters that are used again after others, so that no cut goes
-    forward."""
+    """Return the error for parameters that are used again, so that no cut goes forward."""
     twice = [name for name, units in found_units.of_name().items() if len(units) > 1]
     return PlanningError(
         f"no cut into {stages.num_stages} stages goes forward: parameters are used again after "

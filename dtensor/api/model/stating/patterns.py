@@ -48,8 +48,7 @@ class NamedTensor:
 
 
 def names_of(module: nn.Module) -> tuple[NamedTensor, ...]:
-    """Return the parameters, then the buffers, in the module's order. Tied names have the same
-    tensor object."""
+    """Return the parameters, then the buffers, in the module's order, each with all its names."""
     tensors = named_tensors(module)
     names: dict[str, list[str]] = {}
     for name, first in first_names(module).items():

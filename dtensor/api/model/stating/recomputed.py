@@ -69,8 +69,7 @@ def _modules(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def _not_called_error(glob: str, matched: Sequence[str], called: set[str]) -> PlanningError:
-    """Return the error for a glob whose modules the program does not call, with called modules
-    inside them."""
+    """Return the error for a glob whose modules are not called, with called modules inside them."""
     inside = sorted(c for c in called if any(c.startswith(f"{name}.") for name in matched))
     inside = [c for c in inside if not any(c.startswith(f"{outer}.") for outer in inside)]
     lines = [

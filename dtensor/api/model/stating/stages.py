@@ -217,8 +217,7 @@ def _axis_and_patterns(
 
 
 def _num_stages(mesh: Mesh, axis: str, auto: Auto) -> int:
-    """Return the number of stages to choose. Raises PlanningError if it is no multiple of the
-    axis."""
+    """Return the number of stages. Raises PlanningError if it is no multiple of the axis."""
     size = mesh.axis_size(axis)
     number = size if auto.num_stages is None else auto.num_stages
     if number < 1 or number % size:
