@@ -176,9 +176,8 @@ class Saved:
                 error.add_note(f"{self.path} was not written; its earlier contents are unchanged.")
             self._error = error
         else:
-            outdated = {
-                other for other in [*_unread_saves] if other._noted
-            }  # this save replaces them
+            # this save replaces those that were noted
+            outdated = {other for other in [*_unread_saves] if other._noted}
             _unread_saves.difference_update(outdated, [self])
 
     def __repr__(self) -> str:
@@ -188,9 +187,8 @@ class Saved:
 
 _unread_saves: set[Saved] = set()
 """Saves that are running, or that have failed and may be unread."""
-os.register_at_fork(
-    after_in_child=_unread_saves.clear
-)  # a forked child does not have their threads
+# a forked child does not have their threads
+os.register_at_fork(after_in_child=_unread_saves.clear)
 
 
 def note_unread(error: BaseException, saves: Iterable[Saved]) -> None:
@@ -230,11 +228,11 @@ class SaveOptions:
 @dataclass(slots=True)
 class _Located:
     """The locations of a checkpoint's values: tensors on ranks or on the controller
-    (``on_controller``), and ``small`` values. ``aliases``: each further name of a tied tensor, with
+    (``local``), and ``small`` values. ``aliases``: each further name of a tied tensor, with
     its first name."""
 
     on_ranks: dict[Names, StoredTensor] = field(default_factory=dict[Names, StoredTensor])
-    on_controller: dict[Names, Tensor] = field(default_factory=dict[Names, Tensor])
+    local: dict[Names, Tensor] = field(default_factory=dict[Names, Tensor])
     aliases: dict[Names, Names] = field(default_factory=dict[Names, Names])
     small: dict[Names, Any] = field(default_factory=dict[Names, Any])
 
@@ -265,8 +263,8 @@ def submit_save(
 
                     compare = warn_of_unequal(model_home, optimizer)
                 run = _copy_on_ranks(saving, session, model_home, state.on_ranks)
-            if state.on_controller:
-                pieces = [_full_piece(path, tensor) for path, tensor in state.on_controller.items()]
+            if state.local:
+                pieces = [_full_piece(path, tensor) for path, tensor in state.local.items()]
                 hand_over(saving, model.mesh.size, pieces)
         except BaseException:
             writing.abort()
@@ -303,8 +301,7 @@ def _begin_writing(options: SaveOptions, model: ParallelModule, state: _Located)
         ".".join(path): (value.spec.dtype, value.spec.shape)
         for path, value in state.on_ranks.items()
     } | {
-        ".".join(path): (tensor.dtype, tuple(tensor.shape))
-        for path, tensor in state.on_controller.items()
+        ".".join(path): (tensor.dtype, tuple(tensor.shape)) for path, tensor in state.local.items()
     }
     tied = {".".join(path): ".".join(first) for path, first in state.aliases.items()}
     return Writing.begin_hf(
@@ -343,9 +340,9 @@ def _locate_model(
         tensor = tensors[label]
         holder = model.initial.holders.get(label) if tensor.is_meta else holder_of(tensor)
         if model_home is None or holder is not model_home:
-            state.on_controller[path] = model.initial.value(label, tensor).detach()
+            state.local[path] = model.initial.value(label, tensor).detach()
         elif model_home.stored[label].is_pending:
-            state.on_controller[path] = model_home.gather([label])[label]
+            state.local[path] = model_home.gather([label])[label]
         else:
             state.on_ranks[path] = model_home.stored[label]
 
@@ -371,12 +368,8 @@ def _locate_optimizer(
             p: read_whole(state_of_parameter) for p, state_of_parameter in home.unplaced.items()
         }
     else:
-        present_state: object = optimizer.state
-        entries = (
-            present_state.refresh()
-            if isinstance(present_state, LazyOptimizerState)
-            else dict(optimizer.state)
-        )
+        lazy: object = optimizer.state
+        entries = lazy.refresh() if isinstance(lazy, LazyOptimizerState) else dict(optimizer.state)
     for parameter, state_of_parameter in entries.items():
         if any(
             isinstance(value, Tensor) and value.is_meta for value in state_of_parameter.values()
@@ -385,7 +378,7 @@ def _locate_optimizer(
         for key, value in state_of_parameter.items():
             path = "optimizer", "state", keys[id(parameter)], key
             if isinstance(value, Tensor):
-                state.on_controller[path] = value
+                state.local[path] = value
             else:
                 state.small[path] = value
 
@@ -474,7 +467,7 @@ class _Completion:
         waited for, because they write into the folder."""
         folder, records, failed = self.writing.folder, dict[int, PartRecord](), dict[int, str]()
         waiting = [*(range(self.size) if self.run is not None else ())]
-        waiting += [self.size] if self.state.on_controller else []
+        waiting += [self.size] if self.state.local else []
         last_query = time.monotonic()
         while True:
             for rank in waiting:

@@ -302,13 +302,9 @@ def _groups_in(
         options: list[dict[str, Any]] = []
         for key in keys:
             prefix = f"optimizer.param_groups.{key}."
-            path_by_option = {
-                n.removeprefix(prefix): p for n, p in by_name.items() if n.startswith(prefix)
-            }
-            options_of_key = {
-                end: checkpoint.small[p] for end, p in path_by_option.items() if "." not in end
-            }
-            options += [options_of_key] if options_of_key else []
+            paths = {n.removeprefix(prefix): p for n, p in by_name.items() if n.startswith(prefix)}
+            key_options = {end: checkpoint.small[p] for end, p in paths.items() if "." not in end}
+            options += [key_options] if key_options else []
         if any(other != options[0] for other in options[1:]):
             raise PlanningError(
                 f"{checkpoint.path} has different options for parameters that are one group here; "
@@ -334,19 +330,15 @@ def _group_differences(present: Sequence[Sequence[str]], saved: Sequence[Sequenc
 def _with_saved_options(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return a group with the saved options. An option that is a tensor now stays a tensor."""
 
-    def in_present_form(present: Any, value: Any) -> Any:
+    def adapt(present: Any, value: Any) -> Any:
         """Return the saved number as a tensor where the group has a tensor now."""
         if isinstance(present, tuple) and isinstance(value, tuple) and len(present) == len(value):
-            return tuple(map(in_present_form, present, value))
+            return tuple(map(adapt, present, value))
         if isinstance(present, Tensor) and isinstance(value, int | float):
             return torch.full_like(present, value)
         return value
 
-    options = {
-        key: in_present_form(group.get(key), value)
-        for key, value in saved.items()
-        if key != "params"
-    }
+    options = {key: adapt(group.get(key), value) for key, value in saved.items() if key != "params"}
     return {**group, **options}
 
 

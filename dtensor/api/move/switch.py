@@ -68,17 +68,13 @@ class SwitchTarget:
 
 
 def switch_of(
-    launch: Launch,
-    model: ParallelModule,
-    optimizer: Optimizers,
-    mesh: Mesh,
-    switch_target: SwitchTarget,
+    launch: Launch, model: ParallelModule, optimizer: Optimizers, mesh: Mesh, target: SwitchTarget
 ) -> _Switch:
     """Return a checked and planned switch. Raises PlanningError if it is impossible."""
     _check_running(launch)
     check_parallel("switch", model)
     check_mesh(mesh)
-    check_topology(switch_target.topology)
+    check_topology(target.topology)
     if model.source is not None:
         raise PlanningError(
             "a replica has the values of its policy, which dt.sync brings to any mesh.\n"
@@ -87,10 +83,10 @@ def switch_of(
     if model.mesh not in launch.sessions:
         raise not_launched(model.mesh, launch.places)
     fix = "schedule=dt.OneFOneB(microbatches=4), or leave it out"
-    check_kind("schedule", switch_target.schedule, Schedule | None, "a schedule", fix)
+    check_kind("schedule", target.schedule, Schedule | None, "a schedule", fix)
     old_session = launch.sessions[model.mesh]
-    numbers = _ranks_of(launch, model, old_session, mesh, switch_target.ranks)
-    other = parallelize(model.module, mesh, switch_target.placements, **switch_target.options)
+    numbers = _ranks_of(launch, model, old_session, mesh, target.ranks)
+    other = parallelize(model.module, mesh, target.placements, **target.options)
     model.look()
     other.initial, other.labels, other.seen = model.initial, model.labels, model.seen
     model_home = old_session.model_homes.get(id(model))
@@ -98,16 +94,14 @@ def switch_of(
     launch.settle()
     if model_home is not None:
         model_home.settle()
-    steps = _planned_steps(model, other, model_home, optimizers, switch_target)
+    steps = _planned_steps(model, other, model_home, optimizers, target)
     if model_home is not None and other.stage_plan.waiting:
         raise PlanningError(
             f'stages="auto": a step chooses them, and none has run with this model, whose values '
             f"are on {model.mesh} and have to be somewhere.\n"
             f"fix: state them, or take a step before"
         )
-    return _Switch(
-        launch, model, other, old_session, numbers, model_home, steps, switch_target.topology
-    )
+    return _Switch(launch, model, other, old_session, numbers, model_home, steps, target.topology)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,17 +114,17 @@ class _PlannedStep:
     options: StepOptions
 
     @staticmethod
-    def of(step: TrainStep, other: ParallelModule, switch_target: SwitchTarget) -> _PlannedStep:
+    def of(step: TrainStep, other: ParallelModule, target: SwitchTarget) -> _PlannedStep:
         """Plan the last call of a step on the new mesh, with its captured graph if possible."""
         last, options = step.last, step.options
         assert last is not None, "it has run"
         planning = options.planning
-        if switch_target.inputs is not None:
-            planning = replace(planning, inputs=switch_target.inputs)
+        if target.inputs is not None:
+            planning = replace(planning, inputs=target.inputs)
         options = replace(
             options,
             planning=planning,
-            schedule=switch_target.schedule or options.schedule,
+            schedule=target.schedule or options.schedule,
         )
         try:
             check_recompute(other, planning.recompute)
@@ -380,7 +374,7 @@ def _planned_steps(
     other: ParallelModule,
     model_home: ModelHome | None,
     optimizers: Sequence[torch.optim.Optimizer],
-    switch_target: SwitchTarget,
+    target: SwitchTarget,
 ) -> list[_PlannedStep]:
     """Plan the last step of each optimizer, and settle the placements that the plans have chosen in
     ``other``. Raises PlanningError if ``inputs`` or ``schedule`` are given and no step has run."""
@@ -389,9 +383,9 @@ def _planned_steps(
         step = model_home.trained_by.get(id(optimizer)) if model_home is not None else None
         if step is not None:
             assert isinstance(step, TrainStep)
-            steps.append(_PlannedStep.of(step, other, switch_target))
+            steps.append(_PlannedStep.of(step, other, target))
             steps[-1].settle()
-    for name, value in (("inputs", switch_target.inputs), ("schedule", switch_target.schedule)):
+    for name, value in (("inputs", target.inputs), ("schedule", target.schedule)):
         if value is not None and not steps:
             raise PlanningError(
                 f"{name}= changes the model's later steps, and none has run with this model and "

@@ -66,7 +66,7 @@ class LoadedProgram(ClusterProgram):
         *,
         training: bool,
     ) -> None:
-        """Load the program. ``state``: plan input -> name on ranks; ``training``: with an update."""
+        """Load the program. ``state``: plan input -> name on ranks; ``training``: to update."""
         self.session = session
         self.planned = planned
         self.program = program

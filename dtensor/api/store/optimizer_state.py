@@ -76,38 +76,21 @@ def place_optimizer(
     unchanged = home is not None and home.rule is rule and home.keys == keys
     if home is not None and unchanged and home.current and home.placed is plan:
         return home
-    optimizer_label = home.label if home else f"optimizer {len(model_home.optimizers)}"
-    name = model_home.name(optimizer_label)
+    opt_label = home.label if home else f"optimizer {len(model_home.optimizers)}"
+    name = model_home.name(opt_label)
     updated = updated_state(session.ranks, plan, groups, keys, name, models.labels, rule)
-    stored_before = {} if home is None else home.owner.stored
+    stored = {} if home is None else home.owner.stored
     recast = set[tuple[str, str]]() if home is None else _check_as_before(home, updated)
-    on_new_ranks = any(
-        label_and_key in stored_before
-        and not set(updated[label_and_key].at) <= set(stored_before[label_and_key].at)
-        for label_and_key in updated
-    )
+    on_new_ranks = any(k in stored and not set(updated[k].at) <= set(stored[k].at) for k in updated)
     if home is None or not home.current or on_new_ranks:
-        present_state: object = optimizer.state
-        entries = (
-            present_state.to_place()
-            if isinstance(present_state, LazyOptimizerState)
-            else dict(optimizer.state)
-        )
-        to_put = {**stored_before, **updated}
-        fields = (
-            optimizer,
-            optimizer_label,
-            masters,
-            keys,
-            rule,
-            model_home,
-            entries,
-            dict(entries),
-        )
+        lazy: object = optimizer.state
+        entries = lazy.to_place() if isinstance(lazy, LazyOptimizerState) else dict(optimizer.state)
+        to_put = {**stored, **updated}
+        fields = (optimizer, opt_label, masters, keys, rule, model_home, entries, dict(entries))
         parameters = {} if home is None else home.parameters
         home = OptimizerHome(*fields, parameters=parameters)
         home.shadow = _shadow_of(model, rule, entries)
-        if isinstance(present_state, LazyOptimizerState) and present_state.on_disk is not None:
+        if isinstance(lazy, LazyOptimizerState) and lazy.on_disk is not None:
             home.on_disk = True
             home.state.changed()
         model_home.optimizers[id(optimizer)] = home
@@ -116,11 +99,7 @@ def place_optimizer(
         if home.rule is not rule:  # its options have another kind than before
             home.take_rule(rule)
             session.put([{name: rule.on_rank(masters)} for _ in range(session.mesh.size)])
-        to_put = {
-            label_and_key: stored
-            for label_and_key, stored in updated.items()
-            if label_and_key not in stored_before or label_and_key in recast
-        }
+        to_put = {k: new for k, new in updated.items() if k not in stored or k in recast}
     home.parameters |= {label: model.seen.tensors[label] for label, _ in updated}
     _put_state(session, home, to_put)
     home.keys, home.placed = keys, plan
@@ -203,7 +182,7 @@ def updated_state(
         item, masters = items[step.parameter], bool(step.master_bytes)
         label = labels[step.parameter]
         state = on_mesh(plan, item.state)  # the spec of entries of the parameter's shape
-        state_spec = replace(state, dtype=torch.float32) if masters else state
+        base = replace(state, dtype=torch.float32) if masters else state
         replicated = (REPLICATE,) * len(state.placements)
         for key in (*keys_by_name[step.parameter], *([MASTER] if masters else [])):
             name, entry = value_name(optimizer, key, label), rule.entry(key)
@@ -211,11 +190,7 @@ def updated_state(
                 dtype = entry.dtype(torch.float32)
                 spec = TensorSpec(entry.shape, dtype, state.mesh, replicated)
             else:
-                spec = (
-                    replace(state_spec, dtype=entry.dtype(state_spec.dtype))
-                    if key != MASTER
-                    else state_spec
-                )
+                spec = replace(base, dtype=entry.dtype(base.dtype)) if key != MASTER else base
             stored[label, key] = StoredTensor.of(name, spec, holders(plan, item), numbers)
     return stored
 
@@ -226,16 +201,16 @@ def _check_as_before(
     """Raise PlanningError if the placement of a value has changed, or the dtype of a value that a
     step has made. Return the values whose dtype has changed and that no step has made."""
     recast = set[tuple[str, str]]()
-    for label_and_key, now in updated.items():
-        before = home.owner.stored.get(label_and_key, now).spec
+    for entry, now in updated.items():
+        before = home.owner.stored.get(entry, now).spec
         if not alike(before, now.spec):
             raise PlanningError(
-                f"{label_and_key[1]} of {label_and_key[0]} is stored as {before}, this program "
-                f"needs it stored as {now.spec}"
+                f"{entry[1]} of {entry[0]} is stored as {before}, this program needs it stored as "
+                f"{now.spec}"
             )
         changed = before.dtype != now.spec.dtype and before.dtype.is_floating_point
-        if changed and not home.rule.entry(label_and_key[1]).number:
-            recast.add(label_and_key)
+        if changed and not home.rule.entry(entry[1]).number:
+            recast.add(entry)
     for label, key in sorted(recast & home.values().keys() if recast else ()):
         kind, dtype = type(home.optimizer).__name__, home.owner.stored[label, key].spec.dtype
         raise PlanningError(
