@@ -208,7 +208,8 @@ def _huggingface(module: Any, length: int) -> Forward:
 def _windows(
     module: Any, length: int, error_for: Callable[[str, str], PlanningError]
 ) -> tuple[int, dict[str, int | None]]:
-    """Return the number of the cache's layers, and `HuggingFaceForward.windows`."""
+    """Return the number of the cache's layers, and the attention window (None: unlimited) of each
+    layer type, or of "" if all layers have the same. Raises an error for other kinds of layers."""
     from transformers.cache_utils import get_layer_types_and_kwargs
 
     kinds, stated = get_layer_types_and_kwargs(module.config.get_text_config(decoder=True))

@@ -363,6 +363,7 @@ def _fused(
             if name in names:
                 spec = item.held if item.name in state else item.spec
                 buffers[name] = Buffer(on_mesh(plan, spec).local_shape(coordinates), spec.dtype)
+        # the other inputs are integers, such as the step; any value serves as example
         numbers = set(rank_program.inputs).difference(buffers, ("options", SCALE))
         example_inputs.append(buffers | dict.fromkeys(numbers, 0))
     return fused(program, example_inputs)

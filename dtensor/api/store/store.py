@@ -432,7 +432,8 @@ class TensorStore:
                     self.finish_move(moving)
 
     def undo(self, moving: Moving) -> None:
-        """Restore the entries from before a failed move, unless a later move has replaced them."""
+        """Restore the entries from before a failed move, except entries that a later move has
+        replaced; that move restores them if it fails too."""
         if moving not in self._moving:
             return
         later = self._moving[self._moving.index(moving) + 1 :]

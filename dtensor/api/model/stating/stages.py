@@ -125,7 +125,7 @@ def resolve_stages(module: nn.Module, mesh: Mesh, stages: Stages | None) -> Stag
             )
         stages = {"pp": "auto"}
     axis, lists = _axis_and_patterns(mesh, stages)
-    if isinstance(lists, int):
+    if isinstance(lists, int):  # "auto" with this number of stages
         if lists > 1:
             return StagePlan(axis=axis, num_stages=lists, held={}, auto=True)
         lists, auto = (("*",),), True
