@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dtensor.sharding.ops.philox import Key, Place, words
 
-_BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+_NUM_BITS_OF_DTYPE = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
 
 def keep_mask(place: Place, key: Key, p: float, device: torch.device) -> Tensor:
@@ -88,11 +88,11 @@ def integers(
 
 def _num_bits(dtype: torch.dtype) -> int:
     """Return the number of random bits of a uniform number. Raises ValueError for other dtypes."""
-    if dtype not in _BITS:
+    if dtype not in _NUM_BITS_OF_DTYPE:
         raise ValueError(
-            f"random numbers of {dtype}; they are made in {', '.join(map(str, _BITS))}"
+            f"random numbers of {dtype}; they are made in {', '.join(map(str, _NUM_BITS_OF_DTYPE))}"
         )
-    return _BITS[dtype]
+    return _NUM_BITS_OF_DTYPE[dtype]
 
 
 def _leading_bits(word: Sequence[Tensor], bits: int) -> Tensor:

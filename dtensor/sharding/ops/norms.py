@@ -28,7 +28,7 @@ from dtensor.sharding.ops.library import LIBRARY, define, laid_as, sum_rows
 
 aten: Any = torch.ops.aten
 
-_OPTIONS = "float eps, float offset, ScalarType inner, ScalarType out"
+_OPTION_ARGUMENTS = "float eps, float offset, ScalarType inner, ScalarType out"
 
 
 def rms_norm(
@@ -98,7 +98,11 @@ def _fake_add_layer(x: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tens
     return (total, *aten.native_layer_norm(total, [x.shape[-1]], weight, bias, eps))
 
 
-define(f"rms_norm(Tensor x, Tensor weight, {_OPTIONS}) -> (Tensor, Tensor)", _run_rms, _fake_rms)
+define(
+    f"rms_norm(Tensor x, Tensor weight, {_OPTION_ARGUMENTS}) -> (Tensor, Tensor)",
+    _run_rms,
+    _fake_rms,
+)
 define(
     "rms_norm_backward(Tensor grad, Tensor x, Tensor rstd, Tensor weight, float offset) "
     "-> (Tensor, Tensor)",
@@ -106,7 +110,7 @@ define(
     lambda grad, x, rstd, weight, offset: (torch.empty_like(x), weight.new_empty(weight.shape)),
 )
 define(
-    f"add_rms_norm(Tensor x, Tensor residual, Tensor weight, {_OPTIONS}) "
+    f"add_rms_norm(Tensor x, Tensor residual, Tensor weight, {_OPTION_ARGUMENTS}) "
     "-> (Tensor, Tensor, Tensor)",
     _run_add_rms,
     lambda x, residual, *args: (torch.empty_like(x), *_fake_rms(x, *args)),

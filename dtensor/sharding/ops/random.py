@@ -28,8 +28,8 @@ from dtensor.sharding.ops.library import LIBRARY, define, note_plain
 from dtensor.sharding.ops.philox import Key, Place
 from dtensor.sharding.spec.placements import Intervals
 
-_KEY = "*, int at_seed, int at_step, int op"
-_PLACE = "SymInt[]? shape=None, int[]? pieces=None"
+_KEY_ARGUMENTS = "*, int at_seed, int at_step, int op"
+_PLACE_ARGUMENTS = "SymInt[]? shape=None, int[]? pieces=None"
 
 
 def encode_pieces(pieces: Sequence[Intervals]) -> list[int]:
@@ -116,7 +116,7 @@ def _define_factory(name: str, arguments: str, run: Any) -> None:
     so there is one for all devices."""
     schema = (
         f"{name}(SymInt[] size, {arguments}ScalarType dtype, Device? device=None, "
-        f"{_KEY}, {_PLACE}) -> Tensor"
+        f"{_KEY_ARGUMENTS}, {_PLACE_ARGUMENTS}) -> Tensor"
     )
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(name, run, "CompositeExplicitAutograd")
@@ -156,9 +156,14 @@ def _fake_dropout(x: Tensor, p: float, **_: Any) -> tuple[Tensor, Tensor]:
     return y, torch.empty(x.shape, dtype=torch.bool, device=x.device)
 
 
-define(f"dropout(Tensor x, float p, {_KEY}, {_PLACE}) -> (Tensor, Tensor)", _dropout, _fake_dropout)
 define(
-    f"dropout_add(Tensor x, Tensor residual, float p, {_KEY}, {_PLACE}) -> (Tensor, Tensor)",
+    f"dropout(Tensor x, float p, {_KEY_ARGUMENTS}, {_PLACE_ARGUMENTS}) -> (Tensor, Tensor)",
+    _dropout,
+    _fake_dropout,
+)
+define(
+    f"dropout_add(Tensor x, Tensor residual, float p, {_KEY_ARGUMENTS}, {_PLACE_ARGUMENTS}) "
+    "-> (Tensor, Tensor)",
     _dropout_add,
     lambda x, _, p, **at: _fake_dropout(x, p, **at),
 )

@@ -105,7 +105,7 @@ def move_kind(src: Placement, dst: Placement) -> MoveKind | None:
     """Return the kind of a move between two placements on one axis; None if there is none."""
     if isinstance(dst, Partial) and REDUCTIONS[dst.op].identity is None:
         return None
-    return _BETWEEN.get((type(src), type(dst)))
+    return _KIND_BY_CLASSES.get((type(src), type(dst)))
 
 
 def moves(
@@ -313,7 +313,7 @@ MOVES: dict[MoveKind, MoveType] = {
 }
 """The kinds of moves by name. The kinds that send messages are also in `COLLECTIVES`."""
 FREE_KINDS = tuple(kind for kind, move_type in MOVES.items() if move_type.sends is None)
-_BETWEEN = {
+_KIND_BY_CLASSES = {
     move_type.between: kind for kind, move_type in MOVES.items() if move_type.between is not None
 }
 

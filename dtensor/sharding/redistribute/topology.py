@@ -21,7 +21,7 @@ from dtensor.collectives import COLLECTIVES, SMALL_ALL_REDUCE
 from dtensor.errors import PlanningError, check_kind, check_number
 
 _MAY_BE_ZERO = ("latency", "op_latency", "launch_latency", "step_latency")
-_MAIN = {"latency", "bandwidth", "flops", "memory_bandwidth"}
+_MAIN_FIGURES = {"latency", "bandwidth", "flops", "memory_bandwidth"}
 H100 = "H100 SXM bf16, NVLink"
 
 
@@ -121,7 +121,7 @@ class Topology:
         named = self.named or tuple(figure.default for figure in _figures())
         figures = {f.name: (getattr(self, f.name), old) for f, old in zip(_figures(), named)}
         changed = [name for name, (value, old) in figures.items() if value != old]
-        if self.name is None and set(changed) >= _MAIN:
+        if self.name is None and set(changed) >= _MAIN_FIGURES:
             return "hardware as stated"
         return (self.name or H100) + (f" with {', '.join(changed)} as stated" if changed else "")
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 _MAX_NODES = 100_000
 _MODULE_PENALTY = 0.02  # for each module that a cut splits, in squared relative cost of a part
-_FORBIDDEN = np.iinfo(np.int64).max // 4  # the cost of a forbidden part
+_FORBIDDEN_COST = np.iinfo(np.int64).max // 4  # the cost of a forbidden part
 
 Table = NDArray[np.int64]
 """A figure for each possible part: entry [i, j] is for the part with units i to j - 1."""
@@ -118,13 +118,13 @@ def partition(
     if memory_bytes is not None and chain.bytes_held:
         memory = _memory(chain, num_parts, in_flight)
         within_limit = allowed & np.stack([table <= memory_bytes for table in memory])
-        if _least_maximum([cost] * num_parts, within_limit)[num_parts, num] >= _FORBIDDEN:
+        if _least_maximum([cost] * num_parts, within_limit)[num_parts, num] >= _FORBIDDEN_COST:
             fits = False
             least = int(_least_maximum(memory, allowed)[num_parts, num])
             within_limit = allowed & np.stack([table <= least for table in memory])
         allowed = within_limit
     best = _least_maximum([cost] * num_parts, allowed)
-    if best[num_parts, num] >= _FORBIDDEN:
+    if best[num_parts, num] >= _FORBIDDEN_COST:
         return None
     bounds = _best_of_ties(chain, cost, sent, allowed, int(best[num_parts, num]))
     if max(chain.costs(bounds)) > best[num_parts, num]:  # a value is sent to several parts
@@ -197,10 +197,10 @@ def _least_maximum_of_suffixes(cost: Table, allowed: NDArray[np.bool_]) -> Table
     """Return table[k, j]: the least possible maximum cost if the units from j on are cut into the
     last k parts."""
     num_parts, num = len(allowed), len(cost)
-    table = np.full((num_parts + 1, num + 1), _FORBIDDEN)
+    table = np.full((num_parts + 1, num + 1), _FORBIDDEN_COST)
     table[0, num] = 0
     for k in range(1, num_parts + 1):
-        parts = np.where(allowed[num_parts - k], cost, _FORBIDDEN)
+        parts = np.where(allowed[num_parts - k], cost, _FORBIDDEN_COST)
         table[k, :num] = np.maximum(parts, table[k - 1][None, :]).min(axis=1)
     return table
 
@@ -209,10 +209,10 @@ def _least_maximum(cost: Sequence[Table], allowed: NDArray[np.bool_]) -> Table:
     """Return table[k, j]: the least possible maximum cost if the first j units are cut into k
     parts. ``cost``: a table for each part."""
     num_parts, num = len(allowed), allowed.shape[1]
-    table = np.full((num_parts + 1, num + 1), _FORBIDDEN)
+    table = np.full((num_parts + 1, num + 1), _FORBIDDEN_COST)
     table[0, 0] = 0
     for k in range(1, num_parts + 1):
-        parts = np.where(allowed[k - 1], cost[k - 1], _FORBIDDEN)
+        parts = np.where(allowed[k - 1], cost[k - 1], _FORBIDDEN_COST)
         table[k] = np.maximum(parts, table[k - 1][:num, None]).min(axis=0)
     return table
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dtensor.sharding.plan.dataflow import Recognised, without_numbers
 from dtensor.showing import table
 
-_NOTHING = "nothing of this program is a pattern that is looked for"
+_NO_PATTERNS_TEXT = "nothing of this program is a pattern that is looked for"
 
 
 def recognised_text(recognised: Iterable[Recognised]) -> str:
@@ -38,4 +38,4 @@ def recognised_text(recognised: Iterable[Recognised]) -> str:
         ]
         if rows:
             parts += [title, *table(rows, "<<<<>")]
-    return "\n".join(parts) or _NOTHING
+    return "\n".join(parts) or _NO_PATTERNS_TEXT

@@ -52,7 +52,7 @@ from dtensor.showing import WIDTH, table
 # Maximum widths of columns. Longer text shifts the rest of its own line only.
 MAX_TEXT, MAX_TYPE = 48, 30
 _MAX_NAME, _MAX_COST = 20, 24
-_REGION_NAME = 18
+_REGION_NAME_WIDTH = 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -485,17 +485,17 @@ def _region_entry(plan: PlanRecord, members: Sequence[Region], nbytes: int) -> l
     name = ", ".join(collapse([region.name for region in members]))
     of_first = f" (of {first.name})" if is_group else ""
     ops = count_text(first.num_ops, "op")
-    head = f"{name:<{_REGION_NAME - 2}}  {where}{count}"
+    head = f"{name:<{_REGION_NAME_WIDTH - 2}}  {where}{count}"
     if not first.repeated:
         return wrapped(f"{head}: the backward reads nothing that runs again", "  ", WIDTH)
     lines = wrapped(head, "  ", WIDTH)
     saved = ", ".join(first.saved) or "nothing but parameters and the batch"
-    start = f"    {'saves':<{_REGION_NAME - 2}}"
+    start = f"    {'saves':<{_REGION_NAME_WIDTH - 2}}"
     lines += wrapped(f"{size_text(nbytes)}: {saved}{of_first}", start, WIDTH)
     if first.communicated:
         communicated = f"not communicated again: {', '.join(first.communicated)}"
         lines += wrapped(f"{communicated}{of_first}", " " * len(start), WIDTH)
-    lines.append(f"    {'repeats':<{_REGION_NAME - 2}}{ops}, {flop_text(first.flops)}")
+    lines.append(f"    {'repeats':<{_REGION_NAME_WIDTH - 2}}{ops}, {flop_text(first.flops)}")
     return lines
 
 

@@ -334,7 +334,7 @@ def _scatter_reduce(call: OpCall) -> Rule:
     return _scatter(call, "i!", ((0, 2),) if reduce in ("sum", "mean") else ())
 
 
-_ORDER = "the n-th place of the mask takes the n-th value: all of both are needed"
+_WHY_WHOLE = "the n-th place of the mask takes the n-th value: all of both are needed"
 
 RULES: dict[str, Builder] = {
     "aten.index.Tensor": _index,
@@ -354,8 +354,8 @@ RULES: dict[str, Builder] = {
     "aten.repeat_interleave.Tensor": Unsplittable(
         "where a row goes depends on all counts before it"
     ),
-    "aten.masked_scatter.default": Unsplittable(_ORDER, linear=((0, 2),)),
-    "aten.masked_scatter_backward.default": Unsplittable(_ORDER, linear=((0,),)),
+    "aten.masked_scatter.default": Unsplittable(_WHY_WHOLE, linear=((0, 2),)),
+    "aten.masked_scatter_backward.default": Unsplittable(_WHY_WHOLE, linear=((0,),)),
     "aten.gather.default": _gather,
     "aten.scatter_add.default": _scatter_add,
     "aten.scatter.src": _scatter_src,

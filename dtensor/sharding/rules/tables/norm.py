@@ -179,7 +179,7 @@ def _local_group_norm_backward(call: OpCall, local: Local) -> OpCall:
     return retarget(call, call.target, *args)
 
 
-_NORMED = "... k!, ... 1"  # the normalised tensor and a statistic of each row
+_NORMED_AND_STATISTIC = "... k!, ... 1"  # the normalised tensor and a statistic of each row
 
 RULES: dict[str, Builder] = {
     "aten.native_layer_norm.default": _layer_norm,
@@ -197,13 +197,13 @@ RULES: dict[str, Builder] = {
     "dt.bn_sums.default": _in_parts("s! c", linear=((0,),)),
     "dt.bn_apply.default": _in_parts(None),
     "dt.bn_backward.default": _in_parts(None),
-    "dt.rms_norm.default": pattern(f"... k!, k! -> {_NORMED}"),
+    "dt.rms_norm.default": pattern(f"... k!, k! -> {_NORMED_AND_STATISTIC}"),
     "dt.rms_norm_backward.default": pattern(
         "... k!, ... k!, ... 1, k! -> ... k!, k!", linear=((0,),)
     ),
-    "dt.add_rms_norm.default": pattern(f"... k!, ... k!, k! -> ... k!, {_NORMED}"),
+    "dt.add_rms_norm.default": pattern(f"... k!, ... k!, k! -> ... k!, {_NORMED_AND_STATISTIC}"),
     "dt.add_layer_norm.default": pattern(
-        f"... k!, ... k!, k!, k! -> ... k!, {_NORMED}, ... 1", localize=contiguous()
+        f"... k!, ... k!, k!, k! -> ... k!, {_NORMED_AND_STATISTIC}, ... 1", localize=contiguous()
     ),
     "aten.native_group_norm.default": _group_norm,
     "aten.native_group_norm_backward.default": _group_norm_backward,

@@ -45,8 +45,8 @@ def _histc(call: OpCall) -> Rule:
     return make(call, f"{dims} -> b!")
 
 
-_EDGES = "the edges of the bins, or their density, depend on all values"
-_HASH = "a hash of all bytes"
+_WHY_BINS_WHOLE = "the edges of the bins, or their density, depend on all values"
+_WHY_HASH_WHOLE = "a hash of all bytes"
 
 RULES: dict[str, Builder] = {
     "aten.sort.default": along_dim(1, default=-1),
@@ -69,11 +69,11 @@ RULES: dict[str, Builder] = {
     "aten.searchsorted.Tensor": _searchsorted,
     "aten.searchsorted.Scalar": _searchsorted,
     "aten.histc.default": _histc,
-    "aten.histogram.bin_ct": Unsplittable(_EDGES),
-    "aten.histogram.bins_tensor": Unsplittable(_EDGES),
-    "aten._histogramdd_bin_edges.default": Unsplittable(_EDGES),
-    "aten._histogramdd_from_bin_cts.default": Unsplittable(_EDGES),
-    "aten._histogramdd_from_bin_tensors.default": Unsplittable(_EDGES),
-    "aten.hash_tensor.default": Unsplittable(_HASH),
+    "aten.histogram.bin_ct": Unsplittable(_WHY_BINS_WHOLE),
+    "aten.histogram.bins_tensor": Unsplittable(_WHY_BINS_WHOLE),
+    "aten._histogramdd_bin_edges.default": Unsplittable(_WHY_BINS_WHOLE),
+    "aten._histogramdd_from_bin_cts.default": Unsplittable(_WHY_BINS_WHOLE),
+    "aten._histogramdd_from_bin_tensors.default": Unsplittable(_WHY_BINS_WHOLE),
+    "aten.hash_tensor.default": Unsplittable(_WHY_HASH_WHOLE),
     "aten.nonzero_static.default": Unsplittable("which places are not zero depends on all values"),
 }

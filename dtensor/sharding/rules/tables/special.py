@@ -121,8 +121,8 @@ def _isin_scalar(call: OpCall) -> Rule:
 
 
 # view_as_complex needs a last dim of stride 1
-_COMPLEX = pattern("... c! -> ...", linear=_LINEAR, localize=contiguous())
-_REAL = pattern("... -> ... c!", linear=_LINEAR)
+_VIEW_AS_COMPLEX = pattern("... c! -> ...", linear=_LINEAR, localize=contiguous())
+_VIEW_AS_REAL = pattern("... -> ... c!", linear=_LINEAR)
 _CONJ, _NEGATIVE = _computed_by(aten._conj_physical.default), _computed_by(aten.neg.default)
 
 RULES: dict[str, Builder] = {
@@ -140,10 +140,10 @@ RULES: dict[str, Builder] = {
     "aten._conj_copy.default": _CONJ,
     "aten._neg_view.default": _NEGATIVE,
     "aten._neg_view_copy.default": _NEGATIVE,
-    "aten.view_as_real.default": _REAL,
-    "aten.view_as_real_copy.default": _REAL,
-    "aten.view_as_complex.default": _COMPLEX,
-    "aten.view_as_complex_copy.default": _COMPLEX,
+    "aten.view_as_real.default": _VIEW_AS_REAL,
+    "aten.view_as_real_copy.default": _VIEW_AS_REAL,
+    "aten.view_as_complex.default": _VIEW_AS_COMPLEX,
+    "aten.view_as_complex_copy.default": _VIEW_AS_COMPLEX,
     "aten.glu.default": _glu,
     "aten.glu_backward.default": _glu_backward,
     "aten.isin.Tensor_Tensor": _isin,
