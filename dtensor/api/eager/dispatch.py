@@ -179,7 +179,7 @@ def _alias_of(target: Any, args: Args, kwargs: Kwargs) -> Alias:
 
 
 def _split(target: Any, args: Args, kwargs: Kwargs) -> list[Alias]:
-    """Return slices of x, for an int size or a list of sizes."""
+    """Return the slices of x along a dim. ``args[1]``: the size of all, or a list of sizes."""
     x, size = args[0], args[1]
     dim = (args[2] if len(args) > 2 else kwargs.get("dim", 0)) % max(x.dim(), 1)
     length = x.shape[dim]
@@ -301,7 +301,8 @@ _EMPTY = (aten.empty_like.default, aten.new_empty.default, aten.new_empty_stride
 
 
 def _factory(target: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Return a new cell for `zeros_like` and similar: placed like x if it has x's shape."""
+    """Return a new cell for `zeros_like` and similar: placed like x, or replicated if its shape is
+    another."""
     x = args[0]
     factory_kwargs = {k: v for k, v in kwargs.items() if k != "pin_memory"}
     with fake_tensors():

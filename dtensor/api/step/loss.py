@@ -46,9 +46,7 @@ class Loss(ReadsAsFloat):
         self._future = future
         self._planned = planned
         self._session = session
-        self._on_end: Callable[[bool], None] | None = (
-            on_end  # called once; True: the step succeeded
-        )
+        self._on_end: Callable[[bool], None] | None = on_end
         self.was_read: bool = False
         self.skipped: bool = False
 
