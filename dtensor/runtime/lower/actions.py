@@ -71,11 +71,11 @@ class Actions:
         """Return the plan's steps that an action runs, in plan order."""
         key = kind, stage
         if key not in self._steps:
-            self._steps[key] = tuple(
-                s
-                for s in self._steps_of_phase["forward" if kind == "F" else "backward", stage]
-                if kind in ("F", "B") or (kind == "W") == self._in_weight_half(s)
-            )
+            steps = self._steps_of_phase["forward" if kind == "F" else "backward", stage]
+            if kind in ("I", "W"):  # W makes all results of a step, or none
+                weights = self._weight_values
+                steps = [s for s in steps if (kind == "W") != weights.isdisjoint(s.gives)]
+            self._steps[key] = tuple(steps)
         return self._steps[key]
 
     def sums(self, kind: Kind, stage: int) -> tuple[Accumulate, ...]:
@@ -89,10 +89,6 @@ class Actions:
     @cached_property
     def _weight_values(self) -> frozenset[str]:
         return weight_half(self.plan)
-
-    def _in_weight_half(self, step: Step) -> bool:
-        # W makes all results of a step, or none
-        return any(name in self._weight_values for name in step.gives)
 
 
 def _sequential_actions(plan: PlanRecord) -> Iterator[tuple[int, int, Action]]:
@@ -119,10 +115,11 @@ def weight_half(plan: PlanRecord) -> frozenset[str]:
     for step in reversed(steps):
         names = step.gives
         modules = {module for name in names for module in reached[name]}
+        is_bucket = isinstance(step, Redistribute) and bool(step.bucket)
         if (
             isinstance(step, Transfer)
             or any(name in needed_by_i for name in names)
-            or (not _is_bucket(step) and (len(modules) > 1 or _OTHER in modules))
+            or (not is_bucket and (len(modules) > 1 or _OTHER in modules))
         ):
             needed_by_i.update(step.reads)
             needed_by_i.update(names)
@@ -153,10 +150,6 @@ def _modules_reached(plan: PlanRecord) -> dict[str, set[str]]:
                 for name in step.reads:
                     reached[name] |= modules
     return reached
-
-
-def _is_bucket(step: Step) -> bool:
-    return isinstance(step, Redistribute) and bool(step.bucket)
 
 
 def _module(label: str) -> str:

@@ -34,7 +34,13 @@ from dtensor.runtime.lower import detect_nan, moves, step_end
 from dtensor.runtime.lower.actions import Actions
 from dtensor.runtime.lower.code import Functions
 from dtensor.runtime.lower.overlap import StepWalk
-from dtensor.runtime.lower.rank_builder import LocalCode, ProgramContext, RankBuilder, Roles
+from dtensor.runtime.lower.rank_builder import (
+    LocalCode,
+    ProgramContext,
+    RankBuilder,
+    Roles,
+    user_line,
+)
 from dtensor.runtime.schedule import Action, Grid
 from dtensor.sharding.plan.cost.memory import base_of
 from dtensor.sharding.plan.plan import Plan
@@ -224,7 +230,7 @@ class _Lowering(StepWalk[moves.Started]):
                 return
             operands = state.names_in_code(operands)
         call = b.shared.local_call(step, b.coordinates)
-        source = f"{step.op.source}: {step.op.source_text}" if step.op.source else None
+        source = user_line(step)
         results = [(name, spec) for _, name, spec in step.gives_as()]
 
         def made() -> Made:

@@ -218,6 +218,11 @@ class ProgramContext:
         return self._ordered_steps[key]
 
 
+def user_line(step: Compute) -> str | None:
+    """Return the user's line of a step's op, or None if it is not known."""
+    return f"{step.op.source}: {step.op.source_text}" if step.op.source else None
+
+
 @dataclass(slots=True)
 class LocalCode:
     """A segment of local code: lines that become one Call."""
@@ -314,6 +319,7 @@ class RankBuilder:
         return self.value_of(name, self.microbatch)
 
     def value_of(self, name: str, microbatch: int | None) -> str:
+        """Return the name in the table of a plan value of a microbatch."""
         if name in self.roles.state:
             return self.roles.state[name]
         if name in self.accumulated:

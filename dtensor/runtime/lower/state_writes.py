@@ -20,7 +20,7 @@ import torch
 
 from dtensor.private_torch import OpOverload, is_alias_of
 from dtensor.runtime.lower.code import COPIES, quick
-from dtensor.runtime.lower.rank_builder import LocalCode, RankBuilder
+from dtensor.runtime.lower.rank_builder import LocalCode, RankBuilder, user_line
 from dtensor.sharding.ops.call import OpCall
 from dtensor.sharding.plan.record import StateWrite
 from dtensor.sharding.plan.steps import Compute, roots
@@ -154,7 +154,7 @@ class StateWrites:
 
         b, name = self.b, step.results[0]
         assert name is not None
-        base, source = self.bases[name], _line_of(step)
+        base, source = self.bases[name], user_line(step)
         call = b.shared.local_call(step, b.coordinates)
         names = self._operands(step, base)
         check = check_of(call) if b.shared.device.type == "cuda" else None
@@ -172,7 +172,7 @@ class StateWrites:
             call = self.b.shared.local_call(step, self.b.coordinates)
             if check_of(call) is not None:
                 names = self._operands(step, self.bases[name])
-                self._emit_call(check_of(call), call, names, _line_of(step))
+                self._emit_call(check_of(call), call, names, user_line(step))
 
     def _emit_call(
         self, function: Any, call: OpCall, names: Sequence[str], source: str | None
@@ -209,16 +209,12 @@ class StateWrites:
         if value not in code.defined:
             operand = self._name_of(step.operands[0])
             call = self.b.shared.local_call(step, self.b.coordinates)
-            code.call(call, [operand], [value], _line_of(step), list)
+            code.call(call, [operand], [value], user_line(step), list)
         return value
 
 
 def _add_write(segment: LocalCode, name: str) -> None:
     segment.writes = tuple(dict.fromkeys((*segment.writes, name)))
-
-
-def _line_of(step: Compute) -> str | None:
-    return f"{step.op.source}: {step.op.source_text}" if step.op.source else None
 
 
 def _function_name(function: Any) -> str:

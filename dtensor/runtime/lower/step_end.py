@@ -73,6 +73,7 @@ def accumulate(b: RankBuilder, action: Action, unshared_sums: set[str]) -> None:
 
 
 def _add(b: RankBuilder, step: Accumulate, unshared_sums: set[str], *, last: bool) -> None:
+    """Emit one addition. The ``last`` one gets the plan's name of the sum."""
     segment = b.short_segment()
     total = step.result if last else f"{step.result}@{b.microbatch}"
     segment.table[step.result] = total

@@ -96,13 +96,13 @@ class Interleaved1F1B(OfMicrobatches):
                 f"fix: microbatches={self.microbatches // num_ranks * num_ranks}, a multiple of "
                 f"the ranks, or LoopedBFS(microbatches={self.microbatches})"
             )
-        each = self.microbatches // rounds
-        groups = [range(each * n, each * (n + 1)) for n in range(rounds)]
+        size = self.microbatches // rounds
+        groups = [range(size * n, size * (n + 1)) for n in range(rounds)]
         v = num_stages // num_ranks
         # Forwards before the first backward: all stages but the last on the first round, and two
         # for each later rank, for the forward and the backward that pass through that rank.
         below = [(2 if v > 1 else 1) * (num_ranks - 1 - rank) for rank in range(num_ranks)]
-        return _alternate(groups, num_stages, num_ranks, [(v - 1) * each + n for n in below])
+        return _alternate(groups, num_stages, num_ranks, [(v - 1) * size + n for n in below])
 
 
 def _alternate(

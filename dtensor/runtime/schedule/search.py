@@ -132,6 +132,8 @@ def _published(problem: _Problem) -> Iterator[Orders]:
 
 @dataclass(frozen=True, slots=True)
 class _Problem:
+    """The schedule that is searched for. Orders of actions are its candidate solutions."""
+
     num_stages: int
     num_ranks: int
     microbatches: int

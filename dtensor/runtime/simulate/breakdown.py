@@ -294,18 +294,14 @@ def _add_call(
         if op.kind == "none":
             parts.overhead["dispatch"] += seconds
             continue
-        floor = 0.0 if op.kind == "python" else _floor_of(floors, op.kind) - floors.stamp
-        dispatch = min(seconds, max(0.0, floor))
+        floor = {"quick": floors.quick, "overload": floors.overload}.get(op.kind, floors.stamp)
+        dispatch = min(seconds, max(0.0, floor - floors.stamp))
         parts.overhead["dispatch"] += dispatch
         parts.kernels[op.name] += seconds - dispatch
         parts.times[op.name] += 1
     around = max(0.0, call_seconds - inside - (len(ops) + 1) * floors.stamp)
     parts.overhead["engine"] += around
     return inside + around
-
-
-def _floor_of(floors: Floors, kind: Literal["quick", "overload"]) -> float:
-    return floors.quick if kind == "quick" else floors.overload
 
 
 def _ops_of(function: Function) -> tuple[_Op, ...]:

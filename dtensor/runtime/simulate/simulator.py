@@ -187,6 +187,7 @@ def _held(
     segments = (item for item in b.instructions if isinstance(item, LocalCode))
 
     def change(values: Sequence[str], sign: int) -> int:
+        """Add (1) or remove (-1) users of storages. Return the change of the bytes held."""
         change_of_bytes = 0
         for value in values:
             storage = b.priced.storage.get(value, value)

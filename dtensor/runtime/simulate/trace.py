@@ -72,6 +72,7 @@ class Span:
 
     @property
     def kind(self) -> Kind:
+        """The kind of the span in a drawing: its action, "once", "wait" or "message"."""
         match self.track:
             case "compute":
                 action = self.label.action
