@@ -8,7 +8,7 @@
 Every NaN is reported. An Inf is reported only if the op made it: no operand holds an Inf, and the
 call has no infinite constant, as masks filled with -inf have. The largest finite value of a dtype
 counts as an Inf, because sums of such masks overflow on purpose. A NaN that a collective or the
-optimizer makes is reported by the next op that reads it.
+optimizer makes is reported by the next op that reads it. ``detect_nan="nan"`` reports only NaN.
 """
 
 from __future__ import annotations
@@ -79,6 +79,7 @@ def _floats(value: object) -> Iterator[float]:
 
 
 def _pending_extremes(results: Sequence[tuple[str, TensorSpec]]) -> bool:
+    """Whether a result is a partial max, min or softmax, infinite where a rank has no elements."""
     placements = (p for _, spec in results for p in spec.sharding.values())
     return any(isinstance(p, Partial) and p.op != "sum" for p in placements)
 

@@ -72,9 +72,11 @@ def fused(program: Program, inputs_by_rank: Sequence[Mapping[str, object]]) -> P
     ranks: list[RankProgram] = []
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
         for rank_program, inputs in zip(program.ranks, inputs_by_rank, strict=True):
-            walk = _FakeRun(compiler, mode, inputs)
+            fake_run = _FakeRun(compiler, mode, inputs)
             ranks.append(
-                replace(rank_program, instructions=tuple(map(walk.step, rank_program.instructions)))
+                replace(
+                    rank_program, instructions=tuple(map(fake_run.run, rank_program.instructions))
+                )
             )
     called = {
         i.fn for rank_program in ranks for i in rank_program.instructions if isinstance(i, Call)
@@ -136,7 +138,7 @@ class _FakeRun:
                 return torch.empty(value.shape, dtype=value.dtype)
         return value
 
-    def step(self, item: Instruction) -> Instruction:
+    def run(self, item: Instruction) -> Instruction:
         """Run an instruction, and return it; a Call gets the fused variant of its function."""
         match item:
             case Call():

@@ -74,17 +74,17 @@ class _Prediction:
     def cost(self) -> Cost:
         """Return the cost of the slowest rank."""
         begin = self.plan.topology.step_latency
-        ranks = [self._rank(rank) for rank in range(len(self.plan.hosted))]
+        ranks = [self._rank_items(rank) for rank in range(len(self.plan.hosted))]
         lists = {rank_items.rank: rank_items.items for rank_items in ranks}
         times = run(lists, begin)
         end = max((end for intervals in times.values() for _, end in intervals), default=begin)
-        spent = [_spent(items, times[rank], end) for rank, items in lists.items()]
+        spent = [_rank_cost(items, times[rank], end) for rank, items in lists.items()]
         slowest = max(spent, key=lambda rank: rank.compute_seconds + rank.communication_seconds)
         bubble = _bubble(ranks, times) if self.plan.num_stages > 1 else 0.0
         host_wait = begin + slowest.host_wait_seconds
         return replace(slowest, bubble=bubble, host_wait_seconds=host_wait)
 
-    def _rank(self, rank: int) -> _RankItems:
+    def _rank_items(self, rank: int) -> _RankItems:
         """Return the items of a rank in one step."""
         walk = _RankItems(self, rank)
         walk.run_steps([s for s in self.plan.steps if s.once and walk.concerns(s)])
@@ -94,7 +94,7 @@ class _Prediction:
         for step, action in self.shared.actions.of(rank):
             walk.complete_sends(step)
             previous_start, action_start = action_start, len(walk.items)
-            priced, m = self._action(action.kind, action.stage), action.microbatch
+            priced, m = self._action_items(action.kind, action.stage), action.microbatch
             receives = [_in_microbatch(item, m) for item in priced.receives]
             walk.items[previous_start:previous_start] = receives
             action_start += len(receives)
@@ -107,7 +107,7 @@ class _Prediction:
         walk.end_step()
         return walk
 
-    def _action(self, kind: Kind, stage: int) -> _RankItems:
+    def _action_items(self, kind: Kind, stage: int) -> _RankItems:
         """Return the folded items of an action of this kind, for any microbatch."""
         key = kind, stage
         if key not in self._actions:
@@ -249,11 +249,11 @@ def _bubble(ranks: Sequence[_RankItems], times: Mapping[int, Sequence[Interval]]
     return 1 - busy / ((last - first) * len(ranks)) if last > first else 0.0
 
 
-def _spent(items: Sequence[Item], times: Sequence[Interval], last: float) -> Cost:
+def _rank_cost(items: Sequence[Item], times: Sequence[Interval], last: float) -> Cost:
     """Return the seconds in which a rank computes, and in which it waits for messages in flight,
     for launches and for other ranks. ``last``: when the last rank ends."""
     begun: dict[Hashable, float] = {}
-    alone = {i.name for i in items if isinstance(i, Begin) and len(i.members) == 1}
+    local_messages = {i.name for i in items if isinstance(i, Begin) and len(i.members) == 1}
     computes = communicates = host_waits = host = 0.0
     waits = last - times[-1][1] if times else 0.0
     for item, (begin, end) in zip(items, times, strict=True):
@@ -269,7 +269,7 @@ def _spent(items: Sequence[Item], times: Sequence[Interval], last: float) -> Cos
             case Until():
                 since = min(end, max(begin, min(begun[name] for name in item.names)))
                 communicates += end - since
-                if alone.issuperset(item.names):
+                if local_messages.issuperset(item.names):
                     host_waits += since - begin
                 else:
                     waits += since - begin

@@ -233,15 +233,15 @@ def _parts_of(measured: Measured, step: TimedStep) -> list[_Parts]:
     number = {rank: i for i, rank in enumerate(measured.ranks)}
     spans: dict[int, float] = {}
     for sites in measured.lists:
-        here = sorted({rank for rank, _ in sites if rank in number})
-        lines = {rank: iter(lines_of(step.outputs[number[rank]])) for rank in here}
-        waits = {rank: _peers_of_waits(program, rank, number) for rank in here}
+        local_ranks = sorted({rank for rank, _ in sites if rank in number})
+        lines = {rank: iter(lines_of(step.outputs[number[rank]])) for rank in local_ranks}
+        waits = {rank: _peers_of_waits(program, rank, number) for rank in local_ranks}
         events = sorted(
             (begin, end, rank, index)
-            for rank in here
+            for rank in local_ranks
             for index, begin, end in times_of(step.outputs[number[rank]])
         )
-        spent = dict.fromkeys(here, 0.0)
+        spent = dict.fromkeys(local_ranks, 0.0)
         last_end = events[0][0] if events else 0.0
         for begin, end, rank, index in events:
             parts_of_rank, floors = parts[number[rank]], measured.floors[number[rank]]
@@ -262,7 +262,7 @@ def _parts_of(measured: Measured, step: TimedStep) -> list[_Parts]:
                     parts_of_rank.overhead["engine"] += seconds
             spent[rank] += gap + seconds
             last_end = end
-        for rank in here:
+        for rank in local_ranks:
             parts[number[rank]].other_ranks = sum(spent.values()) - spent[rank]
             spans[number[rank]] = sum(spent.values())
     longest = max(spans.values(), default=0.0)
@@ -405,13 +405,13 @@ def _predicted_kernels(plan: Plan, rank: int) -> dict[str, float]:
     """Return a rank's predicted seconds by op, without the seconds of dispatch."""
     latency = plan.topology.op_latency
     coordinates = plan.mesh.coordinates(rank)
-    place = coordinates[plan.stage_axis] if plan.stage_axis else 0
-    here = {axis: coordinates.get(axis, 0) for axis in plan.inner.axes}
+    stage_coordinate = coordinates[plan.stage_axis] if plan.stage_axis else 0
+    inner_coordinates = {axis: coordinates.get(axis, 0) for axis in plan.inner.axes}
     shared = ProgramContext(plan, Actions(plan, None), torch.device("cpu"))
     kernels: dict[str, float] = defaultdict(float)
     for step in plan.steps:
-        name = _step_name(shared, step, here)
-        for stage in plan.hosted[place] if name else ():
+        name = _step_name(shared, step, inner_coordinates)
+        for stage in plan.hosted[stage_coordinate] if name else ():
             if name and stage in step.stages:
                 times = step_times(plan, step)
                 seconds = step_seconds(plan, step, stage).compute
@@ -419,12 +419,12 @@ def _predicted_kernels(plan: Plan, rank: int) -> dict[str, float]:
     return dict(kernels)
 
 
-def _step_name(shared: ProgramContext, step: Step, here: Mapping[str, int]) -> str | None:
+def _step_name(shared: ProgramContext, step: Step, coordinates: Mapping[str, int]) -> str | None:
     """Return the name of a step's computation, as in the code of a rank, or None if it has none.
-    ``here``: the coordinates of the rank."""
+    ``coordinates``: of the rank."""
     match step:
         case Compute():
-            return _name_of(shared.local_call(step, here).target)
+            return _name_of(shared.local_call(step, coordinates).target)
         case Accumulate():
             return ADDING
         case Update():

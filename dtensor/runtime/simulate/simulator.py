@@ -75,13 +75,13 @@ def simulate(plan: Plan, grid: Grid | None, topology: Topology | None = None) ->
         if call:
             spans.append(Span(rank=rank, track="wait", label=CALL, begin=0.0, end=call))
         spans += _spans(rank, program, times[rank])
-        changes.append(tuple(_held(builders[rank], program, times[rank], call)))
+        changes.append(tuple(_memory_changes(builders[rank], program, times[rank], call)))
     return Trace(
         name=plan.name,
         ranks=ranks,
         alike=plan.mesh.size // len(ranks),
         spans=tuple(sorted(spans, key=lambda s: (s.begin, s.rank, s.end))),
-        peak_bytes=tuple(max(held for _, held in of) for of in changes),
+        peak_bytes=tuple(max(held for _, held in rank_changes) for rank_changes in changes),
         held_bytes=tuple(changes),
     )
 
@@ -152,7 +152,7 @@ def _axis_of(plan: Plan, group: tuple[int, ...]) -> str:
 # -- results ---------------------------------------------------------------------------------------
 
 
-def _timed(
+def _with_intervals(
     program: RankProgram, times: Sequence[Interval]
 ) -> Iterator[tuple[Instruction, Interval | None]]:
     """Yield each instruction with its interval, or with None if it takes no time."""
@@ -162,7 +162,7 @@ def _timed(
 
 
 def _spans(rank: int, program: RankProgram, times: Sequence[Interval]) -> Iterator[Span]:
-    for item, interval in _timed(program, times):
+    for item, interval in _with_intervals(program, times):
         if interval is not None and interval[1] > interval[0]:
             yield span_of(rank, _track(item), item, *interval)
 
@@ -177,7 +177,7 @@ def _track(item: Instruction) -> Track:
             return "communication"
 
 
-def _held(
+def _memory_changes(
     b: RankBuilder, program: RankProgram, times: Sequence[Interval], begin: float
 ) -> Iterator[tuple[float, int]]:
     """Yield (time, bytes held from then on). A storage is held while a value of the table uses it,
@@ -200,10 +200,10 @@ def _held(
     held += change((*program.inputs, *program.state), 1)
     yield 0.0, held
     now = begin
-    for item, interval in _timed(program, times):
-        within = _held_within(b, next(segments), item.outputs) if isinstance(item, Call) else 0
-        if within:
-            yield now, held + within
+    for item, interval in _with_intervals(program, times):
+        temporary = _peak_in_call(b, next(segments), item.outputs) if isinstance(item, Call) else 0
+        if temporary:
+            yield now, held + temporary
         if isinstance(item, Call | Wait) and interval is not None:
             now = interval[1]
         match item:
@@ -221,7 +221,7 @@ def _held(
             yield now, held
 
 
-def _held_within(b: RankBuilder, segment: LocalCode, outputs: Sequence[str]) -> int:
+def _peak_in_call(b: RankBuilder, segment: LocalCode, outputs: Sequence[str]) -> int:
     """Return the peak bytes of a call's temporary values, which are freed after their last use."""
     last_use: dict[str, int] = {}  # by storage, the line
     for number, line in enumerate(segment.code.lines):
