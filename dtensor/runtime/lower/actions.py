@@ -92,7 +92,8 @@ class Actions:
 
 
 def _sequential_actions(plan: PlanRecord) -> Iterator[tuple[int, int, Action]]:
-    # without a Compute step too: the backward of the identity is only a conversion
+    """Yield (schedule step, pipeline rank, action) without a schedule: one action at a time."""
+    # a backward may have no Compute step: the backward of the identity is only a conversion
     has_backward = any(s.phase == "backward" and not s.once for s in plan.steps)
     step = 0
     for m in range(plan.num_microbatches):

@@ -1,8 +1,8 @@
 """Local code: straight-line Python for one segment of one rank, as a daft Function.
 
-    code = CodeBuilder(device) code.call(local_call, ("x", "w"), ("h",), "mlp.py:14: h =
-    self.up(x)", made) code.function("mlp_F0", outputs=("h",))        # def forward(x, w): h =
-    aten_mm_default(x, w) ...
+    code = CodeBuilder(device)
+    code.call(local_call, ("x", "w"), ("h",), "mlp.py:14: h = self.up(x)", result_types)
+    code.function("mlp_F0", outputs=("h",))    # def forward(x, w): h = aten_mm_default(x, w) ...
 
 Each line records the user's line; a value is dropped after its last use. A bias or a factor is
 applied to a product in place if no other op reads the product. On CUDA, a product and its bias are
@@ -67,11 +67,11 @@ class CodeBuilder:
         operands: Sequence[str],
         results: Sequence[str | None],
         source: str | None,
-        made: Callable[[], Made],
+        result_types: Callable[[], Made],
     ) -> None:
         """Add the line ``results = call(operands)``, with the op's kernel on this device if it has
         one. A user's kernel is checked: it may not change its arguments, and must return the local
-        shapes and dtypes that ``made`` gives for the named results."""
+        shapes and dtypes that ``result_types`` returns for the named results."""
         args = [self.literal(a, operands) for a in call.args]
         args += [f"{k}={self.literal(v, operands)}" for k, v in call.kwargs]
         name = call.name if isinstance(call.target, OpOverload) else call.target.__name__
@@ -111,7 +111,7 @@ class CodeBuilder:
         self.apply(versions, [operands], [before], source=source)
         self.line(text, reads, named, source, called=function, op=kernel_name, comment=kernel_name)
         self.apply(check_kept, [operands, before], (), kernel.name, source=source)
-        self.apply(check_made, [named], (), kernel.name, made(), source=source)
+        self.apply(check_made, [named], (), kernel.name, result_types(), source=source)
         if not _is_view(call.target):
             self.apply(check_apart, [named, operands], (), kernel.name, source=source)
 

@@ -1,6 +1,6 @@
 """Fusion of local code by torch's compiler, for `launch(local="inductor")` on CPUs.
 
-    compiled = fused(program, fed)        # `inputs_by_rank`: the shapes of each rank's inputs
+    compiled = fused(program, inputs_by_rank)        # inputs are given by their shapes
 
     h = mm(x, w)                          h = mm(x, w)
     b = add(h, bias)                      g, = fused_0(h, bias)

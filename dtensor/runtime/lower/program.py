@@ -233,10 +233,10 @@ class _Lowering(StepWalk[moves.Started]):
         source = user_line(step)
         results = [(name, spec) for _, name, spec in step.gives_as()]
 
-        def made() -> Made:
+        def result_types() -> Made:
             return [(spec.local_shape(b.coordinates), spec.dtype) for _, spec in results]
 
-        code.call(call, operands, step.results, source, made)
+        code.call(call, operands, step.results, source, result_types)
         if b.roles.detect_nan:
             detect_nan.add_check(code, operands, results, call, source, b.roles.detect_nan)
         if state is not None:

@@ -2,7 +2,7 @@
 
     builder = RankBuilder(shared=ProgramContext(plan, actions, device), rank=0, ...)
     segment = builder.segment()                   # local code, up to the next communication
-    builder.start(Collective(...))                # communication closes the segment
+    builder.emit(Collective(...))                 # communication closes the segment
 
 The values that a segment must return depend on the instructions after it. So program.py turns the
 segments into calls once the rank's list is complete. In the rank's table, the plan value `name` of

@@ -89,7 +89,7 @@ class _Clock:
         self.lists = lists
         self.messages: dict[tuple[object, int], _Message] = {}
         self.counts: dict[tuple[int, object], int] = defaultdict(int)  # messages of a rank so far
-        self.free: dict[object, float] = defaultdict(lambda: -math.inf)  # by channel, since when
+        self.free: dict[object, float] = defaultdict(lambda: -math.inf)  # when a channel is free
 
     def start(self, rank: int, item: Begin, now: float) -> _Message:
         """Return the message that a rank begins ``now``. The k-th message of a rank on a channel is

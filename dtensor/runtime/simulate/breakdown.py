@@ -1,14 +1,15 @@
 """The breakdown of timed runs of a step: a `Profile`, from the time stamps of each rank.
 
-profile_of(measured, plan, predicted)  # returned by `step.profile`; medians over steps
+    profile_of(measured, plan, predicted)  # what `step.profile` returns
 
-kernels      the time of each op, without "dispatch"
-waiting      in Wait, by the ranks waited for
-overhead     controller: Python before and after the run;  channel: the run, less the longest
-             rank's time;  engine: between instructions;  starts: of messages;
-             dispatch: the time of the op on one element, or of the op if that is less
-other_ranks  the time of other ranks of the process, which take turns with the rank
-idle         before the rank's first instruction and after its last, while other ranks run
+    kernels      the time of each op, without "dispatch"
+    waiting      in Wait, by the ranks waited for
+    overhead     controller: Python before and after the run;  channel: the run, less the longest
+                 rank's time;  engine: between instructions;  starts: of messages;
+                 dispatch: the time of the op on one element, or of the op if that is less
+    other_ranks  the time of other ranks of the process, which take turns with the rank
+    idle         before the rank's first instruction and after its last, while other ranks run
+Each figure is the median over steps. The cost of the time stamps is subtracted.
 """
 
 from __future__ import annotations
