@@ -134,9 +134,9 @@ def _pack_contribution(b: RankBuilder, step: Redistribute) -> tuple[tuple[str, B
     segment.table[local] = flat
     segment.code.apply(packed, [step.operands], [local], layout=wheres, is_list=True)
     size = sum(math.prod(m.src.local_shape(coordinates)) for m in step.moves)
-    mine = Buffer((size,), step.moves[0].src.dtype)
-    b.nbytes[flat] = mine.nbytes
-    return ((flat, mine),)
+    buffer = Buffer((size,), step.moves[0].src.dtype)
+    b.nbytes[flat] = buffer.nbytes
+    return ((flat, buffer),)
 
 
 def _pack_blocks(b: RankBuilder, step: Redistribute) -> tuple[tuple[str, Buffer], ...]:

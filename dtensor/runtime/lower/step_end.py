@@ -102,12 +102,12 @@ def _add(b: RankBuilder, step: Accumulate, unshared_sums: set[str], *, last: boo
 
 def sum_tied(b: RankBuilder, step: Redistribute) -> None:
     """Emit the sum of a gradient over the stages that share its parameter, in order of stages."""
-    mine = [i for i, stage in enumerate(step.tied) if stage in b.stages]
+    own_indices = [i for i, stage in enumerate(step.tied) if stage in b.stages]
     hosts = tuple(dict.fromkeys(b.peer(stage) for stage in step.tied))
-    first, (label,), spec = mine[0], step.of, step.moves[0].dst
-    operands = _addends(b, step, mine)
+    first, (label,), spec = own_indices[0], step.of, step.moves[0].dst
+    operands = _addends(b, step, own_indices)
     total = operands[0]
-    if len(mine) > 1:  # this rank hosts several of the stages, and adds their gradients first
+    if len(own_indices) > 1:  # this rank hosts several of the stages
         total = f"{step.results[first]}_here"
         b.segment().code.line(f"{total} = {' + '.join(operands)}", operands, [total], op=ADDING)
         b.record(total, spec)
@@ -123,16 +123,16 @@ def sum_tied(b: RankBuilder, step: Redistribute) -> None:
             op="sum",
         )
         total = step.results[first]
-    for i in mine:
+    for i in own_indices:
         if step.results[i] != total:
             b.assign(total, step.results[i])
         b.record(step.results[i], spec)
 
 
-def _addends(b: RankBuilder, step: Redistribute, mine: Sequence[int]) -> list[str]:
+def _addends(b: RankBuilder, step: Redistribute, own_indices: Sequence[int]) -> list[str]:
     """Return the names of the gradients of this rank's stages, converted to float32 if the
     parameter has 16 bits."""
-    operands, spec = [step.operands[i] for i in mine], step.moves[0].dst
+    operands, spec = [step.operands[i] for i in own_indices], step.moves[0].dst
     parameter = next(i for i in b.plan.inputs if i.label in step.of)
     if parameter.spec.dtype == spec.dtype:
         return operands
@@ -200,13 +200,12 @@ def _reduce_votes(b: RankBuilder, squares: str | None, square_buffer: Buffer = W
         b.emit(Vote(vote, label=b.label.doing("vote")))
     for axis, num in b.plan.mesh.shape.items():
         if num > 1:
-            names = (*([squares] if squares else []), *([vote] if agrees else []))
-            squares = squares and f"{squares}_{axis}"
-            vote = f"vote.{axis}"
-            made = (*([squares] if squares else []), *([vote] if agrees else []))
-            words = (*([square_buffer] if squares else []), *([WORD] if agrees else []))
-            sent, given = (tuple(zip(side, words, strict=True)) for side in (names, made))
-            b.collective("all_reduce", axis, sent, given, what, op="sum")
+            summed = [(squares, f"{squares}_{axis}", square_buffer)] if squares else []
+            summed += [(vote, f"vote.{axis}", WORD)] if agrees else []
+            inputs = tuple((name, buffer) for name, _, buffer in summed)
+            outputs = tuple((result, buffer) for _, result, buffer in summed)
+            b.collective("all_reduce", axis, inputs, outputs, what, op="sum")
+            squares, vote = squares and f"{squares}_{axis}", f"vote.{axis}"
     if agrees:
         b.emit(Commit(vote, label=b.label.doing("commit")))
         b.committed = True
@@ -288,16 +287,16 @@ def update(b: RankBuilder) -> None:
     overwritable = _overwritable(b, updates) if divides else ()
     labels = labels_of(s.parameter for s in updates)
     groups = tuple(map(labels_of, b.roles.groups))
-    what = code.bind("updated", Updated(groups, labels, tuple(values.values())))
-    given = f"{tuple_text(parts)}, {tuple_text(gradients)}, {tuple_text(tuple(state))}, {clip}"
+    updated = code.bind("updated", Updated(groups, labels, tuple(values.values())))
+    tensors = f"{tuple_text(parts)}, {tuple_text(gradients)}, {tuple_text(tuple(state))}, {clip}"
     if split_labels or overwritable:
         own = labels_of(overwritable)
-        given += f", {code.bind('parts', split_labels)}, {code.bind('own', own)}"
+        tensors += f", {code.bind('parts', split_labels)}, {code.bind('own', own)}"
     reads = ["optimizer", "options", *state, *parts, *gradients, *([clip] if clip else [])]
     copied = _copied_bytes(b, updates, overwritable if clip else None)
     if copied:
         code.line(f'"copies {copied} B of gradients"', (), ())
-    code.line(f"{function}(optimizer, {what}, options, {given})", reads, (), called=function)
+    code.line(f"{function}(optimizer, {updated}, options, {tensors})", reads, (), called=function)
     for step, name, part in zip(updates, names, parts, strict=True):
         where = _updated_places(b, inputs[step.parameter], step)
         # a part of several blocks is a copy, which must be written back
