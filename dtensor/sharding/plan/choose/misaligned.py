@@ -147,8 +147,9 @@ def _aligned_placement(
     num: int,
     lines_up: LinesUp,
 ) -> Shard | None:
-    """Return a placement of the pinned dim that lines up over ``num`` ranks and gives each rank a
-    part, or None. Placements that give ranks equal parts are preferred."""
+    """Return a placement of the pinned dim for which ``lines_up`` is true over ``num`` ranks and
+    which gives each rank a part, or None. Placements that give ranks equal parts are preferred.
+    ``dim``: the factors, in ``rule``, of the dim with which the pin does not line up."""
     assert isinstance(pin.placement, Shard)
     pinned_dim, pinned = pin.placement.dim, with_unit(pin.placement, 1)
     size = flow.metas[pin.value].shape[pinned_dim]

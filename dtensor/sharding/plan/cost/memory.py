@@ -263,7 +263,7 @@ def _peaks(
     """Return the bytes that a microbatch keeps from forward to backward, its peak, and its peak if
     gradients that do not exist yet are subtracted. ``new_storages`` and ``new_gradients``: for each
     step of a microbatch, the storages that it creates, and the bytes of gradients among them."""
-    freed: dict[int, list[str]] = {}
+    freed: dict[int, list[str]] = {}  # index of a step -> the storages that it uses last
     for name, at in values.last_use.items():
         if name not in permanent:
             freed.setdefault(at, []).append(name)

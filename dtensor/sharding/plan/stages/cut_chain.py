@@ -253,7 +253,7 @@ def _branch_and_bound(
     suffixes = _least_maximum_of_suffixes(cost, allowed)
     best, least = initial, max(chain.costs(initial))
     nodes = 0
-    pending: list[tuple[tuple[int, ...], int]] = [((0,), 0)]
+    pending: list[tuple[tuple[int, ...], int]] = [((0,), 0)]  # bounds so far, their highest cost
     while pending and nodes < _MAX_NODES:
         bounds, max_cost = pending.pop()
         nodes += 1
@@ -263,7 +263,7 @@ def _branch_and_bound(
                 best, least = bounds, highest
             continue
         first = bounds[-1]
-        ends = [
+        ends = [  # (lower bound of the highest cost, end of the next part)
             (max(max_cost, int(cost[first, end]), int(suffixes[num_parts - part - 1, end])), end)
             for end in range(first + 1, num + 1)
             if allowed[part, first, end]
