@@ -255,7 +255,7 @@ def test_lost_rank_ends_all_meshes_of_launch(ray_session: None) -> None:
         with dt.launch(TRAIN, PLAY, backend="ray") as session:
             read([side.turn(0)])
             cluster: Any = session.launch.cluster
-            os.kill(cluster._home.processes[3].counter.pid, signal.SIGKILL)
+            os.kill(cluster._launch.processes[3].counter.pid, signal.SIGKILL)
             for n in range(200):
                 float(side.turn(n)[0])
     notes = " ".join(caught.value.__notes__)

@@ -50,8 +50,8 @@ class Here:
         self.joins += 1
         store = PrefixStore(f"join{self.joins}", self.store)
 
-        def meet(card: str) -> None:
-            store.set(f"here{self.index}", card)
+        def meet(text: str) -> None:
+            store.set(f"here{self.index}", text)
             store.wait([f"here{i}" for i in range(len(self.hosts))])
 
         return join_same_host(

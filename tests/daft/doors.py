@@ -83,7 +83,7 @@ def join(address: str) -> None:
         with dt.launch(MESH, "ray", address=address) as session:
             split = dt.distribute(torch.ones(4, 4), MESH, tp=dt.Row())
             assert float(split.full_tensor().sum()) == 16
-            home: Any = session.cluster._home  # type: ignore[attr-defined]
+            home: Any = session.cluster._launch  # type: ignore[attr-defined]
             hosts = {process.counter.pid: "host" for process in home.processes}
             print(json.dumps(listening(hosts | {os.getpid(): "controller"})))
     except ConnectionError as error:

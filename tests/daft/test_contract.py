@@ -1004,7 +1004,7 @@ def test_progress_of_one_rank_does_not_hide_hang_of_another(
         run(cluster, fine).get()
         await_places(cluster, {0: 2, 1: 0, 2: 2})
         if how == "stopped":
-            os.kill(cluster._home.processes[1].counter.pid, signal.SIGSTOP)
+            os.kill(cluster._launch.processes[1].counter.pid, signal.SIGSTOP)
         with pytest.raises(ActorLost) as lost:
             while True:
                 cluster.watch.deadline_s = 3600.0  # a step of rank 3 may take long

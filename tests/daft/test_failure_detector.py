@@ -99,11 +99,11 @@ class Cluster:
         self.asked = [AwaitedCall(cast(HostProcess, each), each) for each in self.processes]
 
     # the interface that the failure detector uses
-    def describe(self, host: int, at: Progress, reason: str) -> Failure:
+    def describe(self, host: int, progress: Progress, reason: str) -> Failure:
         return Failure(rank=host, reason=reason)
 
-    def at_work(self, host: int, at: Progress) -> bool:
-        return at.position <= CALL and at.device is None
+    def at_work(self, host: int, progress: Progress) -> bool:
+        return progress.position <= CALL and progress.device is None
 
     def waits(self, progress_by_host: Mapping[int, Progress]) -> Mapping[int, Any]:
         from dtensor.daft.ray.cluster import RayCluster

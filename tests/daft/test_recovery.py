@@ -162,7 +162,7 @@ def test_loss_beyond_max_restarts_raises(ray_session: None) -> None:
         with pytest.raises(ActorLost, match="the process died") as caught:
             cluster.run(handle, fed(1.0)).get()
         assert "max_restarts" in caught.value.__notes__[0]
-        pids = [host.counter.pid for host in cluster._home.processes if host.counts]
+        pids = [host.counter.pid for host in cluster._launch.processes if host.counts]
         assert not any(map(running, pids))
 
 
@@ -332,7 +332,7 @@ def test_interrupt_during_replacement_frees_snapshots_and_does_not_hang(
     ray_session: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with launched(spares=0) as cluster:
-        kept = cluster._home.snapshots
+        kept = cluster._launch.snapshots
         assert kept.parent == Path("/dev/shm") and os.listdir(kept)
         cluster.put(zeros())
         handle = cluster.load(counting())

@@ -199,17 +199,17 @@ def test_host_falls_back_to_messages_if_one_process_cannot_open_memory() -> None
 
 def test_segment_open_refuses_other_or_closed_segment() -> None:
     own = Segment.create(own_place("here"))
-    there = Segment.open(own.card)
+    there = Segment.open(own.segment_address)
     assert there is not None and not there.ended
     window, same = own.map(1 << 40, 4096), there.map(1 << 40, 4096)
     window.bytes[7] = 3
     assert same.bytes[7] == 3
     there.close()
-    assert Segment.open(replace(own.card, nonce="0" * 32)) is None
+    assert Segment.open(replace(own.segment_address, nonce="0" * 32)) is None
     with open("/dev/null") as other:
-        assert Segment.open(replace(own.card, descriptor=other.fileno())) is None
+        assert Segment.open(replace(own.segment_address, descriptor=other.fileno())) is None
     own.close()
-    assert Segment.open(own.card) is None
+    assert Segment.open(own.segment_address) is None
 
 
 def _another_program(here: Here) -> str:

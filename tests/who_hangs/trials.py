@@ -84,7 +84,7 @@ class Trial:
 class Trials:
     def __init__(self, cluster: Any, folder: Path, step: dt.TrainStep) -> None:
         self.cluster = cluster
-        self.pids = [process.counter.pid for process in cluster._home.processes]
+        self.pids = [process.counter.pid for process in cluster._launch.processes]
         self.folder = folder
         self.step = step
         self.x = torch.randn(8, 16)

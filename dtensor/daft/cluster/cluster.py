@@ -538,13 +538,15 @@ class HostedCluster(Cluster):
                 for (_, ranks), drops, change in parts_of_hosts
             ]
             if mode != "interpreted":
-                calls = self._call(Worker.run, places, [(own,) for own in parts], run=run)
+                calls = self._call(
+                    Worker.run, places, [(outputs_by_rank,) for outputs_by_rank in parts], run=run
+                )
                 self.calls += self._count(places)
                 self._record_awaited(places, calls)
                 if keep:
-                    own = (program.outputs for program in handle.program.ranks)
+                    outputs_by_rank = (program.outputs for program in handle.program.ranks)
                     self._record_written(
-                        [[keep[o] for o in keep if o in outputs] for outputs in own]
+                        [[keep[o] for o in keep if o in outputs] for outputs in outputs_by_rank]
                     )
                 future = _CallFuture(self, calls, dict, handle)
                 if recording is not None:

@@ -93,17 +93,24 @@ class SubCluster(Cluster):
     ) -> None:
         """Store values in the ranks of the part, under the names that the tables have."""
         self._check(values, "put")
-        named = [{self.inner(n): v for n, v in own.items()} for own in values]
-        self.whole.put(self._spread(named, {}), drop=self._renamed_drops(drop), wait=wait)
+        renamed_values = [
+            {self.inner(n): v for n, v in values_of_rank.items()} for values_of_rank in values
+        ]
+        self.whole.put(self._spread(renamed_values, {}), drop=self._renamed_drops(drop), wait=wait)
 
     def get(self, names: Sequence[Sequence[str] | None]) -> Future:
         self._check(names, "get")
-        wanted = [None if own is None else [self.inner(n) for n in own] for own in names]
-        return _SubClusterFuture(self.whole.get(self._spread(wanted, None)), self.ranks)
+        renamed_names = [
+            None if names_of_rank is None else [self.inner(n) for n in names_of_rank]
+            for names_of_rank in names
+        ]
+        return _SubClusterFuture(self.whole.get(self._spread(renamed_names, None)), self.ranks)
 
     def delete(self, names: Sequence[Sequence[str]]) -> None:
         self._check(names, "delete")
-        self.whole.delete(self._spread([[self.inner(n) for n in own] for own in names], []))
+        self.whole.delete(
+            self._spread([[self.inner(n) for n in names_of_rank] for names_of_rank in names], [])
+        )
 
     def load(self, program: Program) -> Handle:
         self._check(program.ranks, f"Program {program.name!r}")

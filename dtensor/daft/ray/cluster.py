@@ -89,17 +89,17 @@ class RayCluster(HostedCluster):
         self._epoch = 0  # how often hosts have connected again to grow, without recovery
         self._spans = False  # whether hosts are on several machines
         self._starting: list[AwaitedCall] = []  # calls that end when the hosts have connected
-        self._home = LaunchProcesses(
+        self._launch = LaunchProcesses(
             options.address, options.deadline_s, warm=options.warm, beside=device.type == "cpu"
         )
         try:
             if device.type == "cuda":
                 self.hosts = hosts_of(size, ranks_per_gpu(size, options.ranks_per_actor))
                 self.number_changes(snapshot_every)
-            self.channel = self._home.connect()
+            self.channel = self._launch.connect()
             self.watch: FailureDetector = FailureDetector(
                 self,
-                self._home,
+                self._launch,
                 self.channel,
                 deadline_s=options.deadline_s,
                 call_deadline_s=options.call_deadline_s,
@@ -109,15 +109,15 @@ class RayCluster(HostedCluster):
             machines = self._machines_of(together)
             self._spans = bool(machines)
             self.membership: Membership = Membership(
-                self._home,
+                self._launch,
                 self.channel,
                 self.hosts,
                 str(device),
                 spares=options.spares,
-                memory=None if self.changes is None else self._home.snapshots,
+                memory=None if self.changes is None else self._launch.snapshots,
                 options={"num_gpus": 1} if device.type == "cuda" else {},
                 machines=machines,
-                controllers=self._home.own_machine if machines else "",
+                controllers=self._launch.own_machine if machines else "",
             )
             self.channel.rank_of = self._rank_of
             if self.membership.several:
@@ -127,7 +127,7 @@ class RayCluster(HostedCluster):
                 self.ask(h, Ranks.connect, rendezvous, h) for h in range(len(self.hosts))
             ]
             self._max_restarts = options.max_restarts
-            if self._home.local is None:
+            if self._launch.local is None:
                 self._finish_start()
         except BaseException:
             self.close()
@@ -160,7 +160,7 @@ class RayCluster(HostedCluster):
     def _machines_of(self, together: Sequence[Sequence[int]]) -> list[str]:
         """Return Ray's name of the machine for each host, [] if Ray has only one machine."""
         gpus = self.device.type == "cuda"
-        machines = self._home.machines("GPU" if gpus else "CPU")
+        machines = self._launch.machines("GPU" if gpus else "CPU")
         if not machines:
             return []
         capacities = [MachineCapacity(str(machine), machine.room) for machine in machines]
@@ -179,7 +179,7 @@ class RayCluster(HostedCluster):
             return {}
         ranks_by_machine: dict[str, tuple[int, ...]] = {}
         for process, ranks in zip(self.membership.processes, self.membership.hosts, strict=True):
-            name = self._home.named(process.machine)
+            name = self._launch.named(process.machine)
             ranks_by_machine[name] = (*ranks_by_machine.get(name, ()), *ranks)
         return ranks_by_machine
 
@@ -422,11 +422,11 @@ class RayCluster(HostedCluster):
         for host, _ in handle.places:
             self.calls += 1
             self.membership.tell(self.membership.host(host), Ranks.unload, handle.id)
-        self._home.folder.forget_lines(handle.id)
+        self._launch.folder.forget_lines(handle.id)
 
     def status(self, seconds: float) -> Status:
         self._check()
-        return LaunchSeen(self._home.folder.path).status(seconds)
+        return LaunchSeen(self._launch.folder.path).status(seconds)
 
     def came(self, calls: Sequence[AwaitedCall]) -> bool:
         return self.watch.came(calls)
@@ -485,7 +485,7 @@ class RayCluster(HostedCluster):
         loaded = self.loaded.programs[handle.id]
         for spare in self.membership.spares if self._recovery is not None and loaded.needed else ():
             self.membership.tell(spare, Ranks.provide, loaded.needed)
-        self._home.folder.write_lines(handle.id, loaded.lines)
+        self._launch.folder.write_lines(handle.id, loaded.lines)
         return calls
 
     def ended(self, call: AwaitedCall) -> bool:
@@ -516,9 +516,9 @@ class RayCluster(HostedCluster):
         the first failure."""
         if self.failure is None:
             self.failure = error
-            for host in self._home.processes:
+            for host in self._launch.processes:
                 host.kill()
-            for host in self._home.processes:
+            for host in self._launch.processes:
                 host.end()
         return self.failure
 
@@ -531,7 +531,7 @@ class RayCluster(HostedCluster):
                 for process in first.values()
             ]
             self.channel.all_over(replies, END_S)
-        self._home.close()
+        self._launch.close()
 
     def _due(self, calls: Sequence[AwaitedCall]) -> dict[int, int]:
         """Return, by process, the last run that it must end before these calls can be answered."""
@@ -563,7 +563,7 @@ class RayCluster(HostedCluster):
         return self._lock
 
     # -- used by `FailureDetector`, see its `Controller` ----------------------------------------
-    def describe(self, host: int, at: Progress, reason: str) -> Failure:
+    def describe(self, host: int, progress: Progress, reason: str) -> Failure:
         """Return the failure of a process: the instruction that it is at, and, if hosts are on
         several machines, its machine."""
         place = self.membership.place(host)
@@ -571,25 +571,25 @@ class RayCluster(HostedCluster):
             reason = f"{reason} {self._whereabouts(host)}"
         if place is None:
             return Failure(rank=None, actor=f"process {host}", reason=f"{reason} It was a spare.")
-        if (position := self._instruction_at(place, at)) is None:
+        if (position := self._instruction_at(place, progress)) is None:
             rank = self.membership.hosts[place][0]
             if not self.membership.host(place).elsewhere:  # its counter can be read here
                 reason += " It was between runs."
             return Failure(rank=rank, known_as=self.known_as.get(rank, ""), reason=reason)
         handle, site = position
-        return replace(describe(handle.program, site, reason), step=at.run)
+        return replace(describe(handle.program, site, reason), step=progress.run)
 
     def _whereabouts(self, process: int) -> str:
         """Return a sentence that names a process's machine, and says if no process on that machine
         can be reached."""
-        machine = self._home.processes[process].machine
-        name, broken = self._home.named(machine), self.channel.broken()
-        if process in broken and machine != self._home.own_machine:
+        machine = self._launch.processes[process].machine
+        name, broken = self._launch.named(machine), self.channel.broken()
+        if process in broken and machine != self._launch.own_machine:
             self.channel.listen(TOGETHER_S)  # the connections to a lost machine break together
             broken = self.channel.broken()
         processes = (*self.membership.processes, *self.membership.spares)
         on_machine = [p for p in processes if p.machine == machine]
-        if any(p.index not in broken for p in on_machine) or machine == self._home.own_machine:
+        if any(p.index not in broken for p in on_machine) or machine == self._launch.own_machine:
             return f"It was on {name}."
         ranks = [
             r
@@ -600,20 +600,22 @@ class RayCluster(HostedCluster):
         others = f", with {ranks_text(ranks)}" if len(ranks) > 1 else ""
         return f"Machine {name} has ended or cannot be reached{others}."
 
-    def at_work(self, host: int, at: Progress) -> bool:
+    def at_work(self, host: int, progress: Progress) -> bool:
         """Return whether a process executes a `Call`, or is between runs. False if its GPU
         waits."""
-        if at.device is not None:  # its GPU waits for a message; the host only spins meanwhile
+        if (
+            progress.device is not None
+        ):  # its GPU waits for a message; the host only spins meanwhile
             return False
         place = self.membership.place(host)
-        position = None if place is None else self._instruction_at(place, at)
+        position = None if place is None else self._instruction_at(place, progress)
         if position is None:  # between runs, a host may unpack or load a program
             return True
         handle, site = position
         return isinstance(instruction_at(handle.program, site), Call)
 
     def tell_of_loss(self, host: int) -> None:
-        self._home.announce(lost_key(host))
+        self._launch.announce(lost_key(host))
 
     def waits(self, progress_by_host: Mapping[int, Progress]) -> dict[int, Waits]:
         """Return, by process, the processes that it waits for, given the progress of all."""
@@ -635,10 +637,10 @@ class RayCluster(HostedCluster):
             waits_of[self.membership.host(host).index] = Waits(awaited_processes, waits.held_back)
         return waits_of
 
-    def _instruction_at(self, host: int, at: Progress) -> tuple[Handle, Site] | None:
+    def _instruction_at(self, host: int, progress: Progress) -> tuple[Handle, Site] | None:
         """Return the instruction that a host is at, with its program; None between runs."""
-        handle = self._handles.get(at.program)
+        handle = self._handles.get(progress.program)
         lists = () if handle is None else handle.report.lists
-        if handle is None or host >= len(lists) or not 0 <= at.position < len(lists[host]):
+        if handle is None or host >= len(lists) or not 0 <= progress.position < len(lists[host]):
             return None
-        return handle, lists[host][at.position]
+        return handle, lists[host][progress.position]

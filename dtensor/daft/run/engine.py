@@ -457,11 +457,9 @@ class Engine:
 
 
 def lost_device(device: torch.device, error: BaseException) -> BaseException | None:
-    """Return the error after which this process can no longer use the GPU; None if it still can.
-
+    """Return the error after which this process can no longer use the GPU, or None if it still can.
     cuBLAS and Triton raise a plain RuntimeError if the CUDA context is lost, so the stream is
-    queried. The query does not wait, and raises a permanent error again.
-    """
+    queried too: the query does not wait, and raises a permanent error again."""
     if isinstance(error, torch.AcceleratorError):
         return error
     if device.type == "cuda":

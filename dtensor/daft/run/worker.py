@@ -232,8 +232,8 @@ class Worker:
         self.engines[handle] = Engine(*arguments, undoes=undoes, device_waits=self.device_waits)
         if self._rollback is not None:
             self._rollback.load(handle, program)
-        lists = (item.instructions for item in program.ranks.values())
-        calls = (i for item in lists for i in item if isinstance(i, Call))
+        instructions = (item.instructions for item in program.ranks.values())
+        calls = (i for item in instructions for i in item if isinstance(i, Call))
         self._written_names[handle] = frozenset(name for call in calls for name in call.writes)
 
     def unload(self, handle: int) -> None:

@@ -71,7 +71,7 @@ class Session(FutureOwner):
         self._raised: set[tuple[str, ...]] = set()
         self.abandoned: deque[TaskFuture] = deque()  # streams to close; finalizers append
 
-    def room(self, nbytes: int) -> Tensor:
+    def allocate(self, nbytes: int) -> Tensor:
         """Allocate the message of an argument."""
         return allocate_message(nbytes)
 
@@ -136,7 +136,7 @@ class Session(FutureOwner):
         if not inspect.isclass(cls):
             raise TypeError(f"An actor is spawned of a class, got {cls!r}.\n  at {user_line()}")
         _check_pickles(cls)
-        encoded = encode((tuple(args), dict(kwargs)), room=self.room)
+        encoded = encode((tuple(args), dict(kwargs)), allocate=self.allocate)
         with self.lock:
             if host is not None:
                 process = host.process
@@ -159,7 +159,7 @@ class Session(FutureOwner):
         """Encode the arguments of a task and dispatch it. Return the future of its result."""
         self.check_open()
         self._close_abandoned()
-        encoded = encode(args, room=self.room)
+        encoded = encode(args, allocate=self.allocate)
         inputs = self.inputs(encoded.placeholders)
         with self.lock:
             return self.dispatch(actor, task, encoded.message, inputs)

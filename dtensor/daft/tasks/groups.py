@@ -111,18 +111,18 @@ class WorkerGroup:
             raise ValueError(f"A group has at least 1 member, got {size}.\n  at {user_line()}")
         session = current_session()
         member_arguments = [_arguments_of(size, i, args, kwargs) for i in range(size)]
-        spawned = [
+        infos = [
             session.spawn(
                 cls,
-                own_args,
-                own_kwargs,
+                member_args,
+                member_kwargs,
                 name=None if name is None else f"{name}-{i}",
                 resources=resources,
                 host=None,
             )
-            for i, (own_args, own_kwargs) in enumerate(member_arguments)
+            for i, (member_args, member_kwargs) in enumerate(member_arguments)
         ]
-        self._members = tuple(map(ActorHandle, spawned))
+        self._members = tuple(map(ActorHandle, infos))
 
     def __len__(self) -> int:
         return len(self._members)
@@ -157,8 +157,10 @@ class GroupMethod:
         size = len(self.members)
         member_arguments = [_arguments_of(size, i, args, kwargs) for i in range(size)]
         futures = [
-            getattr(member, self.name)(*own_args, **own_kwargs)
-            for member, (own_args, own_kwargs) in zip(self.members, member_arguments, strict=True)
+            getattr(member, self.name)(*member_args, **member_kwargs)
+            for member, (member_args, member_kwargs) in zip(
+                self.members, member_arguments, strict=True
+            )
         ]
         if any(isinstance(future, TaskStream) for future in futures):
             return futures

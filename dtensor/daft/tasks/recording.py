@@ -240,7 +240,7 @@ def _input(session: Session, leaf: Any) -> TaskFuture | Tensor:
     if isinstance(leaf, TaskFuture):
         (placeholder,) = session.inputs([leaf])
         return placeholder
-    encoded = encode(leaf, room=session.room)
+    encoded = encode(leaf, allocate=session.allocate)
     if encoded.placeholders:
         raise TypeError(
             f"An argument of a compiled function hides a future: {leaf!r}.\n  at {user_line()}\n"

@@ -66,14 +66,14 @@ class HostedObject:
     """An actor's object in its process.
 
     `failure_message`: the failure of its `__init__`, or of the actor's end; all methods return it.
-    `failures`: the first failures of methods. `room`: allocates the messages of results.
+    `failures`: the first failures of methods. `allocate`: allocates the messages of results.
     `streams`: open generators, by number. `items`: the last value of each stream.
     """
 
     instance: object = None
     failure_message: Tensor | None = None
     failures: list[Failure] = field(default_factory=list[Failure])
-    room: MessageAllocator = allocate_message
+    allocate: MessageAllocator = allocate_message
     streams: dict[int, Iterator[Any]] = field(default_factory=dict[int, Iterator[Any]])
     items: dict[int, Any] = field(default_factory=dict[int, Any])
     _num_streams: int = 0
@@ -264,7 +264,7 @@ class Task:
                     result = subject.run_coroutine(result)
                 if self.stream:
                     result = subject.open(result)
-                encoded = encode(result, room=subject.room)
+                encoded = encode(result, allocate=subject.allocate)
                 del result
                 self._check(encoded)
             except BaseException as error:
@@ -437,10 +437,10 @@ def _check_fold(op: Reduction, tensor: Tensor) -> None:
         raise ValueError(f"{op.name!r} reduces {op.wants}, got {tensor.dtype}{list(tensor.shape)}.")
 
 
-def _structure(whole: object) -> object:
+def _structure(value_tree: object) -> object:
     """Return the form of a value: shapes and dtypes of its tensors, types of its numbers, its
     structure."""
-    leaves, spec = _flatten(whole)
+    leaves, spec = _flatten(value_tree)
     return [
         (tuple(leaf.shape), str(leaf.dtype)) if isinstance(leaf, Tensor) else type(leaf).__name__
         for leaf in leaves

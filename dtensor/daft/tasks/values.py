@@ -286,7 +286,9 @@ def allocate_message(nbytes: int) -> Tensor:
     return torch.empty(nbytes, dtype=torch.uint8)
 
 
-def encode(value: object, kind: Kind = VALUE, room: MessageAllocator = allocate_message) -> Encoded:
+def encode(
+    value: object, kind: Kind = VALUE, allocate: MessageAllocator = allocate_message
+) -> Encoded:
     """Encode a value. The placeholders of the result are in the order of `decode`'s ``values``.
     Raises TypeError if the value cannot be pickled."""
     file, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
@@ -312,7 +314,7 @@ def encode(value: object, kind: Kind = VALUE, room: MessageAllocator = allocate_
         view = memoryview(bytearray(total))
         message = torch.frombuffer(view, dtype=torch.uint8)
     else:
-        message = room(total)
+        message = allocate(total)
         view = message.numpy().data
     _HEAD.pack_into(view, 0, kind, len(body), len(data_of_buffers), len(spans))
     struct.pack_into(f"<{len(numbers)}Q", view, _HEAD.size, *numbers)

@@ -684,8 +684,8 @@ def unscaled_squares(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Return `sum_of_squares` of the gradients divided by the loss scale. Waits for the device.
-    Raises GradientOverflow if the sum is not finite or nearly overflows."""
+    """Return the sum of squares of the gradients after dividing them by the loss scale. Waits for
+    the device. Raises GradientOverflow if the sum is not finite or nearly overflows."""
     total = sum_of_squares(gradients, device, dtype)
     if device.type != "meta" and not float(total) < _MAX_SUM_OF_SQUARES:  # also true for NaN
         raise GradientOverflow(f"a gradient of the loss times {scale:g} is not finite")

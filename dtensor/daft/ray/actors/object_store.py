@@ -1,11 +1,10 @@
 """The object store of a process: values that it has made, or received from other processes.
 
-    store = ObjectStore(meeting, 0)                # in process 0
-    message = store.room(1 << 26)                  # a buffer for a value's message: u8[67108864]
-    store.put(7, message)                          # value 7, for any process that requests it
-    store.send(7, to=1)                            # now, or when it is made; does not wait
-    other_store.take(7, holder=0)                  # in process 1: waits for it; a private copy
-    store.drop([7])
+    store = ObjectStore(meeting, 0)                # in process 0 message = store.allocate(1 << 26)
+    # a buffer for a value's message: u8[67108864] store.put(7, message)                          #
+    value 7, for any process that requests it store.send(7, to=1)                            # now,
+    or when it is made; does not wait other_store.take(7, holder=0)                  # in process 1:
+    waits for it; a private copy store.drop([7])
 
 On one machine, large messages are mapped (`slabs.py`); others go over connections that a thread
 reads and writes, so that no send waits. Invariants: a value is sent to each process once.
@@ -71,7 +70,7 @@ _VALUE = 0  # key, message
 _SEND = 1  # key, process: send a value to a process
 _DROP = 2  # keys: drop values
 _LOST = 3  # process: it has ended
-_CARD = 4  # index, segment address: the sender's shared memory; without arguments: only connect
+_SEGMENT = 4  # index, segment address: the sender's shared memory; without arguments: only connect
 
 
 class HostGone(Exception):
@@ -177,11 +176,11 @@ class ObjectStore:
 
     # -- values -----------------------------------------------------------------------------------
 
-    def room(self, nbytes: int) -> Tensor:
+    def allocate(self, nbytes: int) -> Tensor:
         """Return a buffer for a message, u8[nbytes], in shared memory if it is large."""
         if self._own_slabs is None or nbytes < SHARED_BYTES:
             return torch.empty(nbytes, dtype=torch.uint8)
-        buffer = self._own_slabs.room(nbytes)
+        buffer = self._own_slabs.allocate(nbytes)
         if not self._collects:
             self._wake()
         return buffer
@@ -344,7 +343,7 @@ class ObjectStore:
             sock = socket.create_server((host, 0))
             self._handshakes.listen(sock)
             address = sock.getsockname()[:2]
-        slabs = None if self._own_slabs is None else asdict(self._own_slabs.card)
+        slabs = None if self._own_slabs is None else asdict(self._own_slabs.segment_address)
         text = json.dumps(asdict(_Address(path=path, address=address, slabs=slabs)))
         if meeting.folder.exists():
             part = meeting.folder / f"values{self.index}.part"
@@ -395,7 +394,7 @@ class ObjectStore:
 
     def connect(self, to: int) -> None:
         """Begin to connect to a process, so that a later send finds a connection."""
-        self._say(to, (_CARD,))
+        self._say(to, (_SEGMENT,))
 
     def _connect(self, outgoing: _Outgoing) -> None:
         """Connect to a process, in a thread, and send the messages that wait for it."""
@@ -404,8 +403,11 @@ class ObjectStore:
             return
         slabs, shares = self._own_slabs, False
         if slabs is not None and peer.slabs is not None:
-            card = SegmentAddress(**peer.slabs)
-            if card.place == slabs.card.place and (segment := Segment.open(card)) is not None:
+            segment_address = SegmentAddress(**peer.slabs)
+            if (
+                segment_address.place == slabs.segment_address.place
+                and (segment := Segment.open(segment_address)) is not None
+            ):
                 segment.close()  # if this process can open the peer's memory, the reverse holds
                 shares = True
         credentials = Credentials(
@@ -423,7 +425,7 @@ class ObjectStore:
                 return
             outgoing.sock, outgoing.shares = sock, shares
             if shares and slabs is not None:
-                outgoing.unsent.appendleft((_CARD, self.index, asdict(slabs.card)))
+                outgoing.unsent.appendleft((_SEGMENT, self.index, asdict(slabs.segment_address)))
             self._outgoing_by_fd[sock.fileno()] = outgoing
             self._poll.register(sock, select.EPOLLRDHUP)
             self._write(outgoing)
@@ -590,7 +592,7 @@ class ObjectStore:
             self.drop(*arguments)
         elif kind == _LOST:
             self.lost(*arguments)
-        elif kind == _CARD and arguments:
+        elif kind == _SEGMENT and arguments:
             self._open_slabs(*arguments)
 
     def _put_arrived(self, key: Key, packed: bytes | memoryview | tuple[int, int, int]) -> None:
@@ -603,9 +605,9 @@ class ObjectStore:
             buffer = bytearray(packed) if isinstance(packed, bytes) else packed
             self.put(key, torch.frombuffer(buffer, dtype=torch.uint8))
 
-    def _open_slabs(self, index: int, card: dict[str, Any]) -> None:
+    def _open_slabs(self, index: int, segment_address: dict[str, Any]) -> None:
         """Map the shared memory of process ``index``, so that it can send values in it."""
-        slabs = OpenSlabs.of(SegmentAddress(**card), self.index)
+        slabs = OpenSlabs.of(SegmentAddress(**segment_address), self.index)
         if slabs is not None:
             self._other_slabs[index] = slabs
 

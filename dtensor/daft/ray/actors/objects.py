@@ -71,7 +71,7 @@ class Objects:
         inputs: Sequence[Given],
     ) -> Payload:
         """Make an actor: an object of a pickled class. A failure is kept for its later calls."""
-        subject = self._subjects[actor] = HostedObject(room=self._store.room)
+        subject = self._subjects[actor] = HostedObject(allocate=self._store.allocate)
         with self._failing() as failed:
             messages, arguments_message = list(map(self._message, inputs)), self._message(arguments)
             self._counter.begin(-1, number)

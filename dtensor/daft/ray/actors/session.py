@@ -94,20 +94,20 @@ class RaySession(Session):
         yet."""
         super().__init__()
         self.failure: DaftError | None = None  # no failure affects all actors
-        self._home = LaunchProcesses(options.address, options.deadline_s, warm=options.warm)
-        self._channel = self._home.connect()
-        several = self._home.address != LOOPBACK
+        self._launch = LaunchProcesses(options.address, options.deadline_s, warm=options.warm)
+        self._channel = self._launch.connect()
+        several = self._launch.address != LOOPBACK
         self._meeting = StoreMeeting(
-            folder=self._home.folder.path,
-            secret=self._home.secret,
-            address=self._home.address,
-            port=self._home.store.port if several else None,
+            folder=self._launch.folder.path,
+            secret=self._launch.secret,
+            address=self._launch.address,
+            port=self._launch.store.port if several else None,
         )
         self._store = ObjectStore(self._meeting, CONTROLLER)
         self._in_flight = InFlight(self._store, self._channel)
         self.watch: FailureDetector = FailureDetector(
             self,
-            self._home,
+            self._launch,
             self._channel,
             deadline_s=options.deadline_s,
             call_deadline_s=options.call_deadline_s,
@@ -117,13 +117,13 @@ class RaySession(Session):
         self._recent: dict[int, tuple[str, tuple[str, ...]]] = {}  # call number: title, lines
         self._last: dict[int, int] = {}  # by process, the number of its last call
 
-    def room(self, nbytes: int) -> Tensor:
-        return self._store.room(nbytes)
+    def allocate(self, nbytes: int) -> Tensor:
+        return self._store.allocate(nbytes)
 
     def new_process(self, name: str, resources: Mapping[str, float]) -> int:
         """Start a process for actors with these resources, and return its number without
         waiting."""
-        _check_resources(name, resources, self._home)
+        _check_resources(name, resources, self._launch)
         options: dict[str, object] = {
             option: resources[kind]
             for kind, option in (("CPU", "num_cpus"), ("GPU", "num_gpus"), ("memory", "memory"))
@@ -133,12 +133,12 @@ class RaySession(Session):
             kind: n for kind, n in resources.items() if kind not in ("CPU", "GPU", "memory")
         }
         number = self._channel.add()
-        process = self._home.spawn(Objects, self._meeting, number, options=options)
+        process = self._launch.spawn(Objects, self._meeting, number, options=options)
         assert number == process.index, "a process has one number in the launch and the channel"
         process.serve(self._channel.credentials(number))
         self._store.connect(number)
-        hosts = {p.counter.path.name: (p.index,) for p in self._home.processes}
-        self._home.folder.say("actors", hosts)
+        hosts = {p.counter.path.name: (p.index,) for p in self._launch.processes}
+        self._launch.folder.write_facts("actors", hosts)
         return number
 
     # -- calls ------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ class RaySession(Session):
         self.calls += 1
         self.bytes_sent += arguments.numel() if arguments is not None else 0
         self._recent[self.calls] = (title, issued)
-        if len(self._recent) > MAX_RECENT * len(self._home.processes):
+        if len(self._recent) > MAX_RECENT * len(self._launch.processes):
             del self._recent[next(iter(self._recent))]
         return self.calls
 
@@ -232,7 +232,7 @@ class RaySession(Session):
         """Wait for a future's message. A failure is returned as a message too."""
         value: RemoteValue = future.value.value
         end = None if timeout is None else time.monotonic() + timeout
-        host = self._home.processes[value.holder]
+        host = self._launch.processes[value.holder]
         try:
             self.watch.get([AwaitedCall(host, value.reply)], timeout)
             self._in_flight.update()
@@ -314,7 +314,7 @@ class RaySession(Session):
                     for part in parts:
                         process = part.process
                         number = self._number(frozen.program.name, issued)
-                        called_hosts.append(self._home.processes[process])
+                        called_hosts.append(self._launch.processes[process])
                         part_values = [
                             RemoteValue(self._in_flight, process, number, (run, value))
                             for _, value in part.wanted
@@ -375,7 +375,7 @@ class RaySession(Session):
 
     def end(self, actor: ActorInfo, failure: Failure) -> None:
         """End the process of an actor, and record it as lost by ``failure``."""
-        host = self._home.processes[actor.process]
+        host = self._launch.processes[actor.process]
         if host.index not in self.watch.lost:
             self.watch.lost[host.index] = ActorLost(failure)
             self.tell_of_loss(host.index)
@@ -385,7 +385,7 @@ class RaySession(Session):
     def failures(self) -> list[DaftError]:
         """Ask all processes for the failures of their methods. Return these, and the lost
         processes."""
-        hosts = [host for host in self._home.processes if host.index not in self.watch.lost]
+        hosts = [host for host in self._launch.processes if host.index not in self.watch.lost]
         calls = [
             AwaitedCall(host, self._channel.send(host.index, REQUEST, (Objects.failures,), ()))
             for host in hosts
@@ -401,17 +401,17 @@ class RaySession(Session):
 
     def stop(self) -> None:
         self._store.close()
-        self._home.close()
+        self._launch.close()
 
     # -- used by `FailureDetector`, see its `Controller` ------------------------------------------
-    def describe(self, host: int, at: Progress, reason: str) -> Failure:
+    def describe(self, host: int, progress: Progress, reason: str) -> Failure:
         """Return the failure of a process: the actor and the method or instruction that it is
         at."""
         title, issued = "", tuple[str, ...]()
-        if at.position >= 0:
-            title, issued = self._recent.get(at.run, (title, issued))
-        if title and at.program >= 0:  # in a compiled function
-            instruction, name = self._instruction_at(host, at)
+        if progress.position >= 0:
+            title, issued = self._recent.get(progress.run, (title, issued))
+        if title and progress.program >= 0:  # in a compiled function
+            instruction, name = self._instruction_at(host, progress)
             reason = f"{reason} It was in compiled function {title!r}."
             label = instruction.label  # of a task, its title
             title = f"{name}.{excerpt(instruction)}" if label is None else label.action
@@ -422,10 +422,10 @@ class RaySession(Session):
             reason = f"{reason} It was between tasks."
         return Failure(rank=None, actor=actor, text=method, reason=reason, issued=issued)
 
-    def at_work(self, host: int, at: Progress) -> bool:
-        if at.position < 0 or at.program < 0:
-            return at.position >= 0
-        return isinstance(self._instruction_at(host, at)[0], Call)
+    def at_work(self, host: int, progress: Progress) -> bool:
+        if progress.position < 0 or progress.program < 0:
+            return progress.position >= 0
+        return isinstance(self._instruction_at(host, progress)[0], Call)
 
     def waits(self, progress_by_host: Mapping[int, Progress]) -> Mapping[int, Waits]:
         return {}  # processes need not make progress, so none is ended for waiting
@@ -434,21 +434,21 @@ class RaySession(Session):
         """Tell the channel, the store and all other processes that a process is lost."""
         self._channel.lose(host)
         self._store.lost(host)
-        for process in self._home.processes:
+        for process in self._launch.processes:
             if process.index not in self.watch.lost:
                 self._store.tell_of_loss(host, process.index)
 
-    def _instruction_at(self, host: int, at: Progress) -> tuple[Instruction, str]:
+    def _instruction_at(self, host: int, progress: Progress) -> tuple[Instruction, str]:
         """Return the instruction of a compiled function that a process is at, and its actor's
         name."""
-        frozen, _ = self._loaded[at.program]
-        site = frozen.report.lists[frozen.processes.index(host)][at.position]
+        frozen, _ = self._loaded[progress.program]
+        site = frozen.report.lists[frozen.processes.index(host)][progress.position]
         return instruction_at(frozen.program, site), frozen.names[site[0]]
 
 
-def _check_resources(name: str, resources: Mapping[str, float], home: LaunchProcesses) -> None:
+def _check_resources(name: str, resources: Mapping[str, float], launch: LaunchProcesses) -> None:
     """Raise ValueError for resources that Ray does not have, as Ray would wait forever."""
-    total = home.resources() if any(resources.values()) else {}
+    total = launch.resources() if any(resources.values()) else {}
     lacking = {k: total.get(k, 0) for k, n in resources.items() if n > total.get(k, 0)}
     if lacking:
         raise ValueError(

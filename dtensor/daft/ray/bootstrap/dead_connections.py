@@ -43,8 +43,8 @@ def listen_to(sock: socket.socket) -> None:
 
 
 def listen_to_those(sockets: set[tuple[int, int]]) -> None:
-    """Break these sockets (inode, descriptor) when their peers fall silent, if they are connections
-    to other machines."""
+    """Let these sockets (inode, descriptor) break when their peers fall silent. Sockets that are
+    not connections to other machines are ignored."""
     global _thread
     new: dict[int, int] = {}
     for inode, descriptor in sockets:

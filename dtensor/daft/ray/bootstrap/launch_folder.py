@@ -1,7 +1,7 @@
 """The folder of a launch, which other processes of the user read for `dt.status`.
 
     folder = LaunchFolder.make()                     # /tmp/dtensor-1000/4242-x7k2q9ab
-    folder.say("ranks", {"host0": (0,), "host1": (1,)})
+    folder.write_facts("ranks", {"host0": (0,), "host1": (1,)})
     folder.write_lines(3, lines)                     # when program 3 is loaded
     folder.close()                                   # removes the folder
     for launch in launches(): launch.status(0.3)     # in any process of the user
@@ -53,10 +53,10 @@ class LaunchFolder:
         _sweep(folder.path.parent)
         return LaunchFolder(folder)
 
-    def say(
+    def write_facts(
         self, kind: str, hosts: Mapping[str, Sequence[int]], machines: Sequence[str] = ()
     ) -> None:
-        """Write the facts about the launch, again whenever they change. `kind`: "ranks" or
+        """Write the facts about the launch. Called again whenever they change. `kind`: "ranks" or
         "actors"; `hosts`: the file of each host's program counter to the host's ranks; `machines`:
         the name of each host's machine, if there are several."""
         facts = {

@@ -184,16 +184,16 @@ class LocalRay:
                 self._read()  # the reason may have arrived
                 self._set_ended()
 
-    def _wait_for(self, done: Any, seconds: float) -> bool:
+    def _wait_for(self, is_done: Any, seconds: float) -> bool:
         """Read messages for up to `seconds` until `done()`; return whether it is."""
         end = time.monotonic() + seconds
         while True:
             with self._lock:
                 self._read()
-            left = end - time.monotonic()
-            if done() or self._failure is not None or left <= 0.0:
-                return bool(done())
-            select.select([self._sock], [], [], left)
+            seconds_left = end - time.monotonic()
+            if is_done() or self._failure is not None or seconds_left <= 0.0:
+                return bool(is_done())
+            select.select([self._sock], [], [], seconds_left)
 
     def _read(self) -> None:
         """Read and process the messages that have arrived."""

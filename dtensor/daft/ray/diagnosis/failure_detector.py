@@ -1,7 +1,7 @@
 """The failure detector of a launch: which hosts are alive, which are lost, and why.
 
-    watch = FailureDetector(controller, home, channel, deadline_s=60, call_deadline_s=3600, due=due)
-    watch.get([AwaitedCall(process, channel.send(0, REQUEST, (Objects.failures,), ()))])
+    watch = FailureDetector(controller, launch, channel, deadline_s=60, call_deadline_s=3600,
+    due=due) watch.get([AwaitedCall(process, channel.send(0, REQUEST, (Objects.failures,), ()))])
 
 One fault makes a run fail on many hosts. The root cause is, in this order, a `Call` that raised, a
 lost host, or a failed transfer; on the lowest host if there are several. Invariant: a host is lost
@@ -98,11 +98,11 @@ class Controller(Protocol):
         """The failure of the whole launch, which ends all waits."""
         ...
 
-    def describe(self, host: int, at: Progress, reason: str) -> Failure:
+    def describe(self, host: int, progress: Progress, reason: str) -> Failure:
         """Return the `Failure` of a host, with the instruction that it was in."""
         ...
 
-    def at_work(self, host: int, at: Progress) -> bool:
+    def at_work(self, host: int, progress: Progress) -> bool:
         """Return whether a host's instruction, such as a `Call`, waits for no other host."""
         ...
 
@@ -123,7 +123,7 @@ class FailureDetector:
     def __init__(
         self,
         controller: Controller,
-        home: LaunchProcesses,
+        launch: LaunchProcesses,
         channel: RunChannel,
         *,
         deadline_s: float,
@@ -137,12 +137,12 @@ class FailureDetector:
         self.patience_s: float = 2 * (deadline_s + call_deadline_s) + 60  # of NCCL's own watchdog
         self.lost: dict[int, ActorLost] = {}
         self._controller = controller
-        self._home = home
+        self._launch = launch
         self._channel = channel
         self._due = due
         self._sightings: dict[int, _Sighting] = {}
         self._warned: set[tuple[int, int, int]] = set()  # instructions: host, program, position
-        self._straggler_warnings = StragglerWarnings(home.folder.path)
+        self._straggler_warnings = StragglerWarnings(launch.folder.path)
 
     def get(
         self,
@@ -177,7 +177,7 @@ class FailureDetector:
             if self._controller.failure is not None:
                 raise self._controller.failure
             wait()  # handle signals
-            self._home.check()
+            self._launch.check()
             if end is not None and time.monotonic() >= end:
                 raise TimeoutError(f"The result is not there after {timeout:g} s; ask again.")
             self.look(calls, self.deadline_s if deadline_s is None else deadline_s)
@@ -188,7 +188,7 @@ class FailureDetector:
 
     def find(self, hosts: Collection[int]) -> ActorLost | None:
         """Look for dead processes among these hosts. Return the first loss, None if all live."""
-        for host in self._home.processes:
+        for host in self._launch.processes:
             if host.index in hosts and (host.gone or self._is_cut_off(host)):
                 self._lose_dead(host)
         return next((self.lost[h] for h in sorted(hosts) if h in self.lost), None)
@@ -201,51 +201,51 @@ class FailureDetector:
         """Mark dead hosts as lost. End a host if it has stopped, is in one call for too long, or
         blocks these calls without progress."""
         now, num_lost = time.monotonic(), len(self.lost)
-        for host in self._home.processes:
+        for host in self._launch.processes:
             if host.counts and host.index not in self.lost:
                 self._look_at(host, host.counter.read(), now)
         if self._due is not None and len(self.lost) == num_lost:  # no host waits for a lost host
             self._look_for_stalled(self._due, calls, now, deadline_s)
 
-    def _look_at(self, host: HostProcess, at: Progress, now: float) -> None:
+    def _look_at(self, host: HostProcess, progress: Progress, now: float) -> None:
         """Mark a host as lost if it is dead; end it if it stopped or is in a call too long."""
         if host.gone or self._is_cut_off(host) or host.ended() is not None:
             self._lose_dead(host)
             return
-        if at.beat_s is None:
+        if progress.beat_s is None:
             waited_s = 0.0 if host.answered else now - host.started
             if waited_s > max(START_S, self.deadline_s):
                 self.end(host, f"the process has not started for {waited_s:.1f} s.")
             return
         sighting = self._sightings.get(host.index)
-        if sighting is None or sighting.at.moving != at.moving:
-            earlier = at if sighting is None else sighting.at
+        if sighting is None or sighting.at.moving != progress.moving:
+            earlier = progress if sighting is None else sighting.at
             sighting = self._sightings[host.index] = _Sighting(
-                at, earlier, now, now, _Used.of(host)
+                progress, earlier, now, now, _Used.of(host)
             )
         elif now - sighting.measured > self.deadline_s:
             used = _Used.of(host)
             sighting.computes = used.computes(sighting.used, now - sighting.measured)
             sighting.measured, sighting.used = now, used
-        at_work = self._controller.at_work(host.index, at)
+        at_work = self._controller.at_work(host.index, progress)
         sighting.at_work = at_work and sighting.computes
-        if self.stopped_s is not None and at.beat_s > self.stopped_s and host.stopped:
-            fact = f"a signal has stopped the process: no heartbeat for {at.beat_s:.1f} s."
+        if self.stopped_s is not None and progress.beat_s > self.stopped_s and host.stopped:
+            fact = f"a signal has stopped the process: no heartbeat for {progress.beat_s:.1f} s."
             self.end(host, fact, grace_s=0.0)
-        elif at.beat_s > self.deadline_s and (
-            host.stopped or (at.beat_s > SILENT_S and not sighting.computes)
+        elif progress.beat_s > self.deadline_s and (
+            host.stopped or (progress.beat_s > SILENT_S and not sighting.computes)
         ):
-            self.end(host, f"the process has stopped: no heartbeat for {at.beat_s:.1f} s.")
-        elif at_work and at.position >= 0:
+            self.end(host, f"the process has stopped: no heartbeat for {progress.beat_s:.1f} s.")
+        elif at_work and progress.position >= 0:
             if now - sighting.since > self.call_deadline_s:
                 limit = f"{self.call_deadline_s:g} s (call_deadline_s)"
                 self.end(host, f"the process was in one call for more than {limit}.")
             elif sighting.at_work and self._due is not None:
-                self._warn(host, at)
+                self._warn(host, progress)
 
-    def _warn(self, host: HostProcess, at: Progress) -> None:
+    def _warn(self, host: HostProcess, progress: Progress) -> None:
         """Warn, once for each instruction, that it takes long."""
-        instruction = (host.index, at.program, at.position)
+        instruction = (host.index, progress.program, progress.position)
         if instruction in self._warned:
             return
         self._warned.add(instruction)
@@ -253,7 +253,7 @@ class FailureDetector:
             f"it has computed for more than {self.deadline_s:g} s, and may take up to "
             f"{self.call_deadline_s:g} s (call_deadline_s)."
         )
-        failure = self._controller.describe(host.index, at, fact)
+        failure = self._controller.describe(host.index, progress, fact)
         warnings.warn(str(failure), RuntimeWarning, stacklevel=2)
 
     def lose(self, host: HostProcess, reason: str) -> ActorLost:
@@ -296,7 +296,7 @@ class FailureDetector:
             (call.since or now for call in waiting), default=now
         )  # the last progress
         for index in sorted(called | last_runs.keys()):
-            host, sighting = self._home.processes[index], self._sightings.get(index)
+            host, sighting = self._launch.processes[index], self._sightings.get(index)
             if sighting is None and not host.answered:
                 last_progress = now  # the host is still starting
             if sighting is None:  # its counter cannot be read, as it is on another machine
@@ -310,7 +310,7 @@ class FailureDetector:
             self._record_stall(waiting, blocking_hosts, last_progress)
         if now - last_progress <= deadline_s:
             return
-        progress_by_host = {host.index: host.counter.read() for host in self._home.processes}
+        progress_by_host = {host.index: host.counter.read() for host in self._launch.processes}
         waits = self._controller.waits(progress_by_host)
         used_before = {index: used for call in waiting for index, used in call.used.items()}
         if any(
@@ -357,7 +357,7 @@ class FailureDetector:
         }
         blocking_indices = {host.index for host in blocking_hosts}
         suspects = [
-            h for h in self._home.processes if h.index in ends & (blocking_indices | senders)
+            h for h in self._launch.processes if h.index in ends & (blocking_indices | senders)
         ]
         fact = "made {}, though it is alive."
         if not suspects:  # the awaited host was replaced, but no connection to it broke
@@ -388,7 +388,7 @@ class FailureDetector:
                         text = text or str(lost)
                     case _:
                         pass
-            processes = [host for host in self._home.processes if host.counts]
+            processes = [host for host in self._launch.processes if host.counts]
             for host in processes:
                 gone = host.gone or self._is_cut_off(host) or host.ended() is not None
                 if gone or host.id in text:

@@ -125,9 +125,9 @@ class Needed:
         sys.path += [p for p in self.paths if p not in sys.path and os.path.exists(p)]
         for reduction in _cloudpickle.loads(self.reductions) if self.reductions else ():
             REDUCTIONS[reduction.name] = reduction
-        lacking, before = self._provide(self.origins), len(self.origins) + 1
-        while 0 < len(lacking) < before:  # a kernel may need another op
-            before = len(lacking)
+        lacking, num_before = self._provide(self.origins), len(self.origins) + 1
+        while 0 < len(lacking) < num_before:  # a kernel may need another op
+            num_before = len(lacking)
             names = {name for name, _ in lacking}
             lacking = self._provide([o for o in self.origins if o.name in names])
         return lacking

@@ -1,6 +1,6 @@
 """The processes that host a cluster's ranks, and the spares that wait to replace a lost process.
 
-    membership = Membership(home, channel, ((0,), (1,)), "cpu", spares=1, memory=None)
+    membership = Membership(launch, channel, ((0,), (1,)), "cpu", spares=1, memory=None)
     membership.host(1)                                   # the process that hosts rank 1
     process, kind = membership.replace(1, [""])          # kind: "a spare"
 
@@ -65,7 +65,7 @@ class Membership:
 
     def __init__(
         self,
-        home: LaunchProcesses,
+        launch: LaunchProcesses,
         channel: RunChannel,
         hosts: Hosts,
         device: str,
@@ -78,7 +78,7 @@ class Membership:
     ) -> None:
         self.spares: list[HostProcess] = []
         self.hosts: Hosts = hosts
-        self.home = home
+        self.launch = launch
         self.channel = channel
         self._device = device
         self._memory = memory
@@ -115,13 +115,13 @@ class Membership:
         """Return the rendezvous of the present hosts, and write their ranks and machines into the
         launch's folder for `dt.status`."""
         files = [process.counter.path.name for process in self.processes]
-        machines = [self.home.named(process.machine) for process in self.processes]
-        self.home.folder.say("ranks", dict(zip(files, self.hosts, strict=True)), machines)
+        machines = [self.launch.named(process.machine) for process in self.processes]
+        self.launch.folder.write_facts("ranks", dict(zip(files, self.hosts, strict=True)), machines)
         hosts = tuple(process.index for process in self.processes)
         return Rendezvous(
-            address=self.home.address,
-            port=self.home.store.port,
-            secret=self.home.secret,
+            address=self.launch.address,
+            port=self.launch.store.port,
+            secret=self.launch.secret,
             prefix=prefix,
             hosts=hosts,
             host_of=self.host_of,
@@ -219,7 +219,7 @@ class Membership:
             arguments = *arguments, machine, machine == self.controllers
         if machine:
             options = {**options, **on_machine(machine)}
-        process = self.home.spawn(Ranks, *arguments, options=options)
+        process = self.launch.spawn(Ranks, *arguments, options=options)
         process.machine = machine
         number = self.channel.add()
         assert number == process.index, "a process has one number in the launch and the channel"
@@ -239,8 +239,8 @@ def ring(machines: Sequence[str]) -> list[int | None]:
     if len(hosts_on) < 2:
         return [None] * len(machines)
     following = dict(zip(hosts_on, [*list(hosts_on)[1:], *list(hosts_on)[:1]], strict=True))
-    keepers: list[int | None] = []
+    servers: list[int | None] = []
     for host, machine in enumerate(machines):
         next_hosts = hosts_on[following[machine]]
-        keepers.append(next_hosts[hosts_on[machine].index(host) % len(next_hosts)])
-    return keepers
+        servers.append(next_hosts[hosts_on[machine].index(host) % len(next_hosts)])
+    return servers

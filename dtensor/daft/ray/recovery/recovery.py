@@ -353,31 +353,41 @@ class Recovery:
         membership = self._launch.membership
         if not membership.several:
             return
-        keepers = ring([process.machine for process in membership.processes])  # the replica servers
+        servers = ring([process.machine for process in membership.processes])  # the replica servers
         pairs = {
-            membership.host(host).index: None if keeper is None else membership.host(keeper).index
-            for host, keeper in enumerate(keepers)
+            membership.host(host).index: None if server is None else membership.host(server).index
+            for host, server in enumerate(servers)
         }
-        self._copies = {each: keeper for each, keeper in self._copies.items() if each in pairs}
-        new = [
+        self._copies = {each: server for each, server in self._copies.items() if each in pairs}
+        hosts_to_connect = [
             host
             for host, process in enumerate(membership.processes)
             if self._copies.get(process.index, -1) != pairs[process.index]
         ]
-        for host in new:
+        for host in hosts_to_connect:
             self._copies.pop(membership.host(host).index, None)
-        needed = sorted({keeper for host in new if (keeper := keepers[host]) is not None})
-        secret = membership.home.secret
-        address = membership.home.address
-        endpoints_of_needed = wait(
-            [self._ask(keeper, Ranks.keep_copies, secret, address) for keeper in needed]
+        servers_to_start = sorted(
+            {server for host in hosts_to_connect if (server := servers[host]) is not None}
         )
-        endpoints: dict[int | None, Endpoint] = dict(zip(needed, endpoints_of_needed, strict=True))
-        wait([self._ask(h, Ranks.copy_to, endpoints.get(keepers[h]), secret) for h in new])
+        secret = membership.launch.secret
+        address = membership.launch.address
+        endpoints_of_needed = wait(
+            [self._ask(server, Ranks.keep_copies, secret, address) for server in servers_to_start]
+        )
+        endpoints: dict[int | None, Endpoint] = dict(
+            zip(servers_to_start, endpoints_of_needed, strict=True)
+        )
+        wait(
+            [
+                self._ask(h, Ranks.copy_to, endpoints.get(servers[h]), secret)
+                for h in hosts_to_connect
+            ]
+        )
         self._copies = pairs
-        pairs_of_hosts = enumerate(keepers)
+        hosts_with_copies = enumerate(servers)
         self._places_of = [
-            [membership.host(h).machine for h in b if h is not None] for b in pairs_of_hosts
+            [membership.host(h).machine for h in hosts if h is not None]
+            for hosts in hosts_with_copies
         ]
 
     def _places(self, lost_hosts: Sequence[int]) -> dict[int, list[str]]:
@@ -386,12 +396,14 @@ class Recovery:
         membership, machines = self._launch.membership, dict[int, list[str]]()
         living = membership.living(lost_hosts)
         for host in lost_hosts:
-            old = membership.host(host)
-            places = [old.machine]
-            keeper = self._copies.get(old.index)
-            server = None if keeper is None else membership.place(keeper)
-            if server is not None and server not in lost_hosts:  # else the copy may be old
-                places.append(membership.host(server).machine)
+            old_process = membership.host(host)
+            places = [old_process.machine]
+            server_process = self._copies.get(old_process.index)
+            server_host = None if server_process is None else membership.place(server_process)
+            if (
+                server_host is not None and server_host not in lost_hosts
+            ):  # else the copy may be old
+                places.append(membership.host(server_host).machine)
             if not living.intersection(places):
                 places = [place for each in self._places_of[host : host + 1] for place in each]
             machines[host] = [place for place in places if place in living] or [
@@ -428,18 +440,18 @@ class Recovery:
         """Raise the error if stable state is lost, or if hosts are lost again and again in one run.
         `ended`: by host, the last change that has ended; `runs`: the runs to repeat."""
         if any(last < base for last, base in zip(ended, self._changes.base, strict=True)):
-            is_copied = any(keeper is not None for keeper in self._copies.values())
+            is_copied = any(server is not None for server in self._copies.values())
             copies = ", as is the copy on another machine" if is_copied else ""
             error.add_note(f"it was not replaced: its state was lost with it{copies}")
             raise error
-        first, times = min(runs, default=-1), 1
+        first, num_starts = min(runs, default=-1), 1
         if first >= 0 and first == self._stuck[0]:
-            times += self._stuck[1]
-        self._stuck = first, times
-        if times > MAX_LOSSES_IN_RUN:
+            num_starts += self._stuck[1]
+        self._stuck = first, num_starts
+        if num_starts > MAX_LOSSES_IN_RUN:
             error.add_note(
-                f"it was not replaced: run {first} was started {times} times, and each time a host "
-                f"was lost"
+                f"it was not replaced: run {first} was started {num_starts} times, and each time a "
+                f"host was lost"
             )
             raise error
 

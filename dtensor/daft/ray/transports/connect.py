@@ -90,7 +90,7 @@ class HostConnections:
             index=index,
             host_of=rendezvous.host_of,
             store=prefixed,
-            meet=lambda card: meet(store, prefixed, rendezvous, index, card, tell),
+            meet=lambda text: meet(store, prefixed, rendezvous, index, text, tell),
             address=rendezvous.address,
             secret=rendezvous.secret,
             patience_s=rendezvous.patience_s,
@@ -192,13 +192,13 @@ def meet(
     prefixed: Store,
     rendezvous: Rendezvous,
     index: int,
-    card: str = "",
+    text: str = "",
     tell: Callable[[int], None] = lambda rank: None,
 ) -> None:
-    """Publish `card` as `here<index>`, and wait until all hosts have come. Raises RuntimeError if a
+    """Publish `text` as `here<index>`, and wait until all hosts have come. Raises RuntimeError if a
     host is lost. A host may come hours later, after a long call. `tell` is called with a rank of a
     host that has not come, and with -1 at the end."""
-    prefixed.set(f"here{index}", card)
+    prefixed.set(f"here{index}", text)
     num_here = 0  # these hosts have come. The store's own `wait` is not used: its time-outs log
     try:
         while num_here < len(rendezvous.hosts):

@@ -58,7 +58,7 @@ def join_same_host(
 ) -> ExchangeTransport | SameHostTransport:
     """Return actor `index`'s transport to all others, which uses shared memory where possible.
 
-    `meet(card)` stores `here<index>`: card, and returns when all actors have done so; `connect`
+    `meet(text)` stores `here<index>`: text, and returns when all actors have done so; `connect`
     returns the wire when all actors have called it.
     """
     neighbours = SharedMemoryPeers.create(place, index, host_of)
@@ -66,9 +66,9 @@ def join_same_host(
         everyone = range(max(host_of) + 1)
         if neighbours is not None:
             failing.callback(neighbours.close)
-        meet(neighbours.card if neighbours is not None else "")
-        cards = [store.get(f"here{i}").decode() for i in everyone]
-        store.set(f"seen{index}", neighbours.look(cards) if neighbours is not None else "")
+        meet(neighbours.segment_address if neighbours is not None else "")
+        addresses = [store.get(f"here{i}").decode() for i in everyone]
+        store.set(f"seen{index}", neighbours.look(addresses) if neighbours is not None else "")
         exchange = ExchangeTransport(connect(), host_of)
         open_segments = [store.get(f"seen{i}").decode() for i in everyone]
         if neighbours is None or not neighbours.settle(open_segments):
@@ -412,19 +412,23 @@ class _Begin:
                 assert_never(start)
 
     def _fold_together(self, start: Collective, views: _Views) -> tuple[Tensor, ...]:
-        """Fold the unclaimed pieces, then wait for the pieces that other members have claimed."""
+        """Fold the pieces that no other member has claimed, then wait for the pieces that other
+        members fold. Return copies of the results."""
         op, claim, post = start.op, calls().take, self._post
         assert op is not None
-        missing, first = 0, self._member.me * len(views.pieces) // len(views.parts)
-        for piece in (*views.pieces[first:], *views.pieces[:first]):
+        num_claimed_by_others, first_piece = (
+            0,
+            self._member.me * len(views.pieces) // len(views.parts),
+        )
+        for piece in (*views.pieces[first_piece:], *views.pieces[:first_piece]):
             if claim(piece.claim):
-                missing += 1
+                num_claimed_by_others += 1
                 continue
             for parts, result in piece.folds:
                 result.copy_(fold(parts, op, result.dtype))
             for done in views.others_done:
                 post(done)
-        for _ in range(missing):
+        for _ in range(num_claimed_by_others):
             take(views.done, self._check)
         return tuple(map(copied, views.results))
 

@@ -1,10 +1,10 @@
 """Memory that the processes of one machine share, with semaphores in it.
 
-    own = Segment.create(place)                      # a memfd; its first bytes are a nonce
-    other = Segment.open(card)                       # another process's segment, from its `card`
-    window = other.map(1 << 20, 8192)
-    window.bytes[:4096].view(torch.float32)          # f32[1024]: both processes see writes to it
-    take(window.address + 4096, check)               # waits until a semaphore is posted
+    own = Segment.create(place)                      # a memfd; its first bytes are a nonce other =
+    Segment.open(segment_address)                       # another process's segment, from its
+    `segment_address` window = other.map(1 << 20, 8192) window.bytes[:4096].view(torch.float32)
+    # f32[1024]: both processes see writes to it take(window.address + 4096, check)               #
+    waits until a semaphore is posted
 
 A segment is a memfd of 4 EiB, of which only written pages exist. Another process opens it as
 /proc/<pid>/fd/<n> and checks the nonce. Semaphores are POSIX's (sem_trywait is the only atomic
@@ -135,8 +135,8 @@ class SegmentAddress:
 class Segment:
     """A segment of this process, or an open one of another. `process`: a pidfd of its owner."""
 
-    def __init__(self, card: SegmentAddress, descriptor: int, process: int) -> None:
-        self.card = card
+    def __init__(self, segment_address: SegmentAddress, descriptor: int, process: int) -> None:
+        self.segment_address = segment_address
         self.descriptor: int = descriptor
         self._process = process
         self._mapped = range(0)  # the part of the segment that `_memory` maps
@@ -159,22 +159,24 @@ class Segment:
         return Segment(SegmentAddress(place, os.getpid(), descriptor, nonce), descriptor, process)
 
     @staticmethod
-    def open(card: SegmentAddress) -> Segment | None:
+    def open(segment_address: SegmentAddress) -> Segment | None:
         """Open another process's segment; None if that is impossible."""
         with ExitStack() as failing:
             try:
-                process = os.pidfd_open(card.pid)  # first, so that the nonce is of this process
+                process = os.pidfd_open(
+                    segment_address.pid
+                )  # first, so that the nonce is of this process
                 failing.callback(os.close, process)
-                path = f"/proc/{card.pid}/fd/{card.descriptor}"
+                path = f"/proc/{segment_address.pid}/fd/{segment_address.descriptor}"
                 descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
                 failing.callback(os.close, descriptor)
                 nonce = os.pread(descriptor, _NONCE_BYTES, 0)
             except OSError:
                 return None
-            if nonce != card.nonce.encode():
+            if nonce != segment_address.nonce.encode():
                 return None
             failing.pop_all()
-        return Segment(card, descriptor, process)
+        return Segment(segment_address, descriptor, process)
 
     @property
     def ended(self) -> bool:

@@ -1,9 +1,10 @@
 """The actors that share memory with an actor, and how they open each other's segments.
 
     own = SharedMemoryPeers.create(own_place(node), 0, (0, 1))  # actor 0 has rank 0, actor 1 rank 1
-    seen = own.look(cards)                        # `cards`: the `own.card` of all actors; "0 1"
-    own.settle(all_seen)                          # `all_seen`: the results of all actors' `look`
-    own.shares(((0, 1), "tp", "collective"))      # True
+    seen = own.look(segment_addresses)                        # `segment_addresses`: the
+    `own.segment_address` of all actors; "0 1" own.settle(all_seen)                          #
+    `all_seen`: the results of all actors' `look` own.shares(((0, 1), "tp", "collective"))      #
+    True
 
 A segment has a nonce, a flag that its actor has closed, a semaphore for each pair of a rank of the
 actor and another rank, the windows of programs (`same_host.py`), and a directory of the windows.
@@ -66,20 +67,24 @@ class SharedMemoryPeers:
         return SharedMemoryPeers(segment, index, host_of)
 
     @property
-    def card(self) -> str:
+    def segment_address(self) -> str:
         """The address of the actor's segment, as JSON."""
-        return json.dumps(asdict(self.segments[self.index].card))
+        return json.dumps(asdict(self.segments[self.index].segment_address))
 
-    def look(self, cards: Sequence[str]) -> str:
-        """Open the segments of this place, given the cards of all actors, "" if an actor has none.
-        Return the actors whose segments are open, as in "0 1"."""
-        place = self.segments[self.index].card.place
-        cards_by_actor = {
-            i: SegmentAddress(**json.loads(card)) for i, card in enumerate(cards) if card
+    def look(self, segment_addresses: Sequence[str]) -> str:
+        """Open the segments of this place, given the segment_addresses of all actors, "" if an
+        actor has none. Return the actors whose segments are open, as in "0 1"."""
+        place = self.segments[self.index].segment_address.place
+        addresses_by_actor = {
+            i: SegmentAddress(**json.loads(segment_address))
+            for i, segment_address in enumerate(segment_addresses)
+            if segment_address
         }
-        self._same_place = {i for i, card in cards_by_actor.items() if card.place == place}
+        self._same_place = {
+            i for i, segment_address in addresses_by_actor.items() if segment_address.place == place
+        }
         for i in sorted(self._same_place - {self.index}):
-            segment = Segment.open(cards_by_actor[i])
+            segment = Segment.open(addresses_by_actor[i])
             if segment is not None:
                 self.segments[i] = segment
                 self.heads[i] = segment.map(0, self.head_bytes(i))

@@ -1,9 +1,9 @@
 """Messages in memory that the processes of one machine share: written once, and read in place.
 
     own = Slabs(Segment.create(place), 0)            # in process 0
-    message = own.room(1 << 26)                      # u8[67108864], in a slab
+    message = own.allocate(1 << 26)                      # u8[67108864], in a slab
     begin, nbytes = own.lend(message, 3)             # process 3 may open it
-    lent = OpenSlabs.of(card, 3).take(begin, nbytes) # in process 3
+    lent = OpenSlabs.of(segment_address, 3).take(begin, nbytes) # in process 3
     lent.open()                                      # u8, private: a page that is written is copied
 
 A slab is a head and a message. The head counts how often each process has returned the message. A
@@ -79,10 +79,10 @@ class Slabs:
         self._ended: set[int] = set()  # processes
 
     @property
-    def card(self) -> SegmentAddress:
-        return self._segment.card
+    def segment_address(self) -> SegmentAddress:
+        return self._segment.segment_address
 
-    def room(self, nbytes: int) -> Tensor:
+    def allocate(self, nbytes: int) -> Tensor:
         """Return a buffer for a message, in a slab if it is not small."""
         if nbytes < SHARED_BYTES:
             return torch.empty(nbytes, dtype=torch.uint8)
@@ -163,9 +163,9 @@ class OpenSlabs:
         self._owner = os.getpid()
 
     @staticmethod
-    def of(card: SegmentAddress, index: int) -> OpenSlabs | None:
+    def of(segment_address: SegmentAddress, index: int) -> OpenSlabs | None:
         """Open the slabs of another process; None if that is impossible."""
-        segment = Segment.open(card)
+        segment = Segment.open(segment_address)
         return None if segment is None else OpenSlabs(segment, index)
 
     def take(self, begin: int, nbytes: int) -> Lent:
