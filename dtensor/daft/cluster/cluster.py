@@ -724,8 +724,13 @@ class HostedCluster(Cluster):
         return error
 
     def _first_fault(self, undone: Sequence[UndoneRun]) -> Fault | None:
-        """Return the root cause among the records of one run, see `first_fault`."""
-        programs = (self._live_handles.get(u.program) for u in undone if u.program is not None)
+        """Return the fault among the records of one run that comes first in an order of all
+        instructions, None if no record has a fault."""
+        programs = (
+            self._live_handles.get(record.program)
+            for record in undone
+            if record.program is not None
+        )
         handle = next(programs, None)
         if handle is None:
             return first_fault(undone, ())

@@ -17,7 +17,7 @@ from typing import NamedTuple
 _TEXT = re.compile(
     r"(?:([A-Za-z]+)(0|[1-9][0-9]*) stage (0|[1-9][0-9]*)|([^:]*))(?:: (.+))?", re.DOTALL
 )
-_MOVED = re.compile(r"(\w+) (.+) ((?:over|from stage) .+)", re.DOTALL)
+_COMMUNICATION = re.compile(r"(\w+) (.+) ((?:over|from stage) .+)", re.DOTALL)
 
 
 class Label(NamedTuple):
@@ -60,7 +60,7 @@ class Label(NamedTuple):
         match = _TEXT.fullmatch(text)
         if match is None:
             return Label(text)
-        action, microbatch, stage, word, done = match.groups()
-        label = Label(word) if action is None else Label(action, int(microbatch), int(stage))
-        moved = _MOVED.fullmatch(done or "")
-        return label.doing(*moved.groups()) if moved else label.doing(done or "")
+        action, microbatch, stage, other_text, purpose = match.groups()
+        label = Label(other_text) if action is None else Label(action, int(microbatch), int(stage))
+        communication = _COMMUNICATION.fullmatch(purpose or "")
+        return label.doing(*communication.groups()) if communication else label.doing(purpose or "")

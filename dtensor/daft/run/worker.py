@@ -332,20 +332,21 @@ class Worker:
     def _results_of(
         self, results: dict[int, dict[str, object]] | UndoneRun
     ) -> dict[int, dict[str, object]] | UndoneRun:
-        """Copy kept outputs into the table, and return copies of the outputs that go back."""
+        """End the current run: copy the outputs of `keep` into the table, and return copies of the
+        outputs that go back to the controller. If the run was undone, record that."""
         if isinstance(results, UndoneRun):
             return self._undo(results)
         keep, returned = self._current_run.keep, self._current_run.returned
-        for rank, named in results.items():
+        for rank, outputs in results.items():
             for output, name in keep.items():
-                if output in named:
-                    self._table[rank, name] = copy_to(named[output], self.device)
+                if output in outputs:
+                    self._table[rank, name] = copy_to(outputs[output], self.device)
         if self._rollback is not None:
             self._rollback.end()
         cpu = torch.device("cpu")
         return {
-            rank: {n: copy_to(v, cpu) for n, v in named.items() if n not in keep or n in returned}
-            for rank, named in results.items()
+            rank: {n: copy_to(v, cpu) for n, v in outputs.items() if n not in keep or n in returned}
+            for rank, outputs in results.items()
         }
 
     def _undo(self, undone: UndoneRun) -> UndoneRun:

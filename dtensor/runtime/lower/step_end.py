@@ -25,7 +25,7 @@ from dtensor.daft.ir.instructions import WORD
 from dtensor.runtime.lower import moves
 from dtensor.runtime.lower.code import ADDING, COPIES
 from dtensor.runtime.lower.rank_builder import RankBuilder
-from dtensor.runtime.optimizer.flat_buffers import filled, together
+from dtensor.runtime.optimizer.flat_buffers import filled, group_by_size
 from dtensor.runtime.optimizer.shard_optimizer import (
     ELEMENTWISE,
     MASTER,
@@ -387,7 +387,7 @@ def _copied_bytes(
             by_dtypes.setdefault(key, []).append(update)
         for (_, dtype), same_dtypes in by_dtypes.items():
             sizes = [math.prod(update.spec.local_shape(b.coordinates)) for update in same_dtypes]
-            for run in together(sizes):
+            for run in group_by_size(sizes):
                 gradient_specs = [specs[same_dtypes[at].gradient] for at in run]
                 places = [scattered.get(same_dtypes[at].gradient, ("", -at)) for at in run]
                 first, begin = places[0]

@@ -200,7 +200,7 @@ def filled(numel: int, dtype: torch.dtype) -> int:
     return -(-numel // lanes) * lanes
 
 
-def together(sizes: Iterable[int]) -> list[list[int]]:
+def group_by_size(sizes: Iterable[int]) -> list[list[int]]:
     """Group shards into buffers by their number of elements: all small ones share one buffer, and
     each large one has its own. Return the positions in each buffer."""
     small: list[int] = []

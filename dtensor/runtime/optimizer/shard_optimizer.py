@@ -27,7 +27,7 @@ from dtensor.errors import PlanningError
 from dtensor.kernels.registry import kernel_of
 from dtensor.numerics import accumulation_dtype, is_narrow
 from dtensor.private_torch import foreach_add_, fused_adam_, fused_adamw_, without_compiler
-from dtensor.runtime.optimizer.flat_buffers import FlatBuffer, make_buffer, together
+from dtensor.runtime.optimizer.flat_buffers import FlatBuffer, group_by_size, make_buffer
 from dtensor.runtime.optimizer.optimizer_kind import (
     OptimizerKind,
     StateEntry,
@@ -210,20 +210,20 @@ class ShardOptimizer:
         optimizer = self._torch_optimizer(options)
         is_torch_class = self.probed_kind is None
         fused = is_torch_class and all(group.get("fused") for group in optimizer.param_groups)
-        folded = clip is not None and fused and kernel_divides(clip.dtype)
+        kernel_divides_by_clip = clip is not None and fused and kernel_divides(clip.dtype)
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         for buffer in buffers:
-            gradient, copies = buffer.gradient(gradients)
-            if clip is not None and not folded:
+            gradient, is_copy = buffer.gradient(gradients)
+            if clip is not None and not kernel_divides_by_clip:
                 gradient = _divide(gradient, clip)
-            elif (folded or not is_torch_class) and not (
-                copies or all(m.name in writable for m in buffer.members)
+            elif (kernel_divides_by_clip or not is_torch_class) and not (
+                is_copy or all(m.name in writable for m in buffer.members)
             ):
                 gradient = (
                     gradient.clone()
                 )  # a kernel that divides, or a probed class, may write it
             pairs.append((buffer.parameter, gradient))
-        _update(optimizer, pairs, clip if folded else None)
+        _update(optimizer, pairs, clip if kernel_divides_by_clip else None)
         if optimizer.state is not self.state:
             raise TypeError(f"{self.kind.__name__} has replaced its dict of state by another dict.")
         for buffer in buffers:
@@ -356,7 +356,7 @@ class ShardOptimizer:
                     names_by_key.setdefault(key, []).append(name)
         for key, names in names_by_key.items():
             self.buffers[key] = []
-            for positions in together(shards[name].numel() for name in names):
+            for positions in group_by_size(shards[name].numel() for name in names):
                 members = [names[position] for position in positions]
                 masters = {name: self._existing_master(name) for name in members}
                 has_masters = key.dtype != key.shard_dtype

@@ -524,7 +524,8 @@ class ObjectStore:
                     self._handshakes.handle(descriptor)
 
     def _tell_to_drop(self) -> None:
-        """Send the requests of `forget`."""
+        """Tell processes to drop the values that were forgotten (`forget`): one message per
+        process."""
         keys_by_process: dict[int, list[Key]] = {}
         while self._forgotten:
             key, processes = self._forgotten.popleft()

@@ -31,31 +31,31 @@ class MachineCapacity:
 def place(
     hosts: Hosts,
     groups: Sequence[Sequence[int]],
-    machines: Sequence[MachineCapacity],
+    capacities: Sequence[MachineCapacity],
     *,
     kind: str = "CPU",
     fewest: bool = False,
 ) -> list[int]:
     """Return the number of each actor's machine. `hosts`: the ranks of each actor; `groups`: ranks
-    that should be on one machine; `machines`: the machines; `kind`: the resource, for the error.
+    that should be on one machine; `capacities`: the machines; `kind`: the resource, for the error.
     Raises ValueError if the machines cannot hold the blocks."""
-    usable = [number for number, machine in enumerate(machines) if machine.actors] or [0]
+    usable = [number for number, capacity in enumerate(capacities) if capacity.actors] or [0]
     block_units = _units(hosts, groups)
     if len(block_units) == 1 or max(block_units) > max(
-        machines[number].actors for number in usable
+        capacities[number].actors for number in usable
     ):
         block_units = [1] * len(hosts)
     max_blocks = min(len(usable), len(block_units))
-    enough = sum(machine.actors for machine in machines) >= len(hosts)
+    enough = sum(capacity.actors for capacity in capacities) >= len(hosts)
     blocks: list[int] = []
     for num in range(1 if fewest else max_blocks, max_blocks + 1):
         ends = [0, *accumulate(block_units)]
         bounds = [ends[len(block_units) * each // num] for each in range(num + 1)]
         blocks = [end - begin for begin, end in pairwise(bounds)]
-        fits = all(n <= machines[number].actors for number, n in zip(usable, blocks))
+        fits = all(n <= capacities[number].actors for number, n in zip(usable, blocks))
         if fits or not (enough or fewest):
             return [number for number, n in zip(usable, blocks) for _ in range(n)]
-    raise ValueError(_unequal(hosts, blocks, [machines[number] for number in usable], kind))
+    raise ValueError(_unequal(hosts, blocks, [capacities[number] for number in usable], kind))
 
 
 def _units(hosts: Hosts, groups: Sequence[Sequence[int]]) -> list[int]:
@@ -71,16 +71,18 @@ def _units(hosts: Hosts, groups: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _unequal(
-    hosts: Hosts, blocks: Sequence[int], machines: Sequence[MachineCapacity], kind: str
+    hosts: Hosts, blocks: Sequence[int], capacities: Sequence[MachineCapacity], kind: str
 ) -> str:
     """Return the text of the error for machines that cannot hold their blocks."""
     ends = [0, *accumulate(blocks)]
     facts = ""
-    for machine, (begin, end) in zip(machines, pairwise(ends)):
+    for capacity, (begin, end) in zip(capacities, pairwise(ends)):
         ranks = [rank for ranks_of_actor in hosts[begin:end] for rank in ranks_of_actor]
-        facts += f"\n  {machine.machine}: {machine.actors} {kind}s, ranks {ranks[0]} to {ranks[-1]}"
-    for machine in machines[len(blocks) :]:
-        facts += f"\n  {machine.machine}: {machine.actors} {kind}s, no ranks"
+        facts += (
+            f"\n  {capacity.machine}: {capacity.actors} {kind}s, ranks {ranks[0]} to {ranks[-1]}"
+        )
+    for capacity in capacities[len(blocks) :]:
+        facts += f"\n  {capacity.machine}: {capacity.actors} {kind}s, no ranks"
     return (
         f"Machines have unequal rooms, and {len(hosts)} actors in their order, with ranks along "
         f"the mesh's last axis together, do not fit:{facts}\n"

@@ -2,8 +2,8 @@
 
     store = SignedStore.open("127.0.0.1", secret)        # in the controller
     client = SignedStore.join("127.0.0.1", store.port, secret, patience)      # in a host
-    client.set("ranks/here0", address)                   # stores 32 bytes of proof, and the address
-    store.get("ranks/here0")                             # the address; ConnectionError if it is forged
+    client.set("ranks/here0", address)                   # stores 32 bytes of proof, and address
+    store.get("ranks/here0")                             # the address. Raises if it is forged
 
 torch's TCPStore does not authenticate clients, and gloo connects to any address that it reads
 there, so each value begins with an HMAC of the key and the value. Invariants: a value that `get`

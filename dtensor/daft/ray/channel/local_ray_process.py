@@ -101,7 +101,7 @@ class LocalRayProcess:
         self.say("resources", _ray.cluster_resources())
 
     def rest(self) -> None:
-        """Record that no launch uses Ray."""
+        """Record that no launch uses Ray now."""
         self._idle = True
 
     def wake(self) -> None:

@@ -228,7 +228,7 @@ class _Stream:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self._room = memoryview(bytearray(READ_BYTES))
+        self._buffer = memoryview(bytearray(READ_BYTES))
         self._begin = self._end = 0
 
     @property
@@ -237,18 +237,18 @@ class _Stream:
 
     def fill(self) -> Generator[None, None, None]:
         """Read the bytes that have arrived. No bytes may be buffered."""
-        self._begin, self._end = 0, (yield from self._read(self._room))
+        self._begin, self._end = 0, (yield from self._read(self._buffer))
 
     def small(self) -> Message | None:
         """Return the next message if it has no buffers and has arrived completely, else None. This
         is the fast path of `message`, which the messages of runs take."""
         body = self._begin + _HEAD.size
         if body <= self._end:
-            number, kind, count, length, size = _HEAD.unpack_from(self._room, self._begin)
+            number, kind, count, length, size = _HEAD.unpack_from(self._buffer, self._begin)
             middle = body + length
             if not count and middle + size <= self._end:
                 self._begin = middle + size
-                named, pickled = self._room[body:middle], self._room[middle : middle + size]
+                named, pickled = self._buffer[body:middle], self._buffer[middle : middle + size]
                 return Message(number, kind, bytes(named), bytes(pickled), [])
         return None
 
@@ -268,17 +268,17 @@ class _Stream:
         if size <= READ_BYTES:
             while self._end - self._begin < size:
                 if self._begin + size > READ_BYTES:
-                    self._room[: self._end - self._begin] = self._room[self._begin : self._end]
+                    self._buffer[: self._end - self._begin] = self._buffer[self._begin : self._end]
                     self._begin, self._end = 0, self._end - self._begin
-                self._end += yield from self._read(self._room[self._end :])
+                self._end += yield from self._read(self._buffer[self._end :])
             self._begin += size
-            data = bytearray(self._room[self._begin - size : self._begin])
+            data = bytearray(self._buffer[self._begin - size : self._begin])
             if self._begin == self._end:
                 self._begin = self._end = 0
             return data
         view = numpy.empty(size, numpy.uint8).data  # not filled with zeros
         filled = self._end - self._begin
-        view[:filled] = self._room[self._begin : self._end]
+        view[:filled] = self._buffer[self._begin : self._end]
         self._begin = self._end = 0
         while filled < size:
             filled += yield from self._read(view[filled:])

@@ -199,7 +199,7 @@ class Membership:
         return len(replies) == self._num_spares and self.channel.all_over(replies)
 
     def start_spares(self) -> list[HostProcess]:
-        """Start missing spares, on the machines with the fewest spares; return them."""
+        """Start missing spares, each on the machine with the fewest spares. Return the new ones."""
         new: list[HostProcess] = []
         while len(self.spares) < self._num_spares:
             spares = [spare.machine for spare in self.spares]

@@ -1,8 +1,8 @@
 """The layout of a program's messages in shared memory, and the counts that its waits need.
 
-    between = CrossHostKeys(program, (0, 1))            # on the controller, once for a program
-    replace(own, meetings=between.of(own.ranks))        # on the controller, for each host's part
-    arena = lay_out(own, (0, 1), shares)                # on each host
+    keys = CrossHostKeys(program, (0, 1))               # on the controller, once for a program
+    replace(part, meetings=keys.of(part.ranks))         # on the controller, for each host's part
+    arena = lay_out(part, (0, 1), shares)               # on each host
 
 A key (`instructions.Key`) has a `Lane`: some slots in the window of each member's actor. Start
 number k on the key writes slot k % slots of its own actor, where the other members read it. An
@@ -119,8 +119,8 @@ def lay_out(program: HostProgram, host_of: Sequence[int], shares: Callable[[Key]
     window_bytes = tuple(nbytes if actor in used_actors else 0 for actor, nbytes in enumerate(used))
     starts = {rank: _own_starts(program, rank, lanes) for rank in program.ranks}
     keys = [key_slots.key for key_slots in meetings.keys]
-    for rank, key_slots in meetings.peers.items():
-        starts[rank] = [(-1, keys[n], buffers) for n, buffers in key_slots if keys[n] in lanes]
+    for rank, peer_starts in meetings.peers.items():
+        starts[rank] = [(-1, keys[n], buffers) for n, buffers in peer_starts if keys[n] in lanes]
     brings, ahead = _match_starts(starts, program.ranks)
     return Arena(lanes=lanes, window_bytes=window_bytes, brings=brings, ahead=ahead)
 
