@@ -747,7 +747,7 @@ def test_ranks_join_and_are_replaced_during_switch_on_ray(
             os.kill(cluster.membership.host(host).counter.pid, signal.SIGKILL)
 
         found = trained.losses(data[:1])
-        add, wait = Membership.add, RayCluster._await
+        add, wait = Membership.add, RayCluster._wait_until_started
 
         def wait_until(done: Callable[[], bool]) -> None:
             while not done():
@@ -779,7 +779,7 @@ def test_ranks_join_and_are_replaced_during_switch_on_ray(
             lose(0)
 
         with monkeypatch.context() as patch, pytest.warns(RuntimeWarning, match="recovered in"):
-            patch.setattr(RayCluster, "_await", late)
+            patch.setattr(RayCluster, "_wait_until_started", late)
             trained.switch(run, b)
         assert cluster.membership.host(2).index in spares
         found += trained.losses(data[2:3])

@@ -1666,7 +1666,7 @@ class Keeper:
         return x
 
     def wanted(self) -> int:
-        return sum(len(o._wanted) for o in gc.get_objects() if type(o) is ObjectStore)
+        return sum(len(o._requested) for o in gc.get_objects() if type(o) is ObjectStore)
 
     def keep(self, x: Any) -> None:
         self.kept = x

@@ -66,7 +66,7 @@ def launched() -> Iterator[tuple[LaunchFolder, list[ProgramCounter]]]:
     done = threading.Event()
     threads = [threading.Thread(target=_host, args=(counter, done)) for counter in counters]
     try:
-        folder.say("ranks", {f"host{h}": (h,) for h in range(3)})
+        folder.write_facts("ranks", {f"host{h}": (h,) for h in range(3)})
         folder.write_lines(0, ProgramLines.of(ALL, verify(ALL).lists))
         for counter, thread in zip(counters, threads, strict=True):
             thread.start()
@@ -139,7 +139,7 @@ def test_launch_folder_of_dead_process_is_removed(scratch: Path) -> None:
 def _launches(scratch: str, pipe: Connection) -> None:
     tempfile.tempdir = scratch
     folder = LaunchFolder.make()
-    folder.say("ranks", {"host0": (0,)})
+    folder.write_facts("ranks", {"host0": (0,)})
     pipe.send(str(folder.path))
     pipe.recv()
 
