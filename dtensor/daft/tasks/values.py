@@ -128,7 +128,8 @@ class _ValuePickler(ByValuePickler):
         return super().reducer_override(obj)  # pyright: ignore
 
     def _tensor(self, tensor: Tensor) -> Any:
-        """Reduce a tensor to a reference to its storage, and collect the storage."""
+        """Reduce a tensor to `tensor_of` with the number of its storage, dtype, shape, strides and
+        offset; collect the storage. Raises TypeError if the tensor has hooks."""
         shape = tuple(tensor.shape)
         self.metas.append((tensor.dtype, shape))
         data = tensor.detach().resolve_conj().resolve_neg()

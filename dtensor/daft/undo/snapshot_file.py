@@ -341,7 +341,8 @@ class SnapshotFile(SnapshotStore):
         return memory_view[offset : offset + region.nbytes]
 
     def _map(self, region: Extent) -> tuple[mmap.mmap, int, torch.Tensor]:
-        """Map a region. Return the mapping, the region's offset in it, and the mapping as u8[n]."""
+        """Map a region of the file, if no window has it yet. Return the mapping, the region's
+        offset in it, and the mapping as a tensor u8[n]."""
         end = region.begin + region.nbytes
         for window, memory, memory_view in self._windows:
             if window.start <= region.begin <= end <= window.stop:

@@ -61,7 +61,8 @@ def fault(program: Program, site: Site, fact: str, fix: str) -> ProgramError:
 
 
 def starts_of_waits(instructions: Sequence[Instruction]) -> dict[int, tuple[int, ...]]:
-    """Return the indices of the starts that each `Wait` of a list completes, by its index."""
+    """Return, by the index of each `Wait` in a list, the indices of the starts that it
+    completes."""
     pending: dict[str, list[int]] = defaultdict(list)
     starts_by_wait: dict[int, tuple[int, ...]] = {}
     completed: set[int] = set()
