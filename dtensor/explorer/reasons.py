@@ -116,7 +116,7 @@ class Reasons:
 
     def _openers(self, axis: str, name: str) -> list[str]:
         """Return the pins that led the planner to split the value ``name`` over the axis; if there
-        are none, those of the nearest values from which it is computed."""
+        are none, the pins that split the nearest values from which it is computed."""
         level, visited = [name], {name}
         for _ in range(_MAX_DEPTH):
             openers = [by for n in level for by in self.index.opened.get((axis, n), {}).values()]

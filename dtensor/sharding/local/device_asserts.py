@@ -51,7 +51,7 @@ def _bags(weight: Tensor, ids: Tensor, offsets: Tensor, *args: object, **kwargs:
 
 
 def _along_dim(x: Tensor, dim: int, index: Tensor, *args: object, **kwargs: object) -> None:
-    """Check that indices into one dim, as those of gather and scatter, are in 0:size."""
+    """Check that indices into one dim (the indices of gather and scatter) are in 0:size."""
     check_range(index, x.shape[dim] if x.dim() else 1)
 
 

@@ -145,8 +145,8 @@ class Rule:
     of_loss: sums over a split factor are parts of a loss, one number a row, and stay pending.
     fallback: the rule for a shard that does not line up with the factors of this rule; it is
         localized by the ``localize`` of this rule.
-    narrow: changes a strategy over a number of ranks so that operands of which each rank reads only
-        a part are split.
+    narrow: returns a strategy over a number of ranks with more operands split, if each rank reads
+        only a part of them.
     """
 
     operands: tuple[Dims, ...]

@@ -88,7 +88,7 @@ def _solve(nodes: Sequence[Node], price: Price) -> Solution:
 
     groups = _groups(nodes)
     index: dict[tuple[int, int], int] = {}  # (group, option) -> its variable: 1 if chosen, else 0
-    costs: list[float] = []  # of each variable; `_connect` adds those of conversions
+    costs: list[float] = []  # of each variable; `_connect` appends the costs of conversions
     for key, members in enumerate(groups):
         for k in range(len(members[0].options)):
             index[key, k] = len(costs)

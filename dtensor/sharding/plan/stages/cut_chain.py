@@ -136,7 +136,7 @@ def partition(
 
 
 def _shared_costs(items: Sequence[SharedCost], num: int) -> Table:
-    """Return, for each part, the sum of the items of which it has at least one unit."""
+    """Return the table of shared costs: each part pays an item once if it has one of its units."""
     table = np.zeros((num, num + 1), np.int64)
     for item in items:
         previous = -1

@@ -124,7 +124,7 @@ def _attention_masked_backward(call: OpCall, h: str, g: str) -> Rule:
 
 
 def _mask_term(call: OpCall, mask: int, heads: str, queries: str = "t") -> str:
-    """Return the term of a mask: its dims, aligned from the right, are those of the scores or 1."""
+    """Return the term of a mask that is broadcast against the scores [b h t s]: ``1 t s!``."""
     shape = call.operands[mask].shape
     factors = ["b", heads, queries, "s!"][4 - len(shape) :]
     return " ".join("1" if n == 1 else f for f, n in zip(factors, shape, strict=True))
