@@ -1,4 +1,4 @@
-"""What users import to unit-test collectives, rules and placements."""
+"""Functions that users call in unit tests of collectives, rules and placements."""
 
 from dtensor.api.eager.policy import eager_collectives
 from dtensor.testing import strategies

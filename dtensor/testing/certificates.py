@@ -1,18 +1,13 @@
-"""`dt.testing.certify`: is a rule right, forward and backward, under every placement it offers?
+"""`dt.testing.certify`: checks by brute force whether the rule of an op is right.
 
     print(dt.testing.certify("mylib::scale", x, weight))      # an op and the arguments of a call
     dt.testing.certify(torch.nn.functional.mse_loss, x, y)    # every op of forward and backward
 
-By brute force (oracle.py): on 2 and 3 ranks and on a 2x2 mesh, every strategy of the rule is
-carried out on real shards and compared with the op run whole: plain, in blocks, at units, pending;
-with the values given, negated, and at other sizes, which divide and do not, down to 1 and fewer
-than there are ranks; in half precision its dtypes are compared; and so is each op of its backward,
-with a random cotangent.
-
-A strategy that fails is *wrong*. One that the rule does not offer, though raw shards show that it
-holds, is *missing* (missing.py). An op without a rule, for which torch has no decomposition either,
-is *refused*. Invariants: the same seed gives the same certificate. Not here: whole programs under
-placements (`dt.testing.assert_same`), samples of this library's ops (its tests have them).
+Each strategy of the rule is run on real shards and compared with the op on global tensors
+(`oracle.py`), on 2 and 3 ranks and on a 2x2 mesh: with the given values, negated values, other
+sizes, and bfloat16, and for each op of the backward. A strategy that gives other values is *wrong*.
+A valid strategy that the rule lacks is *missing* (`missing.py`). An op that has neither a rule nor
+a decomposition in torch is *refused*. The same seed gives the same certificate.
 """
 
 from __future__ import annotations
@@ -39,27 +34,28 @@ from dtensor.sharding.ops.call import OpCall
 from dtensor.sharding.rules import NoRule, rule_for
 from dtensor.sharding.rules.registry import builders
 from dtensor.sharding.rules.rule import Rule, Strategy
-from dtensor.testing.missing import Missing, missing
+from dtensor.testing.missing import Missing, find_missing
 from dtensor.testing.oracle import (
     UNDEFINED,
     Case,
     call_of,
     generator_of,
     one_axis,
-    run_whole,
+    run_global,
     trial,
     two_axes,
 )
-from dtensor.testing.vary import example, negated, other_sizes, to_half, without_error
+from dtensor.testing.vary import accepts, example, negated, other_sizes, to_half
 
 RuleOf = Callable[[OpCall], Rule]
-_MAX_SHOWN = 8  # of the strategies of a wrong rule, whose other sizes fail alike
+_MAX_SHOWN = 8
+"""The number of printed wrong strategies. Other sizes of a wrong strategy usually fail alike."""
 
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """What brute force says of rules: strategies that fail, that lack, how many were run, and the
-    ops that have no rule."""
+    """The result of `certify`: descriptions of wrong strategies, the missing strategies, the number
+    of strategies that were run, and descriptions of the ops without a rule."""
 
     wrong: tuple[str, ...] = ()
     missing: tuple[Missing, ...] = ()
@@ -92,16 +88,16 @@ def certify(
     seed: int = 0,
     **kwargs: Any,
 ) -> Certificate:
-    """The certificate of an op's rule, and of the rules of the ops of its backward.
+    """Return the certificate of the rule of an op and of the rules of the ops in its backward.
 
     Args:
-        op: an OpOverload, its name ("aten.mm.default", "mylib::scale"), what `dt.rule` returned, or
-            a function of tensors, then of every op that it and its backward run.
-        args, kwargs: of one call, its tensors global, best in float64.
-        rule: from an OpCall to its Rule, in place of the registered one.
-        seed: of cotangents and of random summands.
+        op: an OpOverload, its name ("aten.mm.default", "mylib::scale"), the result of `dt.rule`, or
+            a function of tensors; of a function every op of forward and backward is certified.
+        args, kwargs: the arguments of one call, with global tensors, preferably of float64.
+        rule: a function from an OpCall to its Rule, to use in place of the registered rule.
+        seed: the seed of cotangents and of random summands.
 
-    Raises PlanningError where no op has that name, and for an op without arguments.
+    Raises PlanningError if no op has that name, or if an op is given without arguments.
     """
     match op:
         case OpRule(ops=names):
@@ -109,12 +105,14 @@ def certify(
         case str() | OpOverload():
             targets = list(op_overloads(op))
         case _:  # with two cotangents
-            how = {"rule": rule or rule_for, **kwargs}
-            first = certify_autograd(op, *args, seed=2 * seed, square=True, **how)
-            return first + certify_autograd(op, *args, seed=2 * seed + 1, **how)
+            options = {"rule": rule or rule_for, **kwargs}
+            first = certify_autograd(op, *args, seed=2 * seed, square=True, **options)
+            return first + certify_autograd(op, *args, seed=2 * seed + 1, **options)
     total = Certificate()
-    ruled = [target for target in targets if str(target) in builders()]
-    for target in targets if rule or not ruled else ruled:  # "aten::mm" names out= as well
+    with_rule = [target for target in targets if str(target) in builders()]
+    for target in (
+        targets if rule or not with_rule else with_rule
+    ):  # not the out= overload of a name
         if not args and not kwargs:
             raise PlanningError(
                 f"{target} is certified with the arguments of a call, and none are given.\n"
@@ -133,40 +131,45 @@ def certify_given(
     rule: RuleOf | None = None,
     seed: int = 0,
 ) -> Certificate:
-    """One op, with these arguments and variations of them."""
-    found = rule or rule_for
+    """Certify one op with these arguments and with variations of them."""
+    rule_of = rule or rule_for
     try:
-        total = certify_call(target, args, kwargs, rule=found, seed=2 * seed, missing=True)
+        total = certify_call(target, args, kwargs, rule=rule_of, seed=2 * seed, missing=True)
     except NoRule as error:
         return Certificate(refused=(str(error),))
-    varied = [negated(args, kwargs), *other_sizes(target, args, kwargs, found)]
-    for number, (values, named) in enumerate(varied):
-        if without_error(target, values, named):
+    variations = [negated(args, kwargs), *other_sizes(target, args, kwargs, rule_of)]
+    for number, (new_args, new_kwargs) in enumerate(variations):
+        if accepts(target, new_args, new_kwargs):
             total += certify_or_refuse(
-                target, values, named, rule=found, seed=2 * seed + 1 + number, square=number == 0
+                target,
+                new_args,
+                new_kwargs,
+                rule=rule_of,
+                seed=2 * seed + 1 + number,
+                square=number == 0,
             )
-    total += certify_half(target, args, kwargs, found)
+    total += certify_half(target, args, kwargs, rule_of)
     return total + certify_backward(target, args, kwargs, rule, seed)
 
 
-def certify_or_refuse(target: Callable[..., Any], *given: Any, **how: Any) -> Certificate:
-    """`certify_call`; where the rule has nothing to say of these arguments, that."""
+def certify_or_refuse(target: Callable[..., Any], *args: Any, **options: Any) -> Certificate:
+    """Call `certify_call`. If the rule refuses the arguments, return a certificate that says so."""
     try:
-        return certify_call(target, *given, **how)
+        return certify_call(target, *args, **options)
     except PlanningError as error:
         if not isinstance(error.__cause__, PlanningError | None):
-            raise  # a builder that fails
+            raise  # the rule's builder has a bug
         return Certificate(refused=(str(error),))
 
 
 def certify_half(
     target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], rule: RuleOf
 ) -> Certificate:
-    """Shapes and dtypes in bfloat16, where the op has a kernel for it."""
-    values, named = to_half(args, kwargs)
-    if not without_error(target, values, named):
+    """Certify shapes and dtypes of results in bfloat16, if the op has a kernel for bfloat16."""
+    args, kwargs = to_half(args, kwargs)
+    if not accepts(target, args, kwargs):
         return Certificate()
-    return certify_call(target, values, named, nums=(2,), rule=rule, values=False, square=False)
+    return certify_call(target, args, kwargs, nums=(2,), rule=rule, values=False, square=False)
 
 
 def certify_backward(
@@ -176,26 +179,25 @@ def certify_backward(
     rule: RuleOf | None,
     seed: int,
 ) -> Certificate:
-    """The ops of the backward of one op, if it has one; a backward op itself is not differentiated.
-
-    ``rule`` is that of ``target`` alone.
-    """
+    """Certify the ops that the backward of one op runs. An op that is itself a backward op, or that
+    has no backward, gives an empty certificate. ``rule`` replaces the rule of ``target`` only."""
     if "backward" in str(target) or not _has_autograd(target):
         return Certificate()
 
-    def found(call: OpCall) -> Rule:
+    def rule_of(call: OpCall) -> Rule:
         return rule(call) if rule is not None and call.target is target else rule_for(call)
 
     try:
-        calls, differentiated = _recorded(target, args, kwargs, seed)
+        calls, has_gradient = _record_calls(target, args, kwargs, seed)
     except (RuntimeError, NotImplementedError):
-        return Certificate()  # plain torch gives no gradient, which is not this library's to find
-    how = {"seed": seed, "rule": found, "square": False}
-    return _certified(calls, **how) if differentiated else Certificate()
+        return Certificate()  # torch itself fails to differentiate the op
+    if not has_gradient:
+        return Certificate()
+    return _certify_calls(calls, seed=seed, rule=rule_of, square=False)
 
 
 def _has_autograd(target: OpOverload) -> bool:
-    """Where there is none, torch would warn, and give no gradient."""
+    """Return whether torch can differentiate the op. For other ops torch warns in the backward."""
     keys = ("Autograd", "AutogradCPU", "CompositeImplicitAutograd")
     return any(dispatch_has_kernel_for_dispatch_key(target.name(), k) for k in keys)
 
@@ -215,15 +217,15 @@ def certify_call(
     square: bool = True,
     missing: bool = False,
 ) -> Certificate:
-    """The certificate of the rule for ``target(*args, **kwargs)``, tensors among them global.
+    """Return the certificate of the rule for ``target(*args, **kwargs)`` with global tensors.
 
-    ``nums``: the axis sizes tried. ``square``: also pairs of strategies on a 2x2 mesh.
-    ``missing``: also look for strategies that the rule lacks, for at most 3 tensors.
-    ``values=False``: compare only shapes and dtypes, as of UNDEFINED ops always. NoRule where the
-    op has none.
+    ``nums``: the sizes of the axis. ``square``: also run pairs of strategies on a 2x2 mesh.
+    ``missing``: also look for strategies that the rule lacks, for at most 3 tensors. ``values``:
+    compare values; if False, and for `UNDEFINED` ops, only shapes and dtypes. Raises NoRule if the
+    op has no rule.
     """
     call, operands = call_of(target, args, kwargs or {})
-    call, results = run_whole(call, operands)
+    call, results = run_global(call, operands)
     op_rule = rule(call)
     case = Case(
         call=call,
@@ -235,24 +237,21 @@ def certify_call(
     )
     wrong: list[str] = []
     checked = 0
-    plans = itertools.chain(
+    trials = itertools.chain(
         (((num,), (s,)) for num in nums for s in one_axis(op_rule, num)),
         (((2, 2), pair) for pair in two_axes(op_rule)) if square else (),
     )
-    for shape, strategies in plans:
+    for shape, strategies in trials:
         checked += 1
         problem = trial(case, shape, strategies)
         if problem is not None:
             texts = " x ".join(_text(s) for s in strategies)
             ranks = "x".join(map(str, shape))
             metas = ", ".join(map(str, call.operands))
-            where = f"{call.name}({metas}) [{op_rule}] on {ranks} ranks"
-            wrong.append(f"{where}: {texts}: {problem}")
-    lacking = tuple(_missing(case)) if missing and case.values else ()
-    return Certificate(tuple(wrong), lacking, checked)
-
-
-_missing = missing  # certify_call has a parameter of that name
+            title = f"{call.name}({metas}) [{op_rule}] on {ranks} ranks"
+            wrong.append(f"{title}: {texts}: {problem}")
+    missing_strategies = tuple(find_missing(case)) if missing and case.values else ()
+    return Certificate(tuple(wrong), missing_strategies, checked)
 
 
 def _text(strategy: Strategy) -> str:
@@ -271,71 +270,74 @@ def certify_autograd(
     square: bool = False,
     **kwargs: Any,
 ) -> Certificate:
-    """Certify every op that ``fn`` and its backward run, each with the values that it really gets.
+    """Certify every op that ``fn`` and its backward run, each with the values of this run.
 
-    The cotangent is random; values that forward saves for backward are consistent, so a backward
-    that divides by a local count is found out. An op without a rule is decomposed, if torch can.
+    The cotangent is random. Values that the forward saves for the backward belong together, so a
+    backward that wrongly divides by a local count is found. An op without a rule is decomposed if
+    torch has a decomposition.
     """
-    calls, _ = _recorded(fn, args, kwargs, seed)
-    return _certified(calls, seed=seed, rule=rule, nums=nums, square=square)
+    calls, _ = _record_calls(fn, args, kwargs, seed)
+    return _certify_calls(calls, seed=seed, rule=rule, nums=nums, square=square)
 
 
-Recorded = tuple[Any, tuple[Any, ...], dict[str, Any]]
+RecordedCall = tuple[Any, tuple[Any, ...], dict[str, Any]]
+"""An op with its args and kwargs."""
 
 
-def _recorded(
+def _record_calls(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], seed: int
-) -> tuple[list[Recorded], bool]:
-    """The calls of forward and, where a result has a gradient, of backward; whether one has."""
+) -> tuple[list[RecordedCall], bool]:
+    """Run ``fn`` and its backward. Return their op calls, and whether there was a backward."""
 
     def leaf(t: torch.Tensor) -> torch.Tensor:
         return t.detach().clone().requires_grad_(t.is_floating_point() or t.is_complex())
 
-    inputs, named = pytree.tree_map_only(torch.Tensor, leaf, (tuple(args), dict(kwargs)))
+    inputs = pytree.tree_map_only(torch.Tensor, leaf, (tuple(args), dict(kwargs)))
     recorder = _CallRecorder()
     with recorder:
-        returned = fn(*inputs, **named)
-    outs = [
-        t for t in pytree.tree_leaves(returned) if isinstance(t, torch.Tensor) and t.requires_grad
-    ]
-    asked = [t for t in pytree.tree_leaves((inputs, named)) if isinstance(t, torch.Tensor)]
-    asked = [t for t in asked if t.requires_grad]
-    if outs and asked:
+        returned = fn(*inputs[0], **inputs[1])
+
+    def differentiable(tree: Any) -> list[torch.Tensor]:
+        leaves = pytree.tree_leaves(tree)
+        return [t for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad]
+
+    outputs, leaves = differentiable(returned), differentiable(inputs)
+    if outputs and leaves:
         generator = generator_of(seed)
-        cotangents = [torch.randn(t.shape, dtype=t.dtype, generator=generator) for t in outs]
+        cotangents = [torch.randn(t.shape, dtype=t.dtype, generator=generator) for t in outputs]
         with recorder:
-            torch.autograd.grad(outs, asked, cotangents, allow_unused=True)
-    return recorder.calls, bool(outs and asked)
+            torch.autograd.grad(outputs, leaves, cotangents, allow_unused=True)
+    return recorder.calls, bool(outputs and leaves)
 
 
-def _certified(calls: Sequence[Recorded], **how: Any) -> Certificate:
-    """Each call; one without a rule as what torch makes of it. ``how``: of `certify_call`."""
+def _certify_calls(calls: Sequence[RecordedCall], **options: Any) -> Certificate:
+    """Certify each call with these options of `certify_call`. A call without a rule is replaced by
+    the calls of its decomposition."""
     total = Certificate()
     for target, args, kwargs in calls:
         target = _functional(target)
         try:
-            total += certify_call(target, args, kwargs, **how)
+            total += certify_call(target, args, kwargs, **options)
         except NoRule as error:
             refused = Certificate(refused=(str(error),))
-            inner = _expanded(target, args, kwargs)
-            total += refused if inner is None else _certified(inner, **how)
+            inner = _decomposed_calls(target, args, kwargs)
+            total += refused if inner is None else _certify_calls(inner, **options)
     return total
 
 
 def _functional(target: OpOverload) -> OpOverload:
-    """The op that returns what this one writes to its first argument, as capture makes of it;
-    itself where torch has none, which no rule then knows."""
+    """Return the functional form of an op that writes to its first argument, as capture uses it;
+    the op itself if it does not write or has no such form."""
     if not target._schema.is_mutable or not target._schema.name.endswith("_"):
         return target
     return functional_form(target) or target
 
 
-def _expanded(
+def _decomposed_calls(
     target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> list[Recorded] | None:
-    """The calls of torch's decomposition; None where there is none."""
-    # The same table as the planner's: what has no rule is planned as what it is made of.
-    table = decomposition_table()
+) -> list[RecordedCall] | None:
+    """Return the calls of torch's decomposition of the op, or None if it has none."""
+    table = decomposition_table()  # the planner uses the same table
     if target not in table or torch.Tag.nondeterministic_seeded in target.tags:
         return None
     with _CallRecorder() as recorder, torch.no_grad():
@@ -344,16 +346,16 @@ def _expanded(
 
 
 class _CallRecorder(TorchDispatchMode):
-    """Notes each op with a copy of what it was given."""
+    """Records each op that has a tensor argument, with a copy of its arguments."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[Recorded] = []
+        self.calls: list[RecordedCall] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kept = pytree.tree_map_only(
+        copies = pytree.tree_map_only(
             torch.Tensor, lambda t: t.detach().clone(), (args, kwargs or {})
         )
-        if any(isinstance(x, torch.Tensor) for x in pytree.tree_leaves(kept)):
-            self.calls.append((func, *kept))
+        if any(isinstance(x, torch.Tensor) for x in pytree.tree_leaves(copies)):
+            self.calls.append((func, *copies))
         return func(*args, **(kwargs or {}))

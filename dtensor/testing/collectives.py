@@ -1,4 +1,4 @@
-"""Unit tests of what a module communicates: no process, no numbers, only its plan.
+"""`dt.testing.assert_collectives`: checks the collectives of a module in its plan; nothing runs.
 
     def test_megatron_mlp():
         mesh = dt.Mesh(tp=2)
@@ -8,11 +8,8 @@
             forward={"all_reduce@tp": 1}, backward={"all_reduce@tp": 1},
         )
 
-The positional arguments of the module or function are given as specs, which pin them on every
-axis; anything else is passed on as it is. Results may stay split as they come out, but not pending;
-the gradients of parameters and inputs end where those are. Only shapes and dtypes count.
-
-Not here: whether the plan computes the right numbers (oracle.py), what it costs in seconds.
+Positional arguments are specs, which state a placement on every axis, or other values. Results may
+stay sharded but not pending. Gradients have the placements of their parameters and inputs.
 """
 
 from __future__ import annotations
@@ -39,7 +36,7 @@ from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import Shard
 from dtensor.sharding.spec.spec import TensorSpec, make_spec
-from dtensor.testing.execute import named_as
+from dtensor.testing.execute import forward_signature
 
 Counts = Mapping[str, int]
 
@@ -53,19 +50,20 @@ def assert_collectives(
     backward: Counts | None = None,
     loss: Callable[[Any], Any] | None = None,
 ) -> Plan:
-    """Asserts how many collectives of each kind and axis a module or function needs.
+    """Assert the number of collectives of each kind and axis that a module or function needs.
 
     Args:
-        module_or_fn: is planned, not run.
-        mesh: has the axes that are named.
-        placements: by globs over a module's parameters; by argument for a function.
-        specs: the positional arguments; ``requires_grad`` asks for an input's gradient.
-        forward, backward: ``{"all_reduce@tp": 1}``; what is not named must not occur. None: not
-            checked. The reductions of parameters' gradients are backward.
-        loss: applied to the output, it gives the scalar to differentiate. Without it the
-            cotangent of each result is an input; it is left out where no gradient is asked for.
+        module_or_fn: the module or function; it is planned, not run.
+        mesh: the mesh, with the axes that ``placements`` names.
+        placements: placements by globs over the parameters of a module, or by the argument names
+            of a function.
+        specs: the positional arguments; a spec with ``requires_grad`` gets a gradient.
+        forward, backward: the expected numbers, as ``{"all_reduce@tp": 1}``. Other collectives must
+            not occur. None: do not check. Reductions of the gradients of parameters are backward.
+        loss: a function from the output to the scalar to differentiate. Without it, the cotangents
+            of the results are inputs of the plan, if a gradient is needed.
 
-    Returns the plan. Raises AssertionError with the plan, PlanningError where there is none.
+    Returns the plan. Raises AssertionError with the plan, or PlanningError if there is no plan.
     """
     planned = plan_of(
         module_or_fn,
@@ -96,14 +94,15 @@ def plan_of(
     grads: Grads | None = None,
     loss: Callable[[Any], Any] | None = None,
 ) -> Plan:
-    """The plan that `assert_collectives` checks.
+    """Return the plan that `assert_collectives` checks.
 
     Args:
-        module_or_fn, mesh, placements, specs, loss: as of `assert_collectives`.
-        grads: "loss": of the parameters, of a loss; "tangents": for given cotangents; "none". By
-            default "loss" with a loss, "tangents" where a spec requires grad, else "none".
+        module_or_fn, mesh, placements, specs, loss: the arguments of `assert_collectives`.
+        grads: "loss": plan the gradients of a loss; "tangents": plan the gradients for given
+            cotangents of the results; "none". By default "loss" with a loss, "tangents" if a spec
+            requires grad, else "none".
 
-    Raises PlanningError where there is no plan.
+    Raises PlanningError if there is no plan.
     """
     leaves, tree = pytree.tree_flatten(specs)
     for spec in leaves:
@@ -115,26 +114,27 @@ def plan_of(
                 f"fix: state it as dt.spec({str(spec)!r}, mesh) of this mesh"
             )
     if grads is None:
-        wanted = any(isinstance(s, TensorSpec) and s.requires_grad for s in leaves)
-        grads = "loss" if loss is not None else "tangents" if wanted else "none"
+        needs_grad = any(isinstance(s, TensorSpec) and s.requires_grad for s in leaves)
+        grads = "loss" if loss is not None else "tangents" if needs_grad else "none"
     module = module_or_fn if isinstance(module_or_fn, nn.Module) else None
     fn = module_or_fn if module is None else parallelize(module, mesh, placements)
-    given: tuple[Any, ...] = specs
+    args: tuple[Any, ...] = specs
     if loss is not None:
-        given = specs if module is None else (fn, *specs)
+        args = specs if module is None else (fn, *specs)
         fn = _with_loss(module_or_fn, loss)
-    leaves, tree = pytree.tree_flatten((given, {}))
+    leaves, tree = pytree.tree_flatten((args, {}))
     call = BoundCall(fn, tuple(leaves), tree)
     graph = call.graph(grads)
     pins = _spec_pins(graph, leaves)
     if module is None:
-        pins = _with_stated(pins, placements, graph, mesh)
+        pins = _add_stated_pins(pins, placements, graph, mesh)
     options = Options(inputs=InputPins(pins=pins, batch=()), split_results=True)
     return plan_call(call, mesh, grads, options, _name_of(module_or_fn), graph).plan
 
 
 def counts(planned: Plan, phase: str) -> dict[str, int]:
-    """How many times each ``kind@axis`` runs in a phase; the optimizer's are backward."""
+    """Return the number of collectives of each ``kind@axis`` in a phase. Collectives of the
+    optimizer are in the phase "backward"."""
     counted: Counter[str] = Counter()
     for collective in planned.collectives:
         if _phase(collective) == phase:
@@ -142,7 +142,7 @@ def counts(planned: Plan, phase: str) -> dict[str, int]:
     return dict(sorted(counted.items()))
 
 
-# -- what was found ----------------------------------------------------------------------------
+# -- text of the error ---------------------------------------------------------------------------
 
 
 def _phase(collective: PlannedCollective) -> str:
@@ -158,10 +158,10 @@ def _differences(phase: str, expected: Counts, actual: Counts) -> list[str]:
 
 
 def _text(collective: PlannedCollective) -> str:
-    where = f"  {collective.source}" if collective.source else ""
+    source = f"  {collective.source}" if collective.source else ""
     return (
         f"  {_phase(collective):<8}  {collective.key}  {collective.name}  "
-        f"{collective.bytes_sent} bytes sent{where}"
+        f"{collective.bytes_sent} bytes sent{source}"
     )
 
 
@@ -175,16 +175,17 @@ def _name_of(module_or_fn: Callable[..., Any]) -> str:
 
 
 def _spec_pins(graph: Graph, leaves: Sequence[Any]) -> dict[str, Stated]:
-    """Argument name to what its spec states, for the arguments that the program uses."""
+    """Return the placements of the spec of each argument that the program uses, by its name."""
     return {
-        entry.name: _in_order(leaves[entry.index])
+        entry.name: _stated_placements(leaves[entry.index])
         for entry in graph.inputs
         if isinstance(entry, Arg) and isinstance(leaves[entry.index], TensorSpec)
     }
 
 
-def _in_order(spec: TensorSpec) -> Stated:
-    """The placements with the axes in an order, major first, in which they state this spec."""
+def _stated_placements(spec: TensorSpec) -> Stated:
+    """Return the placements of the spec by axis, in an order that states this spec: of two axes
+    that shard one dim, the major axis first. Raises PlanningError if there is no such order."""
     for order in itertools.permutations(spec.mesh.axes):
         stated = {axis: spec.placement(axis) for axis in order}
         if make_spec(spec.shape, spec.dtype, spec.mesh, stated) == spec:
@@ -195,10 +196,11 @@ def _in_order(spec: TensorSpec) -> Stated:
     )
 
 
-def _with_stated(
+def _add_stated_pins(
     pins: Mapping[str, Stated], placements: Mapping[str, Stated], graph: Graph, mesh: Mesh
 ) -> dict[str, Stated]:
-    """The pins of a function's arguments, those that were stated by name added."""
+    """Return the pins of a function's arguments with the placements that are stated by name.
+    Raises PlanningError for an unknown name or a placement that contradicts a spec."""
     result = dict(pins)
     metas = {
         entry.name: node.meta["val"]
@@ -216,30 +218,31 @@ def _with_stated(
             )
         check_fit(name, meta_of(metas[name]), stated, "placements", mesh)
         for axis, placement in stated.items():
-            before = pins[name][axis]
-            if isinstance(before, Shard) and before != placement:
+            of_spec = pins[name][axis]
+            if isinstance(of_spec, Shard) and of_spec != placement:
                 raise PlanningError(
                     f"{name} is placed twice on the axis {axis}.\n"
                     f"  placements: {axis}={placement!r}\n"
-                    f"  its spec:   {axis}={before!r}\n"
+                    f"  its spec:   {axis}={of_spec!r}\n"
                     f"fix: state it once"
                 )
-        rest = {axis: p for axis, p in pins[name].items() if axis not in stated}
-        result[name] = {**stated, **rest}
+        other_axes = {axis: p for axis, p in pins[name].items() if axis not in stated}
+        result[name] = {**stated, **other_axes}
     return result
 
 
 def _with_loss(module_or_fn: Callable[..., Any], loss: Callable[[Any], Any]) -> Callable[..., Any]:
-    """``loss(fn(*args))``; of a module ``loss(model(*args))``, a function of (model, *args)."""
+    """Return a function that computes ``loss(fn(*args))``. For a module its arguments are
+    ``(model, *args)`` and it computes ``loss(model(*args))``."""
 
     def with_loss(*args: Any) -> Any:
         if isinstance(module_or_fn, nn.Module):
-            model, *given = args
-            return loss(model(*given))
+            model, *inputs = args
+            return loss(model(*inputs))
         return loss(module_or_fn(*args))
 
     if isinstance(module_or_fn, nn.Module):
-        signature = named_as(module_or_fn, "model", "arg")
+        signature = forward_signature(module_or_fn, "model", "arg")
     else:
         signature = inspect.signature(module_or_fn)
     with_loss.__signature__ = signature  # type: ignore[attr-defined]

@@ -1,21 +1,14 @@
-"""Any function under placements: captured once, then planned, lowered and run in this process.
+"""Captures a function once, and plans and runs it in this process under any placements.
 
     traced = trace(torch.mm, (x, w))                      # x: (8, 6), w: (6, 4), requiring grad
     expected = reference(traced)                          # plain torch
     found = run(traced, Mesh(tp=2), [dict(tp=Shard(1)), dict(tp=Shard(0))])
     found.results, found.gradients, found.plan            # global values; gradients by tensor leaf
 
-Planned, loaded and run as by `dt.compile`, on a session of its own, so inside a launch too. Capture
-does not depend on placements, so many of them cost one `trace`. The placements are one dict for
-each tensor leaf of ``(args, kwargs)``, in the order of the pytree; an axis that is not named is
-left to the planner. A pending input, `Partial("sum")`, is fed as random summands, not as "one rank
-has it all". Cotangents are random, so a gradient that is right for ones alone is found out.
-
-Invariants: the same seed gives the same numbers; results may stay split on the ranks, and what the
-ranks hold of one element must be the same number on all of them (`RanksDisagree`).
-
-Not here: comparing (same.py), parameters of modules (pass them as arguments, see
-`torch.func.functional_call`), microbatches and stages.
+The placements are one dict for each tensor leaf of ``(args, kwargs)``, in pytree order; the planner
+chooses the placement on other axes. A `Partial("sum")` input is cut into random summands, and
+cotangents are random, so that a rule that is right for special values only is found. The same seed
+gives the same numbers. `same.py` compares results.
 """
 
 from __future__ import annotations
@@ -55,13 +48,17 @@ Tensors = tuple[torch.Tensor | None, ...]
 
 
 class RanksDisagree(AssertionError):
-    """Ranks that should hold the same number hold different ones."""
+    """Raised if ranks have different values of the same element."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Traced:
-    """A captured call. ``leaves``: its tensors; ``numbers``: index among all leaves of the call ->
-    number among the tensors; ``cotangents``: one per tensor of its results."""
+    """A captured call.
+
+    ``leaves``: the tensor leaves of its arguments; ``numbers``: for the index of a tensor among all
+    leaves, its index in ``leaves``; ``cotangents``: one for each tensor of the results, None for an
+    integer tensor; ``grads``: whether gradients are captured.
+    """
 
     call: BoundCall
     graph: Graph
@@ -72,15 +69,16 @@ class Traced:
 
     @property
     def names(self) -> dict[int, str]:
-        """Number of a tensor leaf -> its name, for the leaves that the program uses."""
+        """The argument name of each tensor leaf that the program uses, by its index in
+        ``leaves``."""
         inputs = [entry for entry in self.graph.inputs if isinstance(entry, Arg)]
         return {self.numbers[entry.index]: entry.name for entry in inputs}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Evaluation:
-    """``results``: as fn returns them, of global tensors; ``gradients``: by tensor leaf, None
-    where there is none; ``planned``: what ran, None for plain torch."""
+    """The results of a run. ``results``: the function's results with global tensors; ``gradients``:
+    one for each tensor leaf, or None; ``planned``: the plan that ran, None for plain torch."""
 
     results: Any
     gradients: Tensors
@@ -105,31 +103,33 @@ def trace(
     grads: bool = True,
     seed: int = 0,
 ) -> Traced:
-    """Capture ``fn(*args, **kwargs)``; ``grads``: and the gradients of leaves that require grad.
+    """Capture ``fn(*args, **kwargs)``, and with ``grads`` the gradients of tensors that require
+    grad.
 
-    Raises PlanningError where the call cannot be captured, or draws random numbers.
+    Raises PlanningError if the call cannot be captured or draws random numbers.
     """
-    every, tree = pytree.tree_flatten((args, dict(kwargs or {})))
-    call = BoundCall(fn, tuple(every), tree)
-    indices = [i for i, leaf in enumerate(every) if isinstance(leaf, torch.Tensor)]
-    wanted = grads and any(every[i].requires_grad for i in indices)
-    graph = call.graph("tangents" if wanted else "none")
+    leaves, tree = pytree.tree_flatten((args, dict(kwargs or {})))
+    call = BoundCall(fn, tuple(leaves), tree)
+    indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    has_gradient = grads and any(leaves[i].requires_grad for i in indices)
+    graph = call.graph("tangents" if has_gradient else "none")
     flow = dataflow(graph)
-    _check_repeats(flow)
+    _check_not_random(flow)
     results = {int(o.of): flow.metas[o.value] for o in flow.outputs if o.kind == "result"}
     generator = torch.Generator().manual_seed(seed)
     return Traced(
         call=call,
         graph=graph,
-        leaves=tuple(every[i] for i in indices),
+        leaves=tuple(leaves[i] for i in indices),
         numbers={index: number for number, index in enumerate(indices)},
         cotangents=tuple(_random(results[i], generator) for i in sorted(results)),
-        grads=wanted,
+        grads=has_gradient,
     )
 
 
-def _check_repeats(flow: Dataflow) -> None:
-    """Plain torch is what results are compared with, and it draws other random numbers."""
+def _check_not_random(flow: Dataflow) -> None:
+    """Raise PlanningError if an op draws random numbers, because plain torch, with which results
+    are compared, draws others."""
     for op in flow.ops:
         if is_random(op.call):
             raise PlanningError(
@@ -141,7 +141,7 @@ def _check_repeats(flow: Dataflow) -> None:
 
 
 def reference(traced: Traced) -> Evaluation:
-    """The same call by plain torch on one device, gradients by its autograd."""
+    """Run the call in plain torch on one device, with gradients by autograd."""
     copies = [
         leaf.detach().clone().requires_grad_(leaf.requires_grad and traced.grads)
         for leaf in traced.leaves
@@ -157,15 +157,15 @@ def reference(traced: Traced) -> Evaluation:
         if result.requires_grad and cotangent is not None
     ]
     gradients: dict[int, torch.Tensor | None] = {}
-    asked = [i for i, copy in enumerate(copies) if copy.requires_grad]
-    if pairs and asked:
-        gradients_found = torch.autograd.grad(
+    with_gradient = [i for i, copy in enumerate(copies) if copy.requires_grad]
+    if pairs and with_gradient:
+        values = torch.autograd.grad(
             [result for result, _ in pairs],
-            [copies[i] for i in asked],
+            [copies[i] for i in with_gradient],
             [cotangent for _, cotangent in pairs],
             allow_unused=True,
         )
-        gradients = dict(zip(asked, gradients_found, strict=True))
+        gradients = dict(zip(with_gradient, values, strict=True))
     detached = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, results)
     return Evaluation(
         results=detached, gradients=tuple(gradients.get(i) for i in range(len(copies)))
@@ -179,10 +179,10 @@ def planned(
     *,
     topology: Topology | None = None,
 ) -> Planned:
-    """The plan under these placements of the tensor leaves; nothing is run.
+    """Return the plan under these placements of the tensor leaves, without running it.
 
-    By `plan_call`, as `dt.compile`'s; but arguments may be pending, and a result may stay split as
-    it comes out, though not pending.
+    It is the plan of `dt.compile`, except that arguments may be pending and results may stay
+    sharded (but not pending).
     """
     stated = list(placements) or [{}] * len(traced.leaves)
     if len(stated) != len(traced.leaves):
@@ -193,10 +193,10 @@ def planned(
         )
     pins = {name: stated[number] for number, name in traced.names.items()}
     for number, name in traced.names.items():
-        # pending inputs are what a computed value may be, so unlike a user's argument they pass
-        split = {axis: p for axis, p in pins[name].items() if not isinstance(p, Partial)}
-        check_stated(split, name, mesh)
-        check_fit(name, meta_of(traced.leaves[number]), split, "placements", mesh)
+        # Users may not state Partial for an argument. Tests may: a computed value can be pending.
+        checked = {axis: p for axis, p in pins[name].items() if not isinstance(p, Partial)}
+        check_stated(checked, name, mesh)
+        check_fit(name, meta_of(traced.leaves[number]), checked, "placements", mesh)
     options = Options(
         inputs=InputPins(pins=pins, batch=()),
         split_results=True,
@@ -216,21 +216,22 @@ def run(
     topology: Topology | None = None,
     seed: int = 0,
 ) -> Evaluation:
-    """Plan under these placements, run on an in-process cluster, bring the global values back."""
+    """Plan the call under these placements, run it on an in-process cluster, and return the global
+    values."""
     planned_call = planned(traced, mesh, placements, topology=topology)
     generator = torch.Generator().manual_seed(seed)
-    fed: dict[str, list[torch.Tensor]] = {}
+    shards: dict[str, list[torch.Tensor]] = {}  # by name of an input, in rank order
     for item, entry in zip(planned_call.plan.inputs, traced.graph.inputs, strict=True):
         match entry:
             case Arg(index):
                 leaf = traced.leaves[traced.numbers[index]].detach()
-                fed[item.name] = _cut(leaf, item.spec, generator)
+                shards[item.name] = _cut_exactly(leaf, item.spec, generator)
             case Tangent(output):
                 cotangent = traced.cotangents[output]
                 assert cotangent is not None
-                fed[item.name] = _cut(cotangent, item.spec, generator)
+                shards[item.name] = _cut_exactly(cotangent, item.spec, generator)
             case Const():
-                pass  # put with the program
+                pass  # `load` sends constants with the program
             case _:
                 raise PlanningError(
                     f"the function reads {entry.name}, a parameter or buffer of a module.\n"
@@ -240,11 +241,11 @@ def run(
         session = Launch(cluster, "compiled").add(mesh)
         program = load(session, planned_call, Roles(gradients=True), owner=session)
         inputs = [
-            {name: fed[name][rank] for name in own.inputs}
-            for rank, own in enumerate(program.program.ranks)
+            {name: shards[name][rank] for name in rank_program.inputs}
+            for rank, rank_program in enumerate(program.program.ranks)
         ]
-        held = session.run(program.handle, inputs, {}).get()
-    values = {(o.kind, o.of): _whole(o, held) for o in planned_call.plan.outputs}
+        outputs = session.run(program.handle, inputs, {}).get()
+    values = {(o.kind, o.of): _global_value(o, outputs) for o in planned_call.plan.outputs}
     tensors = [values["result", i] for i in range(len(traced.cotangents))]
     gradients: list[torch.Tensor | None] = [None] * len(traced.leaves)
     for output in traced.graph.outputs:
@@ -258,41 +259,48 @@ def run(
 # -- values ------------------------------------------------------------------------------------
 
 
-def _cut(x: torch.Tensor, spec: TensorSpec, generator: torch.Generator) -> list[torch.Tensor]:
-    """The shards in rank order. Where one axis is pending, the parts sum up to ``x`` exactly: a
-    function that jumps at a value of ``x`` (a sign, a hash) must see that value, not one near."""
+def _cut_exactly(
+    x: torch.Tensor, spec: TensorSpec, generator: torch.Generator
+) -> list[torch.Tensor]:
+    """Return the shards in rank order. If one axis is pending, the summands add up to exactly
+    ``x``, because a function may jump at a value of ``x`` (a sign, a hash)."""
     pending = [axis for axis, p in spec.sharding.items() if p == Partial("sum")]
     if len(pending) != 1 or not (x.is_floating_point() or x.is_complex()):
         return cut(x, spec, generator)
     axis, mesh = pending[0], spec.mesh
-    kept = spec.with_placements(**{axis: REPLICATE})
+    reduced = spec.with_placements(**{axis: REPLICATE})
     parts = _exact_parts(x, mesh.axis_size(axis), generator)
-    places = [mesh.coordinates(rank) for rank in range(mesh.size)]
-    return [shard_of(parts[here[axis]], kept, here) for here in places]
+    all_coordinates = [mesh.coordinates(rank) for rank in range(mesh.size)]
+    return [
+        shard_of(parts[coordinates[axis]], reduced, coordinates) for coordinates in all_coordinates
+    ]
 
 
 def _exact_parts(x: torch.Tensor, num: int, generator: torch.Generator) -> list[torch.Tensor]:
-    """Random tensors whose left fold is ``x`` to the last bit."""
+    """Return random tensors whose sum, from left to right, is ``x`` to the last bit."""
     if num == 2:  # 2x - x or -x + 2x, element by element
-        twice = torch.rand(x.shape, generator=generator) < 0.5
-        twice &= torch.isfinite(x)
-        first = torch.where(twice, x + x, torch.where(torch.isfinite(x), -x, x))
-        return [first, torch.where(twice, -x, torch.where(torch.isfinite(x), x + x, x))]
+        is_finite = torch.isfinite(x)
+        twice_first = (torch.rand(x.shape, generator=generator) < 0.5) & is_finite
+        first = torch.where(twice_first, x + x, torch.where(is_finite, -x, x))
+        return [first, torch.where(twice_first, -x, torch.where(is_finite, x + x, x))]
     noise = [_eighths(x, generator) for _ in range(num - 2)]
     return [*noise, -sum(noise[1:], noise[0]), x]
 
 
 def _eighths(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Random multiples of 1/8, whose sums are exact."""
+    """Return random multiples of 1/8 in the shape of ``x``. Their sums are exact."""
     values = torch.randint(-24, 25, x.shape, generator=generator)
     return (values / 8).to(x.dtype)
 
 
-def _whole(output: PlannedOutput, held: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
-    """An output's global value; every rank's piece is compared with it."""
+def _global_value(
+    output: PlannedOutput, rank_outputs: Sequence[Mapping[str, torch.Tensor]]
+) -> torch.Tensor:
+    """Return the global value of an output. Raises RanksDisagree if the shard of a rank has another
+    shape, dtype or value."""
     spec = output.spec
     name = f"{output.kind} {output.of}"
-    shards = [values[name] for values in held]
+    shards = [outputs[name] for outputs in rank_outputs]
     for rank, shard in enumerate(shards):
         shape = spec.local_shape(spec.mesh.coordinates(rank))
         if tuple(shard.shape) != shape or shard.dtype != spec.dtype:
@@ -313,30 +321,29 @@ def _whole(output: PlannedOutput, held: Sequence[Mapping[str, torch.Tensor]]) ->
     return value
 
 
-def named_as(
+def forward_signature(
     module: nn.Module, first: str, others: str, without: Container[str] = ()
 ) -> inspect.Signature:
-    """That of a function of ``first`` and of what the module's forward takes by position, under
-    forward's names and then as ``others``: the names that capture gives to its arguments."""
+    """Return the signature ``(first, *arguments of forward, *others)``, without the arguments
+    ``without``. Capture names the tensors of a plan after the signature of a function."""
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    own = [
+    arguments = [
         p.replace(kind=p.POSITIONAL_ONLY, default=p.empty)
         for p in inspect.signature(module.forward).parameters.values()
         if p.kind in positional and p.name != first and p.name not in without
     ]
-    ends = (
-        inspect.Parameter(first, inspect.Parameter.POSITIONAL_ONLY),
-        inspect.Parameter(others, inspect.Parameter.VAR_POSITIONAL),
-    )
-    return inspect.Signature([ends[0], *own, ends[1]])
+    head = inspect.Parameter(first, inspect.Parameter.POSITIONAL_ONLY)
+    tail = inspect.Parameter(others, inspect.Parameter.VAR_POSITIONAL)
+    return inspect.Signature([head, *arguments, tail])
 
 
 def tensors_of(tree: Any) -> tuple[torch.Tensor, ...]:
-    """The tensor leaves of a pytree, in order."""
+    """Return the tensor leaves of a pytree, in order."""
     return tuple(x for x in pytree.tree_leaves(tree) if isinstance(x, torch.Tensor))
 
 
 def _random(meta: Meta, generator: torch.Generator) -> torch.Tensor | None:
+    """Return a random tensor of this shape and dtype; None for integers and bools."""
     if not (meta.dtype.is_floating_point or meta.dtype.is_complex):
         return None
     return torch.randn(meta.shape, dtype=meta.dtype, generator=generator)

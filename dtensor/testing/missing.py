@@ -1,15 +1,14 @@
-"""Valid strategies that a rule does not offer, each with its saving.
+"""Finds valid strategies that a rule does not offer, and the communication that each would save.
 
-    found = next(missing(case))
-    str(found)        # 'aten.linear.default: [Shard(1), Shard(1), Partial("sum")] -> [...]'
-    found.instead     # ('all_reduce of operand 2',): needed by the cheapest offered strategy
-    found.bytes       # 192, on 2 ranks, per rank
+    strategy = next(find_missing(case))
+    str(strategy)     # 'aten.linear.default: [Shard(1), Shard(1), Partial("sum")] -> [...]'
+    strategy.instead  # ('all_reduce of operand 2',): needed by the cheapest offered strategy
+    strategy.bytes    # 192, on 2 ranks, per rank
 
-Every product of one-axis placements of the operands is run, on 2 and on 3 ranks, and every
-placement of the results that describes the ranks' values is compared with the rule's strategies.
-Invariants: a strategy that is valid only for one number of ranks is not listed, nor one that
-follows from an offered one without communication. It cannot find strategies whose local form
-differs from the global one.
+Each combination of placements of the operands is run on 2 and 3 ranks. A placement of the results
+that describes the local results for both numbers is valid. A strategy that follows from an offered
+one without communication is not listed. Strategies whose local op differs from the global op are
+not found.
 """
 
 from __future__ import annotations
@@ -30,12 +29,13 @@ from dtensor.sharding.spec.spec import TensorSpec
 from dtensor.testing.oracle import Case, compare, cut, generator_of, run
 
 NUMS = (2, 3)
-_TRIALS = 400  # placements of the operands that are worth the search
+_MAX_TRIALS = 400
+"""Calls with more combinations of operand placements are not searched."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Missing:
-    """One strategy that a rule lacks. ``instead``: the collectives that are needed without it, on 2
+    """A strategy that a rule lacks. ``instead``: the collectives that are needed without it, on 2
     ranks; ``bytes``: the bytes that they send per rank."""
 
     op: str
@@ -49,47 +49,47 @@ class Missing:
 
     @property
     def saving(self) -> str:
-        """``saves all_reduce of operand 0 (192 bytes)``."""
+        """A text, as "saves all_reduce of operand 0 (192 bytes per rank)"."""
         if not self.instead:
             return "saves no communication"
         return f"saves {', '.join(self.instead)} ({self.bytes} bytes per rank)"
 
 
-def missing(case: Case) -> Iterator[Missing]:
-    """The missing strategies of a call, for at most 3 tensors."""
-    # Not all kernels check indices: random summands of some, and those of a dim that must be whole
-    # and is split, point outside of it.
+def find_missing(case: Case) -> Iterator[Missing]:
+    """Yield the missing strategies of a call with at most 3 tensors."""
+    # Not all kernels check indices. A random summand of an index, or a shard of a dim that must not
+    # be split, would make an index point outside of its dim.
     integers = [not x.is_floating_point() and x.dtype != torch.bool for x in case.operands]
-    whole = case.rule.whole if any(integers) else frozenset[str]()
+    unsplit = case.rule.whole if any(integers) else frozenset[str]()
     choices = [
-        _input_choices(x, dims, whole, pending=not integer or all(integers))
+        _input_choices(x, dims, unsplit, pending=not integer or all(integers))
         for x, dims, integer in zip(case.operands, case.rule.operands, integers, strict=True)
     ]
-    few = math.prod(map(len, choices)) <= _TRIALS
+    few = math.prod(map(len, choices)) <= _MAX_TRIALS
     if not (1 <= len(choices) <= 3 and few and any(x.dim() for x in case.operands)):
         return
-    # Every placement is valid for a result of zeros, or for none: it proves nothing.
-    telling = [r is not None and bool(r.any()) for r in case.results]
+    # Each placement is valid for a result that is None or all zeros, so such results are ignored.
+    nonzero = [r is not None and bool(r.any()) for r in case.results]
     offered = {
-        (s.operands, *itertools.compress(s.results, telling))
+        (s.operands, *itertools.compress(s.results, nonzero))
         for num in NUMS
         for s in case.rule.strategies(num)
     }
     for operands in itertools.product(*choices):
         if all(p == REPLICATE for p in operands):
             continue
-        holding = [_holds(case, operands, num) for num in NUMS]
-        if not all(holding):
+        valid_by_num = [_valid_results(case, operands, num) for num in NUMS]
+        if not all(valid_by_num):
             continue
         for results in itertools.product(
             *(
-                [p for p in first if p in second][: None if tells else 1]
-                for first, second, tells in zip(*holding, telling, strict=True)
+                [p for p in first if p in second][: None if is_nonzero else 1]
+                for first, second, is_nonzero in zip(*valid_by_num, nonzero, strict=True)
             )
         ):
-            if (operands, *itertools.compress(results, telling)) in offered:
+            if (operands, *itertools.compress(results, nonzero)) in offered:
                 continue
-            instead, total = _saved(case, operands, results)
+            instead, total = _saved_communication(case, operands, results)
             if total:
                 yield Missing(
                     op=case.call.name,
@@ -101,55 +101,56 @@ def missing(case: Case) -> Iterator[Missing]:
 
 
 def _input_choices(
-    x: torch.Tensor, dims: Dims, whole: frozenset[str], *, pending: bool
+    x: torch.Tensor, dims: Dims, unsplit: frozenset[str], *, pending: bool
 ) -> tuple[Placement, ...]:
-    """``whole``: factors that are not split."""
-    kept = [any(f in whole for product in dim for f in product) for dim in dims]
-    split = [Shard(d) for d in range(x.dim()) if x.shape[d] > 1 and not kept[d]]
+    """Return the placements to try for an operand. Dims of ``unsplit`` factors are not sharded;
+    ``pending``: also try `Partial("sum")`."""
+    has_unsplit = [any(f in unsplit for product in dim for f in product) for dim in dims]
+    shards = [Shard(d) for d in range(x.dim()) if x.shape[d] > 1 and not has_unsplit[d]]
     sums = [Partial("sum")] if pending and x.dtype != torch.bool else []
-    return (REPLICATE, *split, *sums)
+    return (REPLICATE, *shards, *sums)
 
 
-def _holds(case: Case, operands: Sequence[Placement], num: int) -> list[list[Placement]]:
-    """For each result, the placements that describe the ranks' values; empty if there are none."""
+def _valid_results(case: Case, operands: Sequence[Placement], num: int) -> list[list[Placement]]:
+    """Run the call on ``num`` shards. Return for each result the placements that describe the local
+    results; return [] if a result has no such placement or the call fails."""
     mesh = Mesh(a=num)
     generator = generator_of(case.seed + num)
     shards = [
         cut(x, _spec(x, p, mesh), generator) for x, p in zip(case.operands, operands, strict=True)
     ]
-    if not all(_agree(case.rule, [s[rank] for s in shards]) for rank in range(num)):
+    if not all(_sizes_agree(case.rule, [s[rank] for s in shards]) for rank in range(num)):
         return []
-    # An op that raises rejects these shards, which need not belong together: the placement does not
-    # hold, and that is this function's answer.
+    # The shards need not belong together, so the op may raise anything. Then the placements are
+    # not valid.
     try:
         outputs = [run(case.call, [s[rank] for s in shards]) for rank in range(num)]
     except Exception:
         return []
     if any(len(out) != len(case.results) for out in outputs):
         return []
-    held: list[list[Placement]] = []
+    valid: list[list[Placement]] = []
     for i, result in enumerate(case.results):
         if result is None:
-            held.append([REPLICATE])
+            valid.append([REPLICATE])
             continue
         choices: list[Placement] = [REPLICATE, *(Shard(d) for d in range(result.dim()))]
         choices += [] if result.dtype == torch.bool else [Partial("sum")]
         parts = [out[i] for out in outputs]
-        held.append(
+        valid.append(
             [
                 p
                 for p in choices
                 if compare(parts, result, _spec(result, p, mesh), case.tolerance) is None
             ]
         )
-    return held if all(held) else []
+    return valid if all(valid) else []
 
 
-def _agree(rule: Rule, shards: Sequence[torch.Tensor]) -> bool:
-    """Whether each factor has one size in all of a rank's shards, and a whole one some size.
-
-    Kernels that do not check shapes write out of bounds, or divide by zero, otherwise.
-    """
+def _sizes_agree(rule: Rule, shards: Sequence[torch.Tensor]) -> bool:
+    """Return whether each factor has the same size in all shards of a rank, and a factor that the
+    rule does not split is not empty. Otherwise a kernel that does not check shapes could write out
+    of bounds or divide by zero."""
     sizes: dict[str, int] = {}
     for dims, shard in zip(rule.operands, shards, strict=True):
         for dim, size in zip(dims, shard.shape, strict=True):
@@ -170,35 +171,41 @@ def _spec(x: torch.Tensor, placement: Placement, mesh: Mesh) -> TensorSpec:
 # -- savings --------------------------------------------------------------------------
 
 
-def _saved(
+def _saved_communication(
     case: Case, operands: Sequence[Placement], results: Sequence[Placement]
 ) -> tuple[tuple[str, ...], int]:
-    """The communication that the rule's cheapest strategy needs from these operands to these
-    results."""
+    """Return the collectives and the bytes that the rule's cheapest strategy needs to compute these
+    results from these operands."""
     topology = Topology()
-    ways = [_way(case, strategy, operands, results) for strategy in case.rule.strategies(2)]
-    prices = [sum(seconds(src, dst, topology) for _, src, dst in way) for way in ways]
-    best = ways[prices.index(min(prices))]
-    if math.isinf(min(prices)):
-        return (), 0  # not reachable from the rule's strategies: max and min cannot be made
-    needed: list[tuple[str, Move]] = [
-        (what, move) for what, src, dst in best for move in moves(src, dst, topology)
+    options = [
+        _redistributions(case, strategy, operands, results) for strategy in case.rule.strategies(2)
     ]
-    sent = [(what, move) for what, move in needed if move.kind not in FREE_KINDS]
-    return tuple(f"{m.kind} of {what}" for what, m in sent), sum(m.bytes_sent for _, m in sent)
+    prices = [sum(seconds(src, dst, topology) for _, src, dst in option) for option in options]
+    cheapest = options[prices.index(min(prices))]
+    if math.isinf(min(prices)):
+        return (), 0  # no redistribution gives these results, such as a pending max
+    sent: list[tuple[str, Move]] = [
+        (name, move)
+        for name, src, dst in cheapest
+        for move in moves(src, dst, topology)
+        if move.kind not in FREE_KINDS
+    ]
+    return tuple(f"{m.kind} of {name}" for name, m in sent), sum(m.bytes_sent for _, m in sent)
 
 
-def _way(
+def _redistributions(
     case: Case, strategy: Strategy, operands: Sequence[Placement], results: Sequence[Placement]
 ) -> list[tuple[str, TensorSpec, TensorSpec]]:
+    """Return name, source and target of each redistribution around the op if it runs under the
+    strategy, but starts from these operands and ends with these results."""
     mesh = Mesh(a=2)
-    there = [
+    before = [
         (f"operand {i}", _spec(x, p, mesh), _spec(x, q, mesh))
         for i, (x, p, q) in enumerate(zip(case.operands, operands, strategy.operands, strict=True))
     ]
-    back = [
+    after = [
         (f"result {i}", _spec(x, q, mesh), _spec(x, p, mesh))
         for i, (x, p, q) in enumerate(zip(case.results, results, strategy.results, strict=True))
         if x is not None
     ]
-    return there + back
+    return before + after

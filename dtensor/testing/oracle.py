@@ -1,18 +1,13 @@
-"""The oracle: a rule's strategies, each carried out on real shards and compared with the op whole.
+"""Runs the strategies of a rule on real shards and compares the results with the global op.
 
     case = Case(call=..., rule=..., operands=(x, w), results=(y,), seed=0)  # x: (4, 6), w: (6, 2)
     for strategy in one_axis(case.rule, 3):             # and pairs of them, two_axes(case.rule)
         trial(case, (3,), (strategy,))                  # None, or "result 0: rank 1 has ..."
 
-Operands are cut to shards, pending ones into *random* summands, so that a rule that is right only
-for "rank 0 has it all" is found out; each rank's localised call is run; each rank's result is
-compared with its piece of the global one, pending results reduced first; what an op may write in
-place it is to make so to the same bits. Tried are all that the
-rule offers, factors cut in blocks and at units, and two axes, also both on one factor.
-
-Invariants: nothing is communicated; the same seed gives the same shards. It cannot find rules whose
-local form differs from the global one: those must be written. Not here: strategies that the rule
-does not offer (missing.py), which calls are tried and the backward (certificates.py).
+Each rank runs the local call on its shards. Its result must be its shard of the global result,
+after pending results are reduced. Pending operands are random summands, so that a rule that is
+right only if one rank has the whole value is found. An op that may write in place must give the
+same bits in place. Nothing is communicated; the same seed gives the same shards.
 """
 
 from __future__ import annotations
@@ -49,23 +44,23 @@ UNDEFINED = frozenset(
         "new_empty_strided.default",
     )
 )
-"""Ops whose results are not defined: only their shapes are compared."""
+"""Ops whose results have undefined values: only their shapes are compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A call with the values of its operands and of its global results."""
+    """A call with the values of its global operands and results. ``seed``: for random summands."""
 
     call: OpCall
     rule: Rule
     operands: Tensors
     results: Results
     seed: int
-    values: bool = True  # compare values, not only shapes: False for empty_like
+    values: bool = True  # whether values are compared; False for `UNDEFINED` ops
 
     @property
     def tolerance(self) -> float | None:
-        """None where values are not compared."""
+        """The tolerance of the comparison; None if values are not compared."""
         tensors = (*self.operands, *(r for r in self.results if r is not None))
         return tolerance_of(x.dtype for x in tensors) if self.values else None
 
@@ -73,19 +68,21 @@ class Case:
 def call_of(
     target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[OpCall, Tensors]:
-    """The OpCall with its tensors taken out; its results are not filled in."""
+    """Return the OpCall of a call, without the types of its results, and its tensors."""
     tensors: list[torch.Tensor] = []
 
-    def take(tensor: torch.Tensor) -> Operand:
+    def operand(tensor: torch.Tensor) -> Operand:
         tensors.append(tensor)
         return Operand(len(tensors) - 1)
 
-    taken = pytree.tree_map_only(torch.Tensor, take, tuple(args))
-    named = tuple((k, pytree.tree_map_only(torch.Tensor, take, v)) for k, v in kwargs.items())
+    new_args = pytree.tree_map_only(torch.Tensor, operand, tuple(args))
+    new_kwargs = tuple(
+        (k, pytree.tree_map_only(torch.Tensor, operand, v)) for k, v in kwargs.items()
+    )
     call = OpCall(
         target=target,
-        args=taken,
-        kwargs=named,
+        args=new_args,
+        kwargs=new_kwargs,
         operands=tuple(meta_of(t) for t in tensors),
         results=(),
     )
@@ -93,13 +90,14 @@ def call_of(
 
 
 def run(call: OpCall, operands: Sequence[torch.Tensor]) -> Results:
-    """Run a call on these tensors; its results as a tuple."""
+    """Run a call on these tensors and return its results as a tuple."""
     out = _returned(call, operands)
     return tuple(out) if isinstance(out, (tuple, list)) else (out,)
 
 
-def run_whole(call: OpCall, operands: Sequence[torch.Tensor]) -> tuple[OpCall, Results]:
-    """The same on global tensors; the call with its results' types filled in."""
+def run_global(call: OpCall, operands: Sequence[torch.Tensor]) -> tuple[OpCall, Results]:
+    """Run a call on global tensors. Return the call with the types of its results, and the
+    results."""
     out = _returned(call, operands)
     multiple = isinstance(out, (tuple, list))
     results = tuple(out) if multiple else (out,)
@@ -108,10 +106,10 @@ def run_whole(call: OpCall, operands: Sequence[torch.Tensor]) -> tuple[OpCall, R
 
 
 def _returned(call: OpCall, operands: Sequence[torch.Tensor]) -> Any:
-    def given(operand: Operand) -> torch.Tensor:
+    def tensor(operand: Operand) -> torch.Tensor:
         return operands[operand.index]
 
-    args, kwargs = pytree.tree_map_only(Operand, given, (call.args, dict(call.kwargs)))
+    args, kwargs = pytree.tree_map_only(Operand, tensor, (call.args, dict(call.kwargs)))
     return call.target(*args, **kwargs)
 
 
@@ -119,10 +117,11 @@ def generator_of(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-# -- what is tried -------------------------------------------------------------------------------
+# -- strategies of a trial -------------------------------------------------------------------------
 
 
 def one_axis(rule: Rule, num: int) -> Iterator[Strategy]:
+    """Yield the strategies of the rule on an axis of ``num`` ranks, also with blocks and units."""
     strategies: dict[Strategy, None] = dict.fromkeys(rule.strategies(num))
     for assignment in _assignments(rule):
         strategy = rule.apply(assignment, num)
@@ -132,7 +131,8 @@ def one_axis(rule: Rule, num: int) -> Iterator[Strategy]:
 
 
 def _assignments(rule: Rule) -> Iterator[dict[str, FactorSharding]]:
-    """Each factor, with those it stands in a sum with, cut plainly, in blocks and at units."""
+    """Yield ways to split each factor, together with the factors that are concatenated with it in a
+    dim: evenly, in two blocks, at units of 2, and in blocks of 1 and the other elements."""
     for factor in rule.factors():
         group = sorted(rule.partners().get(factor, {factor}))
         sizes = [rule.size[f] for f in group]
@@ -145,12 +145,14 @@ def _assignments(rule: Rule) -> Iterator[dict[str, FactorSharding]]:
 
 
 def two_axes(rule: Rule) -> Iterator[tuple[Strategy, Strategy]]:
-    plain = rule.strategies(2)[1:]
+    """Yield pairs of strategies for a 2x2 mesh: different strategies on the two axes, and one
+    factor that both axes split."""
+    split_strategies = rule.strategies(2)[1:]
     yield from itertools.combinations_with_replacement(rule.fixed_strategies[1:], 2)
-    yield from itertools.permutations(plain, 2)
+    yield from itertools.permutations(split_strategies, 2)
     for assignment in _assignments(rule):
-        finer = {f: c.cut_again(2) for f, c in assignment.items()}
-        first, second = rule.apply(assignment, 2), rule.apply(finer, 2)
+        split_again = {f: split.cut_again(2) for f, split in assignment.items()}
+        first, second = rule.apply(assignment, 2), rule.apply(split_again, 2)
         if first is not None and second is not None:
             yield first, second
 
@@ -159,10 +161,11 @@ def two_axes(rule: Rule) -> Iterator[tuple[Strategy, Strategy]]:
 
 
 def trial(case: Case, shape: tuple[int, ...], strategies: Sequence[Strategy]) -> str | None:
-    """What goes wrong when the call is run under a strategy on each axis; None if nothing."""
+    """Run the call on a mesh of this shape under one strategy for each axis. Return what is wrong
+    with its results, or None."""
     mesh = Mesh(**{f"a{i}": n for i, n in enumerate(shape)})
     generator = generator_of(case.seed)
-    # Whatever a rule makes fail is this function's answer, so every exception is caught here.
+    # A wrong rule can make an op raise anything. The exception is then the result of the trial.
     try:
         specs = [
             TensorSpec(tuple(x.shape), x.dtype, mesh, tuple(s.operands[i] for s in strategies))
@@ -178,44 +181,45 @@ def trial(case: Case, shape: tuple[int, ...], strategies: Sequence[Strategy]) ->
         outputs: list[Results] = []
         for rank in range(mesh.size):
             local = Local(tuple(specs), tuple(wanted), mesh.coordinates(rank))
-            here = case.rule.local_call(case.call, local)
-            operands = [restrided(s[rank], generator) for s in shards]
-            outputs.append(run(here, operands))
-            for base in _bases(case.call, specs, wanted):
-                # state is contiguous, and torch adds up 16 bits otherwise where it is not
-                changed = [x.clone(memory_format=torch.contiguous_format) for x in operands]
-                (result, *_) = run(here, changed)
-                run(in_place(here, base), changed)
-                if result is None or not _same_bits(changed[base], result):
+            local_call = case.rule.local_call(case.call, local)
+            operands = [with_random_strides(s[rank], generator) for s in shards]
+            outputs.append(run(local_call, operands))
+            for base in _in_place_bases(case.call, specs, wanted):
+                # State is contiguous. For other strides torch adds 16-bit numbers in another order.
+                copies = [x.clone(memory_format=torch.contiguous_format) for x in operands]
+                (result, *_) = run(local_call, copies)
+                run(in_place(local_call, base), copies)
+                if result is None or not _equal_or_nan(copies[base], result):
                     return f"in place, rank {rank} has other values"
     except Exception as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    for i, (whole, spec) in enumerate(zip(case.results, wanted, strict=True)):
-        if whole is None or spec is None:
+    for i, (global_result, spec) in enumerate(zip(case.results, wanted, strict=True)):
+        if global_result is None or spec is None:
             continue
         if any(len(out) != len(case.results) for out in outputs):
             return f"the ranks return {[len(out) for out in outputs]} tensors"
-        problem = compare([out[i] for out in outputs], whole, spec, case.tolerance)
+        problem = compare([out[i] for out in outputs], global_result, spec, case.tolerance)
         if problem is not None:
             return f"result {i}: {problem}"
     return None
 
 
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether they are equal, NaN to NaN."""
+def _equal_or_nan(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether all elements are equal, or NaN in both tensors."""
     return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
 
 
-def _bases(
+def _in_place_bases(
     call: OpCall, specs: Sequence[TensorSpec], results: Sequence[TensorSpec | None]
 ) -> tuple[int, ...]:
-    """The operands that the op may change in place."""
+    """Return the indices of the operands into which the op may write its result."""
     writes = writes_of(call)
-    return () if writes is None else tuple(at for at in writes.base if specs[at] == results[0])
+    return () if writes is None else tuple(i for i in writes.base if specs[i] == results[0])
 
 
-def restrided(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """``x`` under other strides, one time in two: a shard may be a transposed view or a slice."""
+def with_random_strides(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Return ``x`` with other strides, or half of the time unchanged. In a program a shard can be a
+    transposed view or a slice."""
     if x.dim() < 2 or torch.randint(2, (), generator=generator) == 0:
         return x
     dim = int(torch.randint(x.dim() - 1, (), generator=generator))
@@ -223,65 +227,65 @@ def restrided(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 
 def cut(x: torch.Tensor, spec: TensorSpec, generator: torch.Generator) -> list[torch.Tensor]:
-    """The shards of global ``x`` in rank order; pending values are cut into random parts."""
+    """Return the shards of the global tensor ``x`` in rank order. On pending axes the ranks get
+    random values whose reduction is ``x``."""
     mesh = spec.mesh
-    # By the coordinates on the pending axes only: along the others a value is the same.
-    values: dict[tuple[int, ...], torch.Tensor] = {(): x}
-    kept = spec
+    values: dict[tuple[int, ...], torch.Tensor] = {(): x}  # by coordinates on the pending axes
+    reduced = spec
     pending: list[str] = []
     for axis, placement in spec.sharding.items():
         if isinstance(placement, Partial):
             pending.append(axis)
-            kept = kept.with_placements(**{axis: REPLICATE})
+            reduced = reduced.with_placements(**{axis: REPLICATE})
             values = {
-                (*where, i): part
-                for where, value in values.items()
+                (*coordinates, i): part
+                for coordinates, value in values.items()
                 for i, part in enumerate(
                     REDUCTIONS[placement.op].parts_of(value, mesh.axis_size(axis), generator)
                 )
             }
     shards: list[torch.Tensor] = []
     for rank in range(mesh.size):
-        here = mesh.coordinates(rank)
-        shards.append(shard_of(values[tuple(here[a] for a in pending)], kept, here))
+        coordinates = mesh.coordinates(rank)
+        value = values[tuple(coordinates[axis] for axis in pending)]
+        shards.append(shard_of(value, reduced, coordinates))
     return shards
 
 
 def compare(
     outputs: Sequence[torch.Tensor | None],
-    whole: torch.Tensor,
+    global_result: torch.Tensor,
     spec: TensorSpec,
     tolerance: float | None,
 ) -> str | None:
-    """Each rank's result against its piece of the global one, pending values reduced first.
-
-    ``tolerance=None``: only shapes and dtypes.
-    """
+    """Compare the result of each rank with its shard of the global result, after pending results
+    are reduced. Return the first difference, or None. ``tolerance``: None to compare only shapes
+    and dtypes."""
     mesh = spec.mesh
-    held: list[torch.Tensor] = []
+    shards: list[torch.Tensor] = []
     for rank, out in enumerate(outputs):
         shape = spec.local_shape(mesh.coordinates(rank))
-        if out is None or tuple(out.shape) != shape or out.dtype != whole.dtype:
-            got = "nothing" if out is None else str(meta_of(out))
-            return f"rank {rank} has {got}, its shard is {Meta(shape, whole.dtype)}"
-        held.append(out)
-    final = spec
+        if out is None or tuple(out.shape) != shape or out.dtype != global_result.dtype:
+            found = "nothing" if out is None else str(meta_of(out))
+            return f"rank {rank} has {found}, its shard is {Meta(shape, global_result.dtype)}"
+        shards.append(out)
+    reduced = spec
     for axis, placement in spec.sharding.items():
         if isinstance(placement, Partial):
-            final = final.with_placements(**{axis: REPLICATE})
-            held = [
-                fold([held[r] for r in mesh.group(rank, axis)], placement.op)
+            reduced = reduced.with_placements(**{axis: REPLICATE})
+            shards = [
+                fold([shards[r] for r in mesh.group(rank, axis)], placement.op)
                 for rank in range(mesh.size)
             ]
-    for rank, out in enumerate(held if tolerance is not None else ()):
-        assert tolerance is not None
-        expected = shard_of(whole, final, mesh.coordinates(rank))
-        if not equal(out, expected, tolerance):
+    if tolerance is None:
+        return None
+    for rank, shard in enumerate(shards):
+        if not equal(shard, shard_of(global_result, reduced, mesh.coordinates(rank)), tolerance):
             return f"rank {rank} has other values"
     return None
 
 
-# By the coarsest dtype of a call, relative to its values, whose magnitude is about 1.
+# For values of a magnitude of about 1, by the dtype of a call that has the least precision.
 _TOLERANCES = (
     (1e-1, (torch.bfloat16,)),
     (1e-2, (torch.float16,)),
@@ -290,13 +294,13 @@ _TOLERANCES = (
 
 
 def tolerance_of(dtypes: Iterable[torch.dtype]) -> float:
-    """What the order of summation may change in results, with operands of these dtypes."""
-    held = set(dtypes)
-    return next((t for t, coarse in _TOLERANCES if held & set(coarse)), 1e-9)
+    """Return how much the order of a sum may change results of operands of these dtypes."""
+    all_dtypes = set(dtypes)
+    return next((t for t, coarse in _TOLERANCES if all_dtypes & set(coarse)), 1e-9)
 
 
 def equal(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
-    """Equal up to the order of summation."""
+    """Return whether floats are equal within the tolerance, and integers and bools exactly."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     if not (a.dtype.is_floating_point or a.dtype.is_complex):

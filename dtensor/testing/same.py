@@ -1,20 +1,13 @@
-"""Does a function give the same numbers under any placement? Many are tried, in this process.
+"""`dt.testing.assert_same`: checks that placements do not change the results of a function.
 
     dt.testing.assert_same(lambda x, w: (x @ w).relu(), torch.randn(5, 6), torch.randn(6, 7))
     dt.testing.assert_same(MLP(), x, placements={"up.weight": dict(tp=dt.Row()),
                                                  "down.weight": dict(tp=dt.Column())})
 
-The function, or the nn.Module with its parameters and buffers, is run once by plain torch and once
-under each placement on each mesh; every result and every gradient is compared. The cotangents are
-random, so a gradient that is right for a cotangent of ones alone is found out.
-
-Tolerance: |found - expected| <= atol + rtol * (the largest magnitude in the expected tensor), not
-of each element: sums that cancel are as wrong as their summands. The default is by dtype
-(`TOLERANCES`): what reordering a sum may cost, not what a wrong rule makes. Integers and bools must
-be equal, NaN and infinities in the same places.
-
-Not here: which collectives that takes (`assert_collectives`), whether one op's rule is right for
-all operands (`certify`), random ops and modules that change their buffers.
+The function or module runs once in plain torch and once in this process under each placement on
+each mesh. All results and gradients are compared. Random ops and modules that change their buffers
+are not supported. An element may differ by atol + rtol * (the largest magnitude of the tensor); see
+`TOLERANCES`. Integers and bools must be equal, and NaN and infinities in the same places.
 """
 
 from __future__ import annotations
@@ -36,15 +29,15 @@ from dtensor.testing.execute import (
     Evaluation,
     RanksDisagree,
     Traced,
-    named_as,
+    forward_signature,
     reference,
     run,
     trace,
 )
-from dtensor.testing.trials import enumerated
+from dtensor.testing.trials import enumerate_placements
 
 Placements = Mapping[str, Stated]
-"""By argument, and for a module by globs over its parameters: axis to placement."""
+"""The placement on each axis, by argument name or by a glob over the parameters of a module."""
 
 TOLERANCES: dict[torch.dtype, tuple[float, float]] = {
     torch.float64: (1e-10, 2e-15),
@@ -54,20 +47,21 @@ TOLERANCES: dict[torch.dtype, tuple[float, float]] = {
     torch.complex128: (1e-10, 2e-15),
     torch.complex64: (1e-5, 1e-6),
 }
-"""dtype to (rtol, atol); atol is about 8 units in the last place of 1."""
+"""(rtol, atol) of each dtype: the effect of another order of a sum. rtol is relative to the largest
+magnitude of a tensor, because sums that cancel have the errors of their summands."""
 
 
 @dataclass(frozen=True, slots=True)
 class Same:
-    """What `assert_same` ran: ``checked`` placements gave the same numbers, ``refused`` ones have
-    no plan, each with the first line of the reason."""
+    """The result of `assert_same`. ``checked``: the placements that gave the same numbers;
+    ``refused``: the placements that have no plan, each with the first line of the error."""
 
     checked: tuple[str, ...]
     refused: tuple[tuple[str, str], ...]
 
     def __str__(self) -> str:
         lines = [f"the same under {len(self.checked)} placements; {len(self.refused)} refused"]
-        return "\n".join([*lines, *(f"  {what}: {why}" for what, why in self.refused)])
+        return "\n".join([*lines, *(f"  {title}: {reason}" for title, reason in self.refused)])
 
 
 def assert_same(
@@ -82,49 +76,45 @@ def assert_same(
     count: int = 12,
     seed: int = 0,
 ) -> Same:
-    """Asserts that values and gradients do not depend on placements.
+    """Assert that values and gradients do not depend on placements.
 
     Args:
-        fn: a function of tensors and pytrees of them, or a module.
-        args: of a call of it.
-        placements: one mapping, or several to try: argument name, or a glob over a module's
-            parameters, to axis to placement. What is not named is left to the planner. By default
-            ``count`` placements for each mesh are enumerated: each tensor split on each dim,
+        fn: a function of tensors and pytrees of tensors, or a module.
+        args, kwargs: the arguments of a call of ``fn``.
+        placements: one mapping, or several mappings to try: the placement on each axis, by argument
+            name or by a glob over the parameters of a module. The planner places other tensors. By
+            default ``count`` placements are made for each mesh: each tensor sharded on each dim,
             evenly or not, in blocks and at units, alone and together with others.
-        meshes: by default meshes of 2 and 3 ranks and of 2x2, with the axes that ``placements``
-            name.
+        meshes: by default meshes of 2, 3 and 2x2 ranks, with the axes that ``placements`` name.
         gradients: also compare the gradients of all floating-point arguments and parameters.
         rtol, atol: |found - expected| may be ``atol + rtol * (the largest magnitude in the
-            expected tensor)``; the default is by dtype, of float32 1e-5 and 1e-6.
-        kwargs: of ``fn``.
-        seed: of the cotangents and of the enumeration.
+            expected tensor)``; the default depends on the dtype: 1e-5 and 1e-6 for float32.
+        seed: the seed of the cotangents and of the placements.
 
-    Returns what was run. Raises AssertionError with the mesh, the placement, the first wrong value,
-    its worst element, the ranks that hold it, and the plan. A placement that was stated and has no
-    plan raises its PlanningError; one that was enumerated is listed as refused, unless all are.
+    Returns the placements that were run. Raises AssertionError with the mesh, the placement, the
+    first wrong value, its worst element, the ranks that have it, and the plan. Raises PlanningError
+    if a stated placement, or each of the default placements, has no plan.
     """
     state, call, name = _as_function(fn, kwargs)
-    leaves = pytree.tree_map_only(
-        torch.Tensor, lambda t: _leaf(t, gradients), (state, args) if state is not None else args
-    )
-    full = (leaves[0], *leaves[1]) if state is not None else leaves
-    named = None if state is not None else kwargs
-    traced = trace(call, full, named, grads=gradients, seed=seed)
+    call_args = args if state is None else (state, *args)
+    call_args = pytree.tree_map_only(torch.Tensor, lambda t: _leaf(t, gradients), call_args)
+    call_kwargs = None if state is not None else kwargs
+    traced = trace(call, call_args, call_kwargs, grads=gradients, seed=seed)
     expected = reference(traced)
     prefix = f"{_STATE}." if state is not None else ""
-    arguments = {i: of.removeprefix(prefix) for i, of in traced.names.items()}
-    stated = _listed(placements)
+    arguments = {i: label.removeprefix(prefix) for i, label in traced.names.items()}
+    stated = [placements] if isinstance(placements, Mapping) else placements
     checked: list[str] = []
     refused: list[tuple[str, str]] = []
     error: PlanningError | None = None
     for mesh in meshes if meshes is not None else _default_meshes(stated):
         if stated is None:
-            metas = {n: traced.leaves[i] for i, n in arguments.items()}
-            trials = enumerated(metas, mesh, count, seed)
+            tensors = {n: traced.leaves[i] for i, n in arguments.items()}
+            trials = enumerate_placements(tensors, mesh, count, seed)
         else:
-            trials = [_resolved(fn, one, mesh, arguments) for one in stated]
+            trials = [_placements_by_tensor(fn, each, arguments) for each in stated]
         for trial in trials:
-            what = f"{mesh}: {_trial_text(trial)}"
+            title = f"{mesh}: {_trial_text(trial)}"
             pins = [trial.get(arguments.get(i, ""), {}) for i in range(len(traced.leaves))]
             try:
                 evaluation = run(traced, mesh, pins, seed=seed)
@@ -132,14 +122,15 @@ def assert_same(
                 if stated is not None:
                     raise
                 error = error or problem
-                refused.append((what, str(problem).splitlines()[0]))
+                refused.append((title, str(problem).splitlines()[0]))
                 continue
             except RanksDisagree as problem:
-                raise AssertionError(f"{_head(name, mesh, trial)}\n  {problem}") from problem
-            problem = _compared(evaluation, expected, traced, arguments, (rtol, atol))
+                raise AssertionError(f"{_error_head(name, mesh, trial)}\n  {problem}") from problem
+            problem = _first_difference(evaluation, expected, traced, arguments, (rtol, atol))
             if problem is not None:
-                raise AssertionError(f"{_head(name, mesh, trial)}\n{problem}\n\n{evaluation.plan}")
-            checked.append(what)
+                head = _error_head(name, mesh, trial)
+                raise AssertionError(f"{head}\n{problem}\n\n{evaluation.plan}")
+            checked.append(title)
     if error is not None and not checked:
         raise error
     return Same(tuple(checked), tuple(refused))
@@ -151,19 +142,24 @@ def assert_same(
 def _as_function(
     fn: Callable[..., Any], kwargs: Mapping[str, Any] | None
 ) -> tuple[dict[str, torch.Tensor] | None, Callable[..., Any], str]:
-    """A module's tensors become a first argument, so that they are placed and differentiated."""
+    """Return the tensors of a module (None for a function), a function to call, and its name.
+
+    The function of a module takes the tensors as its first argument, so that they are placed and
+    differentiated like arguments.
+    """
     if not isinstance(fn, nn.Module):
         return None, fn, getattr(fn, "__name__", type(fn).__name__)
-    module, rest = fn, dict(kwargs or {})
+    module, module_kwargs = fn, dict(kwargs or {})
     state: dict[str, torch.Tensor] = {
         **dict(module.named_parameters()),
         **dict(module.named_buffers()),
     }
 
     def call(state: Mapping[str, torch.Tensor], *args: Any) -> Any:
-        return torch.func.functional_call(module, dict(state), args, rest)
+        return torch.func.functional_call(module, dict(state), args, module_kwargs)
 
-    call.__signature__ = named_as(module, _STATE, "others", rest)  # type: ignore[attr-defined]
+    signature = forward_signature(module, _STATE, "others", module_kwargs)
+    call.__signature__ = signature  # type: ignore[attr-defined]
     call.__name__ = type(module).__name__
     return state, call, type(module).__name__
 
@@ -172,26 +168,22 @@ _STATE = "state"
 
 
 def _leaf(tensor: torch.Tensor, gradients: bool) -> torch.Tensor:
-    wanted = gradients and (tensor.is_floating_point() or tensor.is_complex())
+    """Return a copy of the tensor that requires grad if its gradient is compared."""
+    requires_grad = gradients and (tensor.is_floating_point() or tensor.is_complex())
     if isinstance(tensor, nn.Parameter):
-        wanted = wanted and tensor.requires_grad
-    return tensor.detach().clone().requires_grad_(wanted)
+        requires_grad = requires_grad and tensor.requires_grad
+    return tensor.detach().clone().requires_grad_(requires_grad)
 
 
 # -- the placements ----------------------------------------------------------------------------
 
 
-def _listed(placements: Placements | Sequence[Placements] | None) -> list[Placements] | None:
-    if placements is None:
-        return None
-    return [placements] if isinstance(placements, Mapping) else list(placements)
-
-
 def _default_meshes(stated: Sequence[Placements] | None) -> list[Mesh]:
+    """Return small meshes with the axes of the stated placements."""
     axes = dict.fromkeys(
         axis
-        for one in stated or ()
-        for pins in one.values()
+        for each in stated or ()
+        for pins in each.values()
         if isinstance(pins, Mapping)
         for axis in pins
     )
@@ -207,25 +199,26 @@ def _default_meshes(stated: Sequence[Placements] | None) -> list[Mesh]:
     return [mesh_of(tuple(zip(names, each, strict=True))) for each in sizes]
 
 
-def _resolved(
-    fn: Callable[..., Any], stated: Placements, mesh: Mesh, arguments: Mapping[int, str]
+def _placements_by_tensor(
+    fn: Callable[..., Any], stated: Placements, arguments: Mapping[int, str]
 ) -> dict[str, Stated]:
-    """Argument to its placements: keys are names, or globs over a module's tensors."""
+    """Return the placements of each tensor from the stated names and globs. Raises PlanningError
+    for a key that matches no tensor."""
     placements: dict[str, Stated] = {}
     tensors = names_of(fn) if isinstance(fn, nn.Module) else ()
-    known = set(arguments.values())
+    names = sorted(set(arguments.values()))
     for key, pins in stated.items():
         matched = [t.name for t in tensors if t.kind == "parameter" and t.matched_by(key)]
         matched = matched or [t.name for t in tensors if t.matched_by(key)]
         if not matched:
-            matched = sorted(n for n in known if n == key or n.startswith(f"{key}."))
+            matched = [n for n in names if n == key or n.startswith(f"{key}.")]
         if not matched:
-            near = nearest(key, sorted(known))
+            near = nearest(key, names)
             if isinstance(fn, nn.Module) and not near:
                 raise no_match_error(key, "placements", fn, tensors)
             raise PlanningError(
                 f'placements names "{key}", which is no tensor that the program uses.\n'
-                f"  tensors: {listing(sorted(known))}\n"
+                f"  tensors: {listing(names)}\n"
                 + (f'fix: write "{near[0]}"' if near else "fix: use the names of its parameters")
             )
         for name in matched:
@@ -242,7 +235,7 @@ def _trial_text(trial: Mapping[str, Stated]) -> str:
     return "; ".join(parts) or "nothing stated"
 
 
-def _head(name: str, mesh: Mesh, trial: Mapping[str, Stated]) -> str:
+def _error_head(name: str, mesh: Mesh, trial: Mapping[str, Stated]) -> str:
     lines = [f"{name} does not give the same numbers under this placement."]
     lines.append(f"  mesh:       {mesh}")
     lines += [
@@ -255,14 +248,15 @@ def _head(name: str, mesh: Mesh, trial: Mapping[str, Stated]) -> str:
 # -- the comparison ----------------------------------------------------------------------------
 
 
-def _compared(
+def _first_difference(
     actual: Evaluation,
     expected: Evaluation,
     traced: Traced,
     arguments: Mapping[int, str],
     tolerance: tuple[float | None, float | None],
 ) -> str | None:
-    """The first value that differs, in words; results before gradients."""
+    """Return a text about the first value that differs, results before gradients; None if all are
+    equal."""
     specs = {(o.kind, o.of): o.spec for o in actual.plan.outputs}
     pairs: list[tuple[str, Any, torch.Tensor | None, torch.Tensor | None]] = []
     for i, (a, b) in enumerate(zip(actual.tensors, expected.tensors, strict=True)):
@@ -275,10 +269,9 @@ def _compared(
         if a is None and b is None:
             continue
         if a is None or b is None:
-            # torch says "no gradient", which is a zero; the other way round nothing is computed
-            zero = b if a is None else a
-            assert zero is not None
-            if bool((zero == 0).all()):
+            value = b if a is None else a  # torch and a plan may give None for a zero gradient
+            assert value is not None
+            if bool((value == 0).all()):
                 continue
             missing = "found" if a is None else "expected"
             return f"  wrong:      {label}: none is {missing}"
@@ -296,60 +289,60 @@ def difference(
     rtol: float | None = None,
     atol: float | None = None,
 ) -> str | None:
-    """What differs, with the element, its ranks and the tolerance; None if nothing does."""
+    """Return a text about the worst wrong element, with its ranks and the tolerance; None if no
+    element is wrong."""
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
-        return f"  expected:   {_kind(expected)}\n  found:      {_kind(actual)}"
+        return f"  expected:   {_type_text(expected)}\n  found:      {_type_text(actual)}"
     if expected.numel() == 0:
         return None
     default = TOLERANCES.get(expected.dtype, (0.0, 0.0))
-    relative = default[0] if rtol is None else rtol
-    absolute = default[1] if atol is None else atol
+    rtol = default[0] if rtol is None else rtol
+    atol = default[1] if atol is None else atol
     wide = torch.complex128 if expected.is_complex() else torch.float64
     if expected.dtype in TOLERANCES:
         a, b = actual.to(wide), expected.to(wide)
         finite = b.abs()[b.isfinite()]
         largest = float(finite.max()) if finite.numel() else 0.0
-        allowed = absolute + relative * largest
-        # equal covers infinities; a NaN on one side alone makes the distance NaN, which is wrong
-        alike = (a == b) | (a.isnan() & b.isnan())
-        excess = torch.where(alike, torch.zeros((), dtype=torch.float64), (a - b).abs())
-        wrong = ~(excess <= allowed)
-        rule = f"allowed is {allowed:.2g} (atol {absolute:.2g} + rtol {relative:.2g} * "
-        rule += f"{largest:.4g}, the largest)"
+        allowed = atol + rtol * largest
+        # `==` covers infinities. NaN in one tensor only makes the error NaN, which is wrong.
+        equal = (a == b) | (a.isnan() & b.isnan())
+        error = torch.where(equal, torch.zeros((), dtype=torch.float64), (a - b).abs())
+        wrong = ~(error <= allowed)
+        tolerance = f"allowed is {allowed:.2g} (atol {atol:.2g} + rtol {rtol:.2g} * "
+        tolerance += f"{largest:.4g}, the largest)"
     else:
         wrong = actual != expected
-        excess = wrong.double()
-        rule = f"{expected.dtype} must be equal"
+        error = wrong.double()
+        tolerance = f"{expected.dtype} must be equal"
     if not bool(wrong.any()):
         return None
-    ranked = torch.where(wrong, excess.nan_to_num(nan=float("inf")), -1.0)
-    worst = int(ranked.flatten().argmax())
-    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), expected.shape))
-    number = int(wrong.sum())
+    wrong_error = torch.where(wrong, error.nan_to_num(nan=float("inf")), -1.0)
+    worst = wrong_error.flatten().argmax()
+    index = tuple(int(i) for i in torch.unravel_index(worst, expected.shape))
     lines = [f"  spec:       {spec} on {spec.mesh}"] if spec is not None else []
-    held = f", held by {_ranks(spec, index)}" if spec is not None else ""
+    ranks = f", held by {_ranks_text(spec, index)}" if spec is not None else ""
     lines += [
-        f"  element:    {list(index)}{held}",
+        f"  element:    {list(index)}{ranks}",
         f"  expected:   {expected[index].item()}",
         f"  found:      {actual[index].item()}",
-        f"  {number} of {expected.numel()} elements differ; {rule}",
+        f"  {int(wrong.sum())} of {expected.numel()} elements differ; {tolerance}",
     ]
     return "\n".join(lines)
 
 
-def _kind(tensor: torch.Tensor) -> str:
+def _type_text(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
-def _ranks(spec: TensorSpec, index: tuple[int, ...]) -> str:
-    """The ranks whose shard has the element."""
+def _ranks_text(spec: TensorSpec, index: tuple[int, ...]) -> str:
+    """Return a text about the ranks whose shards have the element."""
     ranks: list[int] = []
     for rank in range(spec.mesh.size):
-        here = spec.mesh.coordinates(rank)
-        inside = all(
-            any(lo <= i < hi for lo, hi in spec.intervals(dim, here)) for dim, i in enumerate(index)
-        )
-        if inside:
+        coordinates = spec.mesh.coordinates(rank)
+        if all(
+            any(start <= i < end for start, end in spec.intervals(dim, coordinates))
+            for dim, i in enumerate(index)
+        ):
             ranks.append(rank)
     if len(ranks) == spec.mesh.size:
         return "all ranks" if len(ranks) > 1 else "rank 0"

@@ -1,15 +1,13 @@
-"""Hypothesis strategies: meshes, placements that fit, specs and tensors.
+"""Hypothesis strategies for meshes, placements, specs and tensors.
 
     from hypothesis import given
 
     @given(dt.testing.strategies.specs(mesh=dt.Mesh(tp=2, dp=2), shape=(6, 5)))
     def test_round_trip(spec): ...
 
-What is drawn is always valid: blocks fill their dim, units divide them, on one dim the later axis
-splits the pieces of the earlier. Dims that do not divide, shards that are empty, axes of size 1 and
-both orders of two axes on a dim are all drawn; examples shrink to small meshes and whole tensors.
-
-Hypothesis is not a dependency of this package: it is imported when a strategy is made.
+All drawn specs are valid. They include uneven and empty shards, axes of size 1, and both orders of
+two axes that shard one dim. Examples shrink to small meshes and replicated tensors. Hypothesis is
+not a dependency of this package: it is imported when a strategy is made.
 """
 
 from __future__ import annotations
@@ -32,41 +30,41 @@ if TYPE_CHECKING:
 def meshes(
     axes: Sequence[str] = ("a", "b", "c"), *, sizes: Sequence[int] = (1, 2, 3), max_size: int = 8
 ) -> SearchStrategy[Mesh]:
-    """Meshes with the first one, two, ... of ``axes``, each of one of ``sizes``, of at most
-    ``max_size`` ranks."""
-    st = _strategies()
-    every = [
+    """Draw a mesh of at most ``max_size`` ranks, with the first one, two, ... of ``axes``, and a
+    size for each axis."""
+    st = _import_hypothesis()
+    all_meshes = [
         mesh_of(tuple(zip(axes, each)))
         for count in range(1, len(axes) + 1)
         for each in itertools.product(sizes, repeat=count)
     ]
-    fitting = [mesh for mesh in every if mesh.size <= max_size]
-    return st.sampled_from(sorted(fitting, key=lambda mesh: (mesh.size, len(mesh.axes))))
+    small = [mesh for mesh in all_meshes if mesh.size <= max_size]
+    return st.sampled_from(sorted(small, key=lambda mesh: (mesh.size, len(mesh.axes))))
 
 
 def placements(shape: Sequence[int], *, pending: bool = False) -> SearchStrategy[Placement]:
-    """Placements of a tensor of ``shape`` on one axis; ``pending``: sums, maxima, minima too."""
-    return _strategies().sampled_from(_choices(tuple(shape), pending))
+    """Draw a placement of a tensor of ``shape`` on one axis. ``pending``: also draw `Partial`."""
+    return _import_hypothesis().sampled_from(_choices(tuple(shape), pending))
 
 
 def shardings(
     shape: Sequence[int], mesh: Mesh, *, pending: bool = False
 ) -> SearchStrategy[dict[str, Placement]]:
-    """Placements by axis, of a tensor of ``shape``, to be passed on as ``dt.distribute(x, mesh,
-    **sharding)``; ``pending``: as of `placements`."""
-    st = _strategies()
-    wanted = tuple(shape)
+    """Draw a placement for each axis of the mesh, for a tensor of ``shape``. They can be passed on
+    as ``dt.distribute(x, mesh, **sharding)``. ``pending``: also draw `Partial`."""
+    st = _import_hypothesis()
+    size = tuple(shape)
 
     @st.composite
     def draw_sharding(draw: Any) -> dict[str, Placement]:
         stated: dict[str, Placement] = {}
         for axis in draw(st.permutations(mesh.axes)):
-            fitting = [
+            valid = [
                 choice
-                for choice in _choices(wanted, pending)
-                if stated_spec(wanted, mesh, {**stated, axis: choice}) is not None
+                for choice in _choices(size, pending)
+                if stated_spec(size, mesh, {**stated, axis: choice}) is not None
             ]
-            stated[axis] = draw(st.sampled_from(fitting))
+            stated[axis] = draw(st.sampled_from(valid))
         return stated
 
     return draw_sharding()
@@ -79,16 +77,17 @@ def specs(
     dtype: torch.dtype = torch.float32,
     pending: bool = False,
 ) -> SearchStrategy[TensorSpec]:
-    """Specs of ``dtype`` on a mesh (by default any of `meshes`), of a shape (by default any of
-    `shapes`); ``pending``: as of `placements`."""
-    st = _strategies()
-    some_mesh = _strategy(meshes() if mesh is None else mesh)
-    some_shape = _strategy(shapes() if shape is None else shape)
+    """Draw a spec of ``dtype`` on a mesh (by default from `meshes`) and with a shape (by default
+    from `shapes`). ``pending``: also draw `Partial`."""
+    st = _import_hypothesis()
+    mesh_strategy = _strategy(meshes() if mesh is None else mesh)
+    shape_strategy = _strategy(shapes() if shape is None else shape)
 
     @st.composite
     def draw_spec(draw: Any) -> TensorSpec:
-        chosen, size = draw(some_mesh), tuple(draw(some_shape))
-        return make_spec(size, dtype, chosen, draw(shardings(size, chosen, pending=pending)))
+        drawn_mesh, size = draw(mesh_strategy), tuple(draw(shape_strategy))
+        sharding = draw(shardings(size, drawn_mesh, pending=pending))
+        return make_spec(size, dtype, drawn_mesh, sharding)
 
     return draw_spec()
 
@@ -96,8 +95,8 @@ def specs(
 def shapes(
     *, max_dims: int = 3, max_size: int = 7, min_size: int = 1
 ) -> SearchStrategy[tuple[int, ...]]:
-    """Shapes of up to ``max_dims`` dims, none included, each of ``min_size`` to ``max_size``."""
-    st = _strategies()
+    """Draw a shape of 0 to ``max_dims`` dims, each of size ``min_size`` to ``max_size``."""
+    st = _import_hypothesis()
     return st.lists(st.integers(min_size, max_size), max_size=max_dims).map(tuple)
 
 
@@ -106,31 +105,28 @@ def tensors(
     *,
     dtype: torch.dtype = torch.float64,
 ) -> SearchStrategy[torch.Tensor]:
-    """Tensors of whole numbers from -9 to 9, so that sums are exact in any order; of a ``shape``,
-    by default any of `shapes`, and a ``dtype``.
-
-    Unsigned dtypes from 0; bools are drawn as such.
-    """
-    st = _strategies()
-    some_shape = _strategy(shapes() if shape is None else shape)
+    """Draw a tensor of a ``shape`` (by default from `shapes`) and a ``dtype``. Its elements are
+    whole numbers from -9 to 9 (from 0 for uint8), so sums are exact in any order."""
+    st = _import_hypothesis()
+    shape_strategy = _strategy(shapes() if shape is None else shape)
     lowest = 0 if dtype in (torch.bool, torch.uint8) else -9
     highest = 1 if dtype == torch.bool else 9
 
     @st.composite
     def draw_tensor(draw: Any) -> torch.Tensor:
-        size = tuple(draw(some_shape))
-        # one number for all elements: hypothesis has little use for shrinking each of them
+        size = tuple(draw(shape_strategy))
+        # One drawn seed for all elements: shrinking each element would take long and help little.
         generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
         return torch.randint(lowest, highest + 1, size, generator=generator).to(dtype)
 
     return draw_tensor()
 
 
-# -- what is drawn from --------------------------------------------------------------------------
+# -- choices ---------------------------------------------------------------------------------------
 
 
 def _choices(shape: tuple[int, ...], pending: bool) -> list[Placement]:
-    """From the plainest on, which is what examples shrink to."""
+    """Return the placements to draw from, the simplest first, because examples shrink to it."""
     choices: list[Placement] = [REPLICATE, *(Shard(dim) for dim in range(len(shape)))]
     for dim, size in enumerate(shape):
         choices += [Shard(dim, blocks=n) for n in (2, 3) if size and size % n == 0]
@@ -144,15 +140,14 @@ def _choices(shape: tuple[int, ...], pending: bool) -> list[Placement]:
     return choices
 
 
-def _strategy(given: Any) -> Any:
-    """A value stands for the strategy that draws it alone."""
-    st = _strategies()
-    from hypothesis.strategies import SearchStrategy
-
-    return given if isinstance(given, SearchStrategy) else st.just(given)
+def _strategy(value: Any) -> Any:
+    """Return a strategy unchanged, and for another value the strategy that always draws it."""
+    st = _import_hypothesis()
+    return value if isinstance(value, st.SearchStrategy) else st.just(value)
 
 
-def _strategies() -> Any:
+def _import_hypothesis() -> Any:
+    """Return `hypothesis.strategies`. Raises ImportError with a fix if it is not installed."""
     try:
         from hypothesis import strategies
     except ImportError as error:

@@ -1,10 +1,10 @@
-"""Placements to try: a variety for some tensors on a mesh, the same for the same seed.
+"""Chooses a variety of placements of some tensors on a mesh, for `assert_same`.
 
-    enumerated({"x": x, "w": w}, Mesh(a=2, b=2), 12)      # 12 times: name -> axis -> placement
+    enumerate_placements({"x": x, "w": w}, Mesh(a=2, b=2), 12)    # 12 dicts: name: axis: placement
 
-First each tensor alone, the others left to the planner; then several at once. A tensor is split
-on each dim: plainly, whether it divides or not, in two blocks, and at units of two where the dim is
-even; on two axes, also both on one dim, in both orders.
+The first trials place one tensor and leave the others to the planner; later trials place several.
+A dim is sharded evenly or not, in two blocks, and at units of two; two axes shard different dims or
+one dim, in both orders. The same seed gives the same placements.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Pins = dict[str, Placement]
 
 
 def choices(shape: tuple[int, ...]) -> list[Placement]:
-    """What a tensor may be on one axis. A dim of size 1 is not split."""
+    """Return the placements of a tensor to try on one axis. A dim of size 1 is not sharded."""
     placements: list[Placement] = [REPLICATE]
     for dim, size in enumerate(shape):
         if size > 1:
@@ -36,16 +36,14 @@ def choices(shape: tuple[int, ...]) -> list[Placement]:
     return placements
 
 
-def placed(shape: tuple[int, ...], mesh: Mesh) -> list[Pins]:
-    """All placements of a tensor on a mesh, one for each distinct spec; the whole one first.
-
-    The axes of a dict are in the order in which they are to be stated: majors first.
-    """
+def all_placements(shape: tuple[int, ...], mesh: Mesh) -> list[Pins]:
+    """Return the placements of a tensor on all axes of a mesh, one dict for each distinct spec, the
+    replicated tensor first. If two axes shard one dim, the dict has the major axis first."""
     pins_by_spec: dict[TensorSpec, Pins] = {}
-    for each in itertools.product(choices(shape), repeat=len(mesh.axes)):
-        together = dict(zip(mesh.axes, each, strict=True))
+    for combination in itertools.product(choices(shape), repeat=len(mesh.axes)):
+        by_axis = dict(zip(mesh.axes, combination, strict=True))
         for order in itertools.permutations(mesh.axes):
-            pins = {axis: together[axis] for axis in order}
+            pins = {axis: by_axis[axis] for axis in order}
             spec = stated_spec(shape, mesh, pins)
             if spec is not None:
                 pins_by_spec.setdefault(spec, pins)
@@ -53,8 +51,8 @@ def placed(shape: tuple[int, ...], mesh: Mesh) -> list[Pins]:
 
 
 def stated_spec(shape: tuple[int, ...], mesh: Mesh, stated: Stated) -> TensorSpec | None:
-    """The spec of what users may state; None for what they may not: two kinds of pending, units or
-    blocks that do not fit the pieces of the major axis."""
+    """Return the spec of stated placements. Return None for placements that users may not state, as
+    two kinds of `Partial`, or blocks that do not fit the shards of the major axis."""
     try:
         check_fit("x", Meta(shape, torch.float32), stated, "a trial", mesh)
         return make_spec(shape, torch.float32, mesh, stated)
@@ -62,33 +60,37 @@ def stated_spec(shape: tuple[int, ...], mesh: Mesh, stated: Stated) -> TensorSpe
         return None
 
 
-def enumerated(
+def enumerate_placements(
     tensors: Mapping[str, torch.Tensor], mesh: Mesh, count: int, seed: int = 0
 ) -> list[dict[str, Pins]]:
-    """At most ``count`` placements of the tensors, different ones."""
+    """Return at most ``count`` different placements of the tensors, by name."""
     rng = random.Random(seed)
-    every = {name: placed(tuple(t.shape), mesh) for name, t in tensors.items()}
-    split = {name: [pins for pins in all_ if _splits(pins)] for name, all_ in every.items()}
-    alone = [{name: pins} for name, each in split.items() for pins in each]
-    rng.shuffle(alone)
-    trials = _varied(alone, count - count // 3)
+    choices_by_name = {name: all_placements(tuple(t.shape), mesh) for name, t in tensors.items()}
+    one_tensor = [
+        {name: pins}
+        for name, choices in choices_by_name.items()
+        for pins in choices
+        if _is_sharded(pins)
+    ]
+    rng.shuffle(one_tensor)
+    trials = _take_in_turn(one_tensor, count - count // 3)
     for _ in range(4 * count):
         if len(trials) >= count:
             break
-        together = {name: rng.choice(each) for name, each in every.items()}
-        if any(_splits(pins) for pins in together.values()) and together not in trials:
-            trials.append(together)
+        several = {name: rng.choice(choices) for name, choices in choices_by_name.items()}
+        if any(_is_sharded(pins) for pins in several.values()) and several not in trials:
+            trials.append(several)
     return trials
 
 
-def _varied(alone: list[dict[str, Pins]], count: int) -> list[dict[str, Pins]]:
-    """Some of them, round robin over the tensors."""
+def _take_in_turn(one_tensor: list[dict[str, Pins]], count: int) -> list[dict[str, Pins]]:
+    """Return the first ``count`` trials, taking one for each tensor in turn."""
     by_name: dict[str, list[dict[str, Pins]]] = {}
-    for trial in alone:
+    for trial in one_tensor:
         by_name.setdefault(next(iter(trial)), []).append(trial)
     rounds = itertools.zip_longest(*by_name.values())
     return [trial for each in rounds for trial in each if trial is not None][:count]
 
 
-def _splits(pins: Pins) -> bool:
+def _is_sharded(pins: Pins) -> bool:
     return any(not isinstance(p, Replicate) for p in pins.values())

@@ -25,7 +25,7 @@ from dtensor.api.model.stating.patterns import listing
 from dtensor.api.rule import op_overloads
 from dtensor.errors import PlanningError
 from dtensor.sharding.rules import registered, rule_for
-from dtensor.testing.oracle import call_of, run_whole
+from dtensor.testing.oracle import call_of, run_global
 from tests.certify.judge import certify_samples
 from tests.certify.samples import SAMPLES, STAND_INS, Draw
 from tests.certify.table import Row, table, without_samples
@@ -94,7 +94,7 @@ def _rule_text(name: str, seed: int) -> str:
     (target,) = op_overloads(name)
     args, kwargs = SAMPLES[name][0](Draw(0, seed=seed))
     call, operands = call_of(STAND_INS.get(name, target), args, kwargs)
-    call, _ = run_whole(call, operands)
+    call, _ = run_global(call, operands)
     return str(rule_for(replace(call, target=target)))
 
 

@@ -24,7 +24,7 @@ from dtensor.testing.certificates import (
     certify_or_refuse,
 )
 from dtensor.testing.oracle import UNDEFINED
-from dtensor.testing.vary import Given, without_error
+from dtensor.testing.vary import Arguments, accepts
 from tests.certify.samples import (
     EDGES,
     NO_HALF,
@@ -73,7 +73,7 @@ def certify_samples(
         edges = 0 if name in UNCHECKED else len(EDGES)
         for variant in range(len(VARIANTS), len(VARIANTS) + edges):
             edge = _edge(sample, Draw(variant, seed=seed))
-            if edge is not None and without_error(stand_in, *edge):
+            if edge is not None and accepts(stand_in, *edge):
                 total += certify_or_refuse(stand_in, *edge, rule=found, seed=2 * seed, square=False)
         args, kwargs = sample(Draw(0, seed=seed))
         if name not in NO_HALF:
@@ -83,7 +83,7 @@ def certify_samples(
     return total
 
 
-def _edge(sample: Sample, draw: Draw) -> Given | None:
+def _edge(sample: Sample, draw: Draw) -> Arguments | None:
     """Return the sample at sizes 0 and 1, where it can be made."""
     try:
         return sample(draw)

@@ -36,8 +36,8 @@ from dtensor.sharding.rules.notation import parse_rule
 from dtensor.sharding.rules.rule import Rule
 from dtensor.testing import Certificate, certify
 from dtensor.testing.certificates import certify_autograd, certify_call
-from dtensor.testing.oracle import call_of, run_whole
-from dtensor.testing.vary import without_error
+from dtensor.testing.oracle import call_of, run_global
+from dtensor.testing.vary import accepts
 from tests.certify.__main__ import main
 from tests.certify.judge import certify_samples
 from tests.certify.samples import FAMILIES, POINTWISE, SAMPLES, SPECIAL, UNCHECKED, Draw
@@ -112,9 +112,7 @@ def _number_calls(name: str) -> list[tuple[Any, ...]]:
     calls: list[tuple[Any, ...]] = []
     for sample in SAMPLES[name][:2]:
         args, kwargs = sample(Draw(0))
-        calls += [
-            (target, a, kwargs) for a in _with_numbers(args) if without_error(target, a, kwargs)
-        ]
+        calls += [(target, a, kwargs) for a in _with_numbers(args) if accepts(target, a, kwargs)]
     return calls
 
 
@@ -134,7 +132,7 @@ def test_op_with_numbers_in_place_of_tensors_has_right_rule_or_none(name: str) -
     for target, args, kwargs in _number_calls(name):
         call, tensors = call_of(target, args, kwargs)
         try:
-            rule_for(run_whole(call, tensors)[0])
+            rule_for(run_global(call, tensors)[0])
         except NoRule as error:
             assert not tensors or error.__cause__ is None, args
             continue

@@ -28,7 +28,7 @@ from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import REPLICATE, Shard
 from dtensor.testing.certificates import certify_call
 from dtensor.testing.execute import reference, run, trace
-from dtensor.testing.oracle import call_of, run_whole
+from dtensor.testing.oracle import call_of, run_global
 
 aten, dt = torch.ops.aten, torch.ops.dt
 F32 = torch.float32
@@ -316,7 +316,7 @@ def test_malformed_rule_texts_are_refused(
 
 def _rule_of(target: Any, *args: Any) -> Rule:
     call, operands = call_of(target, args, {})
-    whole, _ = run_whole(call, operands)
+    whole, _ = run_global(call, operands)
     return rule_for(whole)
 
 

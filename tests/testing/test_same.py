@@ -12,7 +12,7 @@ import dtensor as dt
 from dtensor.sharding.rules import registry
 from dtensor.sharding.rules.build import pattern, retarget
 from dtensor.testing.same import difference
-from dtensor.testing.trials import enumerated, placed
+from dtensor.testing.trials import all_placements, enumerate_placements
 
 
 class MLP(nn.Module):
@@ -216,13 +216,15 @@ def test_difference_describes_wrong_values_shapes_and_special_numbers() -> None:
 def test_enumerated_placements_are_varied_and_deterministic() -> None:
     tensors = {"x": torch.empty(5, 6), "w": torch.empty(6, 7), "s": torch.empty(())}
     mesh = dt.Mesh(a=2, b=2)
-    found = enumerated(tensors, mesh, 12)
-    assert found == enumerated(tensors, mesh, 12)
+    found = enumerate_placements(tensors, mesh, 12)
+    assert found == enumerate_placements(tensors, mesh, 12)
     assert len(found) == 12 and len({str(trial) for trial in found}) == 12
     assert {name for trial in found for name in trial} >= {"x", "w"}
     assert any(len(trial) == 3 for trial in found)
     both = [
-        pins for pins in placed((4,), mesh) if all(isinstance(p, dt.Shard) for p in pins.values())
+        pins
+        for pins in all_placements((4,), mesh)
+        if all(isinstance(p, dt.Shard) for p in pins.values())
     ]
     assert {tuple(pins) for pins in both} == {("a", "b"), ("b", "a")}
-    assert enumerated({"s": torch.empty(())}, mesh, 3) == []
+    assert enumerate_placements({"s": torch.empty(())}, mesh, 3) == []
