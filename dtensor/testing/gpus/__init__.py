@@ -1,10 +1,10 @@
-"""GPUs, simulated on a CPU, to find missing waits in kernels, custom ops and programs.
+"""Simulates GPUs on a CPU, to find missing waits in kernels, custom ops and programs.
 
 with dt.testing.simulated_gpus(num=2, seed=0) as gpus:
     x = torch.ones(4, device="cuda")
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
-        y = x + 1                       # nothing orders it behind what made x
+        y = x + 1                       # does not wait for the kernel that writes x
     print(gpus.report())                # the race, with both lines
 """
 
@@ -22,7 +22,7 @@ from dtensor.daft.cluster.cluster import Cluster
 from dtensor.daft.launching import CLUSTERS
 from dtensor.testing.gpus import torch_cuda
 from dtensor.testing.gpus.guard import install
-from dtensor.testing.gpus.host import Host, HostWait, Seen, everywhere, here
+from dtensor.testing.gpus.host import Host, HostWait, VisibleGpu, everywhere, here
 from dtensor.testing.gpus.memory import EarlyFree, Memory, Race
 from dtensor.testing.gpus.nccl import Fabric
 from dtensor.testing.gpus.tensors import Simulated
@@ -32,14 +32,14 @@ from dtensor.testing.gpus.world import MAX_CONNECTIONS, World
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuReport:
-    """What was seen so far.
+    """The events on the simulated GPUs so far.
 
     Attributes:
-        races: accesses that nothing orders, with how often.
-        early_frees: memory that was freed while another stream could use it.
-        host_waits: calls in which a host waited for a GPU, with how often.
-        peak_bytes: the most that was in use at once, by GPU.
-        kernels: how many were put on streams.
+        races: the number of each pair of accesses that no stream or event orders.
+        early_frees: the number of each free of memory that another stream might still use.
+        host_waits: the number of each call in which a host waited for a GPU.
+        peak_bytes: the peak memory of each GPU.
+        kernels: the number of kernels that were put on streams.
     """
 
     races: Mapping[Race, int]
@@ -64,7 +64,7 @@ class GpuReport:
 
 
 class SimulatedGpus:
-    """What `simulated_gpus` gives."""
+    """The simulated GPUs of a `simulated_gpus` block."""
 
     def __init__(self, world: World, memories: Sequence[Memory]) -> None:
         self._world = world
@@ -73,20 +73,22 @@ class SimulatedGpus:
         self.fabric = Fabric(world)
 
     def host(self, number: int, devices: range) -> Host:
+        """Return a new host, with this number, that sees these GPUs."""
         every = self._world.devices
-        seen = [Seen(every[i], self._memories[i], every[i].main) for i in devices]
-        return Host(self._world, number, seen, self._waits)
+        gpus = [VisibleGpu(every[i], self._memories[i], every[i].main) for i in devices]
+        return Host(self._world, number, gpus, self._waits)
 
     def expect(self, host: int) -> None:
-        """A thread is about to be this host: who waits for it does not wait for ever."""
+        """Announce that a thread is about to start as this host, so that waiting for it is not
+        reported as a deadlock."""
         self._world.begin(host)
 
     def waiting_for_hosts(self) -> AbstractContextManager[None]:
-        """Within, this thread waits for other hosts, and not for a GPU."""
+        """Return a context in which this thread waits for other hosts, and not for a GPU."""
         return self._world.idle(here().number)
 
     def report(self) -> GpuReport:
-        """What was seen so far, by all hosts. It waits for nothing."""
+        """Return the events of all hosts so far, without waiting for queued kernels."""
         with self._world.lock:
             return GpuReport(
                 races=sum((memory.races for memory in self._memories), Counter()),
@@ -108,23 +110,24 @@ def simulated_gpus(
     fails_at: int = 0,
     num_queues: int = MAX_CONNECTIONS,
 ) -> Generator[SimulatedGpus]:
-    """Within, this process has simulated GPUs.
+    """A context in which this process has simulated GPUs.
 
-    `dt.launch(mesh, "ray", device="cuda")` has a rank on each, in a thread in place of an actor of
-    Ray's; without "ray" all ranks are on the current one.
+    `dt.launch(mesh, "ray", device="cuda")` puts a rank on each GPU, in a thread instead of a Ray
+    actor. Without "ray" all ranks are on the current GPU.
 
     Args:
-        num: how many.
-        seed: draws the order of kernels that nothing orders.
-        early: the chance that a kernel runs as soon as it is queued, where it may. By default none
-            runs before somebody waits for it, which shows the most.
-        varies: whether ops that CUDA does not keep deterministic differ in their last bits from run
-            to run, as `index_add` does.
-        capacity: bytes of memory of each GPU; None: as many as are asked for.
-        fails_at: the number of the allocation, from 1 on, that is out of memory on each GPU.
-        num_queues: hardware queues of a GPU.
+        num: the number of GPUs.
+        seed: draws the order of kernels that no stream or event orders.
+        early: the probability that a kernel that may run runs as soon as it is queued. With 0 no
+            kernel runs before a host waits for it, which finds most errors.
+        varies: whether ops that are not deterministic on CUDA, such as `index_add`, differ in their
+            last bits from run to run.
+        capacity: the bytes of memory of each GPU; None: unlimited.
+        fails_at: the number of the allocation on each GPU, counted from 1, that fails; 0: none.
+        num_queues: the number of hardware queues of a GPU.
 
-    Raises CompilerMissing where there is no C++ compiler, RuntimeError within another one.
+    Raises CompilerMissing if there is no C++ compiler, and RuntimeError inside another
+    `simulated_gpus` block or if there are real GPUs.
     """
     if torch.cuda.is_available():
         raise RuntimeError(
@@ -136,7 +139,7 @@ def simulated_gpus(
     gpus = SimulatedGpus(world, [Memory(capacity, fails_at) for _ in range(num)])
 
     def make(size: int, *, ranks_per_actor: int, seed: int) -> Cluster:
-        from dtensor.testing.gpus.cluster import SimulatedCluster  # which needs Ray's rooms
+        from dtensor.testing.gpus.cluster import SimulatedCluster  # it imports dtensor.daft.ray
 
         hosts = [gpus.host(1 + i, range(i, i + 1)) for i in range(num)]
         return SimulatedCluster(
@@ -154,4 +157,4 @@ def simulated_gpus(
         yield gpus
         for stream in [stream for device in world.devices for stream in device.streams]:
             while (kernel := stream.last) is not None and not kernel.is_done and world.run_one():
-                pass  # what is kept has its values
+                pass  # results that outlive the block get their values

@@ -1,17 +1,16 @@
-"""Ranks on simulated GPUs: an actor, here a thread, for each GPU, over the mock of NCCL.
+"""A cluster of ranks on simulated GPUs: a thread in place of a Ray actor for each GPU.
 
     with dt.testing.simulated_gpus(num=2), dt.launch(dt.Mesh(tp=2), "ray", device="cuda"):
         step(x, y)
 
-All between `Cluster.run` and the kernels is what runs on real ones: the worker and its engine, the
-exchange of messages over `NcclWire` with its side streams, generated code for "cuda", kernels.
+The ranks run the code of real GPUs: the worker and its engine, messages over `NcclWire` with its
+side streams, generated code for "cuda", and kernels. Only NCCL is simulated (`nccl.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future as Asked
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -34,10 +33,12 @@ from dtensor.testing.gpus.tensors import Simulated
 from dtensor.testing.gpus.world import World
 
 CUDA = torch.device("cuda", 0)
-"""As Ray shows an actor its own GPU alone."""
+"""The device of each rank: Ray shows an actor only its own GPU."""
 
 
 class SimulatedCluster(HostedCluster):
+    """A cluster whose actors are threads on simulated GPUs. It cannot grow."""
+
     def __init__(
         self,
         world: World,
@@ -57,29 +58,30 @@ class SimulatedCluster(HostedCluster):
             )
         super().__init__(size, CUDA, ranks, seed)
         self._world, self._actors = world, hosts[: len(ranks)]
-        self._host_of = tuple(h for h, own in enumerate(ranks) for _ in own)
+        self._host_of = tuple(h for h, host_ranks in enumerate(ranks) for _ in host_ranks)
         self._communicators = Communicators()
         self._threads = [ThreadPoolExecutor(1, f"actor {h}") for h in range(len(ranks))]
         self._workers: list[Worker] = []
 
-        def make(own: tuple[int, ...]) -> Callable[[], Worker]:
-            wire = NcclWire(own, CUDA, fabric.group)
-            return lambda: Worker(own, CUDA, ExchangeTransport(wire, self._host_of))
+        def make_worker(host_ranks: tuple[int, ...]) -> Callable[[], Worker]:
+            wire = NcclWire(host_ranks, CUDA, fabric.group)
+            return lambda: Worker(host_ranks, CUDA, ExchangeTransport(wire, self._host_of))
 
-        made = [self._ask(host, make(own)) for host, own in enumerate(ranks)]
-        self._workers += [each.result() for each in made]
+        futures = [self._start_on_host(host, make_worker(each)) for host, each in enumerate(ranks)]
+        self._workers += [future.result() for future in futures]
 
-    def _ask(self, host: int, call: Callable[[], Any]) -> Asked[Any]:
+    def _start_on_host(self, host: int, call: Callable[[], Any]) -> Future[Any]:
+        """Run the call in the thread of a host."""
         self._world.begin(self._actors[host].number)
 
-        def called() -> Any:
+        def run() -> Any:
             try:
                 with self._actors[host].here(), Simulated(), torch.no_grad():
                     return call()
             finally:
                 self._world.end(self._actors[host].number)
 
-        return self._threads[host].submit(called)
+        return self._threads[host].submit(run)
 
     def _call(
         self,
@@ -89,19 +91,19 @@ class SimulatedCluster(HostedCluster):
         *,
         run: int | None = None,
         read: bool = True,
-    ) -> list[Asked[Any]]:
+    ) -> list[Future[Any]]:
         return [
-            self._ask_worker(host, method, part)
+            self._call_worker(host, method, part)
             for (host, _), part in zip(places, parts, strict=True)
         ]
 
-    def _ask_worker(self, host: int, method: Method, part: Part) -> Asked[Any]:
-        return self._ask(host, lambda: method(self._workers[host], *part))
+    def _call_worker(self, host: int, method: Method, part: Part) -> Future[Any]:
+        return self._start_on_host(host, lambda: method(self._workers[host], *part))
 
     def _count(self, places: Places) -> int:
         return len(places)
 
-    def collect(self, calls: Sequence[Asked[Any]], timeout: float | None = None) -> list[Any]:
+    def collect(self, calls: Sequence[Future[Any]], timeout: float | None = None) -> list[Any]:
         errors: list[BaseException] = []
         results: list[Any] = []
         with self._world.idle(here().number):
@@ -118,30 +120,30 @@ class SimulatedCluster(HostedCluster):
             raise errors[0]
         return results
 
-    def came(self, calls: Sequence[Asked[Any]]) -> bool:
+    def came(self, calls: Sequence[Future[Any]]) -> bool:
         return all(each.done() for each in calls)
 
-    def ended(self, calls: Asked[Any]) -> bool:
-        return calls.done() and calls.exception() is None
+    def ended(self, call: Future[Any]) -> bool:
+        return call.done() and call.exception() is None
 
     def _prepare(self, program: Program, hosts: Sequence[int]) -> None:
         pass
 
-    def _ship(self, handle: Handle) -> Sequence[Asked[Any]]:
+    def _ship(self, handle: Handle) -> Sequence[Future[Any]]:
         keys = check_routes(handle.program, self._host_of)
         new = self._communicators.number(handle.program, keys, self._host_of)
-        calls: list[Asked[Any]] = []
+        calls: list[Future[Any]] = []
         hosts = [host for host, _ in handle.places]
         lists = [handle.report.lists[host] for host in hosts]
         parts = host_programs(handle.program, [self.hosts[host] for host in hosts], lists)
         for host, part in zip(hosts, parts, strict=True):
             tags = {k: n for k, n in new.items() if host in {self._host_of[r] for r in k[0]}}
             if tags:
-                calls.append(self._ask_worker(host, _open, (tags,)))
-            calls.append(self._ask_worker(host, Worker.load, (handle.id, part)))
+                calls.append(self._call_worker(host, _open, (tags,)))
+            calls.append(self._call_worker(host, Worker.load, (handle.id, part)))
         return calls
 
-    def _wait_loaded(self, calls: Sequence[Asked[Any]]) -> None:
+    def _wait_loaded(self, calls: Sequence[Future[Any]]) -> None:
         self.collect(calls)
 
     def _grow(self, size: int) -> Hosts:

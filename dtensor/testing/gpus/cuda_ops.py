@@ -1,9 +1,9 @@
-"""Ops that torch has on CUDA alone, or whose results it lays out in another way there, on the CPU.
+"""CPU versions of ops that torch has only on CUDA, or whose results have other strides there.
 
-Layouts and dtypes are those of torch 2.13: attention's results lie as (b t h d) in memory and its
+Strides and dtypes are as in torch 2.13: the results of attention are (b t h d) in memory and their
 rows begin on 16 bytes (aten/src/ATen/native/transformers/cuda/attention.cu); the memory-efficient
-kernel pads `lse` to 32 rows; `native_layer_norm` keeps statistics in float32 where its input has 16
-bits (aten/src/ATen/native/cuda/layer_norm_kernel.cu, `acc_type`).
+kernel pads `lse` to 32 rows; `native_layer_norm` of a 16-bit input returns float32 statistics
+(aten/src/ATen/native/cuda/layer_norm_kernel.cu, `acc_type`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _Grads: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
 
 def _check_rows(*tensors: Tensor) -> None:
-    """RuntimeError where a kernel would read beside its rows, or end the use of the GPU."""
+    """Raise RuntimeError for rows that do not begin on 16 bytes: a CUDA kernel would read wrong
+    addresses, or fail so that the process cannot use the GPU any more."""
     for x in tensors:
         starts = [s * x.element_size() for n, s in zip(x.shape, x.stride(), strict=True) if n > 1]
         if x.stride(-1) != 1 or any(start % 16 for start in starts[:-1]) or x.data_ptr() % 16:
@@ -35,26 +36,27 @@ def _check_rows(*tensors: Tensor) -> None:
 def _weights(
     q: Tensor, k: Tensor, bias: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """p[b h t s] and lse[b h t], in float32."""
+    """Return the attention weights p[b h t s] and lse[b h t], in float32."""
     scores = (q.float() @ k.float().mT) * scale
     if bias is not None:
         scores = scores + bias.float()
     if is_causal:
-        seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
-        scores = scores.masked_fill(~seen, -math.inf)
+        is_visible = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        scores = scores.masked_fill(~is_visible, -math.inf)
     lse = scores.logsumexp(-1)
     p = (scores - lse[..., None]).exp()
-    return p.where(lse[..., None] > -math.inf, 0), lse  # 0 where all is masked
+    return p.where(lse[..., None] > -math.inf, 0), lse  # 0 for rows that are all masked
 
 
 def _in_rows(x: Tensor, like: Tensor) -> Tensor:
-    """x[b h t d] that lies as (b t h d)."""
+    """Return x[b h t d] in the dtype of ``like``, with the memory order (b t h d)."""
     return x.to(like.dtype).transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, p: Tensor, out: Tensor, scale: float
 ) -> _Grads:
+    """Return the float32 gradients of q, k and v from the attention weights ``p``."""
     g = grad.float()
     inner = (g * out.float()).sum(-1, keepdim=True)
     ds = p * (g @ v.float().mT - inner) * scale
@@ -84,15 +86,15 @@ def _efficient_backward(
     _check_rows(grad, q, k, v)
     by = q.shape[-1] ** -0.5 if scale is None else scale
     p, _ = _weights(q, k, bias, is_causal, by)
-    made = _backward(grad, q, k, v, p, out, by)
-    return (*(_in_rows(x, q) for x in made), None)
+    gradients = _backward(grad, q, k, v, p, out, by)
+    return (*(_in_rows(x, q) for x in gradients), None)
 
 
 def _flash(
     q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, is_causal: bool = False,
     return_debug_mask: bool = False, *, scale: float | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """q[b h t d], k[b g s d], v[b g s d], h a multiple of g."""
+    """Compute flash attention of q[b h t d], k[b g s d] and v[b g s d]; h is a multiple of g."""
     assert not dropout
     _check_rows(q, k, v)
     by = q.shape[-1] ** -0.5 if scale is None else scale
@@ -139,8 +141,8 @@ def _layer_norm_backward(
     op = _aten.native_layer_norm_backward
     if x.dtype not in (torch.float16, torch.bfloat16):
         return op(grad, x, shape, mean, rstd, weight, bias, mask)
-    made = op(grad.float(), x.float(), shape, mean, rstd, _float(weight), _float(bias), mask)
-    return tuple(None if each is None else each.to(x.dtype) for each in made)
+    gradients = op(grad.float(), x.float(), shape, mean, rstd, _float(weight), _float(bias), mask)
+    return tuple(None if each is None else each.to(x.dtype) for each in gradients)
 
 
 ON_CUDA: Mapping[OpOverload, Callable[..., Any]] = {
@@ -151,4 +153,4 @@ ON_CUDA: Mapping[OpOverload, Callable[..., Any]] = {
     _aten.native_layer_norm.default: _layer_norm,
     _aten.native_layer_norm_backward.default: _layer_norm_backward,
 }
-"""What computes each, on CPU tensors."""
+"""For each op, the function that computes it on CPU tensors."""

@@ -1,10 +1,9 @@
-"""A device guard of CUDA that does nothing, without which a build of torch for CPUs carries no
-tensor on "cuda": some C++, compiled once into a folder of the user's.
+"""A CUDA device guard that does nothing. A build of torch for CPUs needs it for "cuda" tensors.
 
-    install()     # CompilerMissing where there is none
+    install()     # raises CompilerMissing without a C++ compiler
 
-torch asks the guard which device is current, and what the stream is; both are the simulator's to
-say (`torch_cuda.py`), so it answers GPU 0 and the default stream.
+The guard is C++ code that is compiled once into a folder of the user. It tells torch that GPU 0 and
+the default stream are current. The simulator keeps the real ones (`torch_cuda.py`).
 """
 
 from __future__ import annotations
@@ -42,15 +41,14 @@ static impl::DeviceGuardImplRegistrar registrar(DeviceType::CUDA, new Nothing())
 
 
 class CompilerMissing(RuntimeError):
-    """Simulated GPUs need a C++ compiler once."""
+    """Raised if simulated GPUs need a C++ compiler and there is none."""
 
 
 @cache
 def install() -> None:
-    """Of the process, which keeps it. Does nothing in a build of torch for CUDA, which has its own.
-
-    Raises CompilerMissing where there is no C++ compiler and no library from before.
-    """
+    """Load the guard into this process, and compile it first if that was not done before. On a
+    machine with a GPU this does nothing, because torch has its own guard. Raises CompilerMissing if
+    the guard cannot be compiled."""
     if torch.version.cuda is not None and torch.cuda.is_available():
         return
     folder = Path(tempfile.gettempdir()) / f"dtensor-{os.getuid()}"
@@ -72,14 +70,14 @@ def _compile(library: Path) -> None:
     lib = Path(torch.__file__).parent / "lib"
     abi = int(torch.compiled_with_cxx11_abi())
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        source, made = Path(folder) / "guard.cpp", Path(folder) / "guard.so"
+        source, compiled = Path(folder) / "guard.cpp", Path(folder) / "guard.so"
         source.write_text(SOURCE)
         command = [
             compiler, "-O1", "-std=c++20", "-shared", "-fPIC", f"-D_GLIBCXX_USE_CXX11_ABI={abi}",
             *(f"-I{path}" for path in include_paths()), str(source), f"-L{lib}", "-lc10",
-            f"-Wl,-rpath,{lib}", "-o", str(made),
+            f"-Wl,-rpath,{lib}", "-o", str(compiled),
         ]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise CompilerMissing(f"{compiler} could not compile a device guard:\n{done.stderr}")
-        made.rename(library)  # at once: others may compile it too
+        result = subprocess.run(command, capture_output=True, text=True)
+        if result.returncode:
+            raise CompilerMissing(f"{compiler} could not compile a device guard:\n{result.stderr}")
+        compiled.rename(library)  # atomic, because other processes may compile it too

@@ -1,11 +1,11 @@
-"""What a host's thread has of the simulated GPUs: which it sees, its current one, its streams.
+"""A host of simulated GPUs: a thread that sees some GPUs and has a current GPU and stream.
 
-    with Host(world, 0, world.devices).here():
-        host_wait("item()", HOST.current.stream)
+    with Host(world, 0, gpus, waits).here():
+        host_wait("item()", here().current.stream)
 
-A host sees its GPUs as "cuda:0", "cuda:1", ..., as under CUDA_VISIBLE_DEVICES. Each wait of a host
-is counted with the line that asked, which is the nearest one outside torch, Python's library and
-this simulator.
+A host sees its GPUs as "cuda:0", "cuda:1", ..., as a process with CUDA_VISIBLE_DEVICES does. Each
+wait of a host is counted with the user's line: the nearest line of the call stack outside torch,
+the standard library and this simulator.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
 
 
 def line_here() -> str:
-    """ "mine.py:12" of the nearest line outside torch and this simulator."""
+    """Return the user's line, as "mine.py:12"."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith(_SKIPPED):
-            here = os.getcwd() + os.sep
-            return f"{file.removeprefix(_PACKAGE).removeprefix(here)}:{frame.f_lineno}"
+            folder = os.getcwd() + os.sep
+            return f"{file.removeprefix(_PACKAGE).removeprefix(folder)}:{frame.f_lineno}"
         frame = frame.f_back
     return "?"
 
 
 @dataclass(frozen=True, slots=True)
 class HostWait:
-    """A call in which a host waits for the device."""
+    """A call in which a host waits for a GPU, as ``what`` "item()" in ``line`` "mine.py:12"."""
 
     what: str
     line: str
@@ -60,7 +60,7 @@ class HostWait:
 
 
 @dataclass(slots=True)
-class Seen:
+class VisibleGpu:
     """A GPU that a host sees, with its current stream."""
 
     device: Device
@@ -70,40 +70,41 @@ class Seen:
 
 @dataclass(eq=False, slots=True)
 class Host:
-    """A process, here a thread, with GPUs.
+    """A simulated process with GPUs; in fact a thread.
 
     Attributes:
-        seen: by index, as the host numbers them.
-        index: of the current one.
+        gpus: the GPUs that it sees: ``gpus[0]`` is its "cuda:0".
+        waits: the number of each wait for a GPU.
+        index: the index of the current GPU.
     """
 
     world: World
     number: int
-    seen: Sequence[Seen]
+    gpus: Sequence[VisibleGpu]
     waits: Counter[HostWait]
     index: int = 0
 
     @property
-    def current(self) -> Seen:
-        return self.seen[self.index]
+    def current(self) -> VisibleGpu:
+        return self.gpus[self.index]
 
-    def of(self, device: torch.device) -> Seen:
-        """Raises RuntimeError where the host sees no such GPU."""
+    def of(self, device: torch.device) -> VisibleGpu:
+        """Return the GPU of a device. Raises RuntimeError if the host does not see it."""
         index = self.index if device.index is None else device.index
-        if index >= len(self.seen):
-            raise RuntimeError(f"CUDA error: invalid device ordinal: {index} of {len(self.seen)}")
-        return self.seen[index]
+        if index >= len(self.gpus):
+            raise RuntimeError(f"CUDA error: invalid device ordinal: {index} of {len(self.gpus)}")
+        return self.gpus[index]
 
     @contextmanager
     def working(self) -> Generator[Host]:
-        """As `here`, in a thread that others may wait for."""
+        """Make this thread the host, and busy, so that other hosts may wait for it."""
         self.world.begin(self.number)
         with self.expected():
             yield self
 
     @contextmanager
     def expected(self) -> Generator[Host]:
-        """As `working`, where others wait for it already: `SimulatedGpus.expect`."""
+        """Do the same as `working` after `SimulatedGpus.expect`, which made the host busy."""
         try:
             with self.here():
                 yield self
@@ -112,48 +113,51 @@ class Host:
 
     @contextmanager
     def here(self) -> Generator[Host]:
-        """Within, this thread is the host's. Who asks it for something says so: `World.begin`."""
-        before = _HERE.host
-        _HERE.host = self
+        """Make this thread the host. Call `World.begin` first if other hosts may wait for it."""
+        previous = _THREAD.host
+        _THREAD.host = self
         try:
             yield self
         finally:
-            _HERE.host = before
+            _THREAD.host = previous
 
 
-class _Here(threading.local):
+class _ThreadHosts(threading.local):
+    """The hosts of this thread. ``host``: set by `Host.here`; ``of_process``: for a thread that
+    user code started, which sees all GPUs like each thread of a process."""
+
     host: Host | None = None
-    other: Host | None = None
-    """Of a thread that somebody has started: it sees all GPUs, as any thread of a process."""
+    of_process: Host | None = None
 
 
-_HERE = _Here()
-_everywhere: Host | None = None
+_THREAD = _ThreadHosts()
+_process_host: Host | None = None
 
 
 @contextmanager
 def everywhere(host: Host) -> Generator[None]:
-    """Within, all threads see the GPUs of this host; they begin on the main streams."""
-    global _everywhere
-    _everywhere = host
+    """Make all threads see the GPUs of this host. A new thread begins on the main streams."""
+    global _process_host
+    _process_host = host
     try:
         with host.here():
             yield
     finally:
-        _everywhere = None
+        _process_host = None
 
 
 def here() -> Host:
-    """The host of this thread. Raises RuntimeError where no GPU is simulated."""
-    if _HERE.host is not None:
-        return _HERE.host
-    if _everywhere is None:
+    """Return the host of this thread. Raises RuntimeError if no GPU is simulated."""
+    if _THREAD.host is not None:
+        return _THREAD.host
+    process = _process_host
+    if process is None:
         raise RuntimeError("no GPU is simulated here: simulated_gpus() has ended, or not begun")
-    other, world = _HERE.other, _everywhere.world
-    if other is None or other.world is not world:
-        seen = [Seen(each.device, each.memory, each.device.main) for each in _everywhere.seen]
-        _HERE.other = other = Host(world, _everywhere.number, seen, _everywhere.waits)
-    return other
+    host = _THREAD.of_process
+    if host is None or host.world is not process.world:
+        gpus = [VisibleGpu(each.device, each.memory, each.device.main) for each in process.gpus]
+        _THREAD.of_process = host = Host(process.world, process.number, gpus, process.waits)
+    return host
 
 
 def host_wait(
@@ -163,15 +167,15 @@ def host_wait(
     until: Kernel | None = None,
     clock: Clock | None = None,
 ) -> None:
-    """The host waits for all that is on the stream (the current one if none is given), or for what
-    an event was recorded behind: ``until``, ``clock``."""
+    """Wait as the host for all kernels on the stream (None: the current stream). For an event, wait
+    for the kernel ``until`` after which it was recorded, with the ``clock`` of that time."""
     stream = stream or here().current.stream
     last = stream.last if clock is None else until
     _wait(what, stream.device, [last], stream.clock if clock is None else clock)
 
 
 def device_wait(what: str, device: Device) -> None:
-    """The host waits for all streams of the GPU."""
+    """Wait as the host for all streams of the GPU."""
     clock: Clock = {}
     for stream in device.streams:
         for number, seq in stream.clock.items():
@@ -179,25 +183,28 @@ def device_wait(what: str, device: Device) -> None:
     _wait(what, device, [stream.last for stream in device.streams], clock)
 
 
-def first_use(of: str, device: Device) -> None:
-    """What CUDA loads or makes when it is first used, for which the host may have to wait for the
-    device: a module ("Lazy Loading", CUDA C++ Programming Guide), a handle of cuBLAS (which
-    allocates). It does here; but since nothing promises it, it orders nothing."""
-    if of not in device.loaded:
-        device.loaded.add(of)
-        _wait(f"first use of {of}", device, [stream.last for stream in device.streams], {})
+def first_use(resource: str, device: Device) -> None:
+    """Wait for the device at the first use of a module ("Lazy Loading", CUDA C++ Programming Guide)
+    or of a cuBLAS handle, which allocates. CUDA may wait there, but does not promise it. So the
+    wait does not order accesses."""
+    if resource not in device.loaded:
+        device.loaded.add(resource)
+        _wait(f"first use of {resource}", device, [stream.last for stream in device.streams], {})
 
 
 def _wait(what: str, device: Device, until: Sequence[Kernel | None], clock: Clock) -> None:
+    """Count the wait and run kernels until these have ended. The next kernels of the host's GPUs
+    are ordered after all kernels of the clock."""
     host, wait = here(), HostWait(what, line_here())
     host.waits[wait] += 1
-    left = [kernel for kernel in until if kernel is not None and not kernel.is_done]
-    if left:
-        last = left[-1]
-        of = f"{wait} for {last.what} ({last.line}) on {device}, {last.stream.name}"
-        with nullcontext() if _HERE.host is host else host.working():  # nobody has asked it
-            host.world.wait(lambda: all(kernel.is_done for kernel in left), of)
-    for seen in host.seen:
-        known = seen.device.host_clock
+    pending = [kernel for kernel in until if kernel is not None and not kernel.is_done]
+    if pending:
+        last = pending[-1]
+        title = f"{wait} for {last.what} ({last.line}) on {device}, {last.stream.name}"
+        is_busy = _THREAD.host is host  # a thread that user code started is not busy yet
+        with nullcontext() if is_busy else host.working():
+            host.world.wait(lambda: all(kernel.is_done for kernel in pending), title)
+    for gpu in host.gpus:
+        host_clock = gpu.device.host_clock
         for number, seq in clock.items():
-            known[number] = max(seq, known.get(number, 0))
+            host_clock[number] = max(seq, host_clock.get(number, 0))

@@ -1,20 +1,13 @@
-"""Memory of simulated GPUs: handed out again at once and poisoned, its accesses compared.
+"""The memory of simulated GPUs, which finds races and early frees.
 
-    elem, block = memory.allocate((4, 4), (4, 1), torch.float32, what="empty", line="mine.py:3")
-    memory.access(stream, reads=[block], writes=[], what="add", line="mine.py:4")
+    elem, block = memory.allocate(stream, (4, 4), (4, 1), torch.float32, Access(...))
+    memory.access(stream, reads=[block], writes=[], access=Access("add", "mine.py:4", "main"))
 
-As torch's caching allocator, blocks are rounded up to 512 bytes (c10/core/AllocatorConfig.h:19 of
-torch 2.13, `kMinBlockSize`), and belong to the stream that was current when they were made: freed
-ones are handed out again to that stream, without waiting for any. A block that another stream used
-is safe from that only if its last use is ordered before what the own stream does next, or if
-`record_stream` named the other one: then it is kept until what was queued there then has ended
-(documentation of `torch.Tensor.record_stream`).
-
-`access` compares each access with those before by the streams' clocks. One that no event orders is
-a `Race`, whatever order the kernels were drawn in. A block that is freed while another stream may
-use it is an `EarlyFree`. What is freed is poisoned when it is handed out again: floats are NaN.
-
-Not modelled: fragments (a block is handed out for its own size alone), `expandable_segments`.
+As in torch's caching allocator, a freed block of a stream is reused by this stream without a wait,
+unless `record_stream` names another stream that still uses it; blocks are rounded up to 512 bytes
+(c10/core/AllocatorConfig.h:19 of torch 2.13). Reused memory is poisoned: floats are NaN. An access
+that no event orders after an earlier access of the block is a `Race`. A free while another stream
+may use the block is an `EarlyFree`. A block is reused only for its own size.
 """
 
 from __future__ import annotations
@@ -35,7 +28,8 @@ POISON = 0xFF
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """One use of a block: by which op, of which line, on which stream."""
+    """A use of a block. ``what``: the op; ``line``: the user's line; ``stream``: its GPU and
+    name."""
 
     what: str
     line: str
@@ -47,7 +41,7 @@ class Access:
 
 @dataclass(frozen=True, slots=True)
 class Race:
-    """Two accesses of one block, one a write at least, that no stream or event orders."""
+    """Two accesses of one block, at least one of them a write, that no stream or event orders."""
 
     earlier: Access
     later: Access
@@ -60,7 +54,7 @@ class Race:
 
 @dataclass(frozen=True, slots=True)
 class EarlyFree:
-    """A block that its stream may hand out again while another stream uses it."""
+    """A block that was freed, and so can be reused, while another stream may use it."""
 
     made: Access
     used: Access
@@ -71,13 +65,19 @@ class EarlyFree:
 
 @dataclass(slots=True)
 class Use:
+    """An access by kernel number ``seq`` of the stream ``number``."""
+
     number: int
     seq: int
     access: Access
 
 
 class Block:
-    """What the allocator gave. It is given back when the last tensor of it goes."""
+    """A block of memory. It is freed when its last tensor is deleted.
+
+    ``made``: the access that allocated it; ``recorded``: the streams of `record_stream`, by number;
+    ``reads``: the last read of each stream since the last write; ``write``: the last write.
+    """
 
     __slots__ = ("made", "memory", "nbytes", "reads", "recorded", "storage", "stream", "write")
 
@@ -94,11 +94,14 @@ class Block:
         return [*self.reads.values(), *([self.write] if self.write is not None else [])]
 
     def __del__(self) -> None:
-        self.memory.give_back(self)
+        self.memory.free(self)
 
 
 @dataclass(slots=True)
 class _Freed:
+    """A freed block that can be reused when these kernels of recorded streams have ended. ``key``:
+    the number of its stream, and its bytes."""
+
     key: tuple[int, int]
     storage: torch.UntypedStorage
     waits_for: list[Kernel]
@@ -109,8 +112,10 @@ class Memory:
     """The allocator of one GPU.
 
     Attributes:
-        capacity: in bytes; None: without a limit.
-        fails_at: the number of the allocation, from 1 on, that is out of memory; 0: none.
+        capacity: the bytes of memory; None: unlimited.
+        fails_at: the number of the allocation, counted from 1, that is out of memory; 0: none.
+        nbytes: the bytes in use.
+        peak: the maximum of ``nbytes`` so far.
     """
 
     capacity: int | None = None
@@ -133,7 +138,8 @@ class Memory:
         dtype: torch.dtype,
         made: Access,
     ) -> tuple[torch.Tensor, Block]:
-        """A tensor on the CPU that stands for one of the device, poisoned, and its block."""
+        """Return a poisoned CPU tensor that stands for a tensor of the GPU, and its block. Raises
+        torch.OutOfMemoryError if the capacity is exceeded."""
         span = 1 + sum((n - 1) * s for n, s in zip(size, stride)) if math.prod(size) else 0
         nbytes = -(-span * dtype.itemsize // _ROUNDED) * _ROUNDED
         with stream.device.world.lock:
@@ -144,9 +150,9 @@ class Memory:
                     f"CUDA out of memory. Tried to allocate {nbytes} bytes on {stream.device}, "
                     f"which has {self.nbytes} bytes in use"
                 )
-            self._take_back()
-            free = self._free[stream.number, nbytes]
-            storage = free.pop() if free else torch.UntypedStorage(nbytes)
+            self._free_recorded()
+            free_storages = self._free[stream.number, nbytes]
+            storage = free_storages.pop() if free_storages else torch.UntypedStorage(nbytes)
             self.nbytes += nbytes
             self.peak = max(self.peak, self.nbytes)
         with disable_current_modes():
@@ -161,7 +167,8 @@ class Memory:
     def access(
         self, stream: Stream, reads: Iterable[Block], writes: Iterable[Block], access: Access
     ) -> None:
-        """Of the kernel that was put on the stream last."""
+        """Record the accesses of the kernel that was put on the stream last, and count the races
+        with earlier accesses."""
 
         def is_ordered(use: Use) -> bool:
             return use.seq <= stream.clock.get(use.number, 0)
@@ -178,17 +185,18 @@ class Memory:
                 self.races[Race(block.write.access, access, writes=False)] += 1
             block.reads[stream.number] = now
 
-    def give_back(self, block: Block) -> None:
+    def free(self, block: Block) -> None:
+        """Make the block reusable, and count an early free if another stream may use it."""
         stream = block.stream
         with stream.device.world.lock:
             self.nbytes -= block.nbytes
             for use in block.uses():
-                known = (
+                ordered_seq = max(
                     stream.clock.get(use.number, 0),
                     stream.device.host_clock.get(use.number, 0),
                 )
                 foreign = use.number != stream.number and use.number not in block.recorded
-                if foreign and use.seq > max(known):
+                if foreign and use.seq > ordered_seq:
                     self.early_frees[EarlyFree(block.made, use.access)] += 1
             if not block.nbytes:
                 return
@@ -200,8 +208,8 @@ class Memory:
             else:
                 self._free[key].append(block.storage)
 
-    def _take_back(self) -> None:
-        """What other streams have ended with since it was freed."""
+    def _free_recorded(self) -> None:
+        """Make freed blocks reusable if the recorded streams have ended their kernels."""
         waiting: list[_Freed] = []
         for freed in self._recorded:
             if all(kernel.is_done for kernel in freed.waits_for):

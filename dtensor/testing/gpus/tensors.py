@@ -1,14 +1,13 @@
-"""Tensors on simulated GPUs: real numbers, computed when their stream runs.
+"""Tensors on simulated GPUs. Their values are computed on the CPU when their stream runs.
 
-    x = torch.ones(4, device="cuda")    # a SimTensor; its memory is a CPU tensor's
+    x = torch.ones(4, device="cuda")    # a SimTensor, with its values in a CPU tensor
     y = x + 1                           # queued on the current stream
-    y.tolist()                          # the host waits, is counted, and sees [2.0, ...]
+    y.tolist()                          # the host waits, the wait is counted: [2.0, ...]
 
-Each ATen op of a SimTensor is one kernel on the current stream of its GPU. Ops whose result's shape
-depends on values (`nonzero`, a boolean index, `unique`) make the host wait, as they do in
-ATen/native/cuda; so do reads of one value, copies to the host, and copies from the host's memory
-unless that is pinned and the copy `non_blocking`. A view has the memory of what it views. Tensors
-of two devices in one op raise RuntimeError, but for a CPU tensor without dims, as in torch.
+Each ATen op of a SimTensor is one kernel on the current stream of its GPU. The host waits as in
+ATen/native/cuda: for ops whose result shape depends on values (`nonzero`, a boolean index), for
+reads of a value, and for copies to or from the host unless they are `non_blocking` with pinned
+memory. Tensors of two devices in one op raise RuntimeError, except a CPU tensor without dims.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from dtensor.private_torch import (
 )
 from dtensor.sharding.ops.library import PLAIN
 from dtensor.testing.gpus.cuda_ops import ON_CUDA
-from dtensor.testing.gpus.host import Seen, first_use, here, host_wait, line_here
+from dtensor.testing.gpus.host import VisibleGpu, first_use, here, host_wait, line_here
 from dtensor.testing.gpus.memory import Access, Block
 from dtensor.testing.gpus.world import Kernel
 
@@ -43,7 +42,7 @@ DEPEND = {
     aten.unique_dim.default, aten.unique_consecutive.default, aten.repeat_interleave.Tensor,
     aten._linalg_check_errors.default,
 }  # fmt: skip
-"""Ops whose results depend on values in their shapes, or that look at values."""
+"""Ops that wait for values: the shape of the result depends on them, or they check values."""
 INDEXED = {
     aten.index.Tensor, aten.index_put.default, aten.index_put_.default,
     aten._unsafe_index.Tensor, aten._index_put_impl_.default,
@@ -58,7 +57,7 @@ SIZES = {
     if (packet := getattr(aten, name, None)) is not None
     for op in (getattr(packet, overload) for overload in packet.overloads())
 }
-"""What torch asks of a tensor whose size is not fixed in C++."""
+"""Ops by which torch reads the size of an empty SimTensor, whose size is not fixed in C++."""
 MATMULS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
 VARYING = {
     aten.index_add.default, aten.index_add_.default, aten.scatter_add.default,
@@ -75,22 +74,24 @@ EMPTY = {
 
 
 class SimTensor(Tensor):
-    """A tensor of a simulated GPU. ``elem``: the CPU tensor that stands for it; ``block``: its
-    memory."""
+    """A tensor of a simulated GPU. ``elem``: the CPU tensor with its values; ``block``: its
+    memory; ``gpu``: its GPU."""
 
     elem: Tensor
     block: Block
-    seen: Seen
+    gpu: VisibleGpu
 
     @staticmethod
-    def __new__(cls, elem: Tensor, block: Block, seen: Seen, device: torch.device) -> SimTensor:
-        made = make_wrapper_subclass(
+    def __new__(
+        cls, elem: Tensor, block: Block, gpu: VisibleGpu, device: torch.device
+    ) -> SimTensor:
+        tensor = make_wrapper_subclass(
             cls, elem.size(), strides=elem.stride(), storage_offset=elem.storage_offset(),
             dtype=elem.dtype, layout=elem.layout, device=device,
             dispatch_sizes_strides_policy=None if elem.numel() else "sizes",
         )  # fmt: skip
-        made.elem, made.block, made.seen = elem, block, seen
-        return cast(SimTensor, made)
+        tensor.elem, tensor.block, tensor.gpu = elem, block, gpu
+        return cast(SimTensor, tensor)
 
     __torch_function__ = disabled_torch_function
 
@@ -101,7 +102,7 @@ class SimTensor(Tensor):
         return simulate(func, args, kwargs or {})
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
-        return f"SimTensor({self.dtype}{list(self.shape)}, {self.seen.device})"
+        return f"SimTensor({self.dtype}{list(self.shape)}, {self.gpu.device})"
 
     @property
     def data(self) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -110,7 +111,7 @@ class SimTensor(Tensor):
     @data.setter
     def data(self, other: SimTensor) -> None:
         Tensor.data.__set__(self, other)  # pyright: ignore
-        self.elem, self.block, self.seen = other.elem, other.block, other.seen
+        self.elem, self.block, self.gpu = other.elem, other.block, other.gpu
 
     def data_ptr(self) -> int:
         return self.elem.data_ptr()
@@ -119,7 +120,7 @@ class SimTensor(Tensor):
         return self.elem.untyped_storage()
 
     def tolist(self) -> Any:
-        host_wait("tolist()", self.seen.stream)
+        host_wait("tolist()", self.gpu.stream)
         return self.elem.tolist()
 
     def record_stream(self, stream: Any) -> None:
@@ -127,19 +128,20 @@ class SimTensor(Tensor):
 
 
 class Simulated(TorchDispatchMode):
-    """Within, ops that make tensors on "cuda" are simulated too."""
+    """A mode in which also ops that create tensors on "cuda" are simulated."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return simulate(func, args, kwargs or {})
 
 
 def simulate(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an op: queue it as a kernel if it has SimTensors or creates a tensor on "cuda"."""
     if func in SIZES:
         return func(args[0].elem, *args[1:])
     leaves = pytree.tree_leaves((args, kwargs))
     sims = [x for x in leaves if isinstance(x, SimTensor)]
-    asked = kwargs.get("device")
-    target = None if asked is None else torch.device(asked)
+    device = kwargs.get("device")
+    target = None if device is None else torch.device(device)
     to_cuda = target is not None and target.type == "cuda"
     if not sims and not to_cuda:
         return func(*args, **kwargs)
@@ -150,166 +152,172 @@ def simulate(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         with Simulated():
             return PLAIN[func](*args, **kwargs)
     for x in sims:
-        if x.seen.device.world is not here().world:
+        if x.gpu.device.world is not here().world:
             _adopt(x)
-    others = [x for x in leaves if isinstance(x, Tensor) and not isinstance(x, SimTensor)]
+    cpu_tensors = [x for x in leaves if isinstance(x, Tensor) and not isinstance(x, SimTensor)]
     if func in (aten._to_copy.default, aten.copy_.default):
-        return _copied(func, args, kwargs)
-    _refuse_mixed(func, sims, others)
-    seen = sims[0].seen if not to_cuda or target is None else here().of(target)
+        return _copy(func, args, kwargs)
+    _check_one_device(func, sims, cpu_tensors)
+    gpu = sims[0].gpu if not to_cuda or target is None else here().of(target)
     if func is aten.resize_.default:
-        return _resized(args[0], tuple(args[1]))
+        return _resize(args[0], tuple(args[1]))
     if func in READS:
-        host_wait(str(func), seen.stream)
-        return func(*_inner(args), **_inner(kwargs))
-    if func in INDEXED and any(x.dim() for x in others):
-        host_wait(f"copy of an index of {func} to the device", seen.stream)
-    masks = func in INDEXED and any(
+        host_wait(str(func), gpu.stream)
+        return func(*_elems(args), **_elems(kwargs))
+    if func in INDEXED and any(x.dim() for x in cpu_tensors):
+        host_wait(f"copy of an index of {func} to the device", gpu.stream)
+    has_mask = func in INDEXED and any(
         isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8)
         for x in pytree.tree_leaves(args[1])
     )
-    if func in DEPEND or masks:
-        host_wait(str(func), seen.stream)
-        return pytree.tree_map_only(
-            Tensor, lambda x: _filled(x, func, seen), func(*_inner(args), **_inner(kwargs))
-        )
-    return _queued(func, args, kwargs, sims, seen)
+    if func in DEPEND or has_mask:
+        host_wait(str(func), gpu.stream)
+        results = func(*_elems(args), **_elems(kwargs))
+        return pytree.tree_map_only(Tensor, lambda x: _put_result(x, func, gpu), results)
+    return _queue(func, args, kwargs, sims, gpu)
 
 
 def _adopt(x: SimTensor) -> None:
-    """What the process has kept of earlier simulated GPUs lies in the memory of these ones."""
-    x.seen = here().of(x.device)
-    made = Access("an earlier simulation", line_here(), f"{x.seen.device}, main")
-    x.block = Block(x.seen.memory, x.seen.device.main, x.elem.untyped_storage(), made)
+    """Move a tensor that is left from an earlier simulation to the current GPUs."""
+    x.gpu = here().of(x.device)
+    made = Access("an earlier simulation", line_here(), f"{x.gpu.device}, main")
+    x.block = Block(x.gpu.memory, x.gpu.device.main, x.elem.untyped_storage(), made)
 
 
-def _refuse_mixed(func: OpOverload, sims: list[SimTensor], others: list[Tensor]) -> None:
-    """Raises RuntimeError as torch's TensorIterator does."""
-    devices = {str(x.seen.device) for x in sims}
-    if len(devices) > 1 or (sims and func not in INDEXED and any(x.dim() for x in others)):
-        given = [(str(x.seen.device), list(x.shape)) for x in sims]
-        given += [(str(x.device), list(x.shape)) for x in others]
+def _check_one_device(func: OpOverload, sims: list[SimTensor], cpu_tensors: list[Tensor]) -> None:
+    """Raise RuntimeError for tensors on several devices, as torch's TensorIterator does."""
+    devices = {str(x.gpu.device) for x in sims}
+    if len(devices) > 1 or (sims and func not in INDEXED and any(x.dim() for x in cpu_tensors)):
+        tensors = [(str(x.gpu.device), list(x.shape)) for x in sims]
+        tensors += [(str(x.device), list(x.shape)) for x in cpu_tensors]
         raise RuntimeError(
-            f"Expected all tensors to be on the same device, but {func} has {given} ({line_here()})"
+            f"Expected all tensors to be on the same device, but {func} has {tensors} "
+            f"({line_here()})"
         )
 
 
-def _queued(
+def _queue(
     func: OpOverload,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     sims: list[SimTensor],
-    seen: Seen,
+    gpu: VisibleGpu,
 ) -> Any:
+    """Queue an op as a kernel on the current stream and return its results."""
     if "device" in kwargs:
         kwargs = {**kwargs, "device": torch.device("cpu")}
-    inner_args, inner_kwargs = _inner(args), _inner(kwargs)
+    cpu_args, cpu_kwargs = _elems(args), _elems(kwargs)
     returns = func._schema.returns
     line = line_here()
-    now = Access(str(func), line, f"{seen.device}, {seen.stream.name}")
+    now = Access(str(func), line, f"{gpu.device}, {gpu.stream.name}")
     if returns and any(r.alias_info is not None and not r.alias_info.is_write for r in returns):
-        block = sims[0].block  # a view: no kernel
-        made = func(*inner_args, **inner_kwargs)
-        return pytree.tree_map_only(
-            Tensor, lambda x: SimTensor(x, block, seen, _device(seen)), made
-        )
+        block = sims[0].block  # a view needs no kernel and has the memory of its base
+        views = func(*cpu_args, **cpu_kwargs)
+        return pytree.tree_map_only(Tensor, lambda x: SimTensor(x, block, gpu, _device(gpu)), views)
     if func in MATMULS:
-        first_use("cuBLAS", seen.device)
+        first_use("cuBLAS", gpu.device)
     run = ON_CUDA.get(func, func)
     if func in VARYING and here().world.varies and not torch.are_deterministic_algorithms_enabled():
-        run = varying(run, here().world.rng)
+        run = with_random_last_bits(run, here().world.rng)
     reads = {id(x.block): x.block for x in sims}
     if written := _written(func, args, kwargs):
-        seen.stream.put(Kernel(str(func), line, seen.stream, _call(run, inner_args, inner_kwargs)))
+        gpu.stream.put(Kernel(str(func), line, gpu.stream, _call(run, cpu_args, cpu_kwargs)))
         writes = {id(x.block): x.block for x in written}
-        only_read = [block for at, block in reads.items() if at not in writes]
-        seen.memory.access(seen.stream, only_read, writes.values(), now)
+        only_read = [block for key, block in reads.items() if key not in writes]
+        gpu.memory.access(gpu.stream, only_read, writes.values(), now)
         return None if not returns else written[0] if len(returns) == 1 else tuple(written)
-    like = _meta(func, args, kwargs)
-    made = pytree.tree_map_only(Tensor, lambda m: _allocated(m, seen, now), like)
+    metas = _meta_results(func, args, kwargs)
+    returned = pytree.tree_map_only(Tensor, lambda meta: _allocate(meta, gpu, now), metas)
     if func in EMPTY:
-        return made
-    results = [x for x in pytree.tree_leaves(made) if isinstance(x, SimTensor)]
+        return returned
+    results = [x for x in pytree.tree_leaves(returned) if isinstance(x, SimTensor)]
     elems = [x.elem for x in results]
 
     def compute() -> None:
         values = [
-            x for x in pytree.tree_leaves(run(*inner_args, **inner_kwargs)) if isinstance(x, Tensor)
+            x for x in pytree.tree_leaves(run(*cpu_args, **cpu_kwargs)) if isinstance(x, Tensor)
         ]
         for elem, value in zip(elems, values, strict=True):
             assert (elem.shape, elem.dtype) == (value.shape, value.dtype), func
             elem.copy_(value)
 
-    seen.stream.put(Kernel(str(func), line, seen.stream, alone(compute)))
-    seen.memory.access(seen.stream, reads.values(), [x.block for x in results], now)
-    return made
+    gpu.stream.put(Kernel(str(func), line, gpu.stream, without_modes(compute)))
+    gpu.memory.access(gpu.stream, reads.values(), [x.block for x in results], now)
+    return returned
 
 
-def varying(run: Callable[..., Any], rng: random.Random) -> Callable[..., Any]:
-    """Its floats are larger by one in the last place, or not, as is drawn."""
+def with_random_last_bits(run: Callable[..., Any], rng: random.Random) -> Callable[..., Any]:
+    """Return a function that calls ``run`` and increases random floats of its results by one unit
+    in the last place."""
 
-    def varied(*args: Any, **kwargs: Any) -> Any:
-        made = run(*args, **kwargs)
-        for x in pytree.tree_leaves(made):
+    def run_and_vary(*args: Any, **kwargs: Any) -> Any:
+        results = run(*args, **kwargs)
+        for x in pytree.tree_leaves(results):
             if isinstance(x, Tensor) and x.is_floating_point() and x.numel():
                 drawn = torch.rand(
                     x.shape, generator=torch.Generator().manual_seed(rng.getrandbits(32))
                 )
                 x.copy_(torch.where(drawn < 0.5, x * (1 + torch.finfo(x.dtype).eps), x))
-        return made
+        return results
 
-    return varied
+    return run_and_vary
 
 
-def alone(call: Callable[[], Any]) -> Callable[[], None]:
-    def alone() -> None:
+def without_modes(call: Callable[[], Any]) -> Callable[[], None]:
+    """Return a function that calls ``call`` without autograd and dispatch modes, as a kernel runs
+    in the thread of any host."""
+
+    def run() -> None:
         with torch.no_grad(), disable_current_modes():
             call()
 
-    return alone
+    return run
 
 
 def _call(run: Callable[..., Any], args: Any, kwargs: Any) -> Callable[[], None]:
-    return alone(lambda: run(*args, **kwargs))
+    return without_modes(lambda: run(*args, **kwargs))
 
 
-def _device(seen: Seen) -> torch.device:
-    return torch.device("cuda", next(i for i, each in enumerate(here().seen) if each is seen))
+def _device(gpu: VisibleGpu) -> torch.device:
+    return torch.device("cuda", next(i for i, each in enumerate(here().gpus) if each is gpu))
 
 
-def _allocated(like: Tensor, seen: Seen, made: Access) -> SimTensor:
-    elem, block = seen.memory.allocate(seen.stream, like.shape, like.stride(), like.dtype, made)
-    return SimTensor(elem, block, seen, _device(seen))
+def _allocate(like: Tensor, gpu: VisibleGpu, made: Access) -> SimTensor:
+    """Return a poisoned tensor with the shape, strides and dtype of ``like``."""
+    elem, block = gpu.memory.allocate(gpu.stream, like.shape, like.stride(), like.dtype, made)
+    return SimTensor(elem, block, gpu, _device(gpu))
 
 
-def _filled(value: Tensor, func: OpOverload, seen: Seen) -> SimTensor:
-    """A result that was computed already."""
-    now = Access(str(func), line_here(), f"{seen.device}, {seen.stream.name}")
-    made = _allocated(value.contiguous(), seen, now)
-    elem = made.elem
-    seen.stream.put(Kernel(str(func), now.line, seen.stream, alone(lambda: elem.copy_(value))))
-    seen.memory.access(seen.stream, [], [made.block], now)
-    return made
+def _put_result(value: Tensor, func: OpOverload, gpu: VisibleGpu) -> SimTensor:
+    """Return a tensor with a value that is computed already; a kernel fills it."""
+    now = Access(str(func), line_here(), f"{gpu.device}, {gpu.stream.name}")
+    result = _allocate(value.contiguous(), gpu, now)
+    elem = result.elem
+    gpu.stream.put(
+        Kernel(str(func), now.line, gpu.stream, without_modes(lambda: elem.copy_(value)))
+    )
+    gpu.memory.access(gpu.stream, [], [result.block], now)
+    return result
 
 
-def _resized(x: SimTensor, size: tuple[int, ...]) -> SimTensor:
-    """Of an empty one alone the size is not fixed in C++."""
+def _resize(x: SimTensor, size: tuple[int, ...]) -> SimTensor:
+    """Resize an empty tensor in place. The size of a tensor with elements is fixed in C++."""
     if x.elem.numel() and x.shape != size:
         raise NotImplementedError(f"resize_ of a simulated tensor with elements ({line_here()})")
     if x.shape == size:
         return x
-    now = Access("aten.resize_", line_here(), f"{x.seen.device}, {x.seen.stream.name}")
-    made = _allocated(torch.empty(size, dtype=x.dtype, device="meta"), x.seen, now)
-    x.elem, x.block = made.elem, made.block
+    now = Access("aten.resize_", line_here(), f"{x.gpu.device}, {x.gpu.stream.name}")
+    resized = _allocate(torch.empty(size, dtype=x.dtype, device="meta"), x.gpu, now)
+    x.elem, x.block = resized.elem, resized.block
     return x
 
 
-def _inner(values: Any) -> Any:
+def _elems(values: Any) -> Any:
     return pytree.tree_map_only(SimTensor, lambda x: x.elem, values)
 
 
-def _meta(func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
-    """The results on "meta"."""
+def _meta_results(func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run the op on meta tensors and return its results."""
 
     def meta(x: Tensor) -> Tensor:
         return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta")
@@ -322,11 +330,12 @@ def _meta(func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[SimTensor]:
+    """Return the arguments that the op writes in place."""
     arguments = func._schema.arguments
-    named = [(a, kwargs[a.name]) for a in arguments if a.name in kwargs]
+    by_keyword = [(a, kwargs[a.name]) for a in arguments if a.name in kwargs]
     return [
         x
-        for argument, value in (*zip(arguments, args), *named)
+        for argument, value in (*zip(arguments, args), *by_keyword)
         if argument.alias_info is not None and argument.alias_info.is_write
         for x in pytree.tree_leaves(value)
         if isinstance(x, SimTensor)
@@ -336,7 +345,8 @@ def _written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 # -- copies between devices ------------------------------------------------------------------------
 
 
-def _copied(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _copy(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run ``copy_`` or ``_to_copy``, which may copy between devices."""
     if func is aten.copy_.default:
         to, source = args[0], args[1]
         waits = not (len(args) > 2 and args[2]) and not kwargs.get("non_blocking")
@@ -344,66 +354,71 @@ def _copied(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             return _to_host(to, source, waits)
         _put_copy(to, source, waits)
         return to
-    source, asked = args[0], kwargs.get("device")
-    target = None if asked is None else torch.device(asked)
+    source, device = args[0], kwargs.get("device")
+    target = None if device is None else torch.device(device)
     waits = not kwargs.get("non_blocking")
-    rest = {k: v for k, v in kwargs.items() if k not in ("device", "non_blocking", "pin_memory")}
+    where = ("device", "non_blocking", "pin_memory")
+    meta = _meta_results(func, (source,), {k: v for k, v in kwargs.items() if k not in where})
     if isinstance(source, SimTensor) and target is not None and target.type == "cpu":
-        like = _meta(func, (source,), rest)
         with disable_current_modes():
-            to = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+            to = torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype)
         return _to_host(to, source, waits)
-    seen = source.seen if target is None else here().of(target)
-    like = _meta(func, (source,), rest)
-    now = Access(str(func), line_here(), f"{seen.device}, {seen.stream.name}")
-    made = _allocated(like, seen, now)
-    _put_copy(made, source, waits)
-    return made
+    gpu = source.gpu if target is None else here().of(target)
+    now = Access(str(func), line_here(), f"{gpu.device}, {gpu.stream.name}")
+    result = _allocate(meta, gpu, now)
+    _put_copy(result, source, waits)
+    return result
 
 
 def _to_host(to: Tensor, source: SimTensor, waits: bool) -> Tensor:
-    stream, elem = source.seen.stream, source.elem
-    now = Access("copy to the host", line_here(), f"{source.seen.device}, {stream.name}")
-    stream.put(Kernel(now.what, now.line, stream, alone(lambda: to.copy_(elem))))
-    source.seen.memory.access(stream, [source.block], [], now)
+    """Queue a copy to a CPU tensor. The host waits, unless not ``waits`` and the memory is
+    pinned."""
+    stream, elem = source.gpu.stream, source.elem
+    now = Access("copy to the host", line_here(), f"{source.gpu.device}, {stream.name}")
+    stream.put(Kernel(now.what, now.line, stream, without_modes(lambda: to.copy_(elem))))
+    source.gpu.memory.access(stream, [source.block], [], now)
     if waits or not is_pinned(to):
         host_wait("copy to the host", stream)
     return to
 
 
 def _put_copy(to: SimTensor, source: Tensor, waits: bool) -> None:
-    elem, seen, between, waited = to.elem, to.seen, False, False
+    """Queue a copy from the same GPU, another GPU or the host. The host waits for a copy from its
+    memory, unless not ``waits`` and the memory is pinned."""
+    elem, gpu, between_gpus, host_waits = to.elem, to.gpu, False, False
     if isinstance(source, SimTensor):
         value, reads, what = source.elem, [source.block], "copy_"
-        between = source.seen is not seen
-        if between:  # on the source's stream, between waits of both: ATen/native/cuda/Copy.cu
+        between_gpus = source.gpu is not gpu
+        if between_gpus:  # ATen/native/cuda/Copy.cu uses the source's stream; both streams wait
             what = "copy between GPUs"
-            _cross(seen, source.seen)
-            seen = source.seen
+            _order(gpu, source.gpu)
+            gpu = source.gpu
     else:
         pinned = is_pinned(source)
         with disable_current_modes():
-            value = source if pinned else source.clone()  # pageable: staged before the call returns
-        reads, what, waited = list[Block](), "copy from the host", waits or not pinned
-    stream = seen.stream
-    now = Access(what, line_here(), f"{seen.device}, {stream.name}")
-    stream.put(Kernel(what, now.line, stream, alone(lambda: elem.copy_(value))))
-    to.seen.memory.access(stream, reads, [to.block], now)
-    if between:
-        _cross(seen, to.seen)
-    if waited:
+            # CUDA reads memory that is not pinned before the call returns
+            value = source if pinned else source.clone()
+        reads, what, host_waits = list[Block](), "copy from the host", waits or not pinned
+    stream = gpu.stream
+    now = Access(what, line_here(), f"{gpu.device}, {stream.name}")
+    stream.put(Kernel(what, now.line, stream, without_modes(lambda: elem.copy_(value))))
+    to.gpu.memory.access(stream, reads, [to.block], now)
+    if between_gpus:
+        _order(gpu, to.gpu)
+    if host_waits:
         host_wait(what, stream)
 
 
-def _cross(source: Seen, to: Seen) -> None:
-    last = source.stream.last
-    to.stream.follow(source.stream.clock)
+def _order(first: VisibleGpu, then: VisibleGpu) -> None:
+    """Make the current stream of the second GPU wait for the current stream of the first."""
+    last = first.stream.last
+    then.stream.follow(first.stream.clock)
     if last is not None and not last.is_done:
-        to.stream.put(
-            Kernel(f"waits for {last.what}", last.line, to.stream, None, lambda: last.is_done)
+        then.stream.put(
+            Kernel(f"waits for {last.what}", last.line, then.stream, None, lambda: last.is_done)
         )
 
 
 def is_pinned(x: Tensor) -> bool:
-    """Of the host's memory, as `pin_memory` marked it."""
+    """Return whether the simulated `pin_memory` returned this tensor."""
     return getattr(x, "_dtensor_pinned", False)

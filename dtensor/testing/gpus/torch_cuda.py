@@ -1,4 +1,4 @@
-"""What stands for `torch.cuda` while GPUs are simulated: streams, events, devices, memory."""
+"""Replaces functions and classes of `torch.cuda` while GPUs are simulated."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from dtensor.frontend.capture import capture
 from dtensor.private_torch import cuda_bindings, pytree
 from dtensor.runtime.lower import state_writes
 from dtensor.sharding.ops import attention_masked
-from dtensor.testing.gpus.host import Seen, device_wait, here, host_wait
+from dtensor.testing.gpus.host import VisibleGpu, device_wait, here, host_wait
 from dtensor.testing.gpus.tensors import SimTensor
 from dtensor.testing.gpus.world import Clock, Kernel
 from dtensor.testing.gpus.world import Stream as SimStream
 
 
-def _seen(device: Any) -> Seen:
-    """By what torch.cuda's functions take: a device, its name, its number, None."""
+def _gpu_of(device: Any) -> VisibleGpu:
+    """Return the GPU of a device, a device name or an index; of None, the current GPU."""
     if device is None:
         return here().current
     return here().of(
@@ -32,17 +32,17 @@ def _seen(device: Any) -> Seen:
 
 
 class Stream:
-    """torch.cuda.Stream."""
+    """A stand-in for torch.cuda.Stream. ``sim``: the simulated stream."""
 
     def __init__(
         self, device: Any = None, priority: int = 0, *, sim: SimStream | None = None
     ) -> None:
-        seen = _seen(device)
-        self.sim = sim or seen.device.stream()
+        gpu = _gpu_of(device)
+        self.sim = sim or gpu.device.stream()
 
     @property
     def device(self) -> torch.device:
-        index = next(i for i, each in enumerate(here().seen) if each.device is self.sim.device)
+        index = next(i for i, each in enumerate(here().gpus) if each.device is self.sim.device)
         return torch.device("cuda", index)
 
     def wait_event(self, event: Event) -> None:
@@ -70,7 +70,8 @@ class Stream:
 
 
 class Event:
-    """torch.cuda.Event: what was on a stream when it was recorded."""
+    """A stand-in for torch.cuda.Event. ``kernel``, ``clock``: the last kernel and the clock of the
+    stream at the time of `record`; None before."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.kernel: Kernel | None = None
@@ -98,13 +99,13 @@ class Event:
 
 
 def current_stream(device: Any = None) -> Stream:
-    seen = _seen(device)
-    return Stream(sim=seen.stream)
+    gpu = _gpu_of(device)
+    return Stream(sim=gpu.stream)
 
 
 def default_stream(device: Any = None) -> Stream:
-    seen = _seen(device)
-    return Stream(sim=seen.device.main)
+    gpu = _gpu_of(device)
+    return Stream(sim=gpu.device.main)
 
 
 @contextmanager
@@ -113,19 +114,19 @@ def stream(stream: Stream | None) -> Generator[None]:
         yield
         return
     host = here()
-    index = next(i for i, each in enumerate(host.seen) if each.device is stream.sim.device)
-    seen = host.seen[index]
-    before, before_index = seen.stream, host.index
-    seen.stream, host.index = stream.sim, index
+    index = next(i for i, each in enumerate(host.gpus) if each.device is stream.sim.device)
+    gpu = host.gpus[index]
+    previous_stream, previous_index = gpu.stream, host.index
+    gpu.stream, host.index = stream.sim, index
     try:
         yield
     finally:
-        seen.stream, host.index = before, before_index
+        gpu.stream, host.index = previous_stream, previous_index
 
 
 def synchronize(device: Any = None) -> None:
-    seen = _seen(device)
-    device_wait("torch.cuda.synchronize()", seen.device)
+    gpu = _gpu_of(device)
+    device_wait("torch.cuda.synchronize()", gpu.device)
 
 
 def set_device(device: Any) -> None:
@@ -136,49 +137,51 @@ def set_device(device: Any) -> None:
 
 
 def exchange_device(index: int) -> int:
-    """-1: the current one stays."""
-    before = here().index
+    """Set the current device (unless -1) and return the previous one."""
+    previous = here().index
     if index >= 0:
         set_device(index)
-    return before
+    return previous
 
 
-def _refused(run: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's engine runs in C++ on the streams of a real GPU."""
+def _without_autograd(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of torch.autograd that raises NotImplementedError for SimTensors: torch's
+    engine is C++ code that uses the streams of a real GPU."""
 
-    def refused(*args: Any, **kwargs: Any) -> Any:
-        given: Any = (args, kwargs)
-        if any(isinstance(x, SimTensor) for x in pytree.tree_leaves(given)):
+    def run_or_raise(*args: Any, **kwargs: Any) -> Any:
+        arguments: Any = (args, kwargs)
+        if any(isinstance(x, SimTensor) for x in pytree.tree_leaves(arguments)):
             raise NotImplementedError(
                 "torch.autograd of tensors on simulated GPUs: its engine asks for a real one.\n"
                 "  Fix: call the backward function of the op, or train through dt.train_step"
             )
         return run(*args, **kwargs)
 
-    return refused
+    return run_or_raise
 
 
 def properties(device: Any = None) -> SimpleNamespace:
-    seen = _seen(device)
-    total = seen.memory.capacity or 80 << 30
-    return SimpleNamespace(name=f"simulated {seen.device}", total_memory=total, major=9, minor=0)
+    gpu = _gpu_of(device)
+    total = gpu.memory.capacity or 80 << 30
+    return SimpleNamespace(name=f"simulated {gpu.device}", total_memory=total, major=9, minor=0)
 
 
 def mem_get_info(device: Any = None) -> tuple[int, int]:
-    seen = _seen(device)
+    gpu = _gpu_of(device)
     total = properties(device).total_memory
-    return total - seen.memory.nbytes, total
+    return total - gpu.memory.nbytes, total
 
 
-def _made(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """torch makes tensors of Python's values in C++, where nothing sees that they go to "cuda"."""
+def _through_cpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return `torch.tensor` or the like, but with a copy from the CPU to "cuda": torch creates
+    tensors from Python values in C++, without a dispatched op on "cuda"."""
 
-    def made(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
+    def make_and_copy(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
         if device is None or torch.device(device).type != "cuda" or isinstance(data, Tensor):
             return make(data, *args, device=device, **kwargs)
         return make(data, *args, **kwargs).to(device)
 
-    return made
+    return make_and_copy
 
 
 def pin_memory(x: Tensor, device: Any = None) -> Tensor:
@@ -188,7 +191,7 @@ def pin_memory(x: Tensor, device: Any = None) -> Tensor:
 
 
 def empty_cache() -> None:
-    """`cudaFree` waits for the device."""
+    """Wait for the device, as `cudaFree` does."""
     device_wait("torch.cuda.empty_cache()", here().current.device)
 
 
@@ -196,24 +199,26 @@ def is_alias_of(x: Tensor, other: Tensor) -> bool:
     return x.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
-def by_host(make: Callable[..., Any]) -> Callable[..., Any]:
-    """What a process keeps of device tensors; here hosts are threads of one process."""
-    made: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
+def cached_by_gpu(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that caches the results of ``make`` for each GPU. A cache of the process
+    would share device tensors among hosts, which here are threads of one process."""
+    results_by_gpu: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
 
-    def kept(*given: Any) -> Any:
-        own = made.setdefault(here().current.device, {})
-        if given not in own:
-            own[given] = make(*given)
-        return own[given]
+    def cached(*args: Any) -> Any:
+        results = results_by_gpu.setdefault(here().current.device, {})
+        if args not in results:
+            results[args] = make(*args)
+        return results[args]
 
-    return kept
+    return cached
 
 
 _capture: Any = capture._capture_graph  # pyright: ignore[reportPrivateUsage]
 
 
-def captured(*args: Any, **kwargs: Any) -> Any:
-    """Torch's tracer has state that all threads of a process share; here actors are threads."""
+def capture_alone(*args: Any, **kwargs: Any) -> Any:
+    """Capture while all other hosts are idle, because the threads of a process share the state of
+    torch's tracer."""
     host = here()
     host.world.wait_for_hosts(host.number)
     return _capture(*args, **kwargs)
@@ -223,7 +228,7 @@ PATCHES: tuple[tuple[Any, str, Any], ...] = (
     (torch.cuda, "_lazy_init", lambda: None),
     (torch.cuda, "is_available", lambda: True),
     (torch.cuda, "is_initialized", lambda: True),
-    (torch.cuda, "device_count", lambda: len(here().seen)),
+    (torch.cuda, "device_count", lambda: len(here().gpus)),
     (torch.cuda, "current_device", lambda: here().index),
     (torch.cuda, "set_device", set_device),
     (torch.cuda, "get_rng_state", lambda *_: torch.zeros(16, dtype=torch.uint8)),
@@ -233,11 +238,11 @@ PATCHES: tuple[tuple[Any, str, Any], ...] = (
     (torch.cuda, "get_device_properties", properties),
     (torch.cuda, "get_device_name", lambda *_: properties(*_).name),
     (torch.cuda, "mem_get_info", mem_get_info),
-    (torch.autograd, "backward", _refused(torch.autograd.backward)),
-    (torch.autograd, "grad", _refused(torch.autograd.grad)),
-    (torch, "tensor", _made(torch.tensor)),
-    (torch, "as_tensor", _made(torch.as_tensor)),
-    (torch, "asarray", _made(torch.asarray)),
+    (torch.autograd, "backward", _without_autograd(torch.autograd.backward)),
+    (torch.autograd, "grad", _without_autograd(torch.autograd.grad)),
+    (torch, "tensor", _through_cpu(torch.tensor)),
+    (torch, "as_tensor", _through_cpu(torch.as_tensor)),
+    (torch, "asarray", _through_cpu(torch.asarray)),
     (cuda_bindings, "_cuda_getDevice", lambda: here().index),
     (torch.cuda, "Stream", Stream),
     (torch.cuda, "Event", Event),
@@ -251,11 +256,11 @@ PATCHES: tuple[tuple[Any, str, Any], ...] = (
     (torch.cuda, "empty_cache", empty_cache),
     (torch.backends.cuda, "is_flash_attention_available", lambda: True),
     (state_writes, "is_alias_of", is_alias_of),
-    (capture, "_capture_graph", captured),
+    (capture, "_capture_graph", capture_alone),
     (
         attention_masked,
         "_zero_and_minus_infinity",
-        by_host(attention_masked._zero_and_minus_infinity.__wrapped__),  # pyright: ignore
+        cached_by_gpu(attention_masked._zero_and_minus_infinity.__wrapped__),  # pyright: ignore
     ),
     (Tensor, "pin_memory", pin_memory),
     (Tensor, "is_pinned", lambda x, *_: getattr(x, "_dtensor_pinned", False)),
@@ -264,6 +269,7 @@ PATCHES: tuple[tuple[Any, str, Any], ...] = (
 
 @contextmanager
 def patched() -> Generator[None]:
+    """A context in which `PATCHES` are applied."""
     with ExitStack() as patches:
         for owner, name, value in PATCHES:
             patches.enter_context(patch.object(owner, name, value, create=True))

@@ -1,23 +1,15 @@
-"""Simulated GPUs: streams whose kernels run when somebody waits, in an order drawn by a seed.
+"""The streams of simulated GPUs. Kernels run when a host waits, in a random order.
 
     world = World(num=2, seed=0)
     stream = world.devices[0].main
-    stream.put("add", lambda: a.add_(b))     # queued; nothing has run
+    stream.put(Kernel("add", "mine.py:3", stream, lambda: a.add_(b)))     # queued, not run
     world.wait(lambda: stream.is_idle, "stream.synchronize()")
 
-A kernel that was put on a stream runs after those before it there; else nothing orders it but the
-events that streams wait for (CUDA C++ Programming Guide, "Streams" and "Events"). `World.wait` runs
-kernels until its condition holds. It draws each next one among all that may run, of all devices, so
-a program that lacks a wait reads what was there before. Where no host and no stream can go on,
-`Deadlock` says who waits for what.
-
-Happens-before is kept beside it by vector clocks: `Stream.clock` has the last kernel of each stream
-that precedes what is put on this one next (`races.py` compares with it).
-
-A GPU has so many hardware queues (CUDA_DEVICE_MAX_CONNECTIONS). Streams that share one wait for
-each other: a kernel is not started before those that were put into its queue earlier have ended.
-
-Not modelled: time, SMs, how many kernels run at once.
+`World.wait` runs kernels until its condition holds. Each time it draws one of the kernels that may
+run: a kernel runs after the earlier kernels of its stream and of its hardware queue, and after the
+events that its stream waits for. So a program that lacks a wait reads old values. Vector clocks
+record which kernels are ordered before which (`memory.py` finds races with them). Time is not
+simulated.
 """
 
 from __future__ import annotations
@@ -31,21 +23,25 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 Clock = dict[int, int]
-"""By stream's number: how many of its kernels have been put there."""
+"""For the number of each stream, the sequence number of its last kernel that is ordered before."""
 
 MAX_CONNECTIONS = 32
-"""Hardware queues of a GPU, at most; CUDA's default is 8."""
-_LOOK_S = 0.02
+"""The maximum number of hardware queues of a GPU (CUDA_DEVICE_MAX_CONNECTIONS); the default of CUDA
+is 8."""
+_POLL_SECONDS = 0.02
 
 
 class Deadlock(RuntimeError):
-    """No host and no stream of the simulated GPUs can go on."""
+    """Raised if no host and no stream of the simulated GPUs can continue."""
 
 
 @dataclass(eq=False, slots=True)
 class Kernel:
-    """What a stream runs. ``ready``: what it waits for besides its turn; ``act`` gives whether it
-    has ended, and is called again until it has."""
+    """A kernel on a stream.
+
+    ``what``: the op; ``line``: the user's line; ``act``: the work, None for a wait; ``ready``: a
+    condition to wait for besides earlier kernels; ``order``: its position among all kernels.
+    """
 
     what: str
     line: str
@@ -56,7 +52,7 @@ class Kernel:
     order: int = 0
 
     def run(self) -> bool:
-        """Whether anything came of it."""
+        """Run the kernel if it is ready. Return whether it made progress."""
         if not self.ready():
             return False
         if self.act is not None:
@@ -65,13 +61,18 @@ class Kernel:
         return True
 
     def end(self) -> None:
+        """Mark the kernel, which is the first of its stream, as done and remove it there."""
         self.is_done, self.act = True, None
         assert self.stream.queue.popleft() is self
 
 
 @dataclass(eq=False, slots=True)
 class Stream:
-    """A queue of kernels, in order."""
+    """A stream of a GPU.
+
+    ``queue``: its kernels that have not ended; ``clock``: the kernels that are ordered before its
+    next kernel; ``seq``: the number of kernels that were put on it; ``last``: the last of them.
+    """
 
     device: Device
     name: str
@@ -88,7 +89,8 @@ class Stream:
 
     @property
     def head(self) -> Kernel | None:
-        """The kernel that its hardware queue lets start."""
+        """The first kernel of the stream; None if a stream that shares the hardware queue has an
+        earlier kernel."""
         if not self.queue:
             return None
         first = self.queue[0]
@@ -99,7 +101,8 @@ class Stream:
         return first
 
     def put(self, kernel: Kernel) -> Kernel:
-        """Queue it behind what is there, and all that the host of the device has waited for."""
+        """Queue a kernel. It is ordered after the kernels of this stream and after all kernels for
+        which the host has waited."""
         world = self.device.world
         with world.lock:
             self.seq += 1
@@ -115,7 +118,7 @@ class Stream:
         return kernel
 
     def follow(self, clock: Clock) -> None:
-        """What is put here next is behind all of the clock."""
+        """Order the next kernels of this stream after all kernels of the clock."""
         for number, seq in clock.items():
             self.clock[number] = max(seq, self.clock.get(number, 0))
 
@@ -124,8 +127,9 @@ class Device:
     """One GPU.
 
     Attributes:
-        host_clock: what its host has waited for.
-        loaded: whose first use is over.
+        host_clock: the kernels for which its host has waited.
+        loaded: the modules and handles that were used before (`first_use`).
+        main: the default stream.
     """
 
     def __init__(self, world: World, index: int) -> None:
@@ -136,9 +140,10 @@ class Device:
         self.main = self.stream("main")
 
     def stream(self, name: str = "") -> Stream:
+        """Create a stream."""
         number = next(self.world.numbers)
-        at = len(self.streams)
-        stream = Stream(self, name or f"side {at}", number, at % self.world.num_queues)
+        index = len(self.streams)
+        stream = Stream(self, name or f"side {index}", number, index % self.world.num_queues)
         self.streams.append(stream)
         return stream
 
@@ -147,22 +152,16 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True)
-class _Waiting:
+class _Wait:
+    """A wait of a host for a condition."""
+
     what: str
     condition: Callable[[], bool]
 
 
 class World:
-    """All simulated GPUs, and the hosts that wait for them.
-
-    Args:
-        num: of GPUs.
-        seed: draws the order of kernels.
-        early: the chance that a kernel runs as soon as it is put, where it may. 0: none runs before
-            somebody waits for it.
-        num_queues: hardware queues of a GPU.
-        varies: whether ops that CUDA does not keep deterministic differ in last bits.
-    """
+    """All simulated GPUs, and the hosts that wait for them. The arguments are described at
+    `simulated_gpus`."""
 
     def __init__(
         self,
@@ -181,34 +180,36 @@ class World:
         self.num_kernels = 0
         self.deadlock: str | None = None
         self.devices = [Device(self, index) for index in range(num)]
-        self._waiting: dict[int, _Waiting] = {}  # by thread
-        self._busy: dict[int, int] = {}  # by host, what it was asked for and has not ended
+        self._waits: dict[int, _Wait] = {}  # by thread
+        self._num_tasks: dict[int, int] = {}  # for each host, tasks that have begun and not ended
 
     def runs_early(self) -> bool:
         return self.early > 0 and self.rng.random() < self.early
 
     def run_one(self) -> bool:
-        """Run one kernel that can run, with the lock held; whether there was one."""
+        """Run one kernel that may run, and return whether there was one. The lock must be held."""
         heads = [s.head for device in self.devices for s in device.streams]
-        started = [kernel for kernel in heads if kernel is not None]
-        self.rng.shuffle(started)
-        return any(kernel.run() for kernel in started)
+        kernels = [kernel for kernel in heads if kernel is not None]
+        self.rng.shuffle(kernels)
+        return any(kernel.run() for kernel in kernels)
 
     # -- hosts -------------------------------------------------------------------------------------
 
     def begin(self, host: int) -> None:
-        """The host has something to do: until `end` others may wait for it."""
+        """Record that a task of the host begins. Until `end` the host is busy: other hosts may wait
+        for it without a deadlock."""
         with self.lock:
-            self._busy[host] = self._busy.get(host, 0) + 1
+            self._num_tasks[host] = self._num_tasks.get(host, 0) + 1
 
     def end(self, host: int) -> None:
+        """Record that a task of the host has ended."""
         with self.lock:
-            self._busy[host] -= 1
+            self._num_tasks[host] -= 1
             self.lock.notify_all()
 
     @contextmanager
     def idle(self, host: int) -> Generator[None]:
-        """Within, the host waits for other hosts, not for a GPU."""
+        """A context in which the host is not busy, because it waits for other hosts."""
         self.end(host)
         try:
             yield
@@ -216,14 +217,15 @@ class World:
             self.begin(host)
 
     def wait_for_hosts(self, host: int) -> None:
-        """Until no other host has anything to do."""
+        """Wait until no other host is busy."""
         with self.idle(host), self.lock:
-            while any(num > 0 for other, num in self._busy.items() if other != host):
-                self.lock.wait(_LOOK_S)
+            while any(num > 0 for other, num in self._num_tasks.items() if other != host):
+                self.lock.wait(_POLL_SECONDS)
 
     def wait(self, condition: Callable[[], bool], what: str) -> None:
-        """Run kernels until it holds. Raises Deadlock where nothing can make it hold."""
-        me = threading.get_ident()
+        """Run kernels until the condition holds. Raises Deadlock if no kernel and no other host can
+        make it hold. ``what``: the wait, for the error."""
+        thread = threading.get_ident()
         with self.lock:
             try:
                 while not condition():
@@ -231,23 +233,24 @@ class World:
                         raise Deadlock(self.deadlock)
                     if self.run_one():
                         continue
-                    self._waiting[me] = _Waiting(what, condition)
-                    if self._nobody_goes_on():
-                        self.deadlock = self._who_waits()
+                    self._waits[thread] = _Wait(what, condition)
+                    if self._is_deadlock():
+                        self.deadlock = self._deadlock_text()
                         raise Deadlock(self.deadlock)
-                    self.lock.wait(_LOOK_S)
-                    self._waiting.pop(me, None)
+                    self.lock.wait(_POLL_SECONDS)
+                    self._waits.pop(thread, None)
             finally:
-                self._waiting.pop(me, None)
+                self._waits.pop(thread, None)
                 self.lock.notify_all()
 
-    def _nobody_goes_on(self) -> bool:
-        num_busy = max(1, sum(n > 0 for n in self._busy.values()))
-        waiting = list(self._waiting.values())
-        return len(waiting) >= num_busy and not any(each.condition() for each in waiting)
+    def _is_deadlock(self) -> bool:
+        """Return whether all busy hosts wait, for conditions that do not hold."""
+        num_busy = max(1, sum(num > 0 for num in self._num_tasks.values()))
+        waits = list(self._waits.values())
+        return len(waits) >= num_busy and not any(each.condition() for each in waits)
 
-    def _who_waits(self) -> str:
-        lines = [f"  a host waits: {each.what}" for each in self._waiting.values()]
+    def _deadlock_text(self) -> str:
+        lines = [f"  a host waits: {each.what}" for each in self._waits.values()]
         for device in self.devices:
             for stream in device.streams:
                 if stream.queue:
