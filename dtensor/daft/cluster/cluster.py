@@ -441,7 +441,8 @@ class HostedCluster(Cluster):
                 self._copy_buffers(calls)
 
     def get(self, names: Sequence[Sequence[str] | None]) -> Future:
-        """Ask the hosts for the named values. Return the future of their answers."""
+        """Return the future of the named values. If no rank has names, wait for all ranks whose
+        entry is not None."""
         self._check()
         check_size(self.size, names, "get")
         concerned = [bool(wanted_names) for wanted_names in names]

@@ -44,10 +44,10 @@ class CountedRuns:
     def add(self, key: str, run: int, hosts: Sequence[int], *, know_outcome: bool) -> None:
         """Record a run that takes a number. ``know_outcome``: see `Handle.hosts_know_outcome`."""
         count = self._keys.setdefault(key, _Count())
-        known = frozenset(hosts) if know_outcome else frozenset[int]()
+        knowing_hosts = frozenset(hosts) if know_outcome else frozenset[int]()
         count.last = run
         count.used_hosts |= frozenset(hosts)
-        count.informed = known if count.informed is None else count.informed & known
+        count.informed = knowing_hosts if count.informed is None else count.informed & knowing_hosts
 
     def hosts_to_ask(self, key: str, hosts: Sequence[int]) -> tuple[int, ...]:
         """Return the hosts to ask (`Worker.undone_since`) before a run of the key on ``hosts``."""

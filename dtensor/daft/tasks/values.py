@@ -304,6 +304,7 @@ def encode(
             f"  value: {type(value).__module__}.{type(value).__qualname__}\n"
             f"  Fix: give or return tensors, arrays and plain data."
         ) from error
+    # the message: head, lengths of the buffers and begins of the storages, pickle, aligned buffers
     spans = list(writer.storages.values())
     body, data_of_buffers = file.getbuffer(), [buffer.raw() for buffer in buffers]
     data_of_buffers += [span.raw() for span in spans]

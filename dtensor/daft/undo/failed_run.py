@@ -79,10 +79,12 @@ def first_fault(undone: Sequence[UndoneRun], order: Sequence[Site]) -> Fault | N
     A consequence always comes after its cause in such an order. The result does not depend on
     timing. None if no host has a fault.
     """
-    position = {site: at for at, site in enumerate(order)}
+    position = {site: index for index, site in enumerate(order)}
     faults = [fault for record in undone for fault in record.faults]
-    last = len(order)
-    return min(faults, key=lambda f: position.get(f.site, last) if f.site else -1, default=None)
+    after_all = len(order)
+    return min(
+        faults, key=lambda f: position.get(f.site, after_all) if f.site else -1, default=None
+    )
 
 
 def with_run(error: DaftError, run: int) -> DaftError:

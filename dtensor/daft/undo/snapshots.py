@@ -74,8 +74,9 @@ class SnapshotStore(ABC):
         *,
         before: bool,
     ) -> SnapshotRecord:
-        """Store a record and copy the tensors. ``others`` are already copies. A later process finds
-        the complete record or none."""
+        """Store copies of ``tensors`` and the ``others``, which are copies already, as a record of
+        change ``number`` (see `SnapshotRecord`). A process that opens the store later finds the
+        complete record or none."""
 
     @abstractmethod
     def drop(self, record: SnapshotRecord) -> None:

@@ -75,10 +75,10 @@ def has_kernel(kind: str, dtype: torch.dtype, device: torch.device) -> bool:
     normal numbers its result differs by 0.6 from the unfused loop's.
     """
     on_cpu = device.type == "cpu"
-    right = kind != "SGD" or not (on_cpu and is_narrow(dtype))
+    is_correct = kind != "SGD" or not (on_cpu and is_narrow(dtype))
     on_cuda = device.type == "cuda" and kind != "Adagrad"
-    fits = dtype.is_floating_point and (on_cpu or on_cuda)
-    return kind in {cls.__name__ for cls in FUSED} and fits and right
+    is_supported = dtype.is_floating_point and (on_cpu or on_cuda)
+    return kind in {cls.__name__ for cls in FUSED} and is_supported and is_correct
 
 
 def kernel_divides(dtype: torch.dtype) -> bool:
@@ -462,8 +462,10 @@ class ShardOptimizer:
             self.optimizer.state = cast(Any, self.state)
             for group in self.optimizer.param_groups:
                 on_device = group.get("fused") or group.get("capturable")
-                elsewhere = (p for p in group["params"] if p.device.type not in ("cpu", "meta"))
-                for parameter in elsewhere:
+                gpu_parameters = (
+                    p for p in group["params"] if p.device.type not in ("cpu", "meta")
+                )
+                for parameter in gpu_parameters:
                     self._place_numbers(parameter, on_device or self.kind is torch.optim.ASGD)
         for group, group_options in zip(self.optimizer.param_groups, new_options, strict=True):
             group.update(group_options)

@@ -122,13 +122,14 @@ class Objects:
         self,
         number: int,
         run: int,
-        wanted: Sequence[tuple[int, str]],
-        names: Sequence[tuple[int, str]],
+        result_keys: Sequence[tuple[int, str]],
+        argument_keys: Sequence[tuple[int, str]],
         inputs: Sequence[Packed],
         dropped: Sequence[Key],
     ) -> Payload:
-        """Run a compiled function. `wanted`: (rank, name) of each result; `names`: (rank, name) of
-        each argument in `inputs`."""
+        """Run a compiled function, keep its results as values, and answer with their sizes.
+        `result_keys`: (rank, name) of each result; `argument_keys`: (rank, name) of each argument
+        in `inputs`; `dropped`: values to drop first."""
         transport, engine = self._programs[number]
         transport.start(run)
         messages: dict[tuple[int, str], Tensor] = {}
@@ -140,20 +141,20 @@ class Objects:
             inputs_by_rank: dict[int, dict[str, object]] = {
                 rank: {} for rank in engine.program.ranks
             }
-            for (rank, name), each in zip(names, inputs, strict=True):
-                inputs_by_rank[rank][name] = self._message(each)
+            for (rank, name), packed in zip(argument_keys, inputs, strict=True):
+                inputs_by_rank[rank][name] = self._message(packed)
             self._counter.begin(number, run)
             results = engine.run(inputs_by_rank, self._counter.view)
             if isinstance(results, UndoneRun):
                 raise results.faults[0].error
             self._counter.end()
-            for rank, value in wanted:
+            for rank, value in result_keys:
                 message = results[rank][value]
                 assert isinstance(message, Tensor)
                 messages[rank, value] = message
         if failed:
             transport.fail(failed[0])
-        answers = [self._keep((run, v), messages.get((r, v), *failed)) for r, v in wanted]
+        answers = [self._keep((run, v), messages.get((r, v), *failed)) for r, v in result_keys]
         return _answered(transport.sent_bytes, tuple(answers))
 
     def failures(self) -> list[Failure]:

@@ -55,21 +55,21 @@ MAX_RECENT = 10_000  # how many calls of each process are remembered, to name th
 
 @dataclass(frozen=True, slots=True)
 class _ProcessPart:
-    """The part of one process in a run of a compiled function. `fed`: the numbers of its arguments;
-    `names`: (rank, name) of each; `wanted`: (rank, name) of each result."""
+    """The part of one process in a run of a compiled function. `argument_indices`: the numbers of
+    its arguments; `names`: (rank, name) of each; `result_keys`: (rank, name) of each result."""
 
     process: int
     title: str
-    fed: tuple[int, ...]
+    argument_indices: tuple[int, ...]
     names: tuple[tuple[int, str], ...]
-    wanted: tuple[tuple[int, str], ...]
+    result_keys: tuple[tuple[int, str], ...]
 
     @staticmethod
     def all_of(frozen: LoweredTasks, number: int) -> list[_ProcessPart]:
         """Return the parts of all processes in compiled function `number`."""
         parts: list[_ProcessPart] = []
         for ranks, process in zip(frozen.hosts, frozen.processes, strict=True):
-            fed = [
+            argument_indices = [
                 (index, rank)
                 for index, users in enumerate(frozen.arguments)
                 for rank in users
@@ -78,9 +78,9 @@ class _ProcessPart:
             part = _ProcessPart(
                 process=process,
                 title=f"{frozen.program.name}, function {number}, process {process}",
-                fed=tuple(index for index, _ in fed),
-                names=tuple((rank, argument(index)) for index, rank in fed),
-                wanted=tuple(sorted({r for r in frozen.results if r[0] in ranks})),
+                argument_indices=tuple(index for index, _ in argument_indices),
+                names=tuple((rank, argument(index)) for index, rank in argument_indices),
+                result_keys=tuple(sorted({r for r in frozen.results if r[0] in ranks})),
             )
             parts.append(part)
         return parts
@@ -317,14 +317,16 @@ class RaySession(Session):
                         called_hosts.append(self._launch.processes[process])
                         part_values = [
                             RemoteValue(self._in_flight, process, number, (run, value))
-                            for _, value in part.wanted
+                            for _, value in part.result_keys
                         ]
                         arguments = [
                             self._argument(inputs[index], run, f"{name}<{rank}", process)
-                            for index, (rank, name) in zip(part.fed, part.names, strict=True)
+                            for index, (rank, name) in zip(
+                                part.argument_indices, part.names, strict=True
+                            )
                         ]
                         dropped = self._in_flight.to_drop(process)
-                        payload = (loaded, run, part.wanted, part.names, arguments, dropped)
+                        payload = (loaded, run, part.result_keys, part.names, arguments, dropped)
                         reply = self._channel.send(
                             process, REQUEST, (Objects.run,), Payload.plain(payload)
                         )
@@ -332,7 +334,7 @@ class RaySession(Session):
                             process, part.title, submission, reply, part_values
                         )
                         self._last[process] = number
-                        results.update(zip(part.wanted, part_values, strict=True))
+                        results.update(zip(part.result_keys, part_values, strict=True))
             except BaseException:
                 # processes that were called would wait for values of the others forever
                 for host in called_hosts:
@@ -347,7 +349,7 @@ class RaySession(Session):
         self, value: TaskFuture | Tensor | None, run: int, name: str, process: int
     ) -> Packed:
         """Return an argument of a compiled function as it is sent to a process."""
-        assert value is not None, "an unused argument is not fed"
+        assert value is not None, "an unused argument is not argument_indices"
         if isinstance(value, TaskFuture):
             return self._deliver(value.value.value, process)
         return self._packed(value, run, name, process)

@@ -63,7 +63,8 @@ def cluster_resources() -> dict[str, float]:
 
 
 def own_address() -> str:
-    """Return the address at which actors reach this machine: loopback if Ray has one machine."""
+    """Return the address at which actors reach this machine: loopback if Ray has only one live
+    machine."""
     nodes: list[dict[str, Any]] = _ray().nodes()
     if sum(bool(node["Alive"]) for node in nodes) == 1:
         return LOOPBACK

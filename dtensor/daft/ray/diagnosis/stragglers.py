@@ -25,9 +25,7 @@ class StragglerWarnings:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._previous_sample: tuple[Observation, ...] | None = (
-            None  # the sample of the previous check
-        )
+        self._previous_sample: tuple[Observation, ...] | None = None
         self._run = -1  # the oldest run in flight at the last warning
         self._warned_s = 0.0  # how long that run had taken then
 
