@@ -150,7 +150,7 @@ class Recovered:
     seconds: float
 
     def __str__(self) -> str:
-        repeated = f"{self.runs} run{'' if self.runs == 1 else 's'} done calls_to_repeat"
+        repeated = f"{self.runs} run{'' if self.runs == 1 else 's'} done again"
         method = f"replaced by {' and '.join(self.by)}" if self.by else "connected anew"
         head = f"recovered in {self.seconds:.2f} s: {method}, {repeated}"
         return "\n".join((head, *map(str, self.failures)))

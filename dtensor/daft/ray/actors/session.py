@@ -349,7 +349,7 @@ class RaySession(Session):
         self, value: TaskFuture | Tensor | None, run: int, name: str, process: int
     ) -> Packed:
         """Return an argument of a compiled function as it is sent to a process."""
-        assert value is not None, "an unused argument is not argument_indices"
+        assert value is not None, "an unused argument is not sent"
         if isinstance(value, TaskFuture):
             return self._deliver(value.value.value, process)
         return self._packed(value, run, name, process)
