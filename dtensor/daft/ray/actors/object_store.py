@@ -1,10 +1,11 @@
 """The object store of a process: values that it has made, or received from other processes.
 
-    store = ObjectStore(meeting, 0)                # in process 0 message = store.allocate(1 << 26)
-    # a buffer for a value's message: u8[67108864] store.put(7, message)                          #
-    value 7, for any process that requests it store.send(7, to=1)                            # now,
-    or when it is made; does not wait other_store.take(7, holder=0)                  # in process 1:
-    waits for it; a private copy store.drop([7])
+    store = ObjectStore(meeting, 0)                # in process 0
+    message = store.allocate(1 << 26)              # a buffer for a value's message: u8[67108864]
+    store.put(7, message)                          # value 7, for any process that requests it
+    store.send(7, to=1)                            # now, or when it is made; does not wait
+    other_store.take(7, holder=0)                  # in process 1: waits for it; a private copy
+    store.drop([7])
 
 On one machine, large messages are mapped (`slabs.py`); others go over connections that a thread
 reads and writes, so that no send waits. Invariants: a value is sent to each process once.

@@ -1,9 +1,9 @@
 """The processes of a launch: each is a Ray actor that hosts ranks or spawned objects.
 
     launch = LaunchProcesses(address=None, deadline_s=60.0)  # joins or starts a Ray cluster
-    process = launch.spawn(Ranks, (0,), "cpu")         # does not wait for the process to start
+    process = launch.spawn(Ranks, (0,), "cpu")       # does not wait for the process to start
     process.serve(channel.credentials(0))            # the process now executes the channel's calls
-    launch.close()                                     # ends the processes, and Ray if started here
+    launch.close()                                   # ends the processes, and Ray if started here
 
 A process on this machine is ended by a signal if Ray cannot end it, because it is stopped.
 Invariant: `close` ends everything that was started here, whatever raises meanwhile, and nothing

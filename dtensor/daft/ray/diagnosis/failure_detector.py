@@ -1,7 +1,7 @@
 """The failure detector of a launch: which hosts are alive, which are lost, and why.
 
-    watch = FailureDetector(controller, launch, channel, deadline_s=60, call_deadline_s=3600,
-    due=due) watch.get([AwaitedCall(process, channel.send(0, REQUEST, (Objects.failures,), ()))])
+    watch = FailureDetector(controller, launch, channel, deadline_s=60, call_deadline_s=3600, ...)
+    watch.get([AwaitedCall(process, channel.send(0, REQUEST, (Objects.failures,), ()))])
 
 One fault makes a run fail on many hosts. The root cause is, in this order, a `Call` that raised, a
 lost host, or a failed transfer; on the lowest host if there are several. Invariant: a host is lost

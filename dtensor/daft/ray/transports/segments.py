@@ -1,10 +1,10 @@
 """Memory that the processes of one machine share, with semaphores in it.
 
-    own = Segment.create(place)                      # a memfd; its first bytes are a nonce other =
-    Segment.open(segment_address)                       # another process's segment, from its
-    `segment_address` window = other.map(1 << 20, 8192) window.bytes[:4096].view(torch.float32)
-    # f32[1024]: both processes see writes to it take(window.address + 4096, check)               #
-    waits until a semaphore is posted
+    own = Segment.create(place)                      # a memfd; its first bytes are a nonce
+    other = Segment.open(segment_address)            # another process's, from its address
+    window = other.map(1 << 20, 8192)
+    window.bytes[:4096].view(torch.float32)          # f32[1024]: both processes see writes to it
+    take(window.address + 4096, check)               # waits until a semaphore is posted
 
 A segment is a memfd of 4 EiB, of which only written pages exist. Another process opens it as
 /proc/<pid>/fd/<n> and checks the nonce. Semaphores are POSIX's (sem_trywait is the only atomic

@@ -1,10 +1,9 @@
 """The actors that share memory with an actor, and how they open each other's segments.
 
     own = SharedMemoryPeers.create(own_place(node), 0, (0, 1))  # actor 0 has rank 0, actor 1 rank 1
-    seen = own.look(segment_addresses)                        # `segment_addresses`: the
-    `own.segment_address` of all actors; "0 1" own.settle(all_seen)                          #
-    `all_seen`: the results of all actors' `look` own.shares(((0, 1), "tp", "collective"))      #
-    True
+    seen = own.look(segment_addresses)            # the `segment_address` of all actors; "0 1"
+    own.settle(all_seen)                          # `all_seen`: the results of all actors' `look`
+    own.shares(((0, 1), "tp", "collective"))      # True
 
 A segment has a nonce, a flag that its actor has closed, a semaphore for each pair of a rank of the
 actor and another rank, the windows of programs (`same_host.py`), and a directory of the windows.

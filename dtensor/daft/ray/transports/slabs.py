@@ -1,9 +1,9 @@
 """Messages in memory that the processes of one machine share: written once, and read in place.
 
     own = Slabs(Segment.create(place), 0)            # in process 0
-    message = own.allocate(1 << 26)                      # u8[67108864], in a slab
+    message = own.allocate(1 << 26)                  # u8[67108864], in a slab
     begin, nbytes = own.lend(message, 3)             # process 3 may open it
-    lent = OpenSlabs.of(segment_address, 3).take(begin, nbytes) # in process 3
+    lent = OpenSlabs.of(own.segment_address, 3).take(begin, nbytes)  # in process 3
     lent.open()                                      # u8, private: a page that is written is copied
 
 A slab is a head and a message. The head counts how often each process has returned the message. A
