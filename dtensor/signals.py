@@ -257,6 +257,7 @@ class Lock:
             raise
 
     def __exit__(self, *_: object) -> None:
+        """Release the lock; the outermost exit on the main thread also acts on noted signals."""
         global _depth
         self._lock.release()
         if _depth > 1 and threading.get_ident() == _main:

@@ -1,4 +1,4 @@
-"""The options of all commands, in one table by the function that takes them as arguments.
+"""The options of all commands: a table for each function that takes them as arguments.
 
     LAUNCH.add_to(parser)                # --backend, --device, --address, --ranks-per-actor
     dt.launch(mesh, **LAUNCH.values(options))

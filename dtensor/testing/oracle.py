@@ -161,8 +161,8 @@ def two_axes(rule: Rule) -> Iterator[tuple[Strategy, Strategy]]:
 
 
 def trial(case: Case, shape: tuple[int, ...], strategies: Sequence[Strategy]) -> str | None:
-    """Run the call on a mesh of this shape under one strategy for each axis. Return what is wrong
-    with its results, or None."""
+    """Run the call on a mesh of this shape under one strategy for each axis. Return a description
+    of the first error in its results, or None."""
     mesh = Mesh(**{f"a{i}": n for i, n in enumerate(shape)})
     generator = generator_of(case.seed)
     # A wrong rule can make an op raise anything. The exception is then the result of the trial.

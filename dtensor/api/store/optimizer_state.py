@@ -254,8 +254,8 @@ def _materialize_meta_state(
 def _check_no_key_missing(
     home: OptimizerHome, label: str, key: str, keys: Set[str], parameter: torch.Tensor
 ) -> None:
-    """Raises PlanningError if a parameter has a state with some ``keys`` but without ``key``, which
-    torch's optimizer would not find."""
+    """Raises PlanningError if a parameter's state has some ``keys`` but lacks ``key``: torch's
+    optimizer would raise KeyError."""
     if key == MASTER or home.rule.entry(key).late or not keys:
         return
     groups = home.optimizer.param_groups

@@ -141,7 +141,7 @@ class MeshSession:
         the ranks have the values."""
         self.check()
         try:
-            self.cluster.put(values, drop=self._garbage(), wait=wait)
+            self.cluster.put(values, drop=self._take_garbage(), wait=wait)
         except DaftError as error:
             raise self.with_loss_note(error) from error.__cause__
 
@@ -182,12 +182,13 @@ class MeshSession:
 
     def drop(self) -> None:
         """Delete the shards of garbage now."""
-        garbage = self._garbage()
+        garbage = self._take_garbage()
         if garbage:
             self.cluster.delete([garbage.get(rank, ()) for rank in range(self.mesh.size)])
 
-    def _garbage(self) -> dict[int, list[str]]:
-        """Take the names of garbage, by rank. The caller must drop them on the ranks."""
+    def _take_garbage(self) -> dict[int, list[str]]:
+        """Remove and return the names of garbage by rank. The caller must drop them on the
+        ranks."""
         names: dict[int, list[str]] = {}
         if self.garbage:
             garbage, self.garbage = self.garbage, []
@@ -214,7 +215,9 @@ class MeshSession:
         called = time.monotonic()
         try:
             future = self.cluster.submit(
-                RunRequest(handle, inputs, self.mode, keep, numbering, returned, self._garbage())
+                RunRequest(
+                    handle, inputs, self.mode, keep, numbering, returned, self._take_garbage()
+                )
             )
         except DaftError as error:
             raise self.with_loss_note(error) from error.__cause__
@@ -253,9 +256,9 @@ class MeshSession:
     # -- models -----------------------------------------------------------------------------------
 
     def model_home(self, model: ParallelModule) -> ModelHome:
-        """Return the model's home on this mesh, which is made at first use. If other values were
-        loaded since for tensors on the meta device, forget the stored ones, so that the loaded
-        values are put."""
+        """Return the model's home on this mesh, which is made at first use. If new values were
+        loaded for tensors on the meta device, drop their old shards, so that the new values are
+        sent to the ranks."""
         model_home = self.model_homes.get(id(model))
         if model_home is None:
             model_home = ModelHome(model, self.new_prefix(), self, model.loads)

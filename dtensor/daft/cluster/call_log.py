@@ -82,7 +82,7 @@ class CallLog:
         their host, and other calls with answers."""
         base_by_host = dict(enumerate(base))
         self.calls = [
-            c for c in self.calls if self._is_open(c) or self._is_missing(c, base_by_host)
+            c for c in self.calls if self._is_open(c) or self._must_repeat(c, base_by_host)
         ]
         self.nbytes = sum([call.nbytes for call in self.calls])  # a list is faster here
         self._long_length = 2 * len(self.calls) + 1
@@ -117,19 +117,19 @@ class CallLog:
                 changes[call.host] = min(changes[call.host], call.change - 1)
         return changes
 
-    def calls_to_repeat(self, line: Mapping[int, int]) -> list[SentCall]:
-        """Return the calls to repeat if each host is in the state after its change in ``line``, in
-        order."""
-        return [call for call in self.calls if self._is_missing(call, line)]
+    def calls_to_repeat(self, recovery_line: Mapping[int, int]) -> list[SentCall]:
+        """Return the calls to repeat if each host is in the state after its change in
+        ``recovery_line``, in order."""
+        return [call for call in self.calls if self._must_repeat(call, recovery_line)]
 
     def _is_open(self, call: SentCall) -> bool:
         return call.run is not None and not self._is_settled(call)
 
-    def _is_missing(self, call: SentCall, line: Mapping[int, int]) -> bool:
-        """Return whether a host in the state of ``line`` lacks the call's change, or the call's
-        answer."""
+    def _must_repeat(self, call: SentCall, recovery_line: Mapping[int, int]) -> bool:
+        """Return whether a host in the state of ``recovery_line`` lacks the call's change, or the
+        call's answer."""
         if call.change is not None:
-            return call.change > line[call.host]
+            return call.change > recovery_line[call.host]
         return call.awaited is not None and not self._has_answer(call)
 
 

@@ -61,7 +61,7 @@ class CountedRuns:
 
     def settle(self, key: str, before: int, undone: Set[int]) -> None:
         """Record the undone runs that hosts have reported. `before`: the number of the next run
-        when they were asked."""
+        when the hosts were asked."""
         count = self._keys[key]
         count.undone += sum(count.since <= run < before for run in undone)
         count.since = max(count.since, before)

@@ -65,7 +65,7 @@ class _VoteCheck:
             raise fault(self.program, site, fact, "give every rank a commit point, or none")
 
     def _step(self, site: Site) -> None:
-        """Check one instruction, and track the votes that it moves."""
+        """Check one instruction, and record whose votes its outputs contain."""
         rank, _ = site
         instruction = instruction_at(self.program, site)
         if rank not in self.committed:

@@ -100,7 +100,8 @@ class CodeRecorder:
                 self._start()
 
     def codes(self) -> ExecutedCode | None:
-        """Return the followed code that ran and its calls; None if another profiler was active."""
+        """Return the code objects that ran and whose reads are guarded, with their calls; None if
+        another profiler was active."""
         if self._profile is None:
             return None
         entries = self._profile.getstats()

@@ -259,17 +259,17 @@ class Guards:
         ]
 
     def difference(self) -> str | None:
-        """Return the first difference by value, in words. Return None if there is none; then `same`
-        compares with the objects of now."""
+        """Return the first difference by value, in words, or None. After None the present objects
+        are the reference of `same`."""
         for name, before in self.ops.items():
             if definition_of(name) != before:
-                return f"the op {name}, which was defined anew"
+                return f"the op {name}, which was defined again"
         reached = self._walk()
         if reached.fingerprint != self.reached.fingerprint:
             return self.reached.fingerprint.first_difference(reached.fingerprint)
         arrays = [array_contents(array) for _, array in reached.arrays]
         if arrays != [contents for _, contents in self._arrays]:
-            return f"what {reached.arrays[0][0]} holds"
+            return f"the contents of {reached.arrays[0][0]}"
         if self._torch_state != _torch_state(reached):
             return "torch's default dtype, its global hooks, or the environment"
         self._compare_with(reached)

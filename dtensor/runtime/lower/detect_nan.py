@@ -26,7 +26,7 @@ from dtensor.sharding.spec.placements import Partial
 from dtensor.sharding.spec.spec import TensorSpec
 
 DetectNan = bool | Literal["nan"]
-_UNFILLED = ("aten.empty", "aten.new_empty")
+_UNINITIALIZED_FACTORIES = ("aten.empty", "aten.new_empty")
 
 
 class NotFinite(ArithmeticError):
@@ -50,15 +50,15 @@ def add_check(
     source: str | None,
     detect: DetectNan,
 ) -> None:
-    """Add the check of a call's results to the local code. ``operands`` and ``results``: names in
-    code."""
-    if not results or call.name.startswith(_UNFILLED):
+    """Add the check of a call's results to the local code. ``operands`` and ``results``: the names
+    of variables in the generated code."""
+    if not results or call.name.startswith(_UNINITIALIZED_FACTORIES):
         return
-    infinite = (
+    check_infinities = (
         detect is True and not _has_infinite_constant(call) and not _pending_extremes(results)
     )
     names = [list(dict.fromkeys(operands)), [name for name, _ in results]]
-    code.apply(check_finite, [*names, STEP], (), call.name, *names, infinite, source=source)
+    code.apply(check_finite, [*names, STEP], (), call.name, *names, check_infinities, source=source)
 
 
 def _has_infinite_constant(call: OpCall) -> bool:

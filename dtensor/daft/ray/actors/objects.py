@@ -72,7 +72,7 @@ class Objects:
     ) -> Payload:
         """Make an actor: an object of a pickled class. A failure is kept for its later calls."""
         subject = self._subjects[actor] = HostedObject(allocate=self._store.allocate)
-        with self._failing() as failed:
+        with self._failure_as_results() as failed:
             messages, arguments_message = list(map(self._message, inputs)), self._message(arguments)
             self._counter.begin(-1, number)
             Task.of(task).create(subject, lambda: pickle.loads(cls), arguments_message, messages)
@@ -91,7 +91,7 @@ class Objects:
         dropped: Sequence[Key],
     ) -> Payload:
         """Call a method of an actor, as call `number`; keep the result as a value."""
-        with self._failing() as results:
+        with self._failure_as_results() as results:
             if dropped:
                 self._store.drop(dropped)
             messages, arguments_message = list(map(self._message, inputs)), self._message(arguments)
@@ -133,7 +133,7 @@ class Objects:
         transport, engine = self._programs[number]
         transport.start(run)
         messages: dict[tuple[int, str], Tensor] = {}
-        with self._failing() as failed:
+        with self._failure_as_results() as failed:
             if dropped:
                 self._store.drop(dropped)
             if isinstance(engine, DaftError):
@@ -161,8 +161,9 @@ class Objects:
         return [failure for subject in self._subjects.values() for failure in subject.failures]
 
     @contextmanager
-    def _failing(self) -> Generator[list[Tensor]]:
-        """Yield a list; an exception in the block makes it the failure's message."""
+    def _failure_as_results(self) -> Generator[list[Tensor]]:
+        """Yield a list for the results; if the block raises, the list becomes the message of the
+        failure."""
         results: list[Tensor] = []
         try:
             yield results

@@ -223,7 +223,7 @@ class LaunchProcesses:
                 if start_ray(address, deadline_s):
                     ending.callback(end_ray)
                 self.address = own_address()  # valid whichever other machines end
-            self._ending = ending.pop_all()
+            self._exit_stack = ending.pop_all()
 
     def spawn(
         self,
@@ -272,7 +272,7 @@ class LaunchProcesses:
     def snapshots(self) -> Path:
         """The launch's folder in memory (mode 0700), for values that outlive a process."""
         if self._snapshots is None:
-            self._snapshots = self._ending.enter_context(OwnFolder.in_memory()).path
+            self._snapshots = self._exit_stack.enter_context(OwnFolder.in_memory()).path
         return self._snapshots
 
     def machines(self, kind: str = "CPU") -> list[Machine]:
@@ -310,7 +310,7 @@ class LaunchProcesses:
             self.local.stays = False  # Ray may be faulty, since a process has ended by itself
         self.hang_up()
         self._store = None  # frees its port even if a future keeps this object alive
-        with self._ending as ending:  # in reverse order; each is called even if another raises
+        with self._exit_stack as ending:  # in reverse order; each is called even if another raises
             for process in processes:
                 ending.callback(process.close)
             for process in processes:

@@ -243,13 +243,13 @@ class _RunFinder:
         )
 
     def _is_unambiguous(self, common: Sequence[Sequence[set[_Relation]]], start: int) -> bool:
-        """Return whether each name in the layer at ``start`` has the same relation at all its uses
-        there. In the first layer, a value that all layers read may also be passed to it."""
-        relations_of: dict[_Ref, set[_Relation]] = {}
-        for offset, of_step in enumerate(common):
-            for ref, relations in zip(self.refs[start + offset], of_step, strict=True):
-                relations_of[ref] = relations_of.get(ref, relations) & relations
-        return all(relations_of.values())
+        """Return whether each name in the layer at ``start`` stands for one thing at all its uses
+        in the layer, such as a result of the previous layer or a value that all layers read."""
+        relations_by_ref: dict[_Ref, set[_Relation]] = {}
+        for offset, step_relations in enumerate(common):
+            for ref, relations in zip(self.refs[start + offset], step_relations, strict=True):
+                relations_by_ref[ref] = relations_by_ref.get(ref, relations) & relations
+        return all(relations_by_ref.values())
 
     def _relations(
         self, a: _Ref, b: _Ref, results: dict[str, tuple[int, int, int]], layer: int

@@ -477,7 +477,7 @@ def _regions(plan: PlanRecord) -> list[str]:
 
 
 def _region_entry(plan: PlanRecord, members: Sequence[Region], nbytes: int) -> list[str]:
-    """Return the lines of regions with equal amounts. Each of them saves ``nbytes``."""
+    """Return the lines about recomputed regions that save ``nbytes`` each, as one entry."""
     first, is_group = members[0], len(members) > 1
     where = f"stage {first.stage}, " if plan.num_stages > 1 else ""
     each = ", each" if first.repeated else ""

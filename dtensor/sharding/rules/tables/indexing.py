@@ -281,8 +281,8 @@ def _scatter(
     """Return the rule of a scatter. Dims in which x, index and source have equal sizes split
     together.
 
-    ``places``: the factor of the index along the dim of the op. ``kind``: how ranks write to a
-    split dim of x; None: that dim is whole.
+    ``places``: the factor of the index's dim along which the op scatters. ``kind``: how ranks write
+    to a split dim of x; None if that dim must stay whole.
     """
     shapes = [meta.shape for meta in call.operands]
     if not all(len(s) == len(shapes[0]) for s in shapes) or not shapes[0]:

@@ -78,7 +78,8 @@ def _by_heads(build: Callable[[OpCall, str, str], Rule], q: int) -> Builder:
     """
 
     def by_heads(call: OpCall) -> Rule:
-        """Return the rule of equal numbers of heads, or of groups (g r) with a fallback."""
+        """Return the rule of an attention call. With grouped heads q has (g r) heads and k, v have
+        g; the fallback splits q's heads and keeps k and v whole."""
         if call.operands[q].shape[1] == call.operands[q + 1].shape[1]:
             return build(call, "g", "g")
         grouped, cut = build(call, "(g r)", "g"), build(call, "h", "g!")
