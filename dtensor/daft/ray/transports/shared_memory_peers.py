@@ -71,7 +71,7 @@ class SharedMemoryPeers:
         return json.dumps(asdict(self.segments[self.index].segment_address))
 
     def look(self, segment_addresses: Sequence[str]) -> str:
-        """Open the segments of this place, given the segment_addresses of all actors, "" if an
+        """Open the segments of this place, given the addresses of all actors, "" if an
         actor has none. Return the actors whose segments are open, as in "0 1"."""
         place = self.segments[self.index].segment_address.place
         addresses_by_actor = {
