@@ -50,7 +50,7 @@ def restored_on_failure() -> Iterator[None]:
             _C._exit_dual_level(level=level + 1)
         forward_ad._current_level = level
         eager_transforms.JVP_NESTING = jvps
-        torch._C._set_grad_enabled(grad)
+        _C._set_grad_enabled(grad)
         _C._set_fwd_grad_enabled(forward_grad)
         if torch.get_default_dtype() != dtype:
             torch.set_default_dtype(dtype)
