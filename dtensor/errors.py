@@ -102,7 +102,7 @@ def check_word(name: str, value: object, words: Sequence[str]) -> None:
         raise PlanningError(f"{name}={value!r}: it is {', '.join(others)} or {last}")
 
 
-def not_pickled(fact: str, fix: str) -> TypeError:
+def pickling_error(fact: str, fix: str) -> TypeError:
     """Return the error for an attempt to pickle an object whose values are on ranks."""
     return TypeError(f"{fact}: it is a handle on values of ranks.\nfix: {fix}")
 

@@ -24,7 +24,7 @@ _FIXES = {
 """The option of dtensor for an option of other libraries; {} is its value."""
 
 
-def no_axis(name: str, stated: tuple[object, ...]) -> TypeError:
+def positional_argument_error(name: str, stated: tuple[object, ...]) -> TypeError:
     """Return the error for a placement that was called with arguments: `dt.Row("tp")`."""
     axis = stated[0] if isinstance(stated[0], str) and stated[0].isidentifier() else "tp"
     arguments = ", ".join(map(repr, stated))
@@ -49,7 +49,7 @@ def mismatch_text(
             fix = _FIXES[word].format(repr(value)) if word in _FIXES else fix
             return f"{name} has no option {word!r}.\nfix: {fix}"
     if not positional and args:
-        return str(no_axis(name, args))
+        return str(positional_argument_error(name, args))
     example = f"fix: dt.{name}({', '.join(required)}, ...)"
     if len(args) > len(positional):
         return (

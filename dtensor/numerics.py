@@ -139,7 +139,7 @@ class Reduction:
     def parts_of(self, x: Tensor, num: int, generator: torch.Generator) -> Sequence[Tensor]:
         """Return ``num`` random tensors whose fold is ``x``."""
         if self.parts is None:
-            return [x, *(rest_of(x, self.name) for _ in range(num - 1))]
+            return [x, *(identity_like(x, self.name) for _ in range(num - 1))]
         return self.parts(x, num, generator)
 
 
@@ -169,14 +169,14 @@ def fold(parts: Sequence[Tensor], op: ReduceOp, dtype: torch.dtype | None = None
     return REDUCTIONS[op].of(parts, dtype)
 
 
-def rest_of(x: Tensor, op: ReduceOp) -> Tensor:
+def identity_like(x: Tensor, op: ReduceOp) -> Tensor:
     """Return the part of all ranks but the first, if the part of the first rank is the whole value:
     the reduction's identity, shaped like ``x``."""
     identity = REDUCTIONS[op].identity
     return x if identity is None else identity(x)
 
 
-def reductions_listed() -> str:
+def reduction_names_text() -> str:
     """Return the names of all reductions for a message: '"sum", "max", "min" or "softmax"'."""
     *others, last = (f'"{name}"' for name in REDUCTIONS)
     return f"{', '.join(others)} or {last}"

@@ -43,19 +43,19 @@ _NUMBERS = [int(s) for s in signal.valid_signals() - {signal.SIGKILL, signal.SIG
 
 noted: list[int] = []
 """Pending signals. Usually empty: check it before `act`."""
-when_forced: list[Callable[[], None]] = []
+on_forced_signal: list[Callable[[], None]] = []
 """Called if a second signal has interrupted a change of state half-way."""
 
 _main = threading.main_thread().ident
 _depth = 0  # number of open blocks
 _num_held_back = 0  # number of open `held_back`
-_num_waits_may_act = 0  # number of open `waits_may_act`
+_num_waits_may_act = 0  # number of open `waits_handle_signals`
 _handlers: dict[int, Any] = {}  # the program's, which our handler replaces or has replaced
 _installed: tuple[tuple[Any, ...], list[tuple[int, Any]]] = (), []  # all; those in Python
 _after_block: list[int] = []  # signals whose handlers were cut off (`CutOff`)
 _kept: list[BaseException] = []
 _in_as_set = False
-_raised = False  # a handler raised in `as_set`
+_raised = False  # a handler raised in `immediate_handlers`
 _acting = False  # `act` runs a handler
 _was_cut_off = False
 _waits: dict[int, list[bool]] = {}  # pending signal -> [whether a message has announced it]
@@ -126,7 +126,7 @@ def held_back() -> Iterator[None]:
 
 
 @contextmanager
-def waits_may_act() -> Iterator[None]:
+def waits_handle_signals() -> Iterator[None]:
     """Let `wait` handle signals within the block, because the awaited result can be abandoned."""
     global _num_waits_may_act
     if threading.get_ident() != _main:
@@ -141,7 +141,7 @@ def waits_may_act() -> Iterator[None]:
 
 
 @contextmanager
-def as_set() -> Iterator[None]:
+def immediate_handlers() -> Iterator[None]:
     """Let the program's handlers run as soon as signals come: no state can be lost in this part of
     a block.
 
@@ -189,7 +189,7 @@ def act() -> None:
 
 
 def wait() -> None:
-    """Do what `act` does, if `waits_may_act`. To be called while waiting for a result."""
+    """Do what `act` does, if `waits_handle_signals`. To be called while waiting for a result."""
     if noted and _num_waits_may_act:
         act()
 
@@ -392,7 +392,7 @@ def _end() -> None:
     finally:
         kept, forced, _forced = _kept[:1], _forced, False
         _kept.clear()
-        for function in when_forced if forced else ():
+        for function in on_forced_signal if forced else ():
             function()
         for error in kept:
             context = error.__context__

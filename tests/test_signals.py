@@ -17,13 +17,13 @@ import torch
 from dtensor.signals import (
     Lock,
     act,
-    as_set,
     defer_signals,
     held_back,
+    immediate_handlers,
     keep,
     noted,
     wait,
-    waits_may_act,
+    waits_handle_signals,
 )
 
 USR1, USR2 = signal.SIGUSR1, signal.SIGUSR2
@@ -85,7 +85,7 @@ def test_signal_is_handled_at_safe_place_within_block(handlers: Handlers) -> Non
         with pytest.raises(Stop):
             act()
         signal.raise_signal(USR2)
-        with waits_may_act(), pytest.raises(Stop):
+        with waits_handle_signals(), pytest.raises(Stop):
             wait()
     assert handlers.came == [USR1, USR2]
 
@@ -120,7 +120,7 @@ def test_signal_during_finalizer_is_not_lost(
 def test_held_back_signals_are_handled_after_the_block(handlers: Handlers) -> None:
     handlers.does = handlers.stops
     done: list[int] = []
-    with pytest.raises(Stop), held_back(), waits_may_act():
+    with pytest.raises(Stop), held_back(), waits_handle_signals():
         signal.raise_signal(USR1)
         act()
         wait()
@@ -145,7 +145,7 @@ def test_as_set_part_of_block_handles_signals_at_once(handlers: Handlers) -> Non
     handlers.does = handlers.stops
     ended: list[int] = []
     with pytest.raises(Stop), defer_signals():
-        with pytest.raises(Stop), as_set():
+        with pytest.raises(Stop), immediate_handlers():
             try:
                 signal.raise_signal(USR1)
             finally:
@@ -166,14 +166,14 @@ def in_torch(statement: str, **names: object) -> None:
 
 def test_signal_in_python_code_of_torch_waits_for_dtensor_code(handlers: Handlers) -> None:
     handlers.does = handlers.stops
-    with pytest.raises(Stop), defer_signals(), as_set():
+    with pytest.raises(Stop), defer_signals(), immediate_handlers():
         in_torch(f"signal.raise_signal({USR1:d})")
         in_torch(f"with context: signal.raise_signal({USR1:d})", context=ExitStack())
         assert handlers.came == []
         act()
     assert handlers.came == [USR1]
     handlers.does = int
-    with defer_signals(), as_set():
+    with defer_signals(), immediate_handlers():
         in_torch(f"signal.raise_signal({USR1:d})")
         in_torch("calls()", calls=lambda: signal.raise_signal(USR1))  # as of the user's function
         assert handlers.came == [USR1, USR1]
@@ -185,7 +185,7 @@ def test_signal_in_python_code_of_torch_waits_for_dtensor_code(handlers: Handler
 
 
 def test_defer_signals_block_within_as_set_part_defers_again(handlers: Handlers) -> None:
-    with defer_signals(), as_set():
+    with defer_signals(), immediate_handlers():
         with defer_signals():
             signal.raise_signal(USR1)
             assert handlers.came == []
@@ -198,7 +198,12 @@ def test_kept_exception_in_as_set_part_is_raised_after_handler_exception(
     handlers: Handlers,
 ) -> None:
     handlers.does = handlers.stops
-    with defer_signals(), as_set(), pytest.raises(ValueError, match="kept"), defer_signals():
+    with (
+        defer_signals(),
+        immediate_handlers(),
+        pytest.raises(ValueError, match="kept"),
+        defer_signals(),
+    ):
         signal.raise_signal(USR1)
         with pytest.raises(Stop):
             act()
@@ -255,7 +260,7 @@ def test_defer_signals_in_other_thread_does_not_delay_main_thread(handlers: Hand
     inside, go = threading.Event(), threading.Event()
 
     def runs() -> None:
-        with defer_signals(), held_back(), as_set():
+        with defer_signals(), held_back(), immediate_handlers():
             inside.set()
             go.wait()
 

@@ -21,7 +21,7 @@ import torch
 
 from dtensor.api.model.stating.patterns import listing, nearest
 from dtensor.errors import PlanningError, check_kind
-from dtensor.numerics import REDUCTIONS, ReduceOp, reductions_listed
+from dtensor.numerics import REDUCTIONS, ReduceOp, reduction_names_text
 from dtensor.private_torch import OpOverload, dispatch_get_all_op_names
 from dtensor.sharding.ops.call import Localizer, OpCall, Operand
 from dtensor.sharding.rules.build import make, with_dtypes
@@ -198,7 +198,7 @@ def _check_statement(
     if reduce not in REDUCTIONS:
         raise PlanningError(
             f'dt.rule("{schema.name}", reduce={reduce!r}): the parts of a contracted factor '
-            f"combine by {reductions_listed()}.\nfix: leave reduce out for a sum"
+            f"combine by {reduction_names_text()}.\nfix: leave reduce out for a sum"
         )
     if dtypes not in ("promote", "same") and not callable(dtypes):
         raise PlanningError(

@@ -20,7 +20,7 @@ from typing import Any
 
 from dtensor.commands.options import add_json
 from dtensor.commands.parser import add_command
-from dtensor.daft.ray.bootstrap.launch_folder import LaunchSeen, launches
+from dtensor.daft.ray.bootstrap.launch_folder import RunningLaunch, launches
 from dtensor.daft.ray.bootstrap.user_folder import own_directory
 
 EPILOG = """\
@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
     return int(any(status.hangs for status in statuses))
 
 
-def _no_launch_text(launch: str, running: list[LaunchSeen]) -> str:
+def _no_launch_text(launch: str, running: list[RunningLaunch]) -> str:
     if launch and running:
         pids = ", ".join(str(each.pid) for each in running)
         return f"No launch of yours on this machine is of process {launch}: those are of {pids}."

@@ -140,7 +140,7 @@ class ClusterClosed(RuntimeError):
     """The cluster was used after `close()`."""
 
 
-def as_sent(error: BaseException, rank: int | None = None) -> Exception:
+def error_to_send(error: BaseException, rank: int | None = None) -> Exception:
     """Return the error that a host sends to the controller for an error that it caught.
 
     daft's errors and the LookupError of a missing name are unchanged. Any other error becomes the

@@ -297,7 +297,7 @@ class _Contents:
         cost, memory = totals.cost, totals.memory
         # with a negative not_at_once, the total is the sum of all
         memory_by_kind = {**asdict(memory), "not_at_once": -memory.not_at_once}
-        by_kind = totals.most_sent(lambda key: (key[0], key[2]))
+        by_kind = totals.max_sent_by(lambda key: (key[0], key[2]))
         return {
             "seconds": cost.seconds,
             "compute": cost.compute_seconds,

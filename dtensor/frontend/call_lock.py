@@ -9,8 +9,8 @@ while a thread waits for results, saves or a starting launch. A captured program
 and join them: a call of dtensor in such a thread raises, because it would deadlock.
 
 Threads that capture see fake parameters and a patched torch. Each patch (capture/patches.py) checks
-`is_capturing`, so other threads see plain torch. `PerThread` does this for `Module._parameters`.
-"""
+`is_capturing`, so other threads see plain torch. `CaptureLocalDict` does this for
+`Module._parameters`."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class CallLock(Lock):
         self._awaited_lock: Any = None  # the lock for which the holder of this lock waits
 
     @contextmanager
-    def and_then(self, lock: Any) -> Iterator[None]:
+    def also_holding(self, lock: Any) -> Iterator[None]:
         """Hold another lock within the block. To be called with this lock held. If the holder of
         ``lock`` waits for this lock meanwhile, RuntimeError is raised in its thread."""
         if not lock.acquire(blocking=False):
@@ -135,7 +135,7 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
 # -- a dict with other contents in threads that capture --------------------------------------------
 
 
-class PerThread(dict[str, Any]):
+class CaptureLocalDict(dict[str, Any]):
     """A dict that threads which capture read and write as a private copy of ``plain``; all other
     threads use ``plain`` itself.
 
@@ -156,9 +156,9 @@ class PerThread(dict[str, Any]):
 
 
 def _reading_method(name: str) -> Callable[..., Any]:
-    """Return the method of `PerThread` that calls a method of the current dict."""
+    """Return the method of `CaptureLocalDict` that calls a method of the current dict."""
 
-    def read(self: PerThread, *args: Any) -> Any:
+    def read(self: CaptureLocalDict, *args: Any) -> Any:
         return getattr(self.current, name)(*args)
 
     return read
@@ -167,7 +167,7 @@ def _reading_method(name: str) -> Callable[..., Any]:
 def _writing_method(name: str) -> Callable[..., Any]:
     """Return such a method which also copies changes of the plain dict to this object, for C."""
 
-    def write(self: PerThread, *args: Any, **kwargs: Any) -> Any:
+    def write(self: CaptureLocalDict, *args: Any, **kwargs: Any) -> Any:
         current = self.current
         try:
             result = getattr(current, name)(*args, **kwargs)
@@ -182,9 +182,9 @@ def _writing_method(name: str) -> Callable[..., Any]:
 
 _READS = "contains eq ge gt iter le len lt ne getitem or repr reversed ror"
 for _name in (*(f"__{n}__" for n in _READS.split()), "copy", "get", "items", "keys", "values"):
-    setattr(PerThread, _name, _reading_method(_name))
+    setattr(CaptureLocalDict, _name, _reading_method(_name))
 for _name in [
     *("__delitem__", "__ior__", "__setitem__"),
     *("clear", "pop", "popitem", "setdefault", "update"),
 ]:
-    setattr(PerThread, _name, _writing_method(_name))
+    setattr(CaptureLocalDict, _name, _writing_method(_name))

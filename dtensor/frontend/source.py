@@ -175,7 +175,7 @@ def _place_text(source: Source) -> str:
     return str(source) if cell is None else f"{' '.join(cell)}:{source.line}"
 
 
-def places_below(entry: CodeType) -> list[Place]:
+def user_places_below(entry: CodeType) -> list[Place]:
     """Return the user's frames that ``entry`` called, outermost first; [] if ``entry`` is not in
     the calling stack."""
     frames: list[tuple[FrameType, int]] = []

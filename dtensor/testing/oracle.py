@@ -151,7 +151,7 @@ def two_axes(rule: Rule) -> Iterator[tuple[Strategy, Strategy]]:
     yield from itertools.combinations_with_replacement(rule.fixed_strategies[1:], 2)
     yield from itertools.permutations(split_strategies, 2)
     for assignment in _assignments(rule):
-        split_again = {f: split.cut_again(2) for f, split in assignment.items()}
+        split_again = {f: split.minor_sharding(2) for f, split in assignment.items()}
         first, second = rule.apply(assignment, 2), rule.apply(split_again, 2)
         if first is not None and second is not None:
             yield first, second

@@ -167,7 +167,7 @@ def of_ops(_: Any, length: int) -> object:
     return torch.exp(dt.distribute(rows(length), MESH, dp=dt.Row()))
 
 
-def of_transfers(_: Any, length: int) -> object:
+def join_transfers(_: Any, length: int) -> object:
     return dt.transfer(dt.distribute(rows(length), MESH, dp=dt.Row()), OTHER)
 
 
@@ -184,7 +184,7 @@ def of_saves(run: Any, length: int) -> object:
 OTHER = dt.Mesh(tp=2, name="other")
 
 
-@pytest.mark.parametrize("use", [of_ops, of_transfers, of_saves])
+@pytest.mark.parametrize("use", [of_ops, join_transfers, of_saves])
 def test_programs_in_flight_are_not_unloaded(use: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Completed programs are unloaded when another program is loaded, except the most recently used
     ones."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import dtensor as dt
 from dtensor.api.step import bound_call, lengths
 from dtensor.frontend.capture.capture import capture
-from dtensor.frontend.capture.lengths import ForLengths
+from dtensor.frontend.capture.lengths import ExportForLengths
 from tests.models import GPT, DropoutGPT, Llama, batch, loss_fn
 
 LENGTHS = (6, 9, 12, 23, 9)
@@ -446,7 +446,7 @@ def test_users_exception_for_one_length_is_raised_as_in_capture(counted: Counted
 def test_export_that_gives_other_graph_is_not_used(
     counted: Counted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ForLengths, "is_as_captured", lambda *_: False)
+    monkeypatch.setattr(ExportForLengths, "is_as_captured", lambda *_: False)
     monkeypatch.setattr(lengths, "difference", lambda a, b: "a line")
     program = dt.compile(lambda x: x * x.shape[0], dt.Mesh(tp=2))
     for length in (4, 6, 8):

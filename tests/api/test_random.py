@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import dtensor as dt
 from dtensor.frontend.capture.capture import capture
 from dtensor.frontend.dataflow.to_dataflow import dataflow
-from dtensor.sharding.ops.call import slots_of
+from dtensor.sharding.ops.call import run_number_names
 from dtensor.sharding.plan.dataflow import Dataflow
 from tests.models import DropoutGPT, batch, loss_fn
 
@@ -238,7 +238,7 @@ def test_step_number_in_saved_state_resumes_random_numbers() -> None:
 
 
 def numbers(flow: Dataflow) -> list[object]:
-    return [dict(op.call.kwargs)["op"] for op in flow.ops if slots_of(op.call)]
+    return [dict(op.call.kwargs)["op"] for op in flow.ops if run_number_names(op.call)]
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from torch.fx.experimental.sym_node import SymNode
 from dtensor.api.step.lengths import difference
 from dtensor.frontend.call_lock import is_capturing
 from dtensor.frontend.capture.capture import capture
-from dtensor.frontend.capture.lengths import ForLengths, NotForLengths, export_for_lengths
+from dtensor.frontend.capture.lengths import ExportForLengths, NotForLengths, export_for_lengths
 from tests.models import GPT, Llama, batch, loss_fn
 
 BOTH = {(0, 1): 0, (1, 1): 0}
@@ -76,7 +76,7 @@ def test_export_for_many_lengths_equals_capture_at_each_length(
 
 def exported(
     use: Callable[[Tensor, Any], Tensor], after_a_capture: bool = False
-) -> tuple[ForLengths, Any, nn.Module]:
+) -> tuple[ExportForLengths, Any, nn.Module]:
     model = nn.Linear(4, 4)
 
     def loss(model: nn.Module, x: Tensor) -> Tensor:

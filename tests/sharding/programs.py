@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from dtensor.daft import launch_cluster
 from dtensor.frontend.capture.capture import capture
 from dtensor.frontend.dataflow.to_dataflow import dataflow
-from dtensor.runtime.lower.program import fed_spec, lower, on_mesh
+from dtensor.runtime.lower.program import argument_spec, lower, on_mesh
 from dtensor.runtime.lower.rank_builder import Roles
 from dtensor.sharding.plan.dataflow import Dataflow
 from dtensor.sharding.plan.plan import Plan
@@ -288,7 +288,7 @@ def execute(found: Plan, program: Program) -> dict[str, Tensor]:
             whole = constants.get(name)
             if whole is None:
                 whole = tensors[program_name(program, found.flow, name)]
-            cut[name] = shard_of(whole, fed_spec(found, name), mesh.coordinates(rank))
+            cut[name] = shard_of(whole, argument_spec(found, name), mesh.coordinates(rank))
         return cut
 
     with launch_cluster(mesh.size) as cluster:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 import dtensor as dt
 from benchmarks import planner_loss
 from dtensor.errors import PlanningError
-from dtensor.runtime.lower.program import fed_spec
+from dtensor.runtime.lower.program import argument_spec
 from dtensor.sharding.ops.call import Meta, OpCall, Operand, RunNumber
 from dtensor.sharding.plan.choose import choose_axis, split_through_op
 from dtensor.sharding.plan.choose.solve import Node, Price, Solution, solve
@@ -80,7 +80,7 @@ def check(program: Program, rng: random.Random, mesh: Mesh) -> bool:
         )
     for name, placed in pins.items():
         meta = flow.metas[name]
-        stated, used = make_spec(meta.shape, meta.dtype, mesh, placed), fed_spec(found, name)
+        stated, used = make_spec(meta.shape, meta.dtype, mesh, placed), argument_spec(found, name)
         for axis in placed:
             assert used.placement(axis) == stated.placement(axis)
     return True

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import dtensor.sharding.ops.philox as philox_file
-from dtensor.sharding.ops.distributions import integers, keep_mask, normal, normal_of, uniform
+from dtensor.sharding.ops.distributions import integers, inverse_normal, keep_mask, normal, uniform
 from dtensor.sharding.ops.philox import Key, Place, philox, words
 from dtensor.sharding.ops.sampling import uniform_of
 from dtensor.sharding.spec.shards import block
@@ -95,7 +95,7 @@ def test_normal_of_matches_torch_ndtri() -> None:
     small = 2.0 ** -torch.arange(2.0, 53.0, dtype=torch.float64)
     middle = torch.linspace(1e-6, 1 - 1e-6, 20_001, dtype=torch.float64)
     u = torch.cat([middle, small, 1 - small])
-    torch.testing.assert_close(normal_of(u), torch.special.ndtri(u), rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(inverse_normal(u), torch.special.ndtri(u), rtol=1e-13, atol=1e-13)
 
 
 def test_uniform_values_are_below_one_in_every_dtype() -> None:

@@ -48,7 +48,7 @@ def test_rank_totals_are_sums_over_its_stages() -> None:
     sent = [[c for c in plan.collectives if c.stage in held] for held in HOSTED]
     assert totals.bytes_sent == max(sum(c.times * c.bytes_sent for c in of) for of in sent)
     assert totals.num_collectives == max(sum(c.times for c in of) for of in sent)
-    kinds = totals.most_sent(lambda key: (key[0], key[2]))
+    kinds = totals.max_sent_by(lambda key: (key[0], key[2]))
     for (axis, kind), most in kinds.items():
         each = [[c for c in of if (c.axis, c.kind) == (axis, kind)] for of in sent]
         assert most.bytes_sent == max(sum(c.times * c.bytes_sent for c in of) for of in each)

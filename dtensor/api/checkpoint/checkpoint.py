@@ -26,7 +26,7 @@ from torch import Tensor
 from dtensor.api.checkpoint.async_save import Saved, SaveOptions, submit_save
 from dtensor.api.checkpoint.matching import OWN, matched, matched_state
 from dtensor.api.model.parallel import ParallelModule, check_parallel
-from dtensor.api.step.wrapped_optimizers import checked_optional
+from dtensor.api.step.wrapped_optimizers import checked_optimizer
 from dtensor.api.store.default_home import current_homes
 from dtensor.api.store.home import ModelHome
 from dtensor.api.store.session import MeshSession, existing_session, launched
@@ -88,7 +88,7 @@ def save(
     """
     _check_path("save", path)
     check_parallel("save", model)
-    optimizer = checked_optional(optimizer)
+    optimizer = checked_optimizer(optimizer)
     if format not in ("dcp", "hf"):
         raise PlanningError(
             f"format={format!r} does not exist.\n"
@@ -137,7 +137,7 @@ def load(
     _check_path("load", path)
     _wait_for_save()
     check_parallel("load", model)
-    optimizer = checked_optional(optimizer)
+    optimizer = checked_optimizer(optimizer)
     check_word("dtype", dtype, ("saved", "model"))
     if model.source is not None:
         raise PlanningError(
@@ -243,7 +243,7 @@ def _fill_controller(
         with torch.inference_mode(tensors[label].is_inference()), torch.no_grad():
             tensors[label].copy_(value)
     if on_meta:
-        model.initial.leave_on_disk(on_meta)
+        model.initial.set_on_disk(on_meta)
         model.loads += 1
 
 
@@ -266,7 +266,7 @@ def _fill_ranks(
     )
     for label in values:
         _leave_other_holder(tensors[label], model_home)
-    model.initial.leave_on_disk({n: s for n, s in values.items() if tensors[n].is_meta})
+    model.initial.set_on_disk({n: s for n, s in values.items() if tensors[n].is_meta})
     model_home.make_lazy({label: tensors[label] for label in values})
     model_home.stale |= values.keys() & model_home.local_tensors.keys()
     model_home.changed = any(

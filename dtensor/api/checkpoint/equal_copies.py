@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dtensor.api.model.parallel import ParallelModule, check_parallel
-from dtensor.api.step.wrapped_optimizers import checked_optional
+from dtensor.api.step.wrapped_optimizers import checked_optimizer
 from dtensor.api.store.home import ModelHome
 from dtensor.api.store.session import existing_session
 from dtensor.daft import DaftError
@@ -58,7 +58,7 @@ def check_replicas(model: ParallelModule, optimizer: torch.optim.Optimizer | Non
     in full. On CUDA, `gather_state_dict` and `save` also compare, and warn.
     """
     check_parallel("check_replicas", model)
-    optimizer = checked_optional(optimizer)
+    optimizer = checked_optimizer(optimizer)
     with CALL_LOCK:
         model.look()
         session = existing_session(model.mesh)

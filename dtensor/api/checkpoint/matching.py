@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from dtensor.api.model.initial_values import labels_in_state
-from dtensor.api.model.parallel import ParallelModule, not_the_models
+from dtensor.api.model.parallel import ParallelModule, foreign_parameter_error
 from dtensor.api.model.stating.patterns import listing, nearest
 from dtensor.api.values.lazy_parameters import (
     Entries,
     LazyOptimizerState,
-    as_it_is,
+    without_hook,
 )
 from dtensor.api.values.on_disk import OnDisk, read_whole
 from dtensor.errors import PlanningError
@@ -36,7 +36,7 @@ from dtensor.runtime.checkpoint import (
     TensorRecord,
 )
 from dtensor.runtime.checkpoint.saving import open_cached, read_shard
-from dtensor.runtime.optimizer.elementwise.optimizer_rule import give_attributes
+from dtensor.runtime.optimizer.elementwise.optimizer_rule import set_attributes
 from dtensor.sharding.ops.philox import Pieces
 
 OWN = ("dtensor",)
@@ -80,7 +80,7 @@ def matched(checkpoint: Checkpoint, model: ParallelModule, *, convert: bool) -> 
     for label, names in keys_by_label.items():
         present = [key for key in names if key in stored]
         record = stored[present[0]]
-        with as_it_is():
+        with without_hook():
             shape, dtype = tuple(tensors[label].shape), tensors[label].dtype
         line = (
             f"\n  {present[0]}: {_type(record.dtype, record.shape)} in the checkpoint, "
@@ -195,7 +195,7 @@ def keys_in_state(model: ParallelModule, optimizer: torch.optim.Optimizer) -> di
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         label = model.labels.of(parameter)
         if label is None:
-            raise not_the_models(parameter)
+            raise foreign_parameter_error(parameter)
         names.setdefault(id(parameter), f"(gone) {label}")
     return names
 
@@ -227,14 +227,14 @@ class MatchedState:
         """Set the optimizer's state: to the values, if they were read, else to a lazy state."""
         state = defaultdict[Tensor, dict[str, Any]](dict, self.loaded or {})
         optimizer.__setstate__({"state": state, "param_groups": self.groups})
-        give_attributes(optimizer, self.attributes)
+        set_attributes(optimizer, self.attributes)
         if self.loaded is None:
             optimizer.state = cast(Any, LazyOptimizerState({}, self.read, self.entries))
 
 
 def _to_device_of(parameter: Tensor, entries: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries on the parameter's device, or on the CPU if this is the meta device."""
-    with as_it_is():
+    with without_hook():
         device = torch.device("cpu") if parameter.is_meta else parameter.device
     return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in entries.items()}
 
@@ -347,7 +347,7 @@ def _entries_of(checkpoint: Checkpoint, key: str, parameter: Tensor) -> dict[str
     Raises PlanningError for another shape."""
     prefix = f"optimizer.state.{key}."
     entries: dict[str, Any] = {}
-    with as_it_is():
+    with without_hook():
         shape = tuple(parameter.shape)
     for name, record in checkpoint.tensors.items():
         entry = name.removeprefix(prefix)

@@ -21,12 +21,12 @@ import torch
 
 from dtensor.api.model.initial_values import labels_in_state
 from dtensor.api.model.parallel import ParallelModule, check_parallel
-from dtensor.api.step.wrapped_optimizers import checked_optional
+from dtensor.api.step.wrapped_optimizers import checked_optimizer
 from dtensor.api.store.home import ModelHome
-from dtensor.api.values.lazy_parameters import LazyOptimizerState, as_it_is, by_holder, label_of
+from dtensor.api.values.lazy_parameters import LazyOptimizerState, by_holder, label_of, without_hook
 from dtensor.errors import PlanningError, check_kind
 from dtensor.frontend.call_lock import CALL_LOCK
-from dtensor.runtime.optimizer.elementwise.optimizer_rule import changed_attributes, give_attributes
+from dtensor.runtime.optimizer.elementwise.optimizer_rule import changed_attributes, set_attributes
 
 
 class _GatheredState(dict[str, Any]):
@@ -60,7 +60,7 @@ def gather_state_dict(
     meta device. Raises RuntimeError if values were lost with a launch that has ended.
     """
     check_parallel("gather_state_dict", model)
-    optimizer = checked_optional(optimizer)
+    optimizer = checked_optimizer(optimizer)
     with CALL_LOCK:
         return _gather_state(model, optimizer)
 
@@ -68,7 +68,7 @@ def gather_state_dict(
 def _gather_state(model: ParallelModule, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     """Gather the values into the controller's tensors, and return them as a state dict."""
     model.look()
-    with as_it_is():
+    with without_hook():
         for holder, tensors in by_holder(model.seen.tensors.values()):
             assert isinstance(holder, ModelHome)
             for wait in holder.wait_functions:  # afterwards a failed step no longer has a number
@@ -141,7 +141,7 @@ def load_state_dict(
             "a replica has no values of its own to load.\n"
             "fix: dt.load_state_dict(policy, opt, state), then dt.sync(policy, actor)"
         )
-    optimizer = checked_optional(optimizer)
+    optimizer = checked_optimizer(optimizer)
     check_kind("the state", state, Mapping, "a dict", '{"model": ..., "optimizer": ...}')
     if "model" not in state:
         raise PlanningError(
@@ -160,7 +160,7 @@ def load_state_dict(
             # torch would keep the state's own tensors
             optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
             _keep_values(optimizer, state["optimizer"])
-            give_attributes(optimizer, state.get("attributes", {}))
+            set_attributes(optimizer, state.get("attributes", {}))
         model.loads += 1
 
 

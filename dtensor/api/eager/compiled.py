@@ -33,7 +33,7 @@ from dtensor.api.step.loaded_program import load
 from dtensor.api.step.plan_cache import MAX_PLANS, PROFILER, PlanCache
 from dtensor.api.step.plan_call import Planned, checked_capture, plan_call, stated_device
 from dtensor.api.store.session import Returned, planning_for, session_for
-from dtensor.api.values.randomness import Counter, numbers_fed
+from dtensor.api.values.randomness import Counter, random_inputs
 from dtensor.daft import TaskError
 from dtensor.errors import PlanningError, check_callable
 from dtensor.frontend.call_lock import CALL_LOCK
@@ -155,7 +155,7 @@ class CompiledFunction:
         program = load(session, planned, self._roles, owner=self)
         session.place(planned.models, planned.plan, planned.stages)
         names = {output: fresh_name() for output in program.results}
-        numbers = numbers_fed(self.calls.advance(), "compile", self._name)
+        numbers = random_inputs(self.calls.advance(), "compile", self._name)
         numbering = session.numbering(f"calls {id(self)}", self.calls, takes=True)
         resets = self.calls.resets
         inputs = program.feed(call, numbers)

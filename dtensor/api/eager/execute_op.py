@@ -42,7 +42,7 @@ from dtensor.api.eager.values import (
 from dtensor.api.store.handle import Layout, layout_of
 from dtensor.api.store.program_cache import ClusterProgram, ProgramCache
 from dtensor.api.store.session import MeshSession
-from dtensor.api.values.randomness import Counter, numbers_fed
+from dtensor.api.values.randomness import Counter, random_inputs
 from dtensor.daft import DaftError, Stored
 from dtensor.errors import PlanningError
 from dtensor.frontend.call_lock import CALL_LOCK
@@ -265,7 +265,7 @@ def _run(session: MeshSession, entry: Entry, call: CallKey, reads: Sequence[Read
         if f"number_{index}" in planned.numbers:
             feed[f"number_{index}"] = number
     if STEP in planned.numbers:
-        feed |= numbers_fed(_draws.advance(), "eager")
+        feed |= random_inputs(_draws.advance(), "eager")
     names = [fresh_name() for _ in planned.plan.outputs]
     keep = {f"result {o.of}": names[int(o.of)] for o in planned.plan.outputs}
     note_line(session)

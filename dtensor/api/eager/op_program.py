@@ -38,7 +38,7 @@ from dtensor.frontend.capture.simplify import simplify
 from dtensor.frontend.dataflow.to_dataflow import dataflow
 from dtensor.frontend.graph import Arg, Graph, OutTree, Result, op_call
 from dtensor.private_torch import FakeTensorMode, OpOverload, pytree
-from dtensor.sharding.ops.call import Operand, RunNumber, slots_of
+from dtensor.sharding.ops.call import Operand, RunNumber, run_number_names
 from dtensor.sharding.plan.dataflow import Dataflow, Output
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.planner import plan
@@ -187,7 +187,7 @@ def plan_op(op: OneOp) -> PlannedOp:
     num_results = len(built_op.graph.outputs)
     index_of_input = {name: i for i, name in enumerate(built_op.inputs) if name is not None}
     results = iter(range(num_results))
-    names_by_op = [slots_of(s.op.call) for s in planned.steps if s.op is not None]
+    names_by_op = [run_number_names(s.op.call) for s in planned.steps if s.op is not None]
     return PlannedOp(
         plan=planned,
         results=tuple(
@@ -244,8 +244,8 @@ def without_pending(spec: TensorSpec) -> dict[str, Placement]:
 def _has_folded_number(flow: Dataflow, planned: Plan, slots: frozenset[str]) -> bool:
     """Return whether a run number is no longer a direct argument of the one op that took it."""
     computed = [step.op for step in planned.steps if step.op is not None]
-    in_flow = [slots_of(op.call) for op in flow.ops if slots_of(op.call)]
-    in_plan = [slots_of(op.call) for op in computed if slots_of(op.call)]
+    in_flow = [run_number_names(op.call) for op in flow.ops if run_number_names(op.call)]
+    in_plan = [run_number_names(op.call) for op in computed if run_number_names(op.call)]
     all_computed = len(flow.ops) == len({op.name for op in computed})
     intact = len(in_flow) == len(in_plan) == 1 and set(in_plan[0]) == slots and all_computed
     return bool(slots) and not intact

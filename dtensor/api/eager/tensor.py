@@ -22,7 +22,7 @@ from dtensor.api.eager.dispatch import dispatch, like_spec
 from dtensor.api.eager.execute_op import execute, fetch, own_value, spec_of
 from dtensor.api.eager.functions import torch_function
 from dtensor.api.eager.values import Alias, Cell, CellTensor, Value, ViewStep, fresh_name
-from dtensor.api.model.stating.stated_placements import check_fit, restated
+from dtensor.api.model.stating.stated_placements import check_fit, ordered_placements
 from dtensor.api.store.handle import Layout, contiguous, contiguous_layout
 from dtensor.api.store.session import MeshSession, session_for
 from dtensor.api.values.lazy_parameters import LazyTensor, fault_in
@@ -122,7 +122,7 @@ class DTensor(CellTensor):
         """
         spec = self.spec
         check_placements(self.mesh, placements)
-        present = restated(spec)
+        present = ordered_placements(spec)
         stated = {**present, **placements}
         if set(placements) >= set(present):  # the user's order says which axis is major
             stated = dict(placements)

@@ -36,7 +36,7 @@ from dtensor.frontend.capture.patches import PROCESS_FLAGS, load_compiler
 from dtensor.frontend.capture.thread_patches import patch_attributes, patch_flags
 from dtensor.frontend.graph import type_text
 from dtensor.private_torch import FakeTensorMode, compile_lock
-from dtensor.signals import as_set
+from dtensor.signals import immediate_handlers
 
 PROTOCOL = "forward(tokens, cache, pos), as docs/generation.md has it"
 _PROBE_LENGTH = 2  # positions
@@ -308,7 +308,7 @@ def _probe(module: nn.Module, call: Callable[..., Any]) -> _Probe:
     )  # as in a capture, because models read these flags
     with (
         CALL_LOCK,
-        CALL_LOCK.and_then(compile_lock()),
+        CALL_LOCK.also_holding(compile_lock()),
         capturing(),
         thread_local_parameters(list(module.modules())),
         patch_flags(PROCESS_FLAGS),
@@ -317,7 +317,7 @@ def _probe(module: nn.Module, call: Callable[..., Any]) -> _Probe:
         torch.no_grad(),
         evaluating(module),
         _track_modules(names, stack),
-        as_set(),  # signals act as usual
+        immediate_handlers(),  # signals act as usual
     ):
         fakes = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in named.items()}
         tokens = torch.zeros(1, _PROBE_LENGTH, dtype=torch.int64)

@@ -56,7 +56,7 @@ from dtensor.api.model.parallel import ParallelModule, check_parallel
 from dtensor.api.store.session import MeshSession, session_for
 from dtensor.api.values.randomness import Counter, initial_seed, key_of
 from dtensor.daft import DaftError
-from dtensor.errors import PlanningError, check_number, check_word, not_pickled
+from dtensor.errors import PlanningError, check_number, check_word, pickling_error
 from dtensor.frontend.call_lock import CALL_LOCK, is_capturing
 from dtensor.frontend.graph import Graph
 from dtensor.sharding.ops import sampling as sampling  # registers torch.ops.dt.next_tokens
@@ -147,7 +147,7 @@ class Generator:
         self._events: list[Event] = []  # of submitted requests
 
     def __reduce__(self) -> NoReturn:
-        raise not_pickled(
+        raise pickling_error(
             "a generator cannot be pickled or copied",
             'dt.save("checkpoint", gen.model), and make the generator again from the model that '
             "dt.load has filled",

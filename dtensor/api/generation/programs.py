@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from dtensor.api.eager.compiled import CompiledFunction, compile
 from dtensor.api.generation.forwards import Forward
 from dtensor.api.generation.kv_cache import Decoding, KVSlots, Prefill
-from dtensor.api.model.parallel import ParallelModule, chosen_by, parallelize
+from dtensor.api.model.parallel import ParallelModule, chosen_placements, parallelize
 from dtensor.api.model.stating.stages import StagePlan
 from dtensor.api.store.session import MeshSession
 from dtensor.errors import PlanningError
@@ -175,7 +175,7 @@ def copies_of_heads(decode: Plan) -> dict[int, list[int]]:
 
 def settle_caches(caches: ParallelModule, decode: Plan) -> None:
     """Settle the caches' placements, for all programs, as decode uses them: it runs most often."""
-    placements = chosen_by(decode).items()
+    placements = chosen_placements(decode).items()
     of_caches = {n.removeprefix(CACHES): p for n, p in placements if n.startswith(CACHES)}
     caches.settle(of_caches, decode.stage_ranks, caches.stage_plan)
 

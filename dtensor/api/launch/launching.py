@@ -50,7 +50,7 @@ from dtensor.runtime.schedule import Schedule
 from dtensor.sharding.redistribute.sync_plan import SyncPlan
 from dtensor.sharding.redistribute.topology import Topology
 from dtensor.sharding.spec.mesh import Mesh
-from dtensor.signals import defer_signals, held_back, waits_may_act
+from dtensor.signals import defer_signals, held_back, waits_handle_signals
 
 _State = Literal["never started", "given up", "running", "ended"]
 _NO_RANKS: tuple[_State, ...] = ("never started", "given up")
@@ -115,7 +115,7 @@ class LaunchSession(MeshSession):
                 _check_none_runs()
                 _starting.append(self)
             try:  # without the lock: other calls continue meanwhile
-                with waits_may_act():
+                with waits_handle_signals():
                     running = self._start_ranks()
                 (first, ranks), *other_meshes = self._places.items()
                 super().__init__(first, running.part(first, ranks), running)
@@ -144,7 +144,7 @@ class LaunchSession(MeshSession):
             if not self._mark_ended():
                 return
             try:
-                with waits_may_act():
+                with waits_handle_signals():
                     self.launch.settle()
                     self._actors.end()
             except BaseException as error:
@@ -181,7 +181,7 @@ class LaunchSession(MeshSession):
         with defer_signals():
             if self._mark_ended():
                 try:
-                    with waits_may_act():
+                    with waits_handle_signals():
                         self.launch.settle(saves=False)
                         self._actors.end()
                 finally:

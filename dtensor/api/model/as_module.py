@@ -15,7 +15,7 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import nn
 
-from dtensor.errors import PlanningError, not_pickled
+from dtensor.errors import PlanningError, pickling_error
 
 
 class AsModule:
@@ -100,7 +100,7 @@ class AsModule:
         return copied
 
     def __reduce__(self) -> NoReturn:
-        raise not_pickled(
+        raise pickling_error(
             f"a parallelized {type(self.module).__name__} cannot be pickled",
             'dt.save("checkpoint", model, optimizer); torch.save(model.state_dict(), "model.pt"); '
             "or pickle model.module",

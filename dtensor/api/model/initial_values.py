@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 
-from dtensor.api.model.labels import SeenModule
+from dtensor.api.model.labels import ModuleSnapshot
 from dtensor.api.values.randomness import initial_seed, key_of
 from dtensor.daft import Call, Function, Label, Program, RankProgram
 from dtensor.errors import PlanningError
@@ -50,7 +50,7 @@ class InitialValues:
     a value without a source, or None for the usual fix.
     """
 
-    def __init__(self, module: nn.Module, init: Init | None, seen: SeenModule) -> None:
+    def __init__(self, module: nn.Module, init: Init | None, seen: ModuleSnapshot) -> None:
         """Record the initialisation ``init``, if there is one, as a recipe for each tensor."""
         self.remedy: str | None = None
         self.holders: dict[str, MetaHolder] = {}
@@ -94,14 +94,14 @@ class InitialValues:
         recipe = self.recipes[label]
         return make(recipe, Place.whole(recipe.view.size).pieces, torch.device("cpu"))
 
-    def load(self, module: nn.Module, seen: SeenModule, state: Mapping[str, Any]) -> None:
+    def load(self, module: nn.Module, seen: ModuleSnapshot, state: Mapping[str, Any]) -> None:
         """Store the state dict's values of parameters and buffers on the meta device."""
         for key, label in labels_in_state(module, seen).items():
             if key in state and label in seen.tensors and seen.tensors[label].is_meta:
                 self.forget([label])
                 self.loaded[label] = state[key].detach().cpu().clone()
 
-    def leave_on_disk(self, stored: Mapping[str, OnDisk]) -> None:
+    def set_on_disk(self, stored: Mapping[str, OnDisk]) -> None:
         """Use these values, which stay in files, for parameters and buffers on the meta device."""
         self.forget(stored)
         self.on_disk.update(stored)
@@ -113,7 +113,7 @@ class InitialValues:
                 values.pop(label, None)
 
 
-def labels_in_state(module: nn.Module, seen: SeenModule) -> dict[str, str]:
+def labels_in_state(module: nn.Module, seen: ModuleSnapshot) -> dict[str, str]:
     """Return the label of the tensor under each key of the module's state dict.
 
     A key may differ from the tensor's name: if the tensor is tied, or a hook renames keys, as in

@@ -32,7 +32,7 @@ _dicts_of = attrgetter("_parameters", "_buffers", "_modules")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SeenModule:
+class ModuleSnapshot:
     """The contents of a module when a snapshot was made.
 
     labels: name -> label. names: label -> first name. tensors: label -> tensor. number: equal for
@@ -73,7 +73,7 @@ class Labels:
         """The labels of objects that still exist, in the module or not."""
         return frozenset(self._labels.values())
 
-    def snapshot(self) -> SeenModule:
+    def snapshot(self) -> ModuleSnapshot:
         """Return the module's present contents. New tensors get labels."""
         contents = _Contents(self.module)
         tensors = named_tensors(self.module)
@@ -81,7 +81,7 @@ class Labels:
         names: dict[str, str] = {}
         for name, label in labels.items():
             names.setdefault(label, name)
-        return SeenModule(
+        return ModuleSnapshot(
             labels=labels,
             names=names,
             tensors={label: tensors[name] for label, name in names.items()},

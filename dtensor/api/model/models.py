@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import nn
 
-from dtensor.api.model.parallel import ParallelModule, chosen_by
+from dtensor.api.model.parallel import ParallelModule, chosen_placements
 from dtensor.api.model.stating.stages import StagePlan
 from dtensor.errors import PlanningError
 from dtensor.frontend.graph import named_tensors
@@ -112,7 +112,7 @@ class Models:
     def settle(self, plan: Plan, stages: StagePlan) -> None:
         """Fix the plan's stages and placements for all later programs of each module."""
         is_single = len(self.parts) == 1  # only then may a plan choose the stages ("auto")
-        for model, chosen in self.by_part(chosen_by(plan)):
+        for model, chosen in self.by_part(chosen_placements(plan)):
             model.settle(chosen, plan.stage_ranks, stages if is_single else model.stage_plan)
 
     def agrees(self, plan: Plan, stages: StagePlan) -> bool:
@@ -120,7 +120,7 @@ class Models:
         is_single = len(self.parts) == 1
         return all(
             model.agrees(chosen, plan.stage_ranks, stages if is_single else model.stage_plan)
-            for model, chosen in self.by_part(chosen_by(plan))
+            for model, chosen in self.by_part(chosen_placements(plan))
         )
 
 

@@ -18,14 +18,14 @@ from torch import nn
 
 from dtensor.api.model.as_module import AsModule
 from dtensor.api.model.initial_values import Init, InitialValues
-from dtensor.api.model.labels import Labels, SeenModule
+from dtensor.api.model.labels import Labels, ModuleSnapshot
 from dtensor.api.model.stating.recomputed import checked_recompute
 from dtensor.api.model.stating.roles_of_weights import StatedRoles
 from dtensor.api.model.stating.stages import Auto, StagePlan, Stages, resolve_stages
 from dtensor.api.model.stating.stated_placements import (
     ParameterPlacement,
+    ordered_placements,
     resolve_placements,
-    restated,
     some_axis,
 )
 from dtensor.api.values.randomness import Counter
@@ -78,7 +78,7 @@ class ParallelModule(AsModule):
         patterns: Mapping[str, StatedRoles] | None = None,
     ) -> None:
         self.labels = Labels(module)
-        self.seen: SeenModule = self.labels.snapshot()
+        self.seen: ModuleSnapshot = self.labels.snapshot()
         self.patterns: Mapping[str, StatedRoles] = patterns or {}
         self._former_statements: _Statements = _Statements({}, {})  # at the look before, by label
         self.misaligned: OnMisaligned = misaligned
@@ -339,7 +339,7 @@ def check_parallel(verb: str, model: object) -> None:
         )
 
 
-def not_the_models(parameter: torch.Tensor) -> PlanningError:
+def foreign_parameter_error(parameter: torch.Tensor) -> PlanningError:
     """Return the error for a parameter of an optimizer that never was in the module."""
     return PlanningError(
         f"the optimizer holds a parameter of shape {list(parameter.shape)} that is not one of the "
@@ -348,12 +348,12 @@ def not_the_models(parameter: torch.Tensor) -> PlanningError:
     )
 
 
-def chosen_by(plan: Plan) -> dict[str, dict[str, Placement]]:
+def chosen_placements(plan: Plan) -> dict[str, dict[str, Placement]]:
     """Return the placements of each parameter and buffer on all axes except the stages'."""
     placements: dict[str, dict[str, Placement]] = {}
     for item in plan.inputs:
         if item.kind in ("parameter", "buffer"):
-            sharded = restated(item.base)
+            sharded = ordered_placements(item.base)
             axes = [a for a in plan.mesh.axes if a in item.spec.mesh.axes and a not in sharded]
             placements[item.label] = {**sharded, **dict.fromkeys(axes, REPLICATE)}
     return placements

@@ -30,8 +30,8 @@ from dtensor.api.model.stating.stated_placements import (
     ParameterPlacement,
     input_pins,
     num_nonempty,
+    ordered_placements,
     planner_pins,
-    restated,
 )
 from dtensor.errors import PlanningError
 from dtensor.frontend.dataflow.per_microbatch import per_microbatch
@@ -257,7 +257,7 @@ def _input_pins(captured: CapturedCall, flow: Dataflow, stages: StagePlan) -> In
                 f"{name} is on {spec.mesh}, the program is for {mesh}.\n"
                 f"fix: dt.transfer({name}, {mesh!r}) first, or make the program for {spec.mesh!r}"
             )
-        pins[name] = {**restated(spec), **pins.get(name, {})}
+        pins[name] = {**ordered_placements(spec), **pins.get(name, {})}
     return InputPins(pins=pins, batch=stated.batch)
 
 

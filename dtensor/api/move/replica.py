@@ -27,7 +27,7 @@ from dtensor.api.store.default_home import current_homes
 from dtensor.api.store.meshes import ranks_of_meshes
 from dtensor.api.store.session import MeshSession, launched, session_for
 from dtensor.api.store.store import Moving
-from dtensor.api.values.lazy_parameters import as_it_is
+from dtensor.api.values.lazy_parameters import without_hook
 from dtensor.errors import PlanningError
 from dtensor.frontend.call_lock import CALL_LOCK
 from dtensor.frontend.graph import named_tensors, type_text
@@ -299,7 +299,7 @@ def _by_name(model: ParallelModule, stored: _Stored) -> _Stored:
 def _meta_copy(module: nn.Module) -> nn.Module:
     """Return a copy of the module with tensors on the meta device, tied like the module's."""
     memo: dict[int, object] = {}
-    with as_it_is():
+    with without_hook():
         for tensor in named_tensors(module).values():
             if id(tensor) in memo:
                 continue

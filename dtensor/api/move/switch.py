@@ -22,7 +22,12 @@ import torch
 
 from dtensor.api.model.mesh_history import restate
 from dtensor.api.model.models import Models
-from dtensor.api.model.parallel import ParallelModule, check_parallel, chosen_by, parallelize
+from dtensor.api.model.parallel import (
+    ParallelModule,
+    check_parallel,
+    chosen_placements,
+    parallelize,
+)
 from dtensor.api.model.stating.roles_of_weights import StatedRoles
 from dtensor.api.step.bound_call import BoundCall, to_meta
 from dtensor.api.step.loaded_program import programs_of
@@ -33,7 +38,7 @@ from dtensor.api.step.training import (
     TrainStep,
     grid_of,
 )
-from dtensor.api.step.wrapped_optimizers import torchs_own
+from dtensor.api.step.wrapped_optimizers import unwrapped_optimizer
 from dtensor.api.store.default_home import current_homes
 from dtensor.api.store.home import ModelHome, OptimizerHome
 from dtensor.api.store.meshes import not_launched
@@ -163,7 +168,7 @@ class _PlannedStep:
         """Settle the placements that the plan has chosen in ``other``, as a run does."""
         planned = self.planned
         stages = planned.stages if len(planned.models.parts) == 1 else self.other.stage_plan
-        for part, chosen in planned.models.by_part(chosen_by(planned.plan)):
+        for part, chosen in planned.models.by_part(chosen_placements(planned.plan)):
             if part is self.other:
                 part.settle(chosen, planned.plan.stage_ranks, stages)
 
@@ -405,7 +410,7 @@ def _optimizers(
     kinds = torch.optim.Optimizer | list | tuple | None
     check_kind("the optimizer", stated, kinds, "a torch.optim optimizer or None", fix)
     optimizers = (stated,) if isinstance(stated, torch.optim.Optimizer) else tuple(stated or ())
-    optimizers = tuple(map(torchs_own, optimizers))
+    optimizers = tuple(map(unwrapped_optimizer, optimizers))
     for optimizer in optimizers:
         check_kind(
             "the optimizer", optimizer, torch.optim.Optimizer, "a torch.optim optimizer", fix

@@ -26,7 +26,7 @@ from dtensor.api.model.parallel import ParallelModule, parallelize
 from dtensor.api.model.stating.patterns import listing, nearest
 from dtensor.api.step.bound_call import BoundCall, for_capture
 from dtensor.api.step.train_step import train_step
-from dtensor.api.step.wrapped_optimizers import torchs_own
+from dtensor.api.step.wrapped_optimizers import unwrapped_optimizer
 from dtensor.errors import PlanningError, check_callable, check_kind
 from dtensor.frontend.graph import Graph
 from dtensor.gc_pause import collector_paused
@@ -75,7 +75,7 @@ class Compared:
     @property
     def bytes(self) -> dict[tuple[str, str], int]:
         """By (axis, phase), the bytes that a rank of the stage that sends most sends in a step."""
-        sent = self.plan.totals.most_sent(lambda key: (key[0], str(key[1])))
+        sent = self.plan.totals.max_sent_by(lambda key: (key[0], str(key[1])))
         return {key: most.bytes_sent for key, most in sent.items()}
 
     @property
@@ -242,7 +242,7 @@ class CapturedStep:
         if not isinstance(made, torch.optim.Optimizer):
             check_callable("optimizer", made, "torch.optim.AdamW, or an optimizer")
             made = made(model.parameters())
-        made = torchs_own(made)
+        made = unwrapped_optimizer(made)
         check_optimizer(made)
         args, named = pytree.tree_map(_argument, (batch, dict(kwargs)))
         return CapturedStep(

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 
 from dtensor.sharding.plan.choose.contractions import Contraction, contractions_of
 from dtensor.sharding.plan.choose.opened_factors import crooked
-from dtensor.sharding.plan.choose.split_through_op import CROOKED, around, split_by
+from dtensor.sharding.plan.choose.split_through_op import MISALIGNED, around, split_by
 from dtensor.sharding.plan.dataflow import Dataflow, Op, without_numbers
 from dtensor.sharding.plan.planner import rules_of
 from dtensor.sharding.plan.request import Pin
@@ -364,7 +364,7 @@ class _Derivation:
             followed.shards[value] = plain
             followed.reaches_end |= value in returned
             for op, tensor, strategy in around(self.flow, rules, value, plain, num):
-                if strategy == CROOKED:
+                if strategy == MISALIGNED:
                     followed.crooked = True
                 elif self._is_gathered(op, strategy, followed):
                     continue

@@ -26,7 +26,7 @@ from dtensor.api.model.parallel import ParallelModule
 from dtensor.api.model.statements import CapturedCall, Options
 from dtensor.api.step.flatten_arguments import flatten_arguments
 from dtensor.api.store.handle import TensorHandle, contiguous_layout
-from dtensor.api.values.lazy_parameters import as_it_is
+from dtensor.api.values.lazy_parameters import without_hook
 from dtensor.errors import check_dense
 from dtensor.frontend.capture.autocast import surrounding
 from dtensor.frontend.capture.call_as_module import leaf_names
@@ -209,7 +209,7 @@ def leaf_key(leaf: Any) -> object:
     a DTensor, value of a number or string, identity of any other object."""
     match leaf:
         case TensorHandle():
-            with as_it_is():  # otherwise torch calls __torch_function__ for each attribute
+            with without_hook():  # otherwise torch calls __torch_function__ for each attribute
                 return (leaf.held, leaf.requires_grad)
         case TensorSpec():
             return (contiguous_layout(leaf), leaf.requires_grad)
@@ -239,7 +239,7 @@ def for_capture(leaf: Any) -> Any:
 def to_meta(leaf: Any) -> Any:
     """Return a contiguous meta tensor like a tensor, a DTensor or a spec; any other leaf as is."""
     if isinstance(leaf, (TensorSpec, torch.Tensor)):
-        with as_it_is():
+        with without_hook():
             shape, dtype, grad = tuple(leaf.shape), leaf.dtype, leaf.requires_grad
         return torch.empty(shape, dtype=dtype, device="meta").requires_grad_(grad)
     return leaf

@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.optim.optimizer as hooks
 
-from dtensor.api.model.labels import SeenModule
-from dtensor.api.model.parallel import ParallelModule, not_the_models
-from dtensor.api.values.lazy_parameters import as_it_is
+from dtensor.api.model.labels import ModuleSnapshot
+from dtensor.api.model.parallel import ParallelModule, foreign_parameter_error
+from dtensor.api.values.lazy_parameters import without_hook
 from dtensor.errors import PlanningError
 from dtensor.runtime.optimizer.elementwise.optimizer_rule import known_rule
 
@@ -43,12 +43,12 @@ class GroupNames:
             self.key = key
         return self.names
 
-    def _names(self, parameters: Sequence[torch.Tensor], seen: SeenModule) -> Iterator[str]:
+    def _names(self, parameters: Sequence[torch.Tensor], seen: ModuleSnapshot) -> Iterator[str]:
         """Yield the names of those of these parameters that are still in the module."""
         for parameter in parameters:
             label = self.model.labels.of(parameter)
             if label is None:
-                raise not_the_models(parameter)
+                raise foreign_parameter_error(parameter)
             if label in seen.names:
                 yield seen.names[label]
 
@@ -72,7 +72,7 @@ def step_without_gradients(optimizer: torch.optim.Optimizer) -> None:
         return
     if "step" not in vars(optimizer) and not _has_hooks(optimizer):
         return
-    with as_it_is():
+    with without_hook():
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         gradients = [(p, p.grad) for p in parameters if p.grad is not None]
         for parameter, _ in gradients:
@@ -80,7 +80,7 @@ def step_without_gradients(optimizer: torch.optim.Optimizer) -> None:
     if _has_hooks(optimizer):  # which may read parameters
         optimizer.step()
     else:
-        with as_it_is():
+        with without_hook():
             optimizer.step()
     for parameter, grad in gradients:
         parameter.grad = grad

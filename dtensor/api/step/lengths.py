@@ -28,7 +28,7 @@ from dtensor.frontend.source import caller_level
 from dtensor.private_torch import pytree
 
 if TYPE_CHECKING:
-    from dtensor.frontend.capture.lengths import ForLengths
+    from dtensor.frontend.capture.lengths import ExportForLengths
     from dtensor.frontend.guards.executed_code import ExecutedCode
 
 Dim = tuple[int, int]
@@ -68,7 +68,7 @@ class _Program:
     call: Call
     sizes: Sizes
     graph: Graph
-    export: ForLengths | None = None
+    export: ExportForLengths | None = None
     symbols: Mapping[Dim, int] = field(default_factory=dict)
     exported_sizes: tuple[Sizes, ...] = ()
     num_exports: int = 0

@@ -33,7 +33,7 @@ from dtensor.errors import PlanningError
 from dtensor.frontend.graph import named_tensors
 from dtensor.frontend.source import caller_level
 from dtensor.kernels.registry import current
-from dtensor.runtime.lower.program import fed_spec, holders, lower, on_mesh
+from dtensor.runtime.lower.program import argument_spec, holders, lower, on_mesh
 from dtensor.runtime.lower.rank_builder import Roles
 from dtensor.runtime.lower.step_end import SCALE
 from dtensor.runtime.schedule import Grid
@@ -43,7 +43,7 @@ from dtensor.sharding.spec.placements import REPLICATE
 from dtensor.sharding.spec.shards import shard_of
 from dtensor.sharding.spec.spec import TensorSpec, alike
 from dtensor.sharding.spec.stored import StoredTensor
-from dtensor.signals import waits_may_act
+from dtensor.signals import waits_handle_signals
 
 RETURNED_BYTES = 2**16
 """The bytes of results that a rank returns with its run, so that reading them costs no further
@@ -71,9 +71,9 @@ class LoadedProgram(ClusterProgram):
         self.planned = planned
         self.program = program
         self.specs: dict[str, TensorSpec] = {
-            name: fed_spec(planned.plan, name) for name in planned.arguments
+            name: argument_spec(planned.plan, name) for name in planned.arguments
         }
-        with waits_may_act():  # a signal handler may raise: nothing has changed yet
+        with waits_handle_signals():  # a signal handler may raise: nothing has changed yet
             super().__init__(session.cluster, session.cluster.load(program))
         self.writes: frozenset[str] = _written_names(planned, training)
         by_part = planned.models.by_part(dict.fromkeys(self.writes))

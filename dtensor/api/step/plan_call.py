@@ -31,7 +31,7 @@ from dtensor.api.model.stating.stages import StagePlan
 from dtensor.api.step.bound_call import BoundCall, Grads
 from dtensor.errors import check_word
 from dtensor.frontend.call_lock import CALL_LOCK
-from dtensor.frontend.capture.capture import forget_fakes
+from dtensor.frontend.capture.capture import trim_fake_cache
 from dtensor.frontend.graph import Graph
 from dtensor.gc_pause import collector_paused
 from dtensor.runtime.lower.timetable import GridTimetable
@@ -40,7 +40,7 @@ from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.planner import plan
 from dtensor.sharding.plan.request import Request
 from dtensor.sharding.spec.mesh import Mesh
-from dtensor.signals import as_set
+from dtensor.signals import immediate_handlers
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -101,11 +101,11 @@ def plan_call(
 ) -> Planned:
     """Plan the call under ``name``; capture it first unless ``graph`` is its graph. Raises
     PlanningError. The caller has called ``call.look()``."""
-    with CALL_LOCK, collector_paused(), as_set():
+    with CALL_LOCK, collector_paused(), immediate_handlers():
         captured = call.capture(mesh, grads, options, name, graph)
         request, stages = request_of(captured)
         new_plan = plan(request)
-        forget_fakes()
+        trim_fake_cache()
         graph, models = captured.graph, captured.models
         inputs = captured.argument_inputs(request.flow)
         return Planned(

@@ -18,7 +18,7 @@ from dtensor.api.model.stating.recomputed import checked_recompute
 from dtensor.api.step import loss_scale
 from dtensor.api.step.plan_call import checked_capture
 from dtensor.api.step.training import StepOptions, TrainStep
-from dtensor.api.step.wrapped_optimizers import torchs_own
+from dtensor.api.step.wrapped_optimizers import unwrapped_optimizer
 from dtensor.errors import (
     PlanningError,
     check_callable,
@@ -132,7 +132,7 @@ def train_step(
     fix = "dt.train_step(model, lambda model, x, y: ..., optimizer)"
     check_callable("loss_fn", loss_fn, fix)
     check_kind("elementwise", elementwise, bool, "True or False", "elementwise=True")
-    wrapper, optimizer = optimizer, torchs_own(optimizer)
+    wrapper, optimizer = optimizer, unwrapped_optimizer(optimizer)
     if elementwise:
         state_elementwise(optimizer)
     check_optimizer(optimizer)

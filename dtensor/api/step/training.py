@@ -38,12 +38,12 @@ from dtensor.api.step.plan_call import Planned, plan_call, stated_device
 from dtensor.api.step.wrapped_optimizers import refuse_accumulation
 from dtensor.api.store.optimizer_state import place_optimizer
 from dtensor.api.store.session import MeshSession, launched, planning_for, session_for
-from dtensor.api.values.randomness import numbers_fed
+from dtensor.api.values.randomness import random_inputs
 from dtensor.daft import DaftError, TaskError
 from dtensor.daft.errors import RunInterrupted
 from dtensor.errors import (
     PlanningError,
-    not_pickled,
+    pickling_error,
 )
 from dtensor.frontend.call_lock import CALL_LOCK
 from dtensor.frontend.graph import Graph
@@ -149,7 +149,7 @@ class TrainStep:
         return self._grid[1]
 
     def __reduce__(self) -> NoReturn:
-        raise not_pickled(
+        raise pickling_error(
             f"the step of {self._name} cannot be pickled or copied",
             'dt.save("checkpoint", step.model, step.optimizer), and make the step again from what '
             "dt.load has filled",
@@ -336,7 +336,7 @@ class TrainStep:
         steps, model_home = self.model.steps, session.model_home(self.model)
         numbering = session.numbering(f"{model_home.prefix}steps", steps, takes=True)
         resets = steps.resets
-        numbers = numbers_fed(steps.advance(), "train")
+        numbers = random_inputs(steps.advance(), "train")
         inputs = program.feed(call, numbers, options)
         future = session.run(program.handle, inputs, label_by_output, numbering)
         program.last_run = weakref.ref(future)
@@ -424,7 +424,7 @@ class TrainStep:
             session.place(planned.models, planned.plan, planned.stages)
             name = f"{session.model_home(self.model).prefix}steps"
             numbering = session.numbering(name, self.model.steps, takes=False)
-            numbers = numbers_fed(self.model.steps.present(), "train")
+            numbers = random_inputs(self.model.steps.present(), "train")
             scaler, scale = self.options.grad_scaler, self._scale
             inputs = program.feed(call, numbers, {} if scaler is None else {SCALE: scale})
             run = session.run(program.handle, inputs, {}, numbering)

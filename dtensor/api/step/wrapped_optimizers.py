@@ -20,7 +20,7 @@ from dtensor.errors import PlanningError, check_kind
 _OPTIMIZER = torch.optim.Optimizer | None
 
 
-def torchs_own(optimizer: Any) -> Any:
+def unwrapped_optimizer(optimizer: Any) -> Any:
     """Return the optimizer in Accelerate's wrapper, or the argument itself if it is not wrapped."""
     accelerate = sys.modules.get("accelerate.optimizer")
     if accelerate is not None and type(optimizer) is accelerate.AcceleratedOptimizer:
@@ -28,11 +28,11 @@ def torchs_own(optimizer: Any) -> Any:
     return optimizer
 
 
-def checked_optional(optimizer: Any) -> torch.optim.Optimizer | None:
+def checked_optimizer(optimizer: Any) -> torch.optim.Optimizer | None:
     """Return the unwrapped optimizer, or None. Raises PlanningError for another object."""
     fix = "pass the optimizer itself, or leave it out"
     check_kind("the optimizer", optimizer, _OPTIMIZER, "a torch.optim optimizer or None", fix)
-    return torchs_own(optimizer)
+    return unwrapped_optimizer(optimizer)
 
 
 def refuse_accumulation(wrapper: Any) -> None:

@@ -19,7 +19,7 @@ from torch import nn
 
 from dtensor.api.model.parallel import ParallelModule
 from dtensor.api.store.home import ModelHome
-from dtensor.api.values.lazy_parameters import as_it_is
+from dtensor.api.values.lazy_parameters import without_hook
 from dtensor.runtime.transfer.between_meshes import bucket_bytes
 from dtensor.sharding.plan.storage import stored_spec
 from dtensor.sharding.redistribute.sync_plan import plan_sync
@@ -67,7 +67,7 @@ def _stated_home(
     if label not in model.settled:
         placements = next((p.placements for p in model.placements if p.name == name), {})
         stated = {axis: p for axis, p in placements.items() if isinstance(p, Placement)}
-    with as_it_is():
+    with without_hook():
         shape, dtype = tuple(tensor.shape), tensor.dtype
     spec = make_spec(shape, dtype, model.mesh, stated)
     if model.zero is not None and model.zero[1] == 3 and isinstance(tensor, nn.Parameter):

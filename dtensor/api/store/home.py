@@ -28,13 +28,13 @@ from dtensor.api.store.store import MeshRanks, Owner, TensorStore, buckets
 from dtensor.api.values.lazy_parameters import (
     Entries,
     LazyOptimizerState,
-    as_it_is,
     by_holder,
     evict,
     holder_of,
     label_of,
     make_plain,
-    plainly,
+    without_fetch,
+    without_hook,
 )
 from dtensor.daft import Cluster
 from dtensor.errors import PlanningError
@@ -42,7 +42,7 @@ from dtensor.runtime.optimizer.elementwise.optimizer_rule import OptimizerRule
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.stored import StoredTensor
-from dtensor.signals import waits_may_act
+from dtensor.signals import waits_handle_signals
 
 if TYPE_CHECKING:
     from dtensor.runtime.optimizer.elementwise.shadow_optimizer import ShadowOptimizer
@@ -213,7 +213,7 @@ class ModelHome:
         if not self.stale.isdisjoint(labels):
             self.refresh([*labels, *self._prefetched_labels(labels[-1])])
             self._fetch_size *= 2
-        with plainly():
+        with without_fetch():
             for label, tensor in zip(labels, tensors, strict=True):
                 make_plain(tensor)
                 self.read_copies[label] = tensor.detach().clone()
@@ -234,13 +234,13 @@ class ModelHome:
         stale = self.stale & self.local_tensors.keys()
         stale_labels = [label for label in dict.fromkeys(labels) if label in stale]
         self._refuse_written(self._written(stale_labels))
-        with waits_may_act():
+        with waits_handle_signals():
             self._fetch(stale_labels)
 
     def _fetch(self, labels: Sequence[str]) -> None:
         """Copy these values from the ranks into the memory of their tensors."""
         for bucket in buckets({label: self.stored[label] for label in labels}):
-            with plainly():
+            with without_fetch():
                 for label, value in self.gather([*bucket]).items():
                     tensor = self.local_tensors[label]
                     with torch.inference_mode() if tensor.is_inference() else nullcontext():
@@ -255,7 +255,7 @@ class ModelHome:
             self._settle_read()
         if self.seen_number != self.model.seen.number:
             self._settle_changed()
-        with as_it_is():
+        with without_hook():
             written = list(map(_version, self._versioned)) != self._last_versions
         if written:
             self._settle_written()
@@ -475,7 +475,7 @@ class ModelHome:
 def check_no_shared_memory(tensors: Mapping[str, Tensor], written: Set[str]) -> None:
     """Raises PlanningError if a tensor that a program changes shares memory with another tensor: on
     the ranks only one of the two would change."""
-    with as_it_is():
+    with without_hook():
         distinct = {id(tensor): (name, tensor) for name, tensor in reversed(list(tensors.items()))}
         spans = sorted(
             (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name)
@@ -498,7 +498,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _version_of(tensor: Tensor) -> int:
-    with as_it_is():
+    with without_hook():
         return tensor._version
 
 

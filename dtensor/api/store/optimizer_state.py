@@ -260,7 +260,7 @@ def _check_no_key_missing(
         return
     groups = home.optimizer.param_groups
     group = next(g for g in groups if any(p is parameter for p in g["params"]))
-    if home.rule.makes_missing(home.optimizer, group, keys):
+    if home.rule.creates_missing_state(home.optimizer, group, keys):
         return
     raise PlanningError(
         f"{type(home.optimizer).__name__} reads {key} of {label}, whose state has only "

@@ -48,7 +48,7 @@ from dtensor.sharding.redistribute.between_meshes import holders_of
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.spec import TensorSpec
 from dtensor.sharding.spec.stored import StoredTensor
-from dtensor.signals import when_forced
+from dtensor.signals import on_forced_signal
 
 if TYPE_CHECKING:
     from dtensor.daft.cluster.call_log import Recovered
@@ -483,7 +483,7 @@ def _interrupt_clusters() -> None:
         launch.cluster.interrupted()
 
 
-when_forced.append(_interrupt_clusters)
+on_forced_signal.append(_interrupt_clusters)
 
 
 def session_for(mesh: Mesh) -> MeshSession:

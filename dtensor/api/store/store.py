@@ -45,9 +45,9 @@ from dtensor.sharding.redistribute.between_meshes import TransferPlan
 from dtensor.sharding.redistribute.sync_plan import SyncPlan
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import REPLICATE
-from dtensor.sharding.spec.shards import assemble_at, lent_shard
+from dtensor.sharding.spec.shards import assemble_at, shard_to_copy
 from dtensor.sharding.spec.stored import StoredTensor
-from dtensor.signals import waits_may_act
+from dtensor.signals import waits_handle_signals
 
 PIECE_BYTES = 2**26
 """The bytes that are put at a time, of all ranks together."""
@@ -192,7 +192,7 @@ class TensorStore:
         if not entries:
             return
         session = self._session(entries.values())
-        with waits_may_act():  # after a signal, values without an entry are put again
+        with waits_handle_signals():  # after a signal, values without an entry are put again
             self._put_in_pieces(session, _shards(to_send))
         if by_rank_and_name:
             self._make_on_ranks(session, by_rank_and_name, names)
@@ -537,5 +537,5 @@ def _shards(
             if value is None:
                 yield rank, stored.label, absent_value
             else:
-                shard = value if replicated else lent_shard(value, spec, mesh.coordinates(rank))
+                shard = value if replicated else shard_to_copy(value, spec, mesh.coordinates(rank))
                 yield rank, stored.label, shard

@@ -169,7 +169,7 @@ def by_holder(tensors: Iterable[Any]) -> list[tuple[ValueHolder, list[Tensor]]]:
 
 
 @contextmanager
-def plainly() -> Iterator[None]:
+def without_fetch() -> Iterator[None]:
     """Return a context in which lazy tensors are read and written without a fetch, and no mode of
     torch (fake tensors, a default device, vmap, jit.trace) changes operations."""
     with ExitStack() as stack:
@@ -183,7 +183,7 @@ def plainly() -> Iterator[None]:
         yield
 
 
-def as_it_is() -> Any:
+def without_hook() -> Any:
     """Return a context in which reading shapes, dtypes and the like skips `__torch_function__`."""
     return DisableTorchFunctionSubclass()
 

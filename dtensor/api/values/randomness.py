@@ -136,6 +136,6 @@ def _existing_counters(purpose: str) -> list[Counter]:
     return [counter for _, counter in sorted(_counters.get(purpose, {}).items())]
 
 
-def numbers_fed(step: int, *purpose: str) -> dict[str, object]:
+def random_inputs(step: int, *purpose: str) -> dict[str, object]:
     """Return the inputs of a program's random ops: the key of the purpose, and the step."""
     return {SEED: key_of(_state.seed, *purpose), STEP: step}

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import torch
 
 from dtensor.daft.cluster.cluster import Handle, HostedCluster, Method, Part, Places, hosts_of
-from dtensor.daft.errors import DaftError, ProgramError, as_sent
+from dtensor.daft.errors import DaftError, ProgramError, error_to_send
 from dtensor.daft.ir.host_program import HostProgram
 from dtensor.daft.ir.program import Program
 from dtensor.daft.remote_exceptions import interrupts
@@ -95,7 +95,7 @@ class InProcessCluster(HostedCluster):
         if interrupts(error):
             self.interrupted()
             raise error
-        sent = as_sent(error)
+        sent = error_to_send(error)
         if sent is error and isinstance(error, DaftError):
             self.failure = error
         elif not read or isinstance(sent, ProgramError):

@@ -43,7 +43,7 @@ from dtensor.daft.ir.instructions import Call
 from dtensor.daft.ir.program import Program
 from dtensor.daft.launch_options import LaunchOptions
 from dtensor.daft.ray.bootstrap.actor_placement import MachineCapacity, place
-from dtensor.daft.ray.bootstrap.launch_folder import LaunchSeen
+from dtensor.daft.ray.bootstrap.launch_folder import RunningLaunch
 from dtensor.daft.ray.bootstrap.machines import START_S, ranks_per_gpu
 from dtensor.daft.ray.bootstrap.progress import Progress
 from dtensor.daft.ray.bootstrap.starting_line import show_starting_ranks
@@ -60,7 +60,7 @@ from dtensor.daft.run.worker import HostRun, Stored, Worker
 from dtensor.daft.status import Status
 from dtensor.daft.verification.pairing import Hosts, Site, instruction_at
 from dtensor.kernel_flags import kernel_flags
-from dtensor.signals import Lock, waits_may_act
+from dtensor.signals import Lock, waits_handle_signals
 
 _CHANGES = (Worker.put, Worker.delete, Worker.run)
 """The methods that change a host's table."""
@@ -141,7 +141,7 @@ class RayCluster(HostedCluster):
     def _finish_start(self) -> None:
         """Wait until the hosts have connected. The constructor does not wait for it, so that the
         user's program can continue while Ray starts."""
-        with waits_may_act(), self._lock:
+        with waits_handle_signals(), self._lock:
             if not self._starting:  # another thread has waited meanwhile
                 return
             with show_starting_ranks(self.size, lambda: self._num_ready):
@@ -426,7 +426,7 @@ class RayCluster(HostedCluster):
 
     def status(self, seconds: float) -> Status:
         self._check()
-        return LaunchSeen(self._launch.folder.path).status(seconds)
+        return RunningLaunch(self._launch.folder.path).status(seconds)
 
     def came(self, calls: Sequence[AwaitedCall]) -> bool:
         return self.watch.came(calls)

@@ -26,7 +26,7 @@ from torch.nn.modules import module as torch_modules
 from torch.nn.utils.rnn import PackedSequence
 
 from dtensor.errors import PlanningError, check_dense
-from dtensor.frontend.call_lock import PerThread, is_capturing
+from dtensor.frontend.call_lock import CaptureLocalDict, is_capturing
 from dtensor.frontend.capture.autocast import Surrounding, autocast_region
 from dtensor.frontend.capture.packed_sequences import StandIn
 from dtensor.frontend.capture.refusals import (
@@ -387,7 +387,7 @@ def thread_local_parameters(modules: Sequence[nn.Module]) -> Iterator[None]:
     saved = [(vars(m), n, vars(m)[n]) for m in modules for n in ("_parameters", "_buffers")]
     try:
         for attributes, name, tensors in saved:
-            attributes[name] = PerThread(tensors)
+            attributes[name] = CaptureLocalDict(tensors)
         with patch_attributes([(nn.RNNBase, "_flat_weights", _FlatWeights())]):
             yield
     finally:

@@ -60,7 +60,7 @@ from dtensor.frontend.guards.walk import walk
 from dtensor.frontend.source import source_of_callable, source_of_exception
 from dtensor.gc_pause import collector_paused
 from dtensor.private_torch import FakeTensorMode, without_trace
-from dtensor.signals import act, as_set
+from dtensor.signals import act, immediate_handlers
 
 if TYPE_CHECKING:
     from dtensor.frontend.capture.functions import AppliedFunctions
@@ -159,7 +159,7 @@ MAX_CACHED_FAKES = 1 << 12
 model adds some 300 entries per input shape, and torch never evicts them."""
 
 
-def forget_fakes() -> None:
+def trim_fake_cache() -> None:
     """Clear torch's cache of ops on fake tensors if it is large."""
     if FakeTensorMode.cache_info().size > MAX_CACHED_FAKES:
         FakeTensorMode.cache_clear()
@@ -189,7 +189,7 @@ class _Capture:
             raise
         finally:
             if (writes := root.notes.writes) is not None:
-                before.forget_cached(writes)
+                before.clear_grown_caches(writes)
                 self.drawn_generators = before.moved(writes)
                 if not each_call:
                     before.put_back(writes)
@@ -228,7 +228,7 @@ def in_capture() -> Iterator[list[AppliedFunctions]]:
         torch.enable_grad(),
         patched(below=CallAsModule.forward) as functions,
         without_trace(),
-        as_set(),  # runs signal handlers at once
+        immediate_handlers(),  # runs signal handlers at once
     ):
         yield functions
 

@@ -74,7 +74,7 @@ class NotForLengths(Exception):
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class ForLengths:
+class ExportForLengths:
     """An exported forward graph with symbols for lengths.
 
     symbols: each symbol with the place of its value: (argument, "size" or "stride", dim).
@@ -194,7 +194,7 @@ def export_for_lengths(
     main: nn.Module | None,
     dims: Dims,
     ran: ExecutedCode | None = None,
-) -> ForLengths:
+) -> ExportForLengths:
     """Run the Python of a call with symbols for ``dims``, and return the export. ``ran``: the code
     that an earlier capture executed. `type` is watched only in its files.
 
@@ -204,7 +204,9 @@ def export_for_lengths(
         return _export(flat_call(fn, args, kwargs, main), grads, dims, ran)
 
 
-def _export(call: FlatCall, grads: Grads, dims: Dims, executed: ExecutedCode | None) -> ForLengths:
+def _export(
+    call: FlatCall, grads: Grads, dims: Dims, executed: ExecutedCode | None
+) -> ExportForLengths:
     refuse_hooks(call, grads)
     load_compiler()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -226,7 +228,7 @@ def _export(call: FlatCall, grads: Grads, dims: Dims, executed: ExecutedCode | N
         raise
     finally:
         if (writes := root.notes.writes) is not None:
-            before.forget_cached(writes)
+            before.clear_grown_caches(writes)
             moved = before.moved(writes)
             before.put_back(writes)
     if root.notes.changes or moved:
@@ -246,7 +248,7 @@ def _export(call: FlatCall, grads: Grads, dims: Dims, executed: ExecutedCode | N
         raise NotForLengths("it returns a length")
     guards = symbols.guards()
     constants = tuple({id(x): x for x in _constants_of(forward, root)}.values())
-    return ForLengths(
+    return ExportForLengths(
         module=forward,
         symbols=tuple(symbols.places),
         dims=dims,

@@ -39,7 +39,7 @@ from torch.fx.proxy import TracerBase
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves
 
-from dtensor.frontend.call_lock import CALL_LOCK, PerThread, is_capturing, started
+from dtensor.frontend.call_lock import CALL_LOCK, CaptureLocalDict, is_capturing, started
 from dtensor.frontend.capture import forward_mode
 from dtensor.frontend.capture.autocast import AUTOCAST, CAPTURE_DEVICE, program_device
 from dtensor.frontend.capture.refusals import STORED_WARNING, is_same_memory, planning_error
@@ -51,7 +51,7 @@ from dtensor.frontend.capture.thread_patches import (
     patch_flags,
 )
 from dtensor.frontend.graph import type_text
-from dtensor.frontend.source import places_below, source_here
+from dtensor.frontend.source import source_here, user_places_below
 from dtensor.private_torch import compile_lock, forward_ad
 
 if TYPE_CHECKING:
@@ -106,12 +106,12 @@ def patched(*, below: FunctionType) -> Iterator[list[AppliedFunctions]]:
     ]
     recorded_apply = _recorded_apply(numbers, functions, error_context)
     parametrize_cache: Any = parametrize._cache
-    weights = PerThread(parametrize_cache)
+    weights = CaptureLocalDict(parametrize_cache)
     weights.clear()  # a `cached()` around the call may hold computed weights
     changes += [(_SingleLevelFunction, "apply", recorded_apply), (parametrize, "_cache", weights)]
     with ExitStack() as stack:
         # Take torch's lock first: another thread that compiles patches the same attributes.
-        stack.enter_context(CALL_LOCK.and_then(compile_lock()))
+        stack.enter_context(CALL_LOCK.also_holding(compile_lock()))
         stack.enter_context(patch_attributes(changes))
         stack.enter_context(patch_flags(PROCESS_FLAGS))
         stack.enter_context(
@@ -194,7 +194,7 @@ def _keep_user_frames(below: FunctionType) -> Any:
         return python_traceback.StackSummary.from_list(
             [
                 python_traceback.FrameSummary(*place, lookup_line=False)
-                for place in places_below(below.__code__)
+                for place in user_places_below(below.__code__)
             ]
         )
 

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from dtensor.frontend.call_lock import PerThread
+from dtensor.frontend.call_lock import CaptureLocalDict
 from dtensor.frontend.guards.executed_code import ExecutedCode
 from dtensor.frontend.guards.program_writes import ProgramWrites, is_alone
 from dtensor.frontend.guards.raw_access import PLAIN, is_iterator
@@ -174,7 +174,7 @@ class StateBefore:
             and writes.may_have_drawn(path, generator)
         ]
 
-    def forget_cached(self, writes: ProgramWrites) -> None:
+    def clear_grown_caches(self, writes: ProgramWrites) -> None:
         """Clear the `functools.cache`s that grew: their new entries belong to this capture."""
         for cache, size in self._cache_sizes:
             code = getattr(cache.__wrapped__, "__code__", None)
@@ -335,8 +335,8 @@ def _content(cell: CellType) -> Any:
 
 def _is_same_value(a: Any, b: Any) -> bool:
     """Return whether two values are one object, or equal values of a class in `PLAIN`. A
-    `PerThread` dict is the same as its plain dict."""
-    if a is b or (isinstance(b, PerThread) and b.plain is a):
+    `CaptureLocalDict` dict is the same as its plain dict."""
+    if a is b or (isinstance(b, CaptureLocalDict) and b.plain is a):
         return True
     if isinstance(a, _Bits):
         return a == b

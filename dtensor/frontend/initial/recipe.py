@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from dtensor.private_torch import OpOverload, pytree
-from dtensor.sharding.ops.distributions import normal, normal_of, truncated, uniform
+from dtensor.sharding.ops.distributions import inverse_normal, normal, truncated, uniform
 from dtensor.sharding.ops.philox import Key, Pieces, Place
 from dtensor.sharding.spec.shards import block
 
@@ -240,6 +240,6 @@ def _erfinv(y: Tensor) -> Tensor:
     vectorized and scalar code differ: shards must have the bits of the whole tensor."""
     wide = y.double()
     is_inside = wide.abs() < 1
-    z = normal_of(torch.where(is_inside, (wide + 1) / 2, 0.5)) / math.sqrt(2)
+    z = inverse_normal(torch.where(is_inside, (wide + 1) / 2, 0.5)) / math.sqrt(2)
     edge = torch.where(wide.abs() == 1, wide * math.inf, math.nan)
     return torch.where(is_inside, z, edge).to(y.dtype)

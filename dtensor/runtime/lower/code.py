@@ -33,7 +33,7 @@ from dtensor.kernels.registry import (
     versions,
 )
 from dtensor.private_torch import OpOverload, gelu, silu
-from dtensor.sharding.ops.call import OpCall, Operand, RunNumber, slots_of
+from dtensor.sharding.ops.call import OpCall, Operand, RunNumber, run_number_names
 from dtensor.sharding.ops.library import PLAIN
 
 _LITERAL_TYPES = (int, bool, str, type(None))
@@ -81,7 +81,7 @@ class CodeBuilder:
         targets = ", ".join(name or "_" for name in results)
         comma = "," if call.multiple and len(results) == 1 else ""
         text = f"{targets}{comma} = {function}({', '.join(args)})"
-        reads = (*operands, *slots_of(call))
+        reads = (*operands, *run_number_names(call))
         if self.device.type == "cuda":
             # imported here because few programs run on CUDA
             from dtensor.sharding.local.device_asserts import check_before

@@ -104,7 +104,7 @@ def holders(plan: Plan, item: PlannedInput) -> tuple[int, ...]:
     )
 
 
-def fed_spec(plan: Plan, name: str) -> TensorSpec:
+def argument_spec(plan: Plan, name: str) -> TensorSpec:
     """Return the spec by which the controller cuts an argument for the ranks. It is on the user's
     mesh, and replicated on the stage axis."""
     spec = next(item.spec for item in plan.inputs if item.name == name)

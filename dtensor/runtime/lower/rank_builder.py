@@ -26,7 +26,7 @@ from dtensor.runtime.lower.overlap import early_order, reductions_of
 from dtensor.runtime.optimizer.shard_optimizer import NUMBERS
 from dtensor.runtime.schedule import Kind as ActionKind
 from dtensor.runtime.schedule.clock import Stretch
-from dtensor.sharding.ops.call import STEP, Local, OpCall, slots_of
+from dtensor.sharding.ops.call import STEP, Local, OpCall, run_number_names
 from dtensor.sharding.plan.cost.seconds import StepSeconds, step_seconds
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.steps import Compute, Step
@@ -108,7 +108,7 @@ class ProgramContext:
         """The names of the numbers (seeds, the step) that the program takes as inputs at each
         run."""
         calls = (s.op.call for s in self.plan.steps if s.op is not None)
-        names = dict.fromkeys(name for call in calls for name in slots_of(call))
+        names = dict.fromkeys(name for call in calls for name in run_number_names(call))
         return tuple(names | {STEP: None} if self.numbered else names)
 
     def has_commit_point(self, roles: Roles) -> bool:

@@ -150,14 +150,14 @@ class StateWrites:
 
     def _emit_write(self, step: Compute, state: str) -> None:
         """Emit the variant of the step's op that writes to the state in place."""
-        from dtensor.sharding.ops.in_place import check_of, in_place  # few programs change state
+        from dtensor.sharding.ops.in_place import in_place, index_check  # few programs change state
 
         b, name = self.b, step.results[0]
         assert name is not None
         base, source = self.bases[name], user_line(step)
         call = b.shared.local_call(step, b.coordinates)
         names = self._operands(step, base)
-        check = check_of(call) if b.shared.device.type == "cuda" else None
+        check = index_check(call) if b.shared.device.type == "cuda" else None
         self._emit_call(check, call, names, source)
         changes = in_place(call, base)
         self._emit_call(changes.target, changes, names, source)
@@ -165,14 +165,14 @@ class StateWrites:
 
     def _emit_check(self, step: Compute) -> None:
         """Emit the check of the indices of a write that runs at the commit."""
-        from dtensor.sharding.ops.in_place import check_of
+        from dtensor.sharding.ops.in_place import index_check
 
         name = step.results[0]
         if name in self.bases:
             call = self.b.shared.local_call(step, self.b.coordinates)
-            if check_of(call) is not None:
+            if index_check(call) is not None:
                 names = self._operands(step, self.bases[name])
-                self._emit_call(check_of(call), call, names, user_line(step))
+                self._emit_call(index_check(call), call, names, user_line(step))
 
     def _emit_call(
         self, function: Any, call: OpCall, names: Sequence[str], source: str | None

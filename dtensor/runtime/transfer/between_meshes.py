@@ -38,7 +38,7 @@ from dtensor.daft import (
     Wait,
 )
 from dtensor.daft.ir.instructions import WORD
-from dtensor.numerics import ReduceOp, rest_of
+from dtensor.numerics import ReduceOp, identity_like
 from dtensor.sharding.redistribute.between_meshes import (
     TransferPlan,
     box_of,
@@ -47,7 +47,7 @@ from dtensor.sharding.redistribute.sync_plan import (
     BUCKET_BYTES,
     SyncMessage,
     SyncPlan,
-    of_transfers,
+    join_transfers,
 )
 from dtensor.sharding.spec.placements import Partial
 from dtensor.sharding.spec.shards import Where, block, join, positions, shape_of, write
@@ -67,7 +67,7 @@ def sync_program(plan: SyncPlan, size: int, device: torch.device, names: Names) 
 def transfer_program(plan: TransferPlan, size: int, device: torch.device) -> Program:
     """Return the program that transfers one value, from input "x" to output "y", on a cluster of
     ``size`` ranks."""
-    alone = of_transfers("transfer", {"": plan}, bucket_bytes=bucket_bytes(device))
+    alone = join_transfers("transfer", {"": plan}, bucket_bytes=bucket_bytes(device))
     return values_program(alone, size, device, {"": ("x", "y")}, state=False)
 
 
@@ -125,7 +125,7 @@ def shard_from(
     rank_pieces = [p for p in plan.pieces if p.target_rank == plan.there.numbers[index]]
     if not blocks:
         empty = torch.zeros(shape_of(box), dtype=plan.target.dtype, device=device)
-        return rest_of(empty, _pending_op(plan))
+        return identity_like(empty, _pending_op(plan))
     return join(blocks, shape_of(box), *(positions(box, piece.ranges) for piece in rank_pieces))
 
 
@@ -157,7 +157,7 @@ def allocate(
     return tuple(
         torch.empty(shape, dtype=dtype, device=device)
         if op is None
-        else rest_of(torch.zeros(shape, dtype=dtype, device=device), op)
+        else identity_like(torch.zeros(shape, dtype=dtype, device=device), op)
         for shape, dtype, op in shards
     )
 

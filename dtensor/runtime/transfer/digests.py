@@ -2,7 +2,7 @@
 
     handle = cluster.load(digest_program({("model", "w"): StoredTensor("model 0: w", ...)}, 2))
     one, other = cluster.run(handle, [{}, {}]).get()         # {"digests": i64[1,2]} of each rank
-    copies(stored)                                           # [(0, 1)]: these ranks have the same
+    copy_groups(stored)                                # [(0, 1)]: these ranks have the same
 
 A digest is two sums of integers, modulo 2**64, over the bits of a shard: the sum of its words, and
 the sum of its words times an odd number that depends on the position. The order of addition does

@@ -70,7 +70,7 @@ def with_run_numbers(call: OpCall) -> OpCall:
     return replace(call, kwargs=tuple((k, numbers.get(k, v)) for k, v in call.kwargs))
 
 
-def slots_of(call: OpCall) -> tuple[str, ...]:
+def run_number_names(call: OpCall) -> tuple[str, ...]:
     """Return the names of the call's RunNumbers, in the order of its arguments."""
     values = (*call.args, *(value for _, value in call.kwargs))
     return tuple(dict.fromkeys(value.name for value in values if isinstance(value, RunNumber)))

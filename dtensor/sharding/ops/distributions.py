@@ -52,7 +52,7 @@ def normal(place: Place, key: Key, dtype: torch.dtype, device: torch.device) -> 
             dtype,
             device,
             1,
-            lambda word: normal_of((word[0] + 0.5) * 2.0**-32, _SINGLE),
+            lambda word: inverse_normal((word[0] + 0.5) * 2.0**-32, _SINGLE),
         )
     return _fill(
         place,
@@ -60,7 +60,7 @@ def normal(place: Place, key: Key, dtype: torch.dtype, device: torch.device) -> 
         dtype,
         device,
         2,
-        lambda word: normal_of((_leading_bits(word, 52) + 0.5) * 2.0**-52),
+        lambda word: inverse_normal((_leading_bits(word, 52) + 0.5) * 2.0**-52),
     )
 
 
@@ -71,7 +71,12 @@ def truncated(
     0 and 0.5 give negative numbers."""
     width = (high - low) * 2.0**-32
     return _fill(
-        place, key, dtype, device, 1, lambda word: normal_of((word[0] + 0.5) * width + low, _SINGLE)
+        place,
+        key,
+        dtype,
+        device,
+        1,
+        lambda word: inverse_normal((word[0] + 0.5) * width + low, _SINGLE),
     )
 
 
@@ -192,7 +197,7 @@ _DOUBLE: _Table = (
 )
 
 
-def normal_of(u: Tensor, table: _Table = _DOUBLE) -> Tensor:
+def inverse_normal(u: Tensor, table: _Table = _DOUBLE) -> Tensor:
     """Return the inverse of the standard normal distribution at u, float64 in (0, 1): a ratio of
     polynomials in q = u - 1/2 if |q| <= 0.425, else in r = sqrt(-log(min(u, 1 - u)))."""
     q = u - 0.5

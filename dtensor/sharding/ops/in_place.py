@@ -118,7 +118,7 @@ def _in_place_form(target: Any) -> Any:
     return None
 
 
-def check_of(call: OpCall) -> Callable[..., None] | None:
+def index_check(call: OpCall) -> Callable[..., None] | None:
     """Return the function that raises if an index of the call is out of range; it takes the call's
     arguments. Return None if the call has nothing to check."""
     from dtensor.sharding.local.device_asserts import CHECKS

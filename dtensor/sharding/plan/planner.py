@@ -36,7 +36,7 @@ from dtensor.sharding.rules.build import resolve_dims
 from dtensor.sharding.rules.dtypes import accepts
 from dtensor.sharding.rules.registry import NoRule, rule_for
 from dtensor.sharding.rules.rule import Rule
-from dtensor.sharding.rules.tables.views import of_repeat
+from dtensor.sharding.rules.tables.views import with_repeat_fallback
 
 _RESHAPES = ("aten.reshape.default", "aten.view.default", "aten._unsafe_view.default")
 
@@ -138,21 +138,21 @@ def rules_of(flow: Dataflow) -> dict[str, Rule]:
 
 
 def _with_repeats(flow: Dataflow, op: Op, rule: Rule) -> Rule:
-    """Return the view's rule, with the fallback of `of_repeat` if the view handles repeated heads.
-    In grouped-query attention, a view joins heads that an expand repeated; in the backward, a view
-    splits the gradient of these heads before the sum over the repeats."""
+    """Return the view's rule, with the fallback of `with_repeat_fallback` if the view handles
+    repeated heads. In grouped-query attention, a view joins heads that an expand repeated; in the
+    backward, a view splits the gradient of these heads before the sum over the repeats."""
     producer = flow.producers.get(op.operands[0])
     if producer is not None and producer.call.name == "aten.expand.default":
         before, after = producer.call.operands[0].shape, producer.call.result.shape
         repeats = [i for i in range(1, len(before)) if before[i] == 1 != after[i]]
         if len(before) == len(after) and len(repeats) == 1:
-            return of_repeat(rule, repeats[0], splits=False)
+            return with_repeat_fallback(rule, repeats[0], splits=False)
     uses = [use.call for use, _ in flow.consumers.get(op.results[0] or "", ())]
     if op.phase == "backward" and {call.name for call in uses} == {"aten.sum.dim_IntList"}:
         dims = {resolve_dims(call.args[1], len(op.call.result.shape)) for call in uses}
         dim, *more = dims.pop()
         if not dims and not more and dim > 0:
-            return of_repeat(rule, dim, splits=True)
+            return with_repeat_fallback(rule, dim, splits=True)
     return rule
 
 

@@ -189,10 +189,10 @@ def plan_sync(
     plans: dict[str, TransferPlan] = {}
     for label in sorted(values, key=lambda label: (-values[label][0].spec.nbytes, label)):
         plans[label] = plan_transfer(*values[label], sent=sent)
-    return of_transfers(name, {n: plans[n] for n in values}, topology, bucket_bytes)
+    return join_transfers(name, {n: plans[n] for n in values}, topology, bucket_bytes)
 
 
-def of_transfers(
+def join_transfers(
     name: str,
     transfers: Mapping[str, TransferPlan],
     topology: Topology | None = None,

@@ -49,11 +49,11 @@ class FactorSharding:
     blocks: tuple[int, ...]  # sizes, adding up to the factor's
     unit: int = 1
 
-    def of_one_block(self, size: int) -> FactorSharding:
+    def with_one_block(self, size: int) -> FactorSharding:
         """Return the sharding in one block of a factor of ``size``, with this unit if it fits."""
         return FactorSharding((size,), self.unit if size % self.unit == 0 else 1)
 
-    def cut_again(self, num: int) -> FactorSharding:
+    def minor_sharding(self, num: int) -> FactorSharding:
         """Return the sharding of the same factor over a further, minor axis. Its blocks are the
         pieces that this sharding cuts over ``num`` ranks."""
         shard_and_num = Shard(0, self.blocks, self.unit), num

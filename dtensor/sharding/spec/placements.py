@@ -20,7 +20,7 @@ from functools import lru_cache
 from typing import Never, Protocol, cast
 
 from dtensor.errors import PlanningError, checked_call
-from dtensor.numerics import REDUCTIONS, ReduceOp, reductions_listed
+from dtensor.numerics import REDUCTIONS, ReduceOp, reduction_names_text
 
 Intervals = tuple[tuple[int, int], ...]
 
@@ -31,9 +31,9 @@ class Replicate:
 
     def __init__(self, *axis: Never) -> None:
         if axis:
-            from dtensor.misspelled import no_axis  # seldom needed
+            from dtensor.misspelled import positional_argument_error  # seldom needed
 
-            raise no_axis("Replicate", axis)
+            raise positional_argument_error("Replicate", axis)
 
     def __repr__(self) -> str:
         return "Replicate()"
@@ -113,7 +113,7 @@ class Partial:
 
     def __post_init__(self) -> None:
         if self.op not in REDUCTIONS:
-            raise PlanningError(f"Partial({self.op!r}): the op is {reductions_listed()}")
+            raise PlanningError(f"Partial({self.op!r}): the op is {reduction_names_text()}")
 
     def __repr__(self) -> str:
         return f'Partial("{self.op}")'

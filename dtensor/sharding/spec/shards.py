@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from dtensor.numerics import fold, rest_of
+from dtensor.numerics import fold, identity_like
 from dtensor.sharding.spec.placements import (
     REPLICATE,
     Intervals,
@@ -37,11 +37,13 @@ def shard_of(x: torch.Tensor, spec: TensorSpec, coordinates: Mapping[str, int]) 
     local = block(x, held_indices(spec, coordinates))
     for axis, placement in spec.sharding.items():
         if isinstance(placement, Partial) and coordinates[axis] > 0:
-            local = rest_of(local, placement.op)
+            local = identity_like(local, placement.op)
     return local.contiguous().clone() if local.data_ptr() == x.data_ptr() else local.contiguous()
 
 
-def lent_shard(x: torch.Tensor, spec: TensorSpec, coordinates: Mapping[str, int]) -> torch.Tensor:
+def shard_to_copy(
+    x: torch.Tensor, spec: TensorSpec, coordinates: Mapping[str, int]
+) -> torch.Tensor:
     """Return the shard of global ``x`` that the rank at ``coordinates`` holds, in the memory of
     ``x`` if possible. The caller must copy it before ``x`` changes."""
     if any(isinstance(placement, Partial) for placement in spec.placements):

@@ -225,7 +225,7 @@ def planner_pins(
     )
 
 
-def restated(spec: TensorSpec) -> dict[str, Placement]:
+def ordered_placements(spec: TensorSpec) -> dict[str, Placement]:
     """Return a spec's placements other than Replicate, ordered so that stating them makes the same
     spec: of the axes on one dim, the major axis comes first."""
     placements: dict[str, Placement] = {

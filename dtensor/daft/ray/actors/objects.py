@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from dtensor.daft.errors import DaftError, Failure, HostError, as_sent
+from dtensor.daft.errors import DaftError, Failure, HostError, error_to_send
 from dtensor.daft.ir.host_program import HostProgram
 from dtensor.daft.ray.actors.object_store import (
     CONTROLLER,
@@ -192,7 +192,7 @@ class Objects:
 
 def _of_host(error: BaseException) -> DaftError:
     """Return an error of daft for any error."""
-    sent = as_sent(error)
+    sent = error_to_send(error)
     if isinstance(sent, DaftError):
         return sent
     return HostError(Failure(rank=None, reason=reason_of(error), raised=RemoteException(error)))

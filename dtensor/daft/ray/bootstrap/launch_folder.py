@@ -93,7 +93,7 @@ class LaunchFolder:
         part.rename(self.path / name)
 
 
-class LaunchSeen:
+class RunningLaunch:
     """A running launch, as another process of the user on its machine sees it."""
 
     def __init__(self, path: Path) -> None:
@@ -172,10 +172,10 @@ class LaunchSeen:
             return Progress(-1, -1, -1, None, pid=-1)
 
 
-def launches() -> list[LaunchSeen]:
+def launches() -> list[RunningLaunch]:
     """Return the user's launches that run on this machine, the oldest first. Remove the folders of
     killed launches. Raises PermissionError if the directory does not belong to the user alone."""
-    running: list[LaunchSeen] = []
+    running: list[RunningLaunch] = []
     refused: list[PermissionError] = []
     for directory in dict.fromkeys((own_directory(), own_directory(ALSO))):
         if not directory.exists():
@@ -188,7 +188,7 @@ def launches() -> list[LaunchSeen]:
         _sweep(directory)
         for path in sorted(directory.iterdir(), key=_creation_time):
             try:
-                launch = LaunchSeen(path)
+                launch = RunningLaunch(path)
             except (FileNotFoundError, NotADirectoryError):
                 continue  # the launch is starting or ending
             # the folder may exist although the controller has ended, if a child holds its lock

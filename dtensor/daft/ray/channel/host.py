@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from dtensor.daft.errors import as_sent
+from dtensor.daft.errors import error_to_send
 from dtensor.daft.ray.bootstrap.machines import START_S
 from dtensor.daft.ray.bootstrap.progress import ProgramCounter
 from dtensor.daft.ray.channel.handshake import Credentials, join
@@ -121,7 +121,7 @@ class Host:
 
 def _as_sent(error: BaseException) -> Exception:
     """Return an error of daft for this error, which can be pickled."""
-    return error if isinstance(error, HostFailed) else as_sent(error)
+    return error if isinstance(error, HostFailed) else error_to_send(error)
 
 
 def keep_freed_memory() -> bool:

@@ -27,7 +27,7 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
-from dtensor.daft.errors import HostError, as_sent
+from dtensor.daft.errors import HostError, error_to_send
 from dtensor.daft.ray.bootstrap.dead_connections import is_quiet
 from dtensor.daft.ray.channel.handshake import MAX_PATH_BYTES, Credentials, Handshakes
 from dtensor.daft.ray.channel.messages import (
@@ -212,7 +212,7 @@ class RunChannel:
         except BaseException as error:  # the user's class may raise anything
             if interrupts(error):
                 raise
-            sent = as_sent(error, self.rank_of(reply.host))
+            sent = error_to_send(error, self.rank_of(reply.host))
             raise sent from sent.__cause__
 
     def is_over(self, host: int, number: int) -> bool:

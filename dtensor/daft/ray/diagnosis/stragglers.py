@@ -17,7 +17,7 @@ from pathlib import Path
 
 from dtensor.daft.diagnosis.diagnosis import LEAST_S, limit_s
 from dtensor.daft.diagnosis.observation import Observation
-from dtensor.daft.ray.bootstrap.launch_folder import LaunchSeen
+from dtensor.daft.ray.bootstrap.launch_folder import RunningLaunch
 
 
 class StragglerWarnings:
@@ -34,7 +34,7 @@ class StragglerWarnings:
         if os.environ.get("DTENSOR_LATE_WARNINGS") == "0":
             return
         try:
-            launch = LaunchSeen(self._folder)
+            launch = RunningLaunch(self._folder)
         except FileNotFoundError:  # another thread has closed the launch, so the wait will raise
             return
         progress = launch.progress()

@@ -86,7 +86,7 @@ class OptimizerRule(Protocol):
         None if steps change none. ``numbers``: existing state entries, by label."""
         ...
 
-    def makes_missing(
+    def creates_missing_state(
         self, optimizer: Optimizer, group: Mapping[str, Any], present: Set[str]
     ) -> bool:
         """Return whether a step itself creates the missing entries of a state with only
@@ -135,7 +135,7 @@ class _TorchRule:
     def shadow(self, numbers: Mapping[str, Mapping[str, Any]]) -> None:
         return None
 
-    def makes_missing(
+    def creates_missing_state(
         self, optimizer: Optimizer, group: Mapping[str, Any], present: Set[str]
     ) -> bool:
         return self.cls is torch.optim.SGD
@@ -189,7 +189,7 @@ class _ProbedRule:
 
         return ShadowOptimizer(self.probed.kind, numbers) if self.probed.changes_optimizer else None
 
-    def makes_missing(
+    def creates_missing_state(
         self, optimizer: Optimizer, group: Mapping[str, Any], present: Set[str]
     ) -> bool:
         """Return whether the optimizer's step creates missing state entries. Found by one step on a
@@ -318,7 +318,7 @@ def python_numbers(optimizer: Optimizer) -> dict[str, str]:
     return {k: e.python.__name__ for k, e in entries.items() if e.python is not None}
 
 
-def give_attributes(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+def set_attributes(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     """Set attributes saved by `changed_attributes`, except those that the optimizer lacks."""
     for name in saved.keys() & plain_attributes(optimizer).keys():
         setattr(optimizer, name, copy_plain(saved[name]))

@@ -19,7 +19,7 @@ from functools import partial
 import torch
 
 from dtensor.sharding.plan.choose.misaligned import MisalignedPin, MisalignedUse
-from dtensor.sharding.plan.choose.split_through_op import CROOKED, around, split_by
+from dtensor.sharding.plan.choose.split_through_op import MISALIGNED, around, split_by
 from dtensor.sharding.plan.dataflow import Dataflow
 from dtensor.sharding.plan.record import Misaligned, Opened
 from dtensor.sharding.plan.request import OnMisaligned, Pin
@@ -85,7 +85,7 @@ class _Closure:
             self.shardings[value][key] = split
             reached.append(value)
             for op, _, strategy in around(self.flow, self.rules, value, split, self.num):
-                if strategy == CROOKED:
+                if strategy == MISALIGNED:
                     misaligned.append((op, value, split))
                     continue
                 ends = pin.until_contraction and self.rules[op.name].flops > 0

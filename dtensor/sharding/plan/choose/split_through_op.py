@@ -18,7 +18,7 @@ from dtensor.sharding.plan.dataflow import Dataflow, Op
 from dtensor.sharding.rules.rule import Assignment, Dim, Rule, Strategy
 from dtensor.sharding.spec.placements import Shard
 
-CROOKED: Literal["crooked"] = "crooked"
+MISALIGNED: Literal["crooked"] = "crooked"
 """The result of `through` for a placement that does not line up with the op."""
 Through = Strategy | Literal["crooked"] | None
 
@@ -57,7 +57,7 @@ def through(rule: Rule, tensor: int, shard: Shard, num: int) -> Through:
     dims = (*rule.operands, *rule.results)[tensor]
     assignment = rule.match(dims, shard, num)
     if assignment is None or _splits_pieces(rule, dims[shard.dim], assignment):
-        return CROOKED if rule.fallback is None else through(rule.fallback, tensor, shard, num)
+        return MISALIGNED if rule.fallback is None else through(rule.fallback, tensor, shard, num)
     return rule.apply(_extend_to_sums(rule, assignment), num)
 
 
@@ -94,5 +94,5 @@ def _extend_to_sums(rule: Rule, assignment: Assignment) -> Assignment:
             if size == rule.size[model]:
                 extended[other] = sharding
             else:
-                extended[other] = sharding.of_one_block(size)
+                extended[other] = sharding.with_one_block(size)
     return extended

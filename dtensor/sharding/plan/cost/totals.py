@@ -150,7 +150,7 @@ class PlanTotals:
         """The largest number of collectives, transfers included, that a rank starts in a step."""
         return max((sent.times for sent in self._sent_by_rank(_no_key).get("", ())), default=0)
 
-    def most_sent(self, part: Callable[[Key], K]) -> dict[K, SentTotals]:
+    def max_sent_by(self, part: Callable[[Key], K]) -> dict[K, SentTotals]:
         """Group the messages by ``part`` of their keys in `sent`; return, for each group, the
         messages of the rank that sends most bytes of it."""
         return {

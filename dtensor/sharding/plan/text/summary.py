@@ -147,7 +147,7 @@ def _memory_rows(totals: PlanTotals) -> list[Row]:
 def _sent_rows(totals: PlanTotals) -> list[Row]:
     """Return a row for each axis, phase and kind: the number, bytes and seconds of messages of the
     rank that sends most of it. The longest come first."""
-    ranked = sorted(totals.most_sent(lambda key: key).items(), key=lambda item: -item[1].seconds)
+    ranked = sorted(totals.max_sent_by(lambda key: key).items(), key=lambda item: -item[1].seconds)
     shown = ranked if len(ranked) <= _MAX_SENT else ranked[: _MAX_SENT - 1]
     rows = [(axis, phase, *_cells(sent, kind)) for (axis, phase, kind), sent in shown]
     if not_shown := [sent for _, sent in ranked[len(shown) :]]:

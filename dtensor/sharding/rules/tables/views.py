@@ -117,7 +117,7 @@ def _reshape(call: OpCall, local: Local) -> OpCall:
     return retarget(call, aten.reshape.default, call.args[0], list(local.result_shape()))
 
 
-def of_repeat(rule: Rule, dim: int, *, splits: bool) -> Rule:
+def with_repeat_fallback(rule: Rule, dim: int, *, splits: bool) -> Rule:
     """Return the rule of a view that joins ``dim``, a dim of repeats, to the dim before it, with a
     fallback for shards that cut a group of repeats:
 
@@ -150,7 +150,7 @@ def of_repeat(rule: Rule, dim: int, *, splits: bool) -> Rule:
 
 
 def _part_of_repeat(at: int, joined_dims: list[int], splits: bool) -> Localizer:
-    """Return the localizer of `of_repeat`, whose view joins ``joined_dims`` to dim ``at``."""
+    """Return the localizer of `with_repeat_fallback`, whose view joins ``joined_dims`` to dim ``at``."""
 
     def localize(call: OpCall, local: Local) -> OpCall:
         """Return a plain reshape if the rank's operand and result have equally many elements; else
