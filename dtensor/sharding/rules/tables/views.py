@@ -150,7 +150,7 @@ def with_repeat_fallback(rule: Rule, dim: int, *, splits: bool) -> Rule:
 
 
 def _part_of_repeat(at: int, joined_dims: list[int], splits: bool) -> Localizer:
-    """Return the localizer of `with_repeat_fallback`, whose view joins ``joined_dims`` to dim ``at``."""
+    """Return the localizer of `with_repeat_fallback`; its view joins ``joined_dims`` to ``at``."""
 
     def localize(call: OpCall, local: Local) -> OpCall:
         """Return a plain reshape if the rank's operand and result have equally many elements; else
