@@ -139,7 +139,7 @@ class Reduction:
     def parts_of(self, x: Tensor, num: int, generator: torch.Generator) -> Sequence[Tensor]:
         """Return ``num`` random tensors whose fold is ``x``."""
         if self.parts is None:
-            return [x, *(identity_like(x, self.name) for _ in range(num - 1))]
+            return [x, *(rest_of(x, self.name) for _ in range(num - 1))]
         return self.parts(x, num, generator)
 
 
@@ -169,7 +169,7 @@ def fold(parts: Sequence[Tensor], op: ReduceOp, dtype: torch.dtype | None = None
     return REDUCTIONS[op].of(parts, dtype)
 
 
-def identity_like(x: Tensor, op: ReduceOp) -> Tensor:
+def rest_of(x: Tensor, op: ReduceOp) -> Tensor:
     """Return the part of all ranks but the first, if the part of the first rank is the whole value:
     the reduction's identity, shaped like ``x``."""
     identity = REDUCTIONS[op].identity

@@ -17,6 +17,7 @@ import difflib
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -217,18 +218,35 @@ def corpus() -> dict[str, Callable[[], str]]:
     }
 
 
+def source_lines(text: str, lines: dict[str, list[str]]) -> str:
+    """Replace each position in a file of tests, ``models.py:28``, by its line of code: an edit
+    above that line is no difference. ``lines``: by file name, the lines."""
+
+    def line(match: re.Match[str]) -> str:
+        name, number = match[1], int(match[2])
+        known = 0 < number <= len(lines.get(name, ()))
+        return f"{name}: {lines[name][number - 1].strip()}" if known else match[0]
+
+    return re.sub(r"(\w+\.py):(\d+)", line, text)
+
+
 def record(words: Sequence[str], output: Path) -> None:
     """Write the text of each entry whose name contains one of ``words``, as JSON by name."""
     import torch
 
+    import tests.models as models
+
     warnings.simplefilter("ignore")
+    folder = Path(models.__file__).parent
+    files = [folder / "models.py", folder / "api" / "training_cases.py", Path(__file__)]
+    lines = {file.name: file.read_text().splitlines() for file in files}
     texts: Texts = {}
     for name, text in corpus().items():
         if words and not any(word in name for word in words):
             continue
         torch.manual_seed(0)
         try:
-            texts[name] = text()
+            texts[name] = source_lines(text(), lines)
         except Exception as error:
             texts[name] = f"{RAISED}{type(error).__name__}: {error}"
     output.write_text(json.dumps(texts))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.replay import RAISED, difference, record
+from tests.replay import RAISED, difference, record, source_lines
 
 
 def test_recorded_entry_has_the_plan_and_the_programs(tmp_path: Path) -> None:
@@ -35,3 +35,11 @@ def test_difference_names_changed_missing_and_failed_entries() -> None:
 
 def test_equal_texts_have_no_difference() -> None:
     assert list(difference(dict(a="1"), dict(a="1"))) == []
+
+
+def test_position_in_a_test_file_is_compared_by_its_line_of_code() -> None:
+    lines = {"models.py": ["import torch", "    x = self.up(x)"]}
+    text = "x = mm(a)  models.py:2  other.py:2  models.py:3"
+    assert source_lines(text, lines) == (
+        "x = mm(a)  models.py: x = self.up(x)  other.py:2  models.py:3"
+    )

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from dtensor.daft import Buffer, Label, Recv, Send, Wait
-from dtensor.numerics import identity_like
+from dtensor.numerics import rest_of
 from dtensor.runtime.lower.rank_builder import RankBuilder
 from dtensor.sharding.plan.steps import Redistribute, Transfer
 from dtensor.sharding.redistribute.moves import Move
@@ -79,9 +79,7 @@ def _free_move(b: RankBuilder, step: Redistribute) -> None:
         where = given(move.src, move.dst, coordinates, coordinates)
         code.apply(block, operands, results, where, source=source)
     else:
-        code.apply(
-            identity_like, operands, results, _reduction_of(move.dst, move.axis), source=source
-        )
+        code.apply(rest_of, operands, results, _reduction_of(move.dst, move.axis), source=source)
 
 
 def _start(b: RankBuilder, step: Redistribute) -> Started:

@@ -38,7 +38,7 @@ from dtensor.daft import (
     Wait,
 )
 from dtensor.daft.ir.instructions import WORD
-from dtensor.numerics import ReduceOp, identity_like
+from dtensor.numerics import ReduceOp, rest_of
 from dtensor.sharding.redistribute.between_meshes import (
     TransferPlan,
     box_of,
@@ -125,7 +125,7 @@ def shard_from(
     rank_pieces = [p for p in plan.pieces if p.target_rank == plan.there.numbers[index]]
     if not blocks:
         empty = torch.zeros(shape_of(box), dtype=plan.target.dtype, device=device)
-        return identity_like(empty, _pending_op(plan))
+        return rest_of(empty, _pending_op(plan))
     return join(blocks, shape_of(box), *(positions(box, piece.ranges) for piece in rank_pieces))
 
 
@@ -157,7 +157,7 @@ def allocate(
     return tuple(
         torch.empty(shape, dtype=dtype, device=device)
         if op is None
-        else identity_like(torch.zeros(shape, dtype=dtype, device=device), op)
+        else rest_of(torch.zeros(shape, dtype=dtype, device=device), op)
         for shape, dtype, op in shards
     )
 

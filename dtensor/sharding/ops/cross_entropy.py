@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtensor.numerics import accumulation_dtype, identity_like
+from dtensor.numerics import accumulation_dtype, rest_of
 from dtensor.sharding.ops.library import LIBRARY, define, local_index
 
 PIECE_ELEMENTS = 1 << 17
@@ -53,7 +53,7 @@ def _ce_stats(
     is_local &= target != ignore_index
     stats = _empty_rows(logits, 3)
     if logits.shape[1] == 0:
-        return identity_like(stats, "softmax")
+        return rest_of(stats, "softmax")
     buffer = stats.new_empty(0)
     for rows in _row_pieces(logits):
         piece = logits[rows]

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from dtensor.numerics import fold, identity_like
+from dtensor.numerics import fold, rest_of
 from dtensor.sharding.spec.placements import (
     REPLICATE,
     Intervals,
@@ -37,7 +37,7 @@ def shard_of(x: torch.Tensor, spec: TensorSpec, coordinates: Mapping[str, int]) 
     local = block(x, held_indices(spec, coordinates))
     for axis, placement in spec.sharding.items():
         if isinstance(placement, Partial) and coordinates[axis] > 0:
-            local = identity_like(local, placement.op)
+            local = rest_of(local, placement.op)
     return local.contiguous().clone() if local.data_ptr() == x.data_ptr() else local.contiguous()
 
 
