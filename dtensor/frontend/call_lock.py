@@ -5,12 +5,10 @@
             is_capturing()       # True in this thread and in threads that the program starts
 
 `CALL_LOCK` is reentrant, and is taken before a cluster's lock. It is not held over a `yield`, nor
-while a thread waits for results, saves or a starting launch. A captured program may start threads
-and join them: a call of dtensor in such a thread raises, because it would deadlock.
-
-Threads that capture see fake parameters and a patched torch. Each patch (capture/patches.py) checks
-`is_capturing`, so other threads see plain torch. `CaptureLocalDict` does this for
-`Module._parameters`."""
+while a thread waits for results, saves or a starting launch. A call of dtensor in a thread that a
+captured program started raises, because it would deadlock. Only threads that capture see fake
+parameters (`CaptureLocalDict`) and a patched torch: each patch checks `is_capturing`.
+"""
 
 from __future__ import annotations
 

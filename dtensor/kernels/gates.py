@@ -7,10 +7,9 @@
 
 The functions have the arguments and results of the dt ops of these names, local tensors on a GPU.
 ``kind``: "silu", "gelu", "gelu_tanh", or "gelu_new" (gelu_tanh as separate steps). Contiguous
-operands are one row; the halves of a fused projection are read row by row.
-
-Invariants: the kernels compute in float32, and round and lay out results as the op does. Float64
-and empty tensors go to the op."""
+operands are one row. The kernels compute in float32, and round and lay out results as the op does.
+Float64 and empty tensors go to the op.
+"""
 
 # Triton's stubs do not know that a launch accepts numbers for constexpr parameters.
 # pyright: reportArgumentType=false, reportCallIssue=false

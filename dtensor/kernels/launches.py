@@ -31,7 +31,7 @@ NUM_STAGES = 1
 """Stages of Triton's pipeline for loads of products (`tl.dot`), which these kernels do not have."""
 
 ROW_PER_THREAD = 16
-"""Elements of a row per thread; half as many if the row is not aligned."""
+"""Elements of a row per thread; half as many if rows are not aligned."""
 NUM_PARTS = 512
 """The greatest number of programs that share a sum over rows."""
 KEPT_BLOCK = 8192

@@ -6,11 +6,10 @@
     total, y, mean, rstd = add_layer_norm(x, residual, weight, bias, eps)
 
 The functions have the arguments and results of the dt ops of these names, local tensors on a GPU. A
-program reads each row once. A program of the backward has several rows; its part of dweight is a
-row of a float32 matrix, which is summed afterwards.
-
-Invariants: the kernels compute in float32, and round and lay out results as the op does. Float64,
-empty tensors, and rows longer than 16,384 elements (8,192 if 8 does not divide them) go to the op.
+program reads each row once; in the backward it writes its part of dweight as a row of a float32
+matrix, which is summed afterwards. The kernels compute in float32, and round and lay out results as
+the op does. Float64, empty tensors and rows longer than 16,384 elements (8,192 if 8 does not divide
+them) go to the op.
 """
 
 # Triton's stubs do not know that a launch accepts numbers for constexpr parameters.

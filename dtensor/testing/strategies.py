@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 def meshes(
     axes: Sequence[str] = ("a", "b", "c"), *, sizes: Sequence[int] = (1, 2, 3), max_size: int = 8
 ) -> SearchStrategy[Mesh]:
-    """Draw a mesh of at most ``max_size`` ranks, with the first one, two, ... of ``axes``, and a
-    size for each axis."""
+    """Draw a mesh of at most ``max_size`` ranks: the first axes of ``axes``, each with one of
+    ``sizes``."""
     st = _import_hypothesis()
     all_meshes = [
         mesh_of(tuple(zip(axes, each)))

@@ -192,8 +192,8 @@ class RayCluster(HostedCluster):
                 "when the launch starts.\n  Fix: launch with as many ranks as will be needed."
             )
         per_host = len(self.hosts[0])
-        firsts = range(self.size, size, per_host)
-        new = tuple(tuple(range(first, min(first + per_host, size))) for first in firsts)
+        first_ranks = range(self.size, size, per_host)
+        new = tuple(tuple(range(first, min(first + per_host, size))) for first in first_ranks)
         old = len(self.hosts)
         processes = self.membership.add(new)
         try:

@@ -54,7 +54,9 @@ class Rollback:
         self._table = table
         self._outlives = store.outlives
         self._writes: dict[int, _ProgramWrites] = {}  # by program
-        self._change = UNNUMBERED  # of the change in progress, like the next three
+        # The change in progress: its number, the keys that puts and deletes changed, the keys that
+        # its run drops, and the keys that its run writes before and after the commit point.
+        self._change = UNNUMBERED
         self._separate: Keys = ()
         self._run_drops: Keys = ()
         self._run_writes: tuple[Keys, Keys] = (), ()

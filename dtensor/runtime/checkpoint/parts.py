@@ -6,11 +6,8 @@
 A rank writes files of about 64 MB, `__<rank>_<n>.distcp`, in torch.save's format, and last
 `part-<rank>.json`, whose presence means that the part is complete. A file of the previous
 checkpoint whose pieces are all unchanged is hard-linked: checksums find it, then its bytes are
-compared. Unchanged and changed pieces go to separate files, so that frozen weights can be linked
-later.
-
-Invariants: equal pieces after the same checkpoint give equal files. At most one piece is copied in
-memory at a time, and only if it is not contiguous or is on a device.
+compared. Unchanged and changed pieces go to separate files. At most one piece is copied in memory
+at a time, and only if it is not contiguous or is on a device.
 """
 
 from __future__ import annotations

@@ -69,15 +69,17 @@ def redistribute(b: RankBuilder, step: Redistribute, *, wait: bool) -> Started |
 
 
 def _free_move(b: RankBuilder, step: Redistribute) -> None:
-    """Emit the local code of a redistribution that does not communicate."""
+    """Emit the local code of a redistribution that does not communicate: "relabel" keeps the value,
+    "fill" keeps it on rank 0 of the axis and gives the op's identity to others, "slice" takes the
+    rank's block."""
     (move,), coordinates, source = step.moves, b.coordinates, step.source or None
     if move.kind == "relabel" or (move.kind == "fill" and coordinates[move.axis] == 0):
         b.assign(step.operands[0], step.name, source)
         return
     code, operands, results = b.segment().code, step.operands, step.results
     if move.kind == "slice":
-        where = given(move.src, move.dst, coordinates, coordinates)
-        code.apply(block, operands, results, where, source=source)
+        block_ranges = given(move.src, move.dst, coordinates, coordinates)
+        code.apply(block, operands, results, block_ranges, source=source)
     else:
         code.apply(rest_of, operands, results, _reduction_of(move.dst, move.axis), source=source)
 

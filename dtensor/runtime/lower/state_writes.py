@@ -45,6 +45,8 @@ class StateWrites:
     """Values that copy a changed view back to its base; after a write in place, equal to it."""
 
     def __post_init__(self) -> None:
+        """Sort the plan's writes of this rank's stages by how they are done; the program of
+        gradients has none."""
         b = self.b
         if b.roles.gradients or not b.plan.state_writes:
             return

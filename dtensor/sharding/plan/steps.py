@@ -278,7 +278,8 @@ class Redistribute(_Step):
         return self.operands
 
     def reads_as(self) -> Iterator[tuple[int, str, TensorSpec]]:
-        # an in-place gather reads the full parameters, whose slices it completes: the moves' dst
+        """Yield (stage, name, spec) of each operand as it is read. A gather in place reads the full
+        parameters, whose slices it completes: the destination's spec."""
         for at, (name, move) in enumerate(zip(self.operands, self.moves, strict=True)):
             if self.tied:
                 yield self.tied[at], name, _on_one_stage(move)

@@ -104,7 +104,8 @@ class Host:
 
     @contextmanager
     def expected(self) -> Generator[Host]:
-        """Do the same as `working` after `SimulatedGpus.expect`, which made the host busy."""
+        """Make this thread the host, which `SimulatedGpus.expect` has made busy; the host is idle
+        after the block."""
         try:
             with self.here():
                 yield self

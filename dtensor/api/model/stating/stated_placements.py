@@ -195,7 +195,7 @@ def planner_pins(
     flow: Dataflow, parameters: Sequence[ParameterPlacement], inputs: InputPins
 ) -> PlannerPins:
     """Return the pins under the names of ``flow``, without tensors that the program does not use.
-    Roles become placements, by the products of this program."""
+    A role becomes the placement that it implies in this program's matrix multiplications."""
     pins: dict[str, Stated] = {}
     pinned_by: dict[str, str] = {}
     stated = {p.name: p for p in parameters if p.placements}

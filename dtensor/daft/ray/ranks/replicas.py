@@ -103,7 +103,11 @@ class ReplicatedFile(SnapshotStore):
         *,
         before: bool,
     ) -> SnapshotRecord:
-        """Store a record in the file, and send it to the replica server."""
+        """Store the record of change ``number`` in the file, and send it to the replica server.
+
+        ``others``: values that are not tensors. ``gone``: keys without a value. ``before``: whether
+        the values are those before the change, else those after it.
+        """
         record = self._file.keep(number, tensors, others, gone, before=before)
         self._records[id(record)] = record
         self._tell_record(record)

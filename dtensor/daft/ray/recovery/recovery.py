@@ -112,7 +112,7 @@ class Recovery:
         if log.is_long:
             self.settle()
         if log.nbytes > MAX_BYTES or len(log.calls) > MAX_CALLS:
-            self._wait_for_some()
+            self._wait_for_ended_calls()
         if any(self._channel.is_broken(process.index) for process in launch.membership.processes):
             self._recover_or_raise(launch.watch.root((), ()), self.epoch)
 
@@ -141,7 +141,7 @@ class Recovery:
                 if id(call.message) in lent:
                     call.message.arguments, call.message.lent = call.message.arguments.kept(), False
 
-    def _wait_for_some(self) -> None:
+    def _wait_for_ended_calls(self) -> None:
         """Wait until all hosts have ended their calls, and drop these calls from the log."""
         epoch = self.epoch
         try:

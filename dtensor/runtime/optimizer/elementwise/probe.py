@@ -691,7 +691,8 @@ class _ObservedEntry:
             raise probe._unsplittable(f"{key!r}", f"a {type(value).__name__}")
 
     def entry(self, probe: _Trial, key: str) -> StateEntry:
-        """Return the form of the entry. Raises PlanningError if its values differ in kind."""
+        """Return the form of the entry: like the parameter, a small tensor, or a Python number.
+        Raises PlanningError if several forms were seen."""
         kinds = [bool(self.pythons), self.like, *([True] * len(self.shapes))]
         if sum(kinds) > 1:
             raise probe._unsplittable(f"{key!r}", "values of several kinds")

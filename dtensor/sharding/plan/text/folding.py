@@ -345,8 +345,9 @@ def _refs(step: Step) -> Iterator[_Ref]:
 
 
 def _shared_relations(before: set[_Relation], now: set[_Relation]) -> set[_Relation]:
-    """Return the relations of earlier layers that the next layer has too. If earlier layers read
-    values from outside, the next layer may read results of the first layers instead."""
+    """Return the relations ``before`` of the earlier layers that the next layer (``now``) has too.
+    If an earlier layer reads a value from outside, an "own" relation of the next layer counts too:
+    the first layer has no previous layer whose result it could read."""
     common = before & now
     if _OUTSIDE in before:
         common |= {relation for relation in now if relation[0] == "own"}

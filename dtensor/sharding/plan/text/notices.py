@@ -6,7 +6,8 @@
     repeats the 2 ranks of tp repeat the same work: 36% of the FLOP of each, ...
 
 All except "ends" are for training steps only. An axis gets no warning if it splits an input, the
-stages or a tenth of the parameters, and splits attention or has stated replicas there.
+stages or a tenth of the parameters, and also splits attention, or the user stated Replicate for
+attention.
 """
 
 from __future__ import annotations

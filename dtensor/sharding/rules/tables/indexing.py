@@ -252,8 +252,9 @@ def _put(call: OpCall) -> Rule:
 
 
 def _gather(call: OpCall) -> Rule:
-    """Return the rule of gather. The index splits freely along the dim of the op, and together with
-    x along the other dims."""
+    """Return the rule of gather. The index splits freely along the dim of the op, and with x along
+    other dims of equal size. A split of x along the dim of the op leaves a sum, so a bool x must be
+    whole along it."""
     x, index = call.operands[0].shape, call.operands[1].shape
     if not x or len(x) != len(index):
         left = ", ".join(whole_dims(f"t{n}d", len(shape)) for n, shape in enumerate((x, index)))

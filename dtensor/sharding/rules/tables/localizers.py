@@ -31,8 +31,8 @@ def unless_empty(localize: Localizer | None = None) -> Localizer:
 
 
 def contiguous(localize: Localizer | None = None) -> Localizer:
-    """Return a localizer that does what ``localize`` does, then makes the operands contiguous: a
-    shard may be a strided view."""
+    """Return a localizer that applies ``localize``; if this does not replace the op, the op runs on
+    contiguous copies of its operands, because a shard may be a strided view."""
 
     def localized(call: OpCall, local: Local) -> OpCall:
         # a call that ``localize`` replaced by a local form needs no contiguous operands

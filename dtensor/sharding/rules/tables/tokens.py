@@ -55,8 +55,8 @@ def _embedding_backward_localizer(call: OpCall, local: Local) -> OpCall:
 
 
 def _bag(call: OpCall) -> Rule:
-    """Return the rule of embedding bags, which splits only columns. The other results depend on the
-    indices alone."""
+    """Return the rule of embedding bags, which splits only the columns d of the embedding. Results
+    of fewer than two dims depend only on the indices (``~d``: they are equal on all ranks of d)."""
     if call.args[5] if len(call.args) > 5 else False:
         raise no_rule(call, "sparse gradients")
     weights = ", i!" if len(call.operands) > 3 else ""
