@@ -237,7 +237,7 @@ def test_verifier_refuses_collective_whose_members_disagree(other: Collective) -
 def test_verifier_refuses_send_and_receive_of_different_buffers() -> None:
     wide = Buffer((3,), torch.float32)
     lists = ([Send("x", 1, "c", B), Wait(("x",))], [Recv("y", 0, "c", wide), Wait(("y",))])
-    assert "other buffers" in refusal(*lists, inputs=[("x",), ()], outputs=[(), ("y",)])
+    assert "different buffers" in refusal(*lists, inputs=[("x",), ()], outputs=[(), ("y",)])
 
 
 def test_verifier_refuses_gather_of_mismatched_pieces() -> None:

@@ -376,9 +376,7 @@ def _check_agreement(program: Program, partners: Edges) -> None:
                 recv = instruction_at(program, other)
                 assert isinstance(recv, Recv)
                 if recv.buffer != start.buffer:
-                    raise _mismatch(
-                        program, [site, other], "the send and its receive declare different buffers"
-                    )
+                    raise _mismatch(program, [site, other], "send and receive different buffers")
             case Collective():
                 if site[0] == start.group[0]:
                     sites = {rank: index for rank, index in (site, *partners[site])}
