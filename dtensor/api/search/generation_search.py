@@ -25,7 +25,13 @@ from dtensor.api.model.parallel import parallelize
 from dtensor.api.search.comparison import Compared
 from dtensor.api.search.placements import Placements, for_model
 from dtensor.api.search.program import divides, priced_axes, repeated_modules
-from dtensor.api.search.result import FoundStrategy, SearchResult, keyword_lines, python_text
+from dtensor.api.search.result import (
+    MAX_ROWS,
+    FoundStrategy,
+    SearchResult,
+    keyword_lines,
+    python_text,
+)
 from dtensor.api.search.space import SpaceFacts, generation_space_text, meshes_of
 from dtensor.errors import PlanningError, check_number
 from dtensor.frontend.graph import Graph
@@ -34,8 +40,6 @@ from dtensor.sharding.plan.text.words import collapse, size_text
 from dtensor.sharding.redistribute.topology import Topology
 from dtensor.sharding.spec.mesh import Mesh, mesh_of
 
-MAX_ROWS = 5
-"""Strategies in a result."""
 EXAMPLE = 16
 """Tokens of the example text from which placements are derived."""
 

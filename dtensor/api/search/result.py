@@ -24,6 +24,8 @@ from dtensor.sharding.spec.placements import Shard
 from dtensor.showing import html_text, screen, table
 
 Objective = Literal["time", "memory", "tokens"]
+MAX_ROWS = 5
+"""Strategies in a result."""
 TIE = 0.1
 """The error of prices, as a fraction of the best figure."""
 

@@ -26,6 +26,7 @@ from dtensor.api.search.comparison import CapturedStep, Compared, MakeOptimizer,
 from dtensor.api.search.generation_search import GenerationSearch, Traffic
 from dtensor.api.search.program import SearchedProgram
 from dtensor.api.search.result import (
+    MAX_ROWS,
     FoundStrategy,
     Objective,
     SearchResult,
@@ -41,8 +42,6 @@ from dtensor.sharding.redistribute.topology import Topology, check_topology
 Progress = Callable[[int, int, str], object]
 """Called with (number done, approximate total, a description)."""
 
-MAX_ROWS = 5
-"""Strategies in a result."""
 _MIN_ERROR: dict[str, float] = {"time": 0.01, "memory": 0.15}
 """The least assumed error of an estimate, as a fraction, by objective."""
 
