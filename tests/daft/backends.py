@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -84,6 +84,8 @@ def _host(counter: str, given: bytes, pipe: Connection) -> None:
     from dtensor.daft.ray.channel.host_actor import HostActor
 
     HostActor(counter, given).serve(pipe.recv_bytes())
+    with suppress(EOFError):
+        pipe.recv_bytes()  # as an actor of Ray, the process stays after its connection has broken
 
 
 class PlainHosts:
