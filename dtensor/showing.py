@@ -37,7 +37,7 @@ def table(
 
     ``sides``: "<" (left) or ">" (right) for each column; further columns are aligned as the last.
     ``first_width``: the minimum width of the first column. Rows with fewer cells than the longest
-    row set no widths, except that of the first column, so their last cell may be long.
+    row set only the width of the first column, so their last cell may be long.
     """
     num = max(map(len, rows), default=0)
     full_rows = [row for row in rows if len(row) == num]

@@ -79,7 +79,7 @@ def rule(
             OpOverload itself.
         pattern: the dims of the tensor operands and results, "m k, k n -> m n".
         linear: the operands in which the op is linear, by name or by number among the tensors:
-            separately in each of ("a", "b"); jointly in those of an inner tuple, as in
+            separately in each of ("a", "b"); jointly in the operands of an inner tuple, as in
             [("x", "bias"), "w"].
         reduce: how partial results over a contracted factor combine, as in `dt.Partial`.
         localize: rewrites the call for one rank, if its arguments contain global sizes or counts;

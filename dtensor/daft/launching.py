@@ -50,11 +50,11 @@ def launch(
 ) -> Session:
     """Open a session in which actors can be spawned. Its `with` block or `close()` ends them.
 
-    `backend` is "inprocess" or "ray"; `address` that of a Ray cluster to join. On Ray, `deadline_s`
-    limits how long an actor's process may be silent, and `call_deadline_s` how long a method may
-    take; `warm` lets a Ray that is started here stay for the next launch. `seed` selects an order
-    of compiled functions in-process. `LaunchOptions` describes them in detail. Raises ValueError if
-    an argument is invalid, and RuntimeError if another launch is open.
+    `backend` is "inprocess" or "ray"; `address` is the address of a Ray cluster to join. On Ray,
+    `deadline_s` limits how long an actor's process may be silent, and `call_deadline_s` how long a
+    method may take; `warm` lets a Ray that is started here stay for the next launch. `seed` selects
+    an order of compiled functions in-process. `LaunchOptions` describes them in detail. Raises
+    ValueError if an argument is invalid, and RuntimeError if another launch is open.
     """
     options = LaunchOptions(
         backend=backend,

@@ -5,7 +5,7 @@
     state = matched_state(checkpoint, model, adamw)
     state.read()               # {parameter: {"step": ..., "exp_avg": f32[64,16], ...}}
 
-Names are those of state dicts, and shapes are global. A tied tensor matches any of its names; in
+Names are as in state dicts, and shapes are global. A tied tensor matches any of its names; in
 another program's checkpoint, names may begin with "model.". One error lists all differences.
 """
 
@@ -285,7 +285,7 @@ def _groups_in(
 ) -> Sequence[Mapping[str, Any]] | None:
     """Return the parameter groups in a checkpoint: options, and the names of ``params``; None if it
     has none. Torch's tools may store the list's items separately, or the options of each parameter;
-    the groups are then those of ``labels``."""
+    the groups are then the groups of ``labels``."""
     root = "optimizer", "param_groups"
     if root in checkpoint.small:
         return checkpoint.small[root]

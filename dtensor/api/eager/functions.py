@@ -3,7 +3,7 @@
     F.scaled_dot_product_attention(q, k, v, is_causal=True)      # dt.attention, as in dt.compile
     F.cross_entropy(logits, targets)               # dt's ops, which take a split vocabulary
 
-The rewrites are those of captured graphs (frontend/capture/canonical.py). Calls that they do not
+The rewrites are the ones of captured graphs (frontend/capture/canonical.py). Calls that they do not
 cover run torch's own function.
 """
 
@@ -30,7 +30,7 @@ aten: Any = torch.ops.aten
 
 
 _REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
-_running = threading.local()  # ``arguments``: those of the torch function that runs
+_running = threading.local()  # ``arguments`` of the torch function that runs
 _rewritten: dict[Any, fx.GraphModule | None] = {}  # by op and arguments; None: no rewrite
 
 

@@ -38,7 +38,7 @@ def view_step(x: CellTensor, target: Any, args: tuple[Any, ...]) -> ViewStep:
     key = (layout if parent is None else parent, target, _hashable(args))
     step = _steps.get(key)
     if step is None:
-        # a meta tensor, not a fake one: its errors are those of torch's kernels
+        # a meta tensor, not a fake one: it raises the errors of torch's kernels
         last_index = sum(max(n - 1, 0) * s for n, s in zip(x.shape, x.stride(), strict=True))
         storage = torch.empty(x.storage_offset() + last_index + 1, dtype=x.dtype, device="meta")
         with torch.no_grad():

@@ -245,7 +245,7 @@ class DisaggregatedPrefill:
 
     def _settle(self) -> None:
         """Settle the caches' placements by a decode on the prefill mesh, so that the prefill
-        program is the same as that of a generator there."""
+        program is the same as a generator's there."""
         if not self._caches_settled:
             plan = self._decode.plan(self.other, self.prefill_caches, self._no_live)
             settle_caches(self.prefill_caches, plan)

@@ -621,7 +621,7 @@ def generator(
             default powers of two from 16, and ``length``.
         temperature, top_k, top_p: the defaults of requests. temperature=0 is greedy; top_k=0 and
             top_p=1 allow all tokens.
-        eos: the token or tokens that end a text; "model": those of a Hugging Face model's
+        eos: the token or tokens that end a text; "model": the tokens in a Hugging Face model's
             generation_config, and none for other models.
         ahead: the number of runs that may be in flight when a result is read.
         prefill: the same model on another mesh of the launch, where prompts are prefilled: a

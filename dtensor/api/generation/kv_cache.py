@@ -86,8 +86,8 @@ class Decoding:
         self._position_indices: dict[torch.Size, Tensor] = {}
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Write the token's keys and values [rows, heads, 1, dim]. Return those of all positions,
-        [rows, heads, length, dim]."""
+        """Write the token's keys and values [rows, heads, 1, dim]. Return the keys and values
+        of all positions, [rows, heads, length, dim]."""
         updated: list[Tensor] = []
         for name, x in (("k", k), ("v", v)):
             buffer, new = self.slots.get_buffer(f"{name}{layer}"), self.slots.copy_heads(layer, x)

@@ -6,9 +6,10 @@
         step(batch.tokens, batch.logprobs, ...)        # trains the policy
         dt.sync(policy, actor)                         # the actor's next version
 
-Requests of later batches are submitted as far as ``staleness`` admits (staleness.py). Versions are
-those of `dt.sync`, for each token. With staleness 0, batches come in the order of the prompts, and
-are bitwise equal to those of a loop that generates, scores, trains and syncs in turn.
+Requests of later batches are submitted as far as ``staleness`` admits (staleness.py). `dt.sync`
+numbers the versions; each token has the version that made it. With staleness 0, batches come in the
+order of the prompts, and are bitwise equal to the batches of a loop that generates, scores, trains
+and syncs in turn.
 """
 
 from __future__ import annotations

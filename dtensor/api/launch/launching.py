@@ -332,7 +332,7 @@ def launch(
         meshes: the meshes; backend and device may follow them, as in ``launch(mesh, "ray")``.
         ranks: the launch's rank numbers of a mesh, in the mesh's order. Meshes may share ranks:
             ``launch(train, play, ranks={play: (0, 1)})``. A mesh without an entry gets the ranks
-            after those of the meshes before it.
+            after the ranks of the meshes before it.
         backend: "inprocess": all ranks in this process, deterministic; "ray": an actor for each
             rank, or for ``ranks_per_actor`` ranks.
         device: "cpu" or "cuda". On "cuda", "inprocess" puts all ranks on the current GPU; "ray"

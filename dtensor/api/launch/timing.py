@@ -44,7 +44,7 @@ def simulate(
 
     Args:
         batch, kwargs: the arguments of the call, tensors (meta too) or specs, as for `plan`; a
-            `Topology` may come last. By default those of the last plan or call of ``step``.
+            `Topology` may come last. By default the arguments of the last plan or call of ``step``.
 
     The `Trace` has ``seconds``, ``bubble``, peak memory by rank, and ``save("trace.json")``. Raises
     PlanningError as `plan` does.
@@ -121,7 +121,7 @@ def trace(
 
     The call is a real one: a training step changes the state. Spans have the names that `simulate`
     uses; the first span, "call", is the controller's time in addition to the ranks' instructions.
-    Times are those of each host's monotonic clock, so the clocks of several hosts are offset. In
+    Times are read from each host's monotonic clock, so the clocks of several hosts are offset. In
     one process all ranks share a thread, and each waits while others compute.
     """
     if step is None and not batch and not kwargs:

@@ -19,7 +19,7 @@ from dtensor.errors import PlanningError, pickling_error
 
 
 class AsModule:
-    """Methods of `nn.Module`, which call those of ``module`` and return the parallelized module."""
+    """The methods of `nn.Module` that a parallelized model has: they act on ``module`` or raise."""
 
     module: nn.Module
 

@@ -50,7 +50,7 @@ class ParallelModule(AsModule):
 
     ``module`` is the user's module, unchanged, with the same parameters; ``mesh`` is its mesh.
     ``placements`` has an entry for each parameter and buffer. ``zero`` is the axis over which state
-    is sharded with the level, or None. Other attributes are those of the module, also when they are
+    is sharded with the level, or None. Other attributes are the module's, also when they are
     set: ``model.scale = 2.0`` sets ``model.module.scale``.
     """
 
@@ -283,8 +283,8 @@ def parallelize(
         stages: pipeline stages: one axis -> a list of stages, each a list of globs. With "auto" in
             place of the list (or alone, for the axis pp), the plan chooses one stage for each rank,
             or as many as `Auto` states, so that the slowest stage is as fast as possible.
-            ``plan.stages`` has the choice; that of the first program that runs is final, and is
-            then in ``model.stages``.
+            ``plan.stages`` has the choice. The choice of the first program that runs is final,
+            and is then in ``model.stages``.
         init: how each rank makes its parameters of a module on the meta device: "reset" (the
             reset_parameters of each submodule), a function of the model, called after those, or a
             function without arguments that builds the model again.

@@ -451,8 +451,8 @@ def _ranks_of(
     stated: Sequence[int] | None,
 ) -> tuple[int, ...]:
     """Return the launch's ranks of the new mesh: its own if the launch has the mesh, else the
-    stated ones; else those of the old mesh, then free ranks, then new ranks, by which the launch
-    grows. Raises PlanningError for invalid stated ranks."""
+    stated ones; else the ranks of the old mesh, then free ranks, then new ranks, by which the
+    launch grows. Raises PlanningError for invalid stated ranks."""
     size = launch.cluster.size
     check_kind("ranks", stated, list | tuple | range | None, "a list of ranks", "ranks=(0, 1)")
     session = launch.sessions.get(mesh)

@@ -44,7 +44,7 @@ class GroupNames:
         return self.names
 
     def _names(self, parameters: Sequence[torch.Tensor], seen: ModuleSnapshot) -> Iterator[str]:
-        """Yield the names of those of these parameters that are still in the module."""
+        """Yield the names of the parameters that are still in the module."""
         for parameter in parameters:
             label = self.model.labels.of(parameter)
             if label is None:

@@ -87,7 +87,7 @@ def train_step(
         clip_grad_norm: the largest global norm of the gradients of the optimizer's parameters. The
             gradients are divided by max(1, (norm + 1e-6) / clip_grad_norm). The norm is float32,
             or float64 if a gradient is.
-        topology: the hardware figures for the planner's prices; by default those of an H100.
+        topology: the hardware figures for the planner's prices; by default the figures of an H100.
         keep_gradients: keep the gradients of each step on the ranks for ``step.gradients()``.
         search: "predictable" splits only values that pins reach; "free" lifts that limit.
         recompute: globs over names of modules whose activations are not stored for the backward but

@@ -55,7 +55,7 @@ Method: TypeAlias = Callable[..., Any]
 Part: TypeAlias = tuple[Any, ...]
 """The arguments of a method for one host."""
 Places: TypeAlias = Sequence[tuple[int, tuple[int, ...]]]
-"""(host, those of its ranks that take part), for each host that takes part."""
+"""(host, its ranks that take part), for each host that takes part."""
 
 
 class Future(ABC):
@@ -502,7 +502,7 @@ class HostedCluster(Cluster):
 
     def submit(self, request: RunRequest) -> Future:
         """Send one run to the program's hosts, and return its future. Raises ValueError if the
-        inputs are not those of the program, or if mode is "interpreted" and lost ranks would be
+        inputs do not match the program, or if mode is "interpreted" and lost ranks would be
         replaced."""
         handle, inputs, mode, keep, counted, returned, drop = request
         self._check()

@@ -247,7 +247,7 @@ class Engine:
         self._poison(rank)
 
     def _poison(self, rank: int) -> None:
-        """Replace the steps of a rank by those of `_prepare_poisoned`."""
+        """Replace the steps of a rank by the steps of `_prepare_poisoned`."""
         self._poisoned_ranks.add(rank)
         self._running = [
             self._prepare_poisoned(site, step) if site[0] == rank else step

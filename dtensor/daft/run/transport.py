@@ -244,7 +244,7 @@ def exchange(collective: Collective, parts: Sequence[Sequence[Tensor]]) -> list[
 
 
 def contribution(collective: Collective, values: Sequence[Tensor], member: int) -> Sequence[Tensor]:
-    """Return those of a rank's inputs that go to the member at this position of the group."""
+    """Return the inputs of a rank that go to the member at this position of the group."""
     return collective.does.given(values, member)
 
 

@@ -155,7 +155,7 @@ class _ActorList:
     """The list of one actor, while it is built.
 
     `started`: values whose receive has started and was not waited for. `sent`: value -> number of
-    calls until its send is waited for. `done`: the tasks so far. `unknown`: those of unknown size.
+    calls until its send is waited for. `done`: the tasks so far. `unknown`: tasks of unknown size.
     """
 
     instructions: list[Instruction] = field(default_factory=list[Instruction])

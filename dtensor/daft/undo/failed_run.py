@@ -43,7 +43,7 @@ class Fault:
 class UndoneRun:
     """A host's record of a run that was undone.
 
-    `faults`: those of the host's ranks, in the order of the host's list; () if none of them failed.
+    `faults`: the ranks' faults, in the order of the host's list; () if none of them failed.
     `run` and `program`: the numbers of the run and its program; None for a value that was read.
     """
 

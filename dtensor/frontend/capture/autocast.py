@@ -4,10 +4,10 @@
         x = torch.softmax(x, -1)                           # float32 by CUDA's list of ops
 
 A region casts by torch's list of ops for the device type that it names. Programs are captured on
-fake CPU tensors, so torch writes the casts of the CPU's list, and cuda_casts.py those of CUDA's,
-also on machines without a GPU. Autocast around the call becomes a region around the user's function
-only: as in torch, the backward uses the dtypes of the forward. Autocast for other devices, or for
-both at once, would be ignored, so it is refused.
+fake CPU tensors, so torch writes the casts of the CPU's list, and cuda_casts.py the casts of CUDA's
+list, also on machines without a GPU. Autocast around the call becomes a region around the user's
+function only: as in torch, the backward uses the dtypes of the forward. Autocast for other devices,
+or for both at once, would be ignored, so it is refused.
 """
 
 from __future__ import annotations

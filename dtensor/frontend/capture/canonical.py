@@ -57,7 +57,7 @@ def canonicalise(
         if isinstance(child, fx.GraphModule):
             matches += canonicalise(child, numbers, forward_mode=bool(in_jvp))
             # Differentiation calls this module. Interpreted node by node, its ops keep their own
-            # lines, modules and checkpoints instead of those of the region.
+            # lines, modules and checkpoints instead of the region's.
             child.forward = fx.Interpreter(child).run
     matches += _recognise(module.graph) if _has_anchor(module.graph) and not in_jvp else []
     for node in list(module.graph.nodes):

@@ -3,8 +3,8 @@
     embedding_bag(w [v d], reshape(ids [b k]), arange(0, b k, k), mode="sum")
         ->   sum(embedding(w, ids) [b k d], 1)
 
-The bag sizes are then part of the shape. Invariants: values and gradients are those of the original
-op: padding ids are ignored, a bag of padding is 0, and the first of equal maxima gets the gradient.
+The bag sizes are then part of the shape. Invariants: values and gradients equal the original
+op's: padding ids are ignored, a bag of padding is 0, the first of equal maxima gets the gradient.
 Bags with other offsets, empty bags and scale_grad_by_freq=True are not rewritten.
 """
 

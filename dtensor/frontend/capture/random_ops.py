@@ -101,7 +101,7 @@ class _RandomCall(Writer):
         return self(operator.getitem, self(dt.dropout.default, x, p, **self.key()), 0)
 
     def call_factory(self, op: Any, *args: Any, shape: Any = None, dtype: Any = None) -> fx.Node:
-        """Call a dt factory. Shape and dtype default to those of the call's result."""
+        """Call a dt factory, by default with the shape and dtype of the call's result."""
         size = list(self.out.shape if shape is None else shape)
         device = torch.device("cpu")
         node = self(op, size, *args, dtype or self.out.dtype, device=device, **self.key())

@@ -257,8 +257,8 @@ _PRODUCT_WRAPPERS = (aten.reshape.default, aten.permute.default, aten._to_copy.d
 def order_sums(graph: fx.Graph) -> None:
     """Reorder sums of gradients in the simplified joint graph, in place: add matrix products first.
 
-    Such products may be `Partial`, and a sum of partial values needs only one reduction: those of
-    the projections of one attention are then reduced together."""
+    Such products may be `Partial`, and a sum of partial values needs only one reduction:
+    the gradients of the projections of one attention are then reduced together."""
     for node in list(graph.nodes):
         if _is_sum(node) and not _is_term(node):
             terms = _terms(node)

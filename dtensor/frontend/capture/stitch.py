@@ -6,7 +6,7 @@
 Torch's joint export takes about a millisecond per op. So each kind of segment (layers.py) is
 exported once. Each copy gets its own parameters, modules and random numbers.
 
-Invariants: nodes, order and meta "desc" equal those of torch's export of the whole program. If the
+Invariants: nodes, order and meta "desc" are as in torch's export of the whole program. If the
 order in which autograd adds gradients is not certain, or a segment changes in place a value that
 other segments see, `NotSeparable` is raised, and the caller exports the whole program.
 """
@@ -300,7 +300,7 @@ class _Copy:
         self.outputs: dict[Any, fx.Node] = {}  # by torch's descriptor
         numbers = zip(part.kind.segment.numbers, part.segment.numbers, strict=True)
         self.numbers = {old: number for old, (_, number) in numbers}
-        self.sequence: dict[int, int] = {}  # sequence numbers by those of the kind's graph
+        self.sequence: dict[int, int] = {}  # from sequence numbers of the kind's graph
         self.stacks: dict[int, dict[str, Any]] = {}  # by id of the kind's stack
         self.backward_nodes: list[fx.Node] = []
 

@@ -131,8 +131,8 @@ class _Stager:
         return None
 
     def _backward_stage(self, op: Op, fixed: list[int], allowed: frozenset[int] | None) -> int:
-        """Return the stage of a backward op: that of its forward op, else the earliest stage of its
-        operands."""
+        """Return the stage of a backward op: the stage of its forward op, else the earliest of its
+        operands' stages."""
         stage = self.stage_of_seq.get(op.seq) if op.seq is not None else None
         if len(fixed) == len(op.operands) > 1 and op.call.name == "aten.add.Tensor":
             stage = None  # add gradients where they are, so that only their sum is sent

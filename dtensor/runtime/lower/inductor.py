@@ -280,7 +280,7 @@ class _ChainCompiler:
 
 def _fake_results(compiled: FusedChain, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the results of a compiled chain as fake tensors. The chain runs once to find them: its
-    strides may differ from those of the lines that it replaces."""
+    strides may differ from the strides of the lines that it replaces."""
     with unset_fake_temporarily():
         real = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in inputs]
         layouts = [(x.shape, x.stride(), x.dtype) for x in compiled(*real)]

@@ -102,7 +102,7 @@ class StateWrites:
         return tuple(self._name_of(name) if name in self.state_views else name for name in names)
 
     def copy_views(self, values: Sequence[str]) -> None:
-        """Copy those of the values that are state, or views of it, into the table."""
+        """Copy each of the values that is state, or a view of it, into the table."""
         for value in (v for v in values if v in self.state_views):
             code = self.b.segment().code
             source = self._name_of(value)

@@ -364,10 +364,11 @@ def _copied_bytes(
     b: RankBuilder, updates: Sequence[Update], overwritable: Sequence[str] | None
 ) -> int:
     """Return the bytes of gradients that the update copies: small ones, to lie end to end like
-    their parameters (flat_buffers.py), unless they are parts of one message; those of another dtype
-    than the updated tensor; and, if there is a norm, those that the update may not overwrite (not
-    in ``overwritable``). Not counted, because unknown here: gradients that are not contiguous, and
-    all gradients if the user chose an implementation of the update and there is a norm."""
+    their parameters (flat_buffers.py), unless they are parts of one message; gradients of another
+    dtype than the updated tensor; and, if there is a norm, gradients that the update may not
+    overwrite (not in ``overwritable``). Not counted, because unknown here: gradients that
+    are not contiguous, and all gradients if the user chose an implementation of the update and
+    there is a norm."""
     scattered = {
         name: (step.name, at)
         for step in b.plan.steps

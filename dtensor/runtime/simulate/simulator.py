@@ -128,7 +128,7 @@ def _items(builder: RankBuilder, program: RankProgram) -> list[Item]:
 
 
 def _message_seconds(builder: RankBuilder, item: Start) -> StepSeconds:
-    """Return the seconds of the plan's step if the message is one, else those of its bytes."""
+    """Return the seconds of the plan's step if the message is one, else by the message's bytes."""
     plan = builder.plan
     if id(item) in builder.priced.messages:
         return builder.priced.messages[id(item)]

@@ -34,8 +34,8 @@ def resolve_placements_again(
     former: Mapping[str, ParameterPlacement],
 ) -> tuple[ParameterPlacement, ...]:
     """Return one entry for each parameter and buffer of a changed module: the placement in
-    ``former`` (by present name) if it was in the module before, else that of the first pattern that
-    matches. Raises PlanningError if a new tensor cannot have its placement."""
+    ``former`` (by present name) if it was in the module before, else the placement of the first
+    pattern that matches. Raises PlanningError if a new tensor cannot have its placement."""
     names = names_of(module)
     resolved: list[ParameterPlacement] = []
     for named in names:

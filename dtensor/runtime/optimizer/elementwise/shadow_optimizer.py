@@ -7,7 +7,7 @@
 Such counts belong to the controller's optimizer, which never steps; the ranks receive their current
 values with each step. The new values do not depend on the elements of parameters, which a step may
 not read. So the shadow steps an optimizer of the same class over one-element parameters and returns
-its options and attributes. The probe checks that they equal those of torch's own step.
+its options and attributes. The probe checks that torch's own step leaves equal ones.
 """
 
 from __future__ import annotations
