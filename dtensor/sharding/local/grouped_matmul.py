@@ -1,14 +1,16 @@
 """Matrix products by group, for mixtures of experts.
 
     grouped_mm(rows[m k], experts[g k n], stops[G], [2, 3])   # [m n], of experts 2 and 3 only
+    expert_products(rows[N i], weight[E i o], counts[E], bias[E o])            # [N o]
+    expert_outer_products(rows[N i], grad[N o], counts[E])                     # [E i o]
 
-The rows of group i are ``stops[i-1]:stops[i]``. The rules of these ops (rules/tables/matmul.py)
-import this module lazily.
+The rows of group i are ``stops[i-1]:stops[i]``. The rules of grouped_mm (rules/tables/matmul.py)
+import this module lazily; ops/experts.py uses the other functions.
 """
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from torch import Tensor
 aten: Any = torch.ops.aten
 
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_GPU_KERNEL_DTYPES = (torch.bfloat16,)  # for others, torch loops on the host and waits for offsets
 
 
 def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor | None, groups: list[int] | None) -> Tensor:
@@ -39,18 +42,9 @@ def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor | None, groups: list[int] |
             f"got {stops}"
         )
     spans = list(zip([0, *stops[:-1]], stops, strict=True))
+    if groups is None and _can_use_kernel(a, b, stops[-1], _KERNEL_DTYPES):
+        return _kernel_products(a, b, offsets, stops)
     held_spans = spans if groups is None else [spans[g] for g in groups]
-    uses_kernel = groups is None and a.dtype in _KERNEL_DTYPES and all(x.numel() for x in (a, b))
-    if uses_kernel and stops[-1] > 0 and all(_is_aligned(x) for x in (a, b)):
-        out = aten._grouped_mm(a, b, offsets)
-        match a.dim(), b.dim():
-            case 2, 3:
-                out[stops[-1] :] = 0
-            case 3, 2:
-                out[:, stops[-1] :] = 0
-            case _:
-                pass
-        return out
     match a.dim(), b.dim():
         case 2, 3:
             out = a.new_zeros(a.shape[0], b.shape[2])
@@ -61,9 +55,57 @@ def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor | None, groups: list[int] |
             for part, (i, j) in zip(a, held_spans, strict=True):
                 out[:, i:j] = part @ b[:, i:j]
         case _:
-            out = a.new_zeros(len(held_spans), a.shape[0], b.shape[1])
-            for part, (i, j) in zip(out, held_spans, strict=True):
-                torch.mm(a[:, i:j], b[i:j], out=part)
+            out = _outer_products(a, b, held_spans)
+    return out
+
+
+def stops_of(counts: Tensor, length: int) -> list[int]:
+    """Return where the rows of each expert end, from counts[E]. Waits if the counts are on a GPU.
+    Raises IndexError if a count is negative or the counts exceed ``length``, the number of rows."""
+    untyped_counts: Any = counts
+    numbers: list[int] = untyped_counts.tolist()
+    stops = list(accumulate(numbers))
+    if (numbers and min(numbers) < 0) or (stops and stops[-1] > length):
+        raise IndexError(
+            f"counts of experts are >= 0 and add up to at most {length}, the number of rows; got "
+            f"{numbers}"
+        )
+    return stops
+
+
+def expert_products(rows: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None) -> Tensor:
+    """Return rows[N i] times weight[E i o], plus bias[E o], expert by expert, as [N o]. The rows of
+    an expert follow the rows of the experts before it. Rows past the counts' sum are zero."""
+    stops = stops_of(counts, rows.shape[0])
+    total = stops[-1] if stops else 0
+    if _can_use_kernel(rows, weight, total, _GPU_KERNEL_DTYPES) and rows.is_cuda:
+        out = _kernel_products(rows, weight, _on_device(stops, rows), stops)
+        if bias is not None:
+            held_counts = counts.to(rows.device, non_blocking=True)
+            out[:total] += bias.repeat_interleave(held_counts, 0, output_size=total)
+        return out
+    out = rows.new_empty(rows.shape[0], weight.shape[2])
+    for e, (i, j) in enumerate(pairwise([0, *stops])):
+        if i < j and bias is not None:
+            torch.addmm(bias[e], rows[i:j], weight[e], out=out[i:j])
+        elif i < j:
+            torch.mm(rows[i:j], weight[e], out=out[i:j])
+    out[total:] = 0
+    return out
+
+
+def expert_outer_products(rows: Tensor, grad: Tensor, counts: Tensor) -> Tensor:
+    """Return rows[N i].T @ grad[N o] of the rows of each expert, as [E i o]; zeros for an expert
+    without rows."""
+    stops = stops_of(counts, rows.shape[0])
+    columns, total = rows.t(), stops[-1] if stops else 0
+    spans = list(pairwise([0, *stops]))
+    if not (_can_use_kernel(columns, grad, total, _GPU_KERNEL_DTYPES) and rows.is_cuda):
+        return _outer_products(columns, grad, spans)
+    out = aten._grouped_mm(columns, grad, _on_device(stops, rows))
+    for e, (i, j) in enumerate(spans):
+        if i == j:
+            out[e] = 0
     return out
 
 
@@ -73,6 +115,40 @@ def grouped_mm_backward(
     """Return the gradients of the rows ``a`` and of ``b``, which has one matrix for each group."""
     rows_grad = grouped_mm(grad, b.transpose(1, 2), offsets, groups)
     return rows_grad, grouped_mm(a.t(), grad, offsets, groups)
+
+
+def _can_use_kernel(a: Tensor, b: Tensor, total: int, dtypes: tuple[torch.dtype, ...]) -> bool:
+    """Return whether torch's kernel takes ``a`` and ``b``. ``total``: the rows of all groups."""
+    both = (a, b)
+    return total > 0 and a.dtype in dtypes and all(x.numel() and _is_aligned(x) for x in both)
+
+
+def _kernel_products(a: Tensor, b: Tensor, offsets: Tensor, stops: list[int]) -> Tensor:
+    """Return torch's grouped product, with zeros in rows (or columns) past the last offset."""
+    out = aten._grouped_mm(a, b, offsets)
+    match a.dim(), b.dim():
+        case 2, 3:
+            out[stops[-1] :] = 0
+        case 3, 2:
+            out[:, stops[-1] :] = 0
+        case _:
+            pass
+    return out
+
+
+def _outer_products(a: Tensor, b: Tensor, spans: list[tuple[int, int]]) -> Tensor:
+    """Return a[:, i:j] @ b[i:j] of each span, as [spans m n]."""
+    out = a.new_zeros(len(spans), a.shape[0], b.shape[1])
+    for part, (i, j) in zip(out, spans, strict=True):
+        if i < j:
+            torch.mm(a[:, i:j], b[i:j], out=part)
+    return out
+
+
+def _on_device(stops: list[int], like: Tensor) -> Tensor:
+    """Return the stops as int32 on the GPU of ``like``, copied without a wait of the host."""
+    stops_tensor = torch.tensor(stops, dtype=torch.int32).pin_memory()
+    return stops_tensor.to(like.device, non_blocking=True)
 
 
 def _is_aligned(x: Tensor) -> bool:

@@ -1,0 +1,249 @@
+"""Ops for mixtures of experts: sort the slots of tokens by expert, move rows, multiply by expert.
+
+    counts[E], expert[N], slot[N] = route(ids[T k], E)         N = T k; a slot is token * k + j
+    rows[N i] = take_rows(x[T i], slot, counts, None, k)       rows of the tokens, by expert
+    rows[N o] = expert_mm(rows, weight[E i o], counts, bias[E o], k)
+    y[T o] = add_rows(rows, slot, counts, weights[T k], T, k)  each token adds its slots in order
+
+On a rank, N is the number of rows that arrived, and E the number of local experts. Rows from
+counts.sum() on are no rows: results neither read them nor depend on them, and are 0 there. Sums run
+in float32, or float64. If the counts are on the CPU, the host never waits for a GPU.
+"""
+
+# Torch leaves the types of its registration functions and of `torch.ops` open.
+# pyright: reportUnknownMemberType=false, reportUnknownLambdaType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dtensor.numerics import accumulation_dtype
+from dtensor.sharding.local.grouped_matmul import (
+    expert_outer_products,
+    expert_products,
+    stops_of,
+)
+from dtensor.sharding.ops.library import LIBRARY, define
+
+
+def _route(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the rows of each expert [E], and the expert and the slot of each row [T k], sorted by
+    expert (stable). Slots with id -1 are last. Raises IndexError for an id outside -1:E."""
+    flat = ids.reshape(-1).long()
+    wrong = (flat < -1) | (flat >= num_experts)
+    if bool(wrong.any()):
+        raise IndexError(
+            f"Expert id {int(flat[wrong][0])} is outside -1..{num_experts - 1}, the ids of "
+            f"{num_experts} experts and -1 for no expert.\n"
+            f"fix: ids.masked_fill((ids < 0) | (ids >= {num_experts}), -1), or the right number of "
+            "experts"
+        )
+    key = torch.where(flat < 0, num_experts, flat)
+    expert, slot = torch.sort(key, stable=True)
+    starts = torch.searchsorted(expert, torch.arange(num_experts + 1, device=ids.device))
+    return starts.diff(), expert.masked_fill_(expert == num_experts, -1), slot
+
+
+def _take_rows(x: Tensor, slot: Tensor, counts: Tensor, weights: Tensor | None, k: int) -> Tensor:
+    """Return x[slot // k], times weights[slot] if there are weights."""
+    n = _num_rows(slot, counts)
+    out = x.new_empty(slot.shape[0], x.shape[1])
+    slot = slot[:n]
+    if weights is None:
+        torch.index_select(x, 0, slot // k, out=out[:n])
+    else:
+        rows = x.index_select(0, slot // k).to(accumulation_dtype(x.dtype))
+        out[:n] = rows.mul_(weights.reshape(-1, 1).index_select(0, slot))
+    return _clear_tail(out, counts, n)
+
+
+def _add_rows(
+    rows: Tensor, slot: Tensor, counts: Tensor, weights: Tensor | None, num_tokens: int, k: int
+) -> Tensor:
+    """Return, for each token, the sum of its rows, times their weights, in the order of slots."""
+    dtype = accumulation_dtype(rows.dtype)
+    n = _num_rows(slot, counts)
+    if n == 0:
+        return rows.new_zeros(num_tokens, rows.shape[1])
+    position = torch.arange(n, device=slot.device)  # of a slot's row, -1 for none
+    position = slot.new_full((num_tokens * k,), -1).index_copy_(
+        0, slot[:n], _clear_tail(position, counts, n, -1)
+    )
+    has_all_rows = n == num_tokens * k and counts.device.type == "cpu"
+    out = rows.new_zeros(num_tokens, rows.shape[1], dtype=dtype)
+    for j in range(k):
+        index = position[j::k]
+        scale = None if weights is None else weights[:, j : j + 1].to(dtype)
+        if has_all_rows:
+            part = rows.index_select(0, index)
+            out += part if scale is None else part.to(dtype).mul_(scale)
+        elif rows.device.type == "cpu":
+            tokens = (index >= 0).nonzero().squeeze(1)
+            part = rows.index_select(0, index[tokens]).to(dtype)
+            out.index_add_(0, tokens, part if scale is None else part.mul_(scale[tokens]))
+        else:  # the host does not wait for the number of rows
+            part = rows.index_select(0, index.clamp(min=0)).to(dtype)
+            part = part if scale is None else part.mul_(scale)
+            out += part.masked_fill_((index < 0)[:, None], 0)
+    return out.to(rows.dtype)
+
+
+def _slot_grads(
+    grad: Tensor, rows: Tensor, slot: Tensor, counts: Tensor, num_tokens: int, k: int
+) -> Tensor:
+    """Return dot(grad[t], rows[i]) of each slot, where t is the token of row i; 0 without a row."""
+    dtype = accumulation_dtype(rows.dtype)
+    n = _num_rows(slot, counts)
+    slot = slot[:n]
+    grads = grad.index_select(0, slot // k).to(dtype)
+    dots = _clear_tail(grads.mul_(rows[:n]).sum(1), counts, n)
+    return dots.new_zeros(num_tokens * k).index_copy_(0, slot, dots).view(num_tokens, k)
+
+
+def _expert_mm(rows: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None, k: int) -> Tensor:
+    return expert_products(rows, weight, counts, bias)
+
+
+def _expert_outer(rows: Tensor, grad: Tensor, counts: Tensor, k: int) -> Tensor:
+    """Return the gradient of the experts' weights."""
+    return expert_outer_products(rows, grad, counts)
+
+
+def _expert_sum(grad: Tensor, counts: Tensor, k: int) -> Tensor:
+    """Return the gradient of the experts' biases: the sums of grad[N o] by expert."""
+    stops = stops_of(counts, grad.shape[0])
+    out = grad.new_zeros(len(stops), grad.shape[1])
+    for part, i, j in zip(out, [0, *stops], stops, strict=False):
+        if i < j:
+            torch.sum(grad[i:j], 0, out=part)
+    return out
+
+
+def _num_rows(slot: Tensor, counts: Tensor) -> int:
+    """Return the number of rows if the counts are on the CPU, else its bound. Raises IndexError if
+    the counts exceed the slots."""
+    if counts.device.type != "cpu":
+        return slot.shape[0]
+    n = int(counts.sum())
+    if n > slot.shape[0]:
+        stops_of(counts, slot.shape[0])
+    return n
+
+
+def _clear_tail(out: Tensor, counts: Tensor, n: int, value: int = 0) -> Tensor:
+    """Set what follows the rows of ``out`` to ``value``. ``n``: see `_num_rows`."""
+    if counts.device.type == "cpu":
+        out[n:] = value
+        return out
+    is_row = torch.arange(out.shape[0], device=out.device) < counts.sum()
+    return out.masked_fill_(~is_row.view(-1, *(1 for _ in out.shape[1:])), value)
+
+
+def _fake_route(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    slot = ids.new_empty(ids.numel(), dtype=torch.int64)
+    return slot.new_empty(num_experts), slot, torch.empty_like(slot)
+
+
+define("route(Tensor ids, int num_experts) -> (Tensor, Tensor, Tensor)", _route, _fake_route)
+define(
+    "take_rows(Tensor x, Tensor slot, Tensor counts, Tensor? weights, int k) -> Tensor",
+    _take_rows,
+    lambda x, slot, *_: x.new_empty(slot.shape[0], x.shape[1]),
+)
+define(
+    "add_rows(Tensor rows, Tensor slot, Tensor counts, Tensor? weights, int num_tokens, int k) "
+    "-> Tensor",
+    _add_rows,
+    lambda rows, slot, counts, weights, num_tokens, k: rows.new_empty(num_tokens, rows.shape[1]),
+)
+define(
+    "slot_grads(Tensor grad, Tensor rows, Tensor slot, Tensor counts, int num_tokens, int k) "
+    "-> Tensor",
+    _slot_grads,
+    lambda grad, rows, slot, counts, num_tokens, k: rows.new_empty(
+        num_tokens, k, dtype=accumulation_dtype(rows.dtype)
+    ),
+)
+define(
+    "expert_mm(Tensor rows, Tensor weight, Tensor counts, Tensor? bias, int k) -> Tensor",
+    _expert_mm,
+    lambda rows, weight, *_: rows.new_empty(rows.shape[0], weight.shape[2]),
+)
+define(
+    "expert_outer(Tensor rows, Tensor grad, Tensor counts, int k) -> Tensor",
+    _expert_outer,
+    lambda rows, grad, counts, _: rows.new_empty(counts.shape[0], rows.shape[1], grad.shape[1]),
+)
+define(
+    "expert_sum(Tensor grad, Tensor counts, int k) -> Tensor",
+    _expert_sum,
+    lambda grad, counts, _: grad.new_empty(counts.shape[0], grad.shape[1]),
+)
+
+
+# -- gradients -------------------------------------------------------------------------------------
+
+
+def _take_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, slot, counts, weights, ctx.k = inputs
+    ctx.num_tokens = x.shape[0]
+    needs_x = weights is not None and weights.requires_grad
+    ctx.save_for_backward(x if needs_x else None, slot, counts, weights)
+
+
+def _take_grad(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    x, slot, counts, weights = ctx.saved_tensors
+    dx = dweights = None
+    sizes = (ctx.num_tokens, ctx.k)
+    if ctx.needs_input_grad[0]:
+        dx = torch.ops.dt.add_rows(grad, slot, counts, weights, *sizes)
+    if ctx.needs_input_grad[3]:
+        dweights = torch.ops.dt.slot_grads(x, grad, slot, counts, *sizes).to(weights.dtype)
+    return dx, None, None, dweights, None
+
+
+def _add_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    rows, slot, counts, weights, *ctx.sizes = inputs
+    needs_rows = weights is not None and weights.requires_grad
+    ctx.save_for_backward(rows if needs_rows else None, slot, counts, weights)
+
+
+def _add_grad(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    rows, slot, counts, weights = ctx.saved_tensors
+    drows = dweights = None
+    if ctx.needs_input_grad[0]:
+        drows = torch.ops.dt.take_rows(grad, slot, counts, weights, ctx.sizes[1])
+    if ctx.needs_input_grad[3]:
+        dweights = torch.ops.dt.slot_grads(grad, rows, slot, counts, *ctx.sizes).to(weights.dtype)
+    return drows, None, None, dweights, None, None
+
+
+def _mm_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    rows, weight, counts, _, ctx.k = inputs
+    ctx.save_for_backward(
+        rows if weight.requires_grad else None, weight if rows.requires_grad else None, counts
+    )
+
+
+def _mm_grad(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    rows, weight, counts = ctx.saved_tensors
+    drows = dweight = dbias = None
+    if ctx.needs_input_grad[0]:
+        drows = torch.ops.dt.expert_mm(grad, weight.transpose(1, 2), counts, None, ctx.k)
+    if ctx.needs_input_grad[1]:
+        dweight = torch.ops.dt.expert_outer(rows, grad, counts, ctx.k)
+    if ctx.needs_input_grad[3]:
+        dbias = torch.ops.dt.expert_sum(grad, counts, ctx.k)
+    return drows, dweight, None, dbias, None
+
+
+for _name, _setup, _grad in (
+    ("take_rows", _take_setup, _take_grad),
+    ("add_rows", _add_setup, _add_grad),
+    ("expert_mm", _mm_setup, _mm_grad),
+):
+    torch.library.register_autograd(f"dt::{_name}", _grad, setup_context=_setup, lib=LIBRARY)
