@@ -18,6 +18,7 @@ from .ir.instructions import (
     Instruction,
     Recv,
     Send,
+    Sizes,
     Vote,
     Wait,
 )
@@ -77,6 +78,7 @@ __all__ = [
     "Scatter",
     "Send",
     "Session",
+    "Sizes",
     "Stored",
     "TaskError",
     "TaskFuture",

@@ -22,6 +22,7 @@ from dtensor.daft import (
     RankProgram,
     Recv,
     Send,
+    Sizes,
     Wait,
 )
 from dtensor.daft.ir.host_program import HostProgram, host_programs
@@ -158,6 +159,16 @@ class Collectives:
             for made in (dtype, F32) if dtype == torch.bfloat16 else (dtype,):
                 folded = [[_left_fold([given[r][to] for r in g], "sum", made)] for to in g]
                 self._collective("reduce_scatter", "sum", given, folded)
+        uneven = [[(3 * r + p) % 4 for p in range(2 * n)] for r in g]
+        to_last = [[0] * (2 * n - 1) + [r] for r in g]
+        parts = tuple((to, to + n) for to in g)
+        total = max(sum(row[p] for row in uneven for p in part) for part in parts)
+        self._sized(uneven, parts, (5,), F32)
+        self._sized(uneven, parts, (2, 3), torch.bfloat16, total)
+        self._sized(uneven, parts, (5,), F32, total - 1)
+        self._sized(to_last, (tuple(range(n + 1)), *((p,) for p in range(n + 1, 2 * n))), (), F32)
+        self._sized([[0] * n] * n, tuple((to,) for to in g), (3,), torch.int64)
+        self._sized([[2 * n] * n] * n, tuple((to,) for to in g), (large // 8,), torch.bfloat16)
 
     def _reduce(
         self,
@@ -173,18 +184,61 @@ class Collectives:
         folded = [_left_fold([row[i] for row in given], op, made) for i in range(len(shapes))]
         self._collective("all_reduce", op, given, [folded] * self.size)
 
+    def _sized(
+        self,
+        counts: Sequence[Sequence[int]],
+        parts: tuple[tuple[int, ...], ...],
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        limit: int | None = None,
+    ) -> None:
+        """Gather counts, exchange rows by them, and send the received rows back."""
+        g = self.group
+        rows = [[sum(counts[r][p] for p in part) for part in parts] for r in g]
+        sent = [
+            [values(r * self.size + to, rows[r][to], *shape, dtype=dtype) for to in g] for r in g
+        ]
+        if limit is None or max(map(sum, zip(*rows, strict=True))) <= limit:
+            back, received = sent, [[sent[r][to] for r in g] for to in g]
+        else:
+            none = values(0, 0, *shape, dtype=dtype)
+            back, received = [[none] * self.size] * self.size, [[none] * self.size] * self.size
+        vectors = [torch.tensor(own, dtype=torch.int64) for own in counts]
+        number = self._count
+        self._collective("all_gather", None, [[v] for v in vectors], [vectors] * self.size)
+        names = tuple(f"out{number}.{r}" for r in g)
+        for rank in g:
+            self.lists[rank][-2] = replace(self.lists[rank][-2], on_host=True)  # type: ignore
+        sizes = Sizes(names, parts, False, limit)
+        number = self._count
+        self._collective("all_to_all", None, sent, received, sizes)
+        given = tuple(f"out{number}.{r}" for r in g)
+        returned = replace(sizes, returned=True)
+        self._collective("all_to_all", None, received, back, returned, given)
+
     def _collective(
         self,
         kind: str,
         op: str | None,
         given: Sequence[Sequence[Tensor]],
         results: Sequence[Sequence[Tensor]],
+        sizes: Sizes | None = None,
+        inputs: tuple[str, ...] = (),
     ) -> None:
+        """Add a collective, and its wait. ``inputs``: earlier results that it sends."""
         number, self._count = self._count, self._count + 1
         for rank in self.group:
-            ins = tuple(f"in{number}.{i}" for i in range(len(given[rank])))
+            ins = inputs or tuple(f"in{number}.{i}" for i in range(len(given[rank])))
             outs = tuple(f"out{number}.{i}" for i in range(len(results[rank])))
-            self.fed[rank] |= dict(zip(ins, given[rank]))
+            if not inputs:
+                self.fed[rank] |= dict(zip(ins, given[rank]))
+
+            def buffer(tensor: Tensor, more: int = rank) -> Buffer:
+                exact = Buffer.of(tensor)
+                if sizes is None:
+                    return exact
+                return replace(exact.with_rows(tensor.shape[0] + more), bounded=True)
+
             self.expected[rank] |= dict(zip(outs, results[rank]))
             self.lists[rank] += [
                 Collective(
@@ -192,10 +246,11 @@ class Collectives:
                     self.group,
                     ins,
                     outs,
-                    tuple(map(Buffer.of, given[rank])),
-                    tuple(map(Buffer.of, results[rank])),
+                    tuple(map(buffer, given[rank])),
+                    tuple(map(buffer, results[rank])),
                     op,  # type: ignore[arg-type]
                     f"channel{number % 2}",
+                    sizes=sizes,
                 ),
                 Wait(outs[:1]),
             ]

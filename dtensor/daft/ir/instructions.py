@@ -35,14 +35,18 @@ class Buffer:
     """The shape and dtype of a tensor that is sent or received; prints as `f32[2,3]`.
 
     `variable`: a flat buffer whose length only the sender knows, `u8[*]`. The length is sent
-    first. Collectives do not use such buffers.
+    first. Collectives do not use such buffers. `bounded`: dim 0 has at most `shape[0]` rows,
+    `f32[<=512,64]`. Only sized collectives use such buffers (`Sizes`).
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     variable: bool = field(default=False, kw_only=True)
+    bounded: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
+        if self.bounded and (self.variable or not self.shape):
+            raise ValueError(f"A bounded buffer has at least one dim, got {self.shape}.")
         if self.variable and self.shape:
             raise ValueError(f"A variable buffer has no shape before it runs, got {self.shape}.")
         if any(size < 0 for size in self.shape):
@@ -52,19 +56,27 @@ class Buffer:
 
     @property
     def nbytes(self) -> int:
-        """The size in bytes, or 0 if variable (it is unknown before the run)."""
+        """The size in bytes: at the bound if bounded, 0 if variable (unknown before the run)."""
         if self.variable:
             return 0
         return prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
         sizes = "*" if self.variable else ",".join(map(str, self.shape))
+        sizes = f"<={sizes}" if self.bounded else sizes
         return f"{DTYPE_NAMES[self.dtype]}[{sizes}]"
 
     def accepts(self, tensor: torch.Tensor) -> bool:
-        """Return whether the tensor has this shape and dtype."""
-        fits = tensor.dim() == 1 if self.variable else tensor.shape == self.shape
+        """Return whether the tensor has this shape (at most as many rows if bounded) and dtype."""
+        if self.bounded and tensor.dim() and tensor.shape[0] <= self.shape[0]:
+            fits = tensor.shape[1:] == self.shape[1:]
+        else:
+            fits = tensor.dim() == 1 if self.variable else tensor.shape == self.shape
         return fits and tensor.dtype == self.dtype
+
+    def with_rows(self, rows: int) -> Buffer:
+        """Return the buffer of a tensor with exactly this number of rows."""
+        return Buffer((rows, *self.shape[1:]), self.dtype)
 
     @staticmethod
     def of(tensor: torch.Tensor) -> Buffer:
@@ -142,17 +154,64 @@ class Recv:
 
 
 @dataclass(frozen=True, slots=True)
+class Sizes:
+    """The lengths of the pieces of an all_to_all. All members compute them from the same counts.
+
+    `counts`: a value i64[E] for each member: the outputs of one all_gather of the same group,
+    delivered in host memory. `parts`: for each member, the positions in a vector of counts that
+    belong to the member. Member i sends `sum(counts[i][p] for p in parts[j])` rows to member j.
+    `returned`: the pieces travel back, so member j sends these rows to member i. `limit`: if a
+    member would receive more rows than this (before `returned`), all lengths are 0.
+    """
+
+    counts: tuple[str, ...]
+    parts: tuple[tuple[int, ...], ...]
+    returned: bool = False
+    limit: int | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.counts) != len(self.parts):
+            raise ValueError(
+                f"Each member has one vector of counts and one part, got {len(self.counts)} "
+                f"vectors and {len(self.parts)} parts."
+            )
+        if any(position < 0 for part in self.parts for position in part):
+            raise ValueError(f"The positions of parts are 0 or more, got {self.parts}.")
+        if self.limit is not None and self.limit < 0:
+            raise ValueError(f"A limit of rows is 0 or more, got {self.limit}.")
+
+    def rows_received(self, counts: Sequence[Sequence[int]]) -> tuple[int, ...]:
+        """Return the rows that each member receives without `limit` and `returned`."""
+        totals = [sum(column) for column in zip(*counts, strict=True)]
+        return tuple(sum(totals[p] for p in part) for part in self.parts)
+
+    def exceeded(self, counts: Sequence[Sequence[int]]) -> bool:
+        """Return whether a member would receive more rows than `limit`."""
+        return self.limit is not None and max(self.rows_received(counts), default=0) > self.limit
+
+    def lengths(self, counts: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+        """Return ``lengths[sender][receiver]``, the rows of each piece. ``counts``: the vector of
+        each member, in group order."""
+        if self.exceeded(counts):
+            return ((0,) * len(self.parts),) * len(self.parts)
+        lengths = tuple(tuple(sum(own[p] for p in part) for part in self.parts) for own in counts)
+        return tuple(zip(*lengths, strict=True)) if self.returned else lengths
+
+
+@dataclass(frozen=True, slots=True)
 class Collective:
     """Start a collective of the ranks in `group`. Reductions are left folds in the group's order.
 
     - all_reduce: n inputs, n outputs of the same shapes on all ranks (n > 1: a bucket).
     - all_gather: 1 input (its shape may differ by rank), one output per member, in group order.
     - reduce_scatter: one input per member, 1 output: the fold of all members' inputs for this rank.
-    - all_to_all: one input for each member, one output from each.
+    - all_to_all: one input for each member, one output from each. `sizes`: the numbers of their
+      rows are data, and all buffers are bounded.
     - broadcast: 1 input on `group[0]` and none elsewhere, 1 output everywhere.
 
     The sum of 16-bit floats is accumulated in float32 and may be returned so; the sum of float32
-    values may be returned rounded to a narrower dtype.
+    values may be returned rounded to a narrower dtype. `on_host`: an all_gather delivers its
+    outputs, which have equal shapes, in host memory; its wait blocks the host.
     """
 
     kind: Kind
@@ -163,6 +222,8 @@ class Collective:
     out_buffers: tuple[Buffer, ...]
     op: Op | None
     channel: str
+    sizes: Sizes | None = field(default=None, kw_only=True)
+    on_host: bool = field(default=False, kw_only=True)
     label: Label | None = field(default=None, kw_only=True)
     source: str | None = field(default=None, kw_only=True)
     writes: ClassVar[tuple[str, ...]] = ()
@@ -193,16 +254,36 @@ class Collective:
                 f"{len(self.in_buffers)} buffers and {len(self.outputs)} outputs with "
                 f"{len(self.out_buffers)}."
             )
-        if any(buffer.variable for buffer in (*self.in_buffers, *self.out_buffers)):
+        buffers = (*self.in_buffers, *self.out_buffers)
+        if any(buffer.variable for buffer in buffers):
             raise ValueError(
                 f"The members of {self.kind} must know its sizes before it runs, got "
-                f"{', '.join(map(str, (*self.in_buffers, *self.out_buffers)))}."
+                f"{', '.join(map(str, buffers))}."
+            )
+        sized = self.sizes is not None
+        if any(buffer.bounded != sized for buffer in buffers):
+            raise ValueError(
+                f"A collective has bounded buffers if and only if it is sized, got {self.kind} "
+                f"with {self.sizes} and {', '.join(map(str, buffers))}."
+            )
+        if self.sizes is not None and (
+            self.kind != "all_to_all" or len(self.sizes.parts) != len(self.group)
+        ):
+            raise ValueError(
+                f"Only an all_to_all is sized, by one vector of counts for each member of "
+                f"{self.group}, got {self.kind} with {self.sizes}."
+            )
+        if self.on_host and (self.kind != "all_gather" or len(set(self.out_buffers)) > 1):
+            raise ValueError(
+                f"Only an all_gather of equal buffers is delivered in host memory, got "
+                f"{self.kind} of {', '.join(map(str, self.out_buffers))}."
             )
 
     def renamed(self, names: Mapping[str, str], ranks: Sequence[int]) -> Collective:
         inputs, outputs = _rename_all(self.inputs, names), _rename_all(self.outputs, names)
         group = tuple(ranks[rank] for rank in self.group)
-        return replace(self, group=group, inputs=inputs, outputs=outputs)
+        sizes = self.sizes and replace(self.sizes, counts=_rename_all(self.sizes.counts, names))
+        return replace(self, group=group, inputs=inputs, outputs=outputs, sizes=sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,6 +376,14 @@ def key_of(rank: int, start: Start) -> Key:
             return (group, channel, "collective")
         case _:
             assert_never(start)
+
+
+def values_read(instruction: Instruction) -> tuple[str, ...]:
+    """Return the values that an instruction reads: its inputs, and the counts that size it. The
+    counts are read when the collective starts, and are not needed while it is in flight."""
+    if isinstance(instruction, Collective) and instruction.sizes is not None:
+        return (*instruction.inputs, *instruction.sizes.counts)
+    return instruction.inputs
 
 
 def awaited(start: Start) -> tuple[str, ...]:

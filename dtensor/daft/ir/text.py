@@ -6,8 +6,10 @@ instruction = [ outputs "=" ] start | "send" name "to" rank "on" name ":" buffer
 start       = "call" fn "(" names ")" [ "writes" names ] | "vote"
             | ( "recv" | "borrow" ) "from" rank "on" name ":" buffer
             | kind [ "." op ] "(" names ")" "over" "(" ranks ")" "on" name
-              ":" buffers "=>" buffers
-buffer      = dtype "[" sizes | "*" "]"                e.g. f32[2,3], u8[*]
+              [ sized | "on" "host" ] ":" buffers "=>" buffers
+sized       = "sized" "by" "(" names ")" "parts" "(" parts ")" [ "returned" ] [ "limit" rows ]
+parts       = parts with "," between them, each of numbers and ranges, "-" if empty: 0-3 7, 4-6, -
+buffer      = dtype "[" [ "<=" ] sizes | "*" "]"       e.g. f32[2,3], f32[<=512,64], u8[*]
 name        = letters, digits and . : / % _ - or any JSON string
 """
 
@@ -28,6 +30,7 @@ from dtensor.daft.ir.instructions import (
     Instruction,
     Recv,
     Send,
+    Sizes,
     Vote,
     Wait,
 )
@@ -38,7 +41,7 @@ EXCERPT = 120
 
 _PLAIN_NAME = re.compile(r"[\w.:/%-]*[\w/%-]")
 _TOKEN = re.compile(
-    r'\s*("(?:[^"\\]|\\.)*"|\w+\[[\d,]*\]|\w+\[\*\]|=>|[(),=#@]|:(?=\s)|[\w.:/%-]*[\w/%-])',
+    r'\s*("(?:[^"\\]|\\.)*"|\w+\[(?:<=)?[\d,]*\]|\w+\[\*\]|=>|[(),=#@]|:(?=\s)|[\w.:/%-]*[\w/%-])',
 )
 
 
@@ -71,9 +74,14 @@ def format_instruction(
             kind = i.kind if i.op is None else f"{i.kind}.{i.op}"
             text = f"{names_of(i.outputs)} = {kind}({names_of(i.inputs)})"
             text += f" over ({', '.join(map(str, i.group))})"
+            text += "" if brief else f" on {_name(i.channel)}"
+            if i.sizes is not None:
+                text += f" sized by ({names_of(i.sizes.counts)})"
+                text += "" if brief else _format_sizes(i.sizes)
+            text += " on host" if i.on_host else ""
             if not brief:
                 ins, outs = (", ".join(map(str, b)) for b in (i.in_buffers, i.out_buffers))
-                text += f" on {_name(i.channel)} : {ins}{' ' if ins else ''}=> {outs}"
+                text += f" : {ins}{' ' if ins else ''}=> {outs}"
         case Wait():
             text = f"wait {names_of(i.values)}"
         case Free():
@@ -147,6 +155,25 @@ def _name(name: str) -> str:
     return name if _PLAIN_NAME.fullmatch(name) else json.dumps(name, ensure_ascii=False)
 
 
+def _format_sizes(sizes: Sizes) -> str:
+    """Return the text of `Sizes` after the counts."""
+    text = f" parts ({', '.join(map(_format_part, sizes.parts))})"
+    text += " returned" if sizes.returned else ""
+    return text if sizes.limit is None else f"{text} limit {sizes.limit}"
+
+
+def _format_part(part: Sequence[int]) -> str:
+    """Return the numbers of a part, with runs of three or more as ranges: `0-3 7`."""
+    runs: list[list[int]] = []
+    for position in part:
+        if runs and position == runs[-1][-1] + 1:
+            runs[-1].append(position)
+        else:
+            runs.append([position])
+    words = [f"{run[0]}-{run[-1]}" if len(run) > 2 else " ".join(map(str, run)) for run in runs]
+    return " ".join(words) or "-"
+
+
 class _Tail(TypedDict):
     """The optional end of an instruction."""
 
@@ -213,14 +240,49 @@ class _Parser:
         inputs = self._parenthesised()
         self._expect("over")
         group = tuple(map(int, self._parenthesised()))
-        channel = self._channel()
+        self._expect("on")
+        channel = self._word()
+        sizes = self._sizes() if self._peek() == "sized" else None
+        on_host = self._peek() == "on"
+        if on_host:
+            self._expect("on")
+            self._expect("host")
+        self._expect(":")
         ins = self._buffers()
         self._expect("=>")
         outs = self._buffers()
-        reduction = op if op else None
         return Collective(
-            kind, group, inputs, outputs, ins, outs, reduction, channel, **self._tail()
+            *(kind, group, inputs, outputs, ins, outs, op or None, channel),
+            sizes=sizes,
+            on_host=on_host,
+            **self._tail(),
         )
+
+    def _sizes(self) -> Sizes:
+        """Parse the part from ``sized`` on."""
+        self._expect("sized")
+        self._expect("by")
+        counts = self._parenthesised()
+        self._expect("parts")
+        self._expect("(")
+        parts: list[tuple[int, ...]] = []
+        while self._peek() != ")":
+            part: list[int] = []
+            while self._peek() not in (",", ")"):
+                first, _, last = self._next().partition("-")
+                part += range(int(first), int(last or first) + 1) if first else ()
+            parts.append(tuple(part))
+            if self._peek() == ",":
+                self._next()
+        self._expect(")")
+        returned = self._peek() == "returned"
+        if returned:
+            self._next()
+        limit: int | None = None
+        if self._peek() == "limit":
+            self._next()
+            limit = int(self._word())
+        return Sizes(counts, tuple(parts), returned, limit)
 
     def _call(self, outputs: tuple[str, ...]) -> Call:
         """Parse the part after ``call``: function, inputs and writes."""
@@ -248,7 +310,9 @@ class _Parser:
             if sizes == "*":
                 buffers.append(Buffer((), DTYPES[dtype], variable=True))
             else:
-                buffers.append(Buffer(tuple(int(s) for s in sizes.split(",") if s), DTYPES[dtype]))
+                shape = tuple(int(s) for s in sizes.removeprefix("<=").split(",") if s)
+                bounded = sizes.startswith("<=")
+                buffers.append(Buffer(shape, DTYPES[dtype], bounded=bounded))
             if self._peek() == ",":
                 self._next()
         return tuple(buffers)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeAlias, assert_never
+from typing import TYPE_CHECKING, Protocol, TypeAlias, assert_never, cast
 
 import torch
 
@@ -33,8 +33,10 @@ from dtensor.daft.ir.instructions import (
     Collective,
     Commit,
     Free,
+    Instruction,
     Recv,
     Send,
+    Sizes,
     Start,
     Vote,
     Wait,
@@ -68,6 +70,12 @@ Inputs: TypeAlias = dict[int, dict[str, object]]
 Step: TypeAlias = Callable[[], None]
 
 CPU = torch.device("cpu")
+
+
+class _Vector(Protocol):
+    """A tensor i64[E] in host memory."""
+
+    def tolist(self) -> list[int]: ...
 
 
 class Engine:
@@ -401,6 +409,8 @@ class Engine:
                 read = [(name, buffer)]
             case Recv():
                 read = []
+            case Collective(sizes=Sizes() as sizes):
+                return self._prepare_sized(site, start, sizes, poisoned=poisoned)
             case Collective(inputs=names, in_buffers=buffers):
                 read = list(zip(names, buffers))
             case _:
@@ -411,6 +421,42 @@ class Engine:
             pending[site] = begin(
                 [checked(table.get(key), b, name) for table, key, b, name in declared_inputs]
             )
+
+        return run
+
+    def _prepare_sized(
+        self, site: Site, start: Collective, sizes: Sizes, *, poisoned: bool
+    ) -> Step:
+        """Return the step of a sized collective. Each piece must have the length that the counts
+        promise. ``poisoned``: the rank sends zeros of these lengths."""
+        rank, _ = site
+        begin, pending = self._prepared.begins[site], self._pending
+        me = start.group.index(rank)
+        counts = [self._place(rank, name) for name in sizes.counts]
+        pieces = [
+            (*self._place(rank, name), buffer, name)
+            for name, buffer in zip(start.inputs, start.in_buffers, strict=True)
+        ]
+
+        def run() -> None:
+            """Compute all lengths, and start with the pieces of this rank."""
+            vectors = [cast(_Vector, table[key]).tolist() for table, key in counts]
+            lengths = sizes.lengths(vectors)
+            exceeded = sizes.exceeded(vectors)
+            values: list[torch.Tensor] = []
+            for (table, key, buffer, name), rows in zip(pieces, lengths[me]):
+                if poisoned or exceeded:
+                    declared = buffer.with_rows(rows)
+                    values.append(self._value_or_zeros(table.get(key), declared, name))
+                    continue
+                value = check_value(table.get(key), buffer, name)
+                if len(value) != rows:
+                    raise Undeclared(
+                        f"The value {name!r} has {len(value)} rows, and the counts promise {rows} "
+                        f"to rank {start.group[len(values)]}."
+                    )
+                values.append(value)
+            pending[site] = begin(values, [row[me] for row in lengths])
 
         return run
 
@@ -426,14 +472,21 @@ class Engine:
         rank, index = site
         pending, instructions = self._pending, self.program.ranks[rank].instructions
         completed = [
-            ((rank, start), [self._place(rank, n) for n in instructions[start].outputs])
+            (
+                (rank, start),
+                [self._place(rank, n) for n in instructions[start].outputs],
+                self._device.type != "cpu" and _on_host(instructions[start]),
+            )
             for start in self._waits[rank][index]
             if (rank, start) not in self._skipped
         ]
 
         def wait() -> None:
-            for start, places in completed:
-                for (table, key), value in zip(places, pending.pop(start).wait()):
+            for start, places, copies_to_host in completed:
+                values = pending.pop(start).wait()
+                if copies_to_host:
+                    values = torch.stack(values).cpu().unbind()
+                for (table, key), value in zip(places, values):
                     table[key] = value
 
         return wait
@@ -472,6 +525,10 @@ def lost_device(device: torch.device, error: BaseException) -> BaseException | N
 
 def _do_nothing() -> None:
     pass
+
+
+def _on_host(instruction: Instruction) -> bool:
+    return isinstance(instruction, Collective) and instruction.on_host
 
 
 def _end_of_undoable(program: HostProgram, ranks: Sequence[int]) -> dict[int, int]:

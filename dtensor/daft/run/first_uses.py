@@ -12,6 +12,7 @@ ignored here, since the run raises them again. A user's custom op therefore runs
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -43,10 +44,14 @@ def _call_all(
 ) -> None:
     """Call the functions of one rank in the order of its list. ``values``: its inputs and state."""
 
-    def receive(names: tuple[str, ...], buffers: tuple[Buffer, ...]) -> None:
+    def receive(
+        names: tuple[str, ...], buffers: tuple[Buffer, ...], to: torch.device = device
+    ) -> None:
         for name, buffer in zip(names, buffers, strict=True):
             if not buffer.variable:
-                values[name] = torch.zeros(buffer.shape, dtype=buffer.dtype, device=device)
+                # the bound of a bounded buffer may be more than the run needs
+                with suppress(*([torch.OutOfMemoryError] if buffer.bounded else [])):
+                    values[name] = torch.zeros(buffer.shape, dtype=buffer.dtype, device=to)
 
     for instruction in rank_program.instructions:
         match instruction:
@@ -64,8 +69,8 @@ def _call_all(
                 del args, results
             case Recv(outputs=names, buffer=buffer):
                 receive(names, (buffer,))
-            case Collective(outputs=names, out_buffers=buffers):
-                receive(names, buffers)
+            case Collective(outputs=names, out_buffers=buffers, on_host=on_host):
+                receive(names, buffers, torch.device("cpu") if on_host else device)
             case Vote(value=name):
                 values[name] = torch.zeros((), device=device)
             case Free(values=names):

@@ -2,6 +2,7 @@
 
     begin = transport.begin(rank, start)            # when the program is loaded
     pending = begin([x])                            # starts the exchange; never blocks
+    pending = begin([x, y], [2, 0])                 # sized: 2 rows arrive from the first member
     (y,) = pending.wait()                           # blocks until it is complete
 
 Ranks of several processes use `ExchangeTransport` (gloo, NCCL) or `SameHostTransport` (shared
@@ -16,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -36,8 +37,13 @@ class Pending(ABC):
         """Block until it is complete; return the values of the instruction's outputs."""
 
 
-Begin: TypeAlias = Callable[[Sequence[Tensor]], Pending]
-"""A function that starts one instruction of a program, given the values that it reads."""
+class Begin(Protocol):
+    """A function that starts one instruction of a program."""
+
+    def __call__(self, values: Sequence[Tensor], rows: Sequence[int] = (), /) -> Pending:
+        """Start the instruction. ``values``: the values that it sends. ``rows``: if it is a sized
+        collective, the number of rows that each member sends to this rank."""
+        ...
 
 
 class Prepared:
@@ -194,9 +200,11 @@ class LocalTransport(Transport):
     def close(self) -> None:
         self._channels.clear()
 
-    def _start(self, rank: int, start: Start, values: Sequence[Tensor]) -> Pending:
+    def _start(
+        self, rank: int, start: Start, values: Sequence[Tensor], rows: Sequence[int] = ()
+    ) -> Pending:
         """Add a rank's values to its current exchange of the key; the last member computes the
-        results."""
+        results. ``rows`` is not needed, since all values are at hand."""
         key = key_of(rank, start)
         channel = self._channels.get(key)
         if channel is None:

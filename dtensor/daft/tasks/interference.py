@@ -25,6 +25,7 @@ from dtensor.daft.ir.instructions import (
     Recv,
     Send,
     key_of,
+    values_read,
 )
 from dtensor.daft.ir.program import Program
 from dtensor.daft.tasks.lower_tasks import LoweredTasks
@@ -194,7 +195,7 @@ def _uses(rank: int, bound: Bound) -> Iterator[tuple[str, Use]]:
     state_name |= {name: bound.stored[name] for name in rank_program.inputs if name in bound.stored}
     for index, i in enumerate(rank_program.instructions):
         writes = (*i.writes, *i.outputs)
-        for name in (*writes, *i.inputs):
+        for name in (*writes, *values_read(i)):
             if name in state_name:
                 position = show_site(program, (rank, index))
                 yield state_name[name], Use(program.name, name in writes, position, i.source)

@@ -5,18 +5,18 @@
 
 Raises ProgramError for the first fault, with the instruction, the user's line and a fix. Faults
 are: values used too early, too late or twice, or never freed; starts without a partner; members of
-a collective that disagree on kind, op, shape or dtype; waits that form a circle (pairing.py); a
-write to storage that a value shares, if the value is read later; an unsound commit point
-(commit.py). The declared `nbytes` and `shares`, and the results of functions, are trusted.
+a collective that disagree on kind, op, shape, dtype, or on where their counts are from; waits that
+form a circle (pairing.py); a write to storage that a value shares, if the value is read later; an
+unsound commit point (commit.py). Declared `nbytes` and `shares`, and functions, are trusted.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import assert_never
+from typing import TypeAlias, assert_never
 
 import torch
 
@@ -31,10 +31,12 @@ from dtensor.daft.ir.instructions import (
     Op,
     Recv,
     Send,
+    Sizes,
     Start,
     Vote,
     Wait,
     key_of,
+    values_read,
 )
 from dtensor.daft.ir.program import Program
 from dtensor.daft.ir.text import format_instruction
@@ -54,6 +56,10 @@ from dtensor.daft.verification.pairing import (
 )
 from dtensor.numerics import REDUCTIONS
 
+Makers: TypeAlias = Mapping[Site, tuple[int | None, ...]]
+"""For each sized collective and each vector of its counts: the instruction of the same rank that
+made or last wrote the vector, None if it is an input or state."""
+
 
 @dataclass(frozen=True, slots=True)
 class Report:
@@ -72,9 +78,11 @@ def verify(program: Program, hosts: Hosts | None = None, seed: int = 0) -> Repor
     the merged lists. Raises ProgramError for the first fault."""
     if hosts is None:
         hosts = tuple((rank,) for rank in range(program.size))
-    peaks = tuple(_RankCheck(program, rank).run() for rank in range(program.size))
+    checks = [_RankCheck(program, rank) for rank in range(program.size)]
+    peaks = tuple(check.run() for check in checks)
     partners = pair(program)
-    _check_agreement(program, partners)
+    makers_of_counts = {site: made for check in checks for site, made in check.makers.items()}
+    _check_agreement(program, partners, makers_of_counts)
     edges = wait_edges(program, partners)
     lists = merge_sites(program, hosts, seed, edges)
     order = rehearse(program, lists, edges)
@@ -149,6 +157,9 @@ class _RankCheck:
             )
         self.stale: dict[str, str] = {}  # value -> the written value that shares its storage
         self.lent: dict[str, Key] = {}  # received and lent value -> its key
+        self.changed_by: dict[str, int] = {}  # value -> the last instruction that made or wrote it
+        # sized collective -> for each of its vectors of counts, the instruction that made it
+        self.makers: dict[Site, tuple[int | None, ...]] = {}
         self.bytes = sum(self.sizes.get(value, 0) for value in self.live)
 
     def run(self) -> int:
@@ -172,6 +183,9 @@ class _RankCheck:
                     self._use(instruction.value)
                 case _:
                     assert_never(instruction)
+            self.changed_by.update(
+                dict.fromkeys((*instruction.outputs, *instruction.writes), index)
+            )
             peak = max(peak, self.bytes)
         self._end()
         return peak
@@ -209,8 +223,15 @@ class _RankCheck:
         for value, lent_key in self.lent.items():
             if lent_key == key:
                 raise self._fault(f"{value!r} is lent by the same key", f"free {value} before this")
+        if isinstance(start, Send | Recv) and start.buffer.bounded:
+            raise self._fault(
+                f"a message of {start.buffer} has no length", "send it in a sized all_to_all"
+            )
+        if isinstance(start, Collective) and start.sizes is not None:
+            counts = start.sizes.counts
+            self.makers[self.rank, self.index] = tuple(map(self.changed_by.get, counts))
         reads, makes = _values_of(start)
-        for value in reads:
+        for value in values_read(start):
             self._use(value)
         for value, buffer in makes:
             if not buffer.variable:
@@ -361,7 +382,7 @@ def _values_of(start: Start) -> tuple[tuple[str, ...], tuple[tuple[str, Buffer],
     return start.inputs, tuple(zip(start.outputs, buffers))
 
 
-def _check_agreement(program: Program, partners: Edges) -> None:
+def _check_agreement(program: Program, partners: Edges, makers: Makers) -> None:
     """Raise ProgramError for the first operation whose partners have declared different buffers.
 
     The inputs of an all_gather and the pieces of an all_to_all or reduce_scatter may differ by
@@ -379,8 +400,11 @@ def _check_agreement(program: Program, partners: Edges) -> None:
                     raise _mismatch(program, [site, other], "send and receive different buffers")
             case Collective():
                 if site[0] == start.group[0]:
-                    sites = {rank: index for rank, index in (site, *partners[site])}
-                    _check_collective(program, [(rank, sites[rank]) for rank in start.group])
+                    index_of = {rank: index for rank, index in (site, *partners[site])}
+                    sites = [(rank, index_of[rank]) for rank in start.group]
+                    _check_collective(program, sites)
+                    if start.sizes is not None:
+                        _check_counts(program, sites, partners, makers)
             case Recv() | Call() | Wait() | Free() | Vote() | Commit():
                 pass
             case _:
@@ -398,10 +422,67 @@ def _check_collective(program: Program, sites: Sequence[Site]) -> None:
     if len({(member.kind, member.op) for member in members}) != 1:
         raise _mismatch(program, sites, "differ in kind or op")
     first = members[0]
+    if len({member.on_host for member in members}) != 1:
+        raise _mismatch(program, sites, "differ in whether they deliver on the host")
+    if len({member.sizes and replace(member.sizes, counts=first.group) for member in members}) != 1:
+        raise _mismatch(
+            program, sites, "differ in parts, direction or limit", "give all members equal sizes"
+        )
     ins = [member.in_buffers for member in members]
     outs = [member.out_buffers for member in members]
     if not _buffers_fit(first, ins, outs):
         raise _mismatch(program, sites, "do not fit together")
+
+
+def _check_counts(program: Program, sites: Sequence[Site], partners: Edges, makers: Makers) -> None:
+    """Raise ProgramError unless the counts of all members come from one all_gather of the group,
+    so that all members compute the same lengths."""
+    gathers: list[Site] = []
+    for site in sites:
+        start = instruction_at(program, site)
+        assert isinstance(start, Collective) and start.sizes is not None
+        index = makers[site][0]
+        if index is None:
+            raise _strange_counts(program, site, start.sizes, "made by no instruction")
+        gather = instruction_at(program, (site[0], index))
+        if (
+            not isinstance(gather, Collective)
+            or gather.kind != "all_gather"
+            or set(makers[site]) != {index}
+            or gather.group != start.group
+            or gather.outputs != start.sizes.counts
+        ):
+            fact = f"not the outputs, in order, of one all_gather over {start.group}"
+            raise _strange_counts(program, site, start.sizes, fact)
+        buffer = gather.out_buffers[0]
+        if not gather.on_host or buffer.dtype != torch.int64 or len(buffer.shape) != 1:
+            fact = f"{buffer}{' on host' if gather.on_host else ''}, not vectors of i64 on the host"
+            raise _strange_counts(program, site, start.sizes, fact)
+        last = max((p for part in start.sizes.parts for p in part), default=-1)
+        if last >= buffer.shape[0]:
+            raise fault(
+                program,
+                site,
+                f"position {last} of parts is outside the counts, {buffer}",
+                f"use positions below {buffer.shape[0]}",
+            )
+        gathers.append((site[0], index))
+    if {gathers[0], *partners[gathers[0]]} != set(gathers):
+        raise _mismatch(
+            program,
+            [*gathers, *sites],
+            "take their counts from different all_gathers",
+            "size the collective on all members by the same all_gather",
+        )
+
+
+def _strange_counts(program: Program, site: Site, sizes: Sizes, fact: str) -> ProgramError:
+    return fault(
+        program,
+        site,
+        f"its counts {', '.join(sizes.counts)} are {fact}",
+        "all_gather a vector i64[E] of each member with on_host=True, and size it by the outputs",
+    )
 
 
 def _buffers_fit(
@@ -418,7 +499,10 @@ def _buffers_fit(
         return False
     for to in range(size) if kind.divided else (0,):
         parts = [tuple(kind.given(buffers, to)) for buffers in ins]
-        if not kind.reduces:
+        if collective.sizes is not None:  # the members' bounds may differ
+            fits = len({buffer.with_rows(0) for buffer in chain(outs[to], *parts)}) == 1
+            fits = fits and len(outs[to]) == size
+        elif not kind.reduces:
             fits = outs[to] == tuple(chain(*parts))
         else:
             fits = all(part == parts[0] for part in parts)
@@ -448,7 +532,12 @@ def _one_dtype(buffers: Iterable[Buffer]) -> bool:
     return len({buffer.dtype for buffer in buffers}) <= 1
 
 
-def _mismatch(program: Program, sites: Sequence[Site], fact: str) -> ProgramError:
+def _mismatch(
+    program: Program,
+    sites: Sequence[Site],
+    fact: str,
+    fix: str = "give all members one kind and op, and buffers that match piece by piece",
+) -> ProgramError:
     """Return the error for partners whose declarations differ, with the instruction of each."""
     lines: list[str] = []
     for site in sites:
@@ -458,5 +547,5 @@ def _mismatch(program: Program, sites: Sequence[Site], fact: str) -> ProgramErro
     return ProgramError(
         f"Program {program.name!r}: operations that meet {fact}.\n"
         + "\n".join(lines)
-        + "\n  Fix: give all members one kind and op, and buffers that match piece by piece."
+        + f"\n  Fix: {fix}."
     )

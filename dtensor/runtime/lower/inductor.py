@@ -132,8 +132,11 @@ class _FakeRun:
         self.table: dict[str, object] = {name: self._fake(value) for name, value in inputs.items()}
 
     def _fake(self, value: object) -> object:
-        """Return a contiguous fake tensor for a `Buffer`, as a rank's inputs and messages are."""
+        """Return a contiguous fake tensor for a `Buffer`, as a rank's inputs and messages are. A
+        bounded buffer has no shape before the run."""
         if isinstance(value, Buffer):
+            if value.bounded:
+                return _UNKNOWN
             with self.mode:
                 return torch.empty(value.shape, dtype=value.dtype)
         return value

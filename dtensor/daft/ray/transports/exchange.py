@@ -113,14 +113,16 @@ class ExchangeTransport(Transport):
                 if self._host_of[rank] == self._host_of[start.to]:
                     return self._local.begin(rank, start)
                 if start.buffer.variable:
-                    return lambda values: self._start_variable_send(key, start.to, values[0])
-                return lambda values: self._start_send(key, start.to, values[0])
+                    return lambda values, rows=(): self._start_variable_send(
+                        key, start.to, values[0]
+                    )
+                return lambda values, rows=(): self._start_send(key, start.to, values[0])
             case Recv():
                 if self._host_of[rank] == self._host_of[start.source_rank]:
                     return self._local.begin(rank, start)
                 if start.buffer.variable:
-                    return lambda values: self._start_variable_recv(key, start)
-                return lambda values: self._start_recv(key, start)
+                    return lambda values, rows=(): self._start_variable_recv(key, start)
+                return lambda values, rows=(): self._start_recv(key, start)
             case Collective():
                 if key not in self._tags:
                     return self._local.begin(rank, start)
@@ -140,7 +142,12 @@ class ExchangeTransport(Transport):
         return _Posted(works, lambda: (from_bytes(data, recv.buffer),))
 
     def _start_collective(
-        self, rank: int, collective: Collective, key: Key, values: Sequence[Tensor]
+        self,
+        rank: int,
+        collective: Collective,
+        key: Key,
+        values: Sequence[Tensor],
+        rows: Sequence[int] = (),
     ) -> Pending:
         """Exchange contributions with all other members in one message each, and combine them when
         all have arrived."""
@@ -152,13 +159,13 @@ class ExchangeTransport(Transport):
             if m != position:
                 contributed = contribution(collective, values, m)
                 sends[member] = pack_bytes(contributed) if packed is None else packed
-                nbytes = sum(buffer.nbytes for buffer in expected(collective, position, m))
+                nbytes = sum(buffer.nbytes for buffer in expected(collective, position, m, rows))
                 data[member] = self._wire.empty(nbytes)
 
         def finish() -> tuple[Tensor, ...]:
             """Combine the received parts with this rank's own contribution."""
             parts: list[Sequence[Tensor]] = [
-                unpack_bytes(data[member], expected(collective, position, m))
+                unpack_bytes(data[member], expected(collective, position, m, rows))
                 if m != position
                 else ()
                 for m, member in enumerate(collective.group)
@@ -214,7 +221,12 @@ class ExchangeTransport(Transport):
         return self._wire.later(key, finish)
 
     def _start_large_all_reduce(
-        self, rank: int, collective: Collective, key: Key, values: Sequence[Tensor]
+        self,
+        rank: int,
+        collective: Collective,
+        key: Key,
+        values: Sequence[Tensor],
+        rows: Sequence[int] = (),
     ) -> Pending:
         """Start an all_reduce in two halves: each member folds one piece of the values and sends
         the folded piece to all others. This moves 2 (n-1)/n of the value per member instead of n-1
@@ -278,9 +290,13 @@ def in_two_halves(collective: Collective) -> bool:
     return collective.kind == "all_reduce" and large
 
 
-def expected(collective: Collective, me: int, member: int) -> Sequence[Buffer]:
-    """Return the buffers that position `me` of a group receives from position `member`."""
-    return collective.does.got(collective.in_buffers, collective.out_buffers, me, member)
+def expected(
+    collective: Collective, me: int, member: int, rows: Sequence[int] = ()
+) -> Sequence[Buffer]:
+    """Return the buffers that position `me` of a group receives from position `member`. `rows`: the
+    number of rows from each member, if the collective is sized."""
+    buffers = collective.does.got(collective.in_buffers, collective.out_buffers, me, member)
+    return [buffer.with_rows(rows[member]) for buffer in buffers] if rows else buffers
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

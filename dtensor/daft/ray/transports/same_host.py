@@ -359,7 +359,7 @@ class _Begin:
             kind = payloads, start.kind, start.op, start.out_buffers
         self._views = member.views.setdefault(kind, [None] * member.lane.slots)
 
-    def __call__(self, values: Sequence[Tensor]) -> Pending:
+    def __call__(self, values: Sequence[Tensor], rows: Sequence[int] = (), /) -> Pending:
         """Start the message: copy the values into the next slot, and tell the other members."""
         member, post = self._member, self._post
         if member.closed:
@@ -370,7 +370,8 @@ class _Begin:
             views = self._views[slot] = self._make_views(slot)
         member.started += 1
         for number, memory in views.own:
-            memory.copy_(values[number])
+            value = values[number]
+            (memory.narrow(0, 0, len(value)) if rows else memory).copy_(value)
         for claim in views.claims:
             post(claim)
         needed: list[int] = []
@@ -378,13 +379,13 @@ class _Begin:
             needed.append(link.started + ahead)
             link.started += 1
             post(link.outbox)
-        return _Started(self, slot, needed, values)
+        return _Started(self, slot, needed, values, rows)
 
     def complete(
-        self, slot: int, needed: Sequence[int], values: Sequence[Tensor]
+        self, slot: int, needed: Sequence[int], values: Sequence[Tensor], rows: Sequence[int]
     ) -> tuple[Tensor, ...]:
         """Wait for the start in slot `slot`; return its results. `needed`: by link, how many starts
-        the other member must have made."""
+        the other member must have made. `rows`: see `Begin`."""
         member = self._member
         if member.closed:
             raise RuntimeError(CLOSED)
@@ -401,6 +402,8 @@ class _Begin:
                 if views.pieces:
                     return self._fold_together(start, views)
                 parts = [contribution(start, part, member.me) for part in views.parts]
+                for m, num in enumerate(rows):
+                    parts[m] = [memory.narrow(0, 0, num) for memory in parts[m]]
                 parts[member.me] = contribution(start, values, member.me)
                 folded = combined(start, parts)
                 return folded if start.op is not None else tuple(map(copied, folded))
@@ -479,18 +482,24 @@ class _Begin:
 class _Started(Pending):
     """A start in flight. Not a dataclass, for speed: one is created for each start."""
 
-    __slots__ = ("begin", "needed", "slot", "values")
+    __slots__ = ("begin", "needed", "rows", "slot", "values")
 
     def __init__(
-        self, begin: _Begin, slot: int, needed: Sequence[int], values: Sequence[Tensor]
+        self,
+        begin: _Begin,
+        slot: int,
+        needed: Sequence[int],
+        values: Sequence[Tensor],
+        rows: Sequence[int],
     ) -> None:
         self.begin = begin
         self.slot = slot
         self.needed = needed
         self.values = values
+        self.rows = rows
 
     def wait(self) -> tuple[Tensor, ...]:
-        return self.begin.complete(self.slot, self.needed, self.values)
+        return self.begin.complete(self.slot, self.needed, self.values, self.rows)
 
 
 def _start(program: HostProgram, site: Site) -> Start:
