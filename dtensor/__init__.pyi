@@ -26,6 +26,7 @@ from .api.step.training import TrainStep
 from .api.values.randomness import manual_seed
 from .errors import PlanningError
 from .frontend.annotate import annotate
+from .frontend.experts import Route, drop_tokens, expert_linear, from_experts, to_experts
 from .frontend.guards.executed_code import constant
 from .kernels.register import kernel
 from .runtime.schedule import (
@@ -85,6 +86,7 @@ __all__ = [
     "ReplicasDiffer",
     "Replicate",
     "Rollouts",
+    "Route",
     "Row",
     "RowParallel",
     "Saved",
@@ -107,6 +109,9 @@ __all__ = [
     "constant",
     "daft",
     "distribute",
+    "drop_tokens",
+    "expert_linear",
+    "from_experts",
     "gather_state_dict",
     "generator",
     "implicit_redistribution",
@@ -129,6 +134,7 @@ __all__ = [
     "sync",
     "sync_plan",
     "testing",
+    "to_experts",
     "topologies",
     "trace",
     "train_step",

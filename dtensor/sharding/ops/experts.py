@@ -224,6 +224,8 @@ def _add_grad(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 def _mm_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     rows, weight, counts, _, ctx.k = inputs
+    # The gradient of a transposed weight is made transposed, so that no copy of it is needed.
+    ctx.is_transposed = weight.stride(1) < weight.stride(2)
     ctx.save_for_backward(
         rows if weight.requires_grad else None, weight if rows.requires_grad else None, counts
     )
@@ -235,7 +237,9 @@ def _mm_grad(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     if ctx.needs_input_grad[0]:
         drows = torch.ops.dt.expert_mm(grad, weight.transpose(1, 2), counts, None, ctx.k)
     if ctx.needs_input_grad[1]:
-        dweight = torch.ops.dt.expert_outer(rows, grad, counts, ctx.k)
+        pair = (grad, rows) if ctx.is_transposed else (rows, grad)
+        dweight = torch.ops.dt.expert_outer(*pair, counts, ctx.k)
+        dweight = dweight.transpose(1, 2) if ctx.is_transposed else dweight
     if ctx.needs_input_grad[3]:
         dbias = torch.ops.dt.expert_sum(grad, counts, ctx.k)
     return drows, dweight, None, dbias, None
