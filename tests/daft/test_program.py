@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -21,12 +23,14 @@ from dtensor.daft import (
     ProgramError,
     Recv,
     Send,
+    Sizes,
     TaskError,
     Wait,
     launch_cluster,
     parse_instructions,
     verify,
 )
+from dtensor.daft.ir.instructions import values_read
 from dtensor.daft.ir.text import excerpt, format_instruction
 from dtensor.numerics import DTYPES
 from tests.daft.programs import Collectives, function, pipeline, program
@@ -75,11 +79,30 @@ def collectives(draw: st.DrawFn) -> Collective:
     )
 
 
+@st.composite
+def sized_exchanges(draw: st.DrawFn) -> Collective:
+    num = draw(st.integers(1, 3))
+    values = st.lists(names, min_size=num, max_size=num).map(tuple)
+    part = st.lists(st.integers(0, 9), max_size=6).map(tuple)
+    shapes = st.lists(st.integers(0, 99), min_size=1, max_size=3).map(tuple)
+    bounded = st.builds(Buffer, shapes, st.just(torch.float32), bounded=st.just(True))
+    several = st.lists(bounded, min_size=num, max_size=num).map(tuple)
+    parts = draw(st.lists(part, min_size=num, max_size=num).map(tuple))
+    limit = draw(st.none() | st.integers(0, 99))
+    return Collective(
+        *("all_to_all", tuple(range(num)), draw(values), draw(values)),
+        *(draw(several), draw(several), None, draw(names)),
+        sizes=Sizes(draw(values), parts, draw(st.booleans()), limit),
+        **{name: draw(each) for name, each in extras.items()},
+    )
+
+
 instructions = st.one_of(
     st.builds(Call, names, lists, lists, lists, **extras),
     st.builds(Send, names, st.integers(0, 99), names, buffers, **extras),
     st.builds(Recv, names, st.integers(0, 99), names, buffers, lent=st.booleans(), **extras),
     collectives(),
+    sized_exchanges(),
     st.builds(Wait, lists, **extras),
     st.builds(Free, lists, **extras),
 )
@@ -148,10 +171,13 @@ def test_program_columns_fit_100_characters() -> None:
         "call f() x",
         "wait x #",
         "x = recv from 0 on c : q7[1]",
+        "r = all_to_all(s) over (0) on c sized by (n) parts () returned : f32[<=2] => f32[<=2]",
+        "r = all_to_all(s) over (0) on c sized by (n) parts (0) : f32[2] => f32[2]",
+        "r = all_gather(s) over (0) on c on card : f32[2] => f32[2]",
     ],
 )
 def test_malformed_instruction_text_is_refused(line: str) -> None:
-    with pytest.raises(ValueError, match="instruction|Expected|Nothing may follow|dtype"):
+    with pytest.raises(ValueError, match="instruction|Expected|Nothing may|dtype|one part|sized"):
         parse_instructions(line)
 
 
@@ -163,6 +189,64 @@ def test_buffer_has_text_and_bytes_and_refuses_negative_sizes() -> None:
         Buffer((-1,), torch.float32)
 
 
+def test_bounded_buffer_accepts_at_most_its_rows() -> None:
+    bounded = Buffer((3, 2), torch.float32, bounded=True)
+    assert str(bounded) == "f32[<=3,2]" and bounded.nbytes == 24
+    assert bounded.with_rows(1) == Buffer((1, 2), torch.float32)
+    shapes = [(3, 2), (0, 2), (4, 2), (3, 1), (3,), ()]
+    accepted = [bounded.accepts(torch.zeros(shape)) for shape in shapes]
+    assert accepted == [True, True, False, False, False, False]
+    assert not bounded.accepts(torch.zeros(3, 2, dtype=torch.int32))
+    with pytest.raises(ValueError, match="at least one dim"):
+        Buffer((), torch.float32, bounded=True)
+
+
+COUNTS = [[1, 2, 0, 4], [0, 1, 5, 0]]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "lengths"),
+    [
+        (dict(), [[3, 4], [1, 5]]),
+        (dict(returned=True), [[3, 1], [4, 5]]),
+        (dict(limit=9), [[3, 4], [1, 5]]),
+        (dict(limit=8), [[0, 0], [0, 0]]),
+        (dict(limit=8, returned=True), [[0, 0], [0, 0]]),
+        (dict(parts=((3, 0), ())), [[5, 0], [0, 0]]),
+    ],
+)
+def test_lengths_of_sized_exchange_follow_from_counts(
+    sizes: dict[str, Any], lengths: list[list[int]]
+) -> None:
+    found = Sizes(("c", "d"), **{"parts": ((0, 1), (2, 3)), **sizes}).lengths(COUNTS)
+    assert [list(row) for row in found] == lengths
+
+
+def test_sized_exchange_text_parses_back() -> None:
+    counts, buffer = Buffer((9,), torch.int64), Buffer((512, 64), torch.float32, bounded=True)
+    sizes = Sizes(("n.0", "n.1"), ((0, 1, 2, 7), ()), True, 512)
+    gather = Collective(
+        *("all_gather", (0, 1), ("n",), ("n.0", "n.1"), (counts,), (counts,) * 2, None, "ep"),
+        on_host=True,
+    )
+    exchange = Collective(
+        *("all_to_all", (0, 1), ("s.0", "s.1"), ("r.0", "r.1"), (buffer,) * 2, (buffer,) * 2),
+        *(None, "ep"),
+        sizes=sizes,
+    )
+    text = "\n".join(map(format_instruction, (gather, exchange)))
+    assert_expected_inline(
+        text,
+        """\
+n.0, n.1 = all_gather(n) over (0, 1) on ep on host : i64[9] => i64[9], i64[9]
+r.0, r.1 = all_to_all(s.0, s.1) over (0, 1) on ep sized by (n.0, n.1) parts (0-2 7, -) returned limit 512 : f32[<=512,64], f32[<=512,64] => f32[<=512,64], f32[<=512,64]""",  # noqa: E501
+    )
+    assert parse_instructions(text) == (gather, exchange)
+    renamed = exchange.renamed({"n.0": "m", "s.0": "t"}, (5, 7))
+    assert renamed.group == (5, 7) and renamed.sizes == replace(sizes, counts=("m", "n.1"))
+    assert values_read(renamed) == ("t", "s.1", "m", "n.1")
+
+
 def test_collective_refuses_wrong_op_or_buffers() -> None:
     buffer = Buffer((1,), torch.float32)
     with pytest.raises(ValueError, match="all_reduce needs an op"):
@@ -171,6 +255,18 @@ def test_collective_refuses_wrong_op_or_buffers() -> None:
         Collective("broadcast", (0,), ("a",), ("b",), (buffer,), (buffer,), "sum", "c")
     with pytest.raises(ValueError, match=r"buffers f32\[...,3\] or f64\[...,3\], got f32"):
         Collective("all_reduce", (0,), ("a",), ("b",), (buffer,), (buffer,), "softmax", "c")
+    bounded = Buffer((1,), torch.float32, bounded=True)
+    for kind, own, more, words in (
+        ("all_to_all", bounded, {}, "bounded buffers if and only if it is sized"),
+        ("all_to_all", buffer, dict(sizes=Sizes(("n",), ((0,),))), "if and only if it is sized"),
+        ("broadcast", bounded, dict(sizes=Sizes(("n",), ((0,),))), "Only an all_to_all is sized"),
+        ("all_to_all", bounded, dict(sizes=Sizes((), ())), "one vector of counts for each member"),
+        ("broadcast", buffer, dict(on_host=True), "Only an all_gather of equal buffers"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            Collective(kind, (0,), ("a",), ("b",), (own,), (own,), None, "c", **more)  # type: ignore
+    with pytest.raises(ValueError, match="2 vectors and 1 parts"):
+        Sizes(("m", "n"), ((0,),))
     with pytest.raises(ValueError, match="one buffer per value"):
         Collective("broadcast", (0,), ("a",), ("b",), (), (buffer,), None, "c")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from dtensor.daft import (
     ProgramError,
     Recv,
     Send,
+    Sizes,
     Vote,
     Wait,
     merge,
@@ -248,6 +250,109 @@ def test_verifier_refuses_gather_of_mismatched_pieces() -> None:
     ]
     text = refusal(*lists, inputs=[("x",)] * 2, outputs=[("s", "t")] * 2)
     assert "do not fit together" in text
+
+
+COUNTS = Buffer((4,), torch.int64)
+ROWS = Buffer((8, 3), torch.float32, bounded=True)
+GATHER = Collective(
+    *("all_gather", (0, 1), ("n",), ("n.0", "n.1"), (COUNTS,), (COUNTS,) * 2, None, "g"),
+    on_host=True,
+)
+EXCHANGE = Collective(
+    *("all_to_all", (0, 1), ("x", "x"), ("r.0", "r.1"), (ROWS,) * 2, (ROWS,) * 2, None, "e"),
+    sizes=Sizes(("n.0", "n.1"), ((0, 1), (2, 3))),
+)
+
+
+def exchanged(*more: Instruction, gather: Collective = GATHER, **changes: Any) -> list[Instruction]:
+    """Return the list of a rank that gathers counts, runs ``more`` and exchanges rows."""
+    sizes = replace(EXCHANGE.sizes, **changes.pop("sizes", {}))  # type: ignore[type-var]
+    exchange = replace(EXCHANGE, sizes=sizes, **changes)
+    return [gather, Wait(("n.0",)), *more, exchange, Wait(("r.0",))]
+
+
+def exchange_refusal(first: Sequence[Instruction], second: Sequence[Instruction]) -> str:
+    return refusal(first, second, **SIZED)
+
+
+SIZED: dict[str, Any] = dict(inputs=[("x", "n")] * 2, outputs=[("r.0", "r.1", "n.0", "n.1")] * 2)
+
+
+def test_verifier_accepts_sized_exchange_with_other_bounds_on_each_rank() -> None:
+    few = Buffer((2, 3), torch.float32, bounded=True)
+    other = exchanged(in_buffers=(few,) * 2, out_buffers=(ROWS, few))
+    report = verify(program(exchanged(), other, **SIZED))
+    counts = 2 * COUNTS.nbytes
+    assert report.peak_bytes == (counts + 2 * ROWS.nbytes, counts + ROWS.nbytes + few.nbytes)
+    # the lengths are computed at the start, so that the counts may be freed at once
+    frees = exchanged()
+    frees.insert(-1, Free(("n.0", "n.1")))
+    outputs = [("r.0", "r.1")] * 2
+    verify(program(frees, frees, inputs=SIZED["inputs"], outputs=outputs))
+
+
+WIDE = Buffer((8, 4), torch.float32, bounded=True)
+SHORT = Buffer((4,), torch.int32)
+AGAIN = [Free(("n.0", "n.1")), GATHER, Wait(("n.0",))]
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (exchanged(sizes=dict(parts=((0,), (2, 3)))), "differ in parts, direction or limit"),
+        (exchanged(sizes=dict(returned=True)), "differ in parts, direction or limit"),
+        (exchanged(sizes=dict(limit=3)), "differ in parts, direction or limit"),
+        (exchanged(in_buffers=(WIDE,) * 2, out_buffers=(WIDE,) * 2), "do not fit together"),
+        (exchanged(sizes=dict(counts=("n.1", "n.0"))), "in order, of one all_gather over (0, 1)"),
+        (exchanged(sizes=dict(counts=("n.0", "x"))), "of one all_gather over (0, 1)"),
+        (exchanged(sizes=dict(counts=("n", "n"))), "n, n are made by no instruction"),
+        (exchanged(Call("take", ("n.1",), (), ("n.1",))), "of one all_gather over (0, 1)"),
+        (exchanged(Free(("n.1",))), "'n.1' is used after its free"),
+        ([GATHER, EXCHANGE, Wait(("n.0", "r.0"))], "'n.0' is used before the wait"),
+        (exchanged(gather=replace(GATHER, on_host=False)), "deliver on the host"),
+    ],
+)
+def test_verifier_refuses_exchange_that_is_sized_otherwise_on_one_rank(
+    other: Sequence[Instruction], words: str
+) -> None:
+    text = exchange_refusal(exchanged(), other)
+    assert words in text and "\n  Fix: " in text
+
+
+@pytest.mark.parametrize(
+    ("both", "words"),
+    [
+        (exchanged(gather=replace(GATHER, on_host=False)), "i64[4], not vectors of i64 on the"),
+        (
+            exchanged(
+                gather=replace(GATHER, in_buffers=(SHORT,), out_buffers=(SHORT,) * 2),
+            ),
+            "i32[4] on host, not vectors of i64",
+        ),
+        (exchanged(sizes=dict(parts=((0,), (4,)))), "position 4 of parts is outside the counts"),
+        ([Send("x", 1, "c", ROWS), Wait(("x",))], "a message of f32[<=8,3] has no length"),
+    ],
+)
+def test_verifier_refuses_exchange_with_unsuitable_counts(
+    both: Sequence[Instruction], words: str
+) -> None:
+    text = exchange_refusal(both, both)
+    assert words in text and "\n  Fix: " in text
+
+
+def test_verifier_names_different_gathers_of_counts() -> None:
+    """The second gather would give rank 1 other lengths than rank 0."""
+    early = [*exchanged()[:3], *AGAIN, exchanged()[3]]
+    assert_expected_inline(
+        exchange_refusal(early, exchanged(*AGAIN)),
+        """\
+Program 'test': operations that meet take their counts from different all_gathers.
+  rank 0, instr 0: n.0, n.1 = all_gather(n) over (0, 1) on g on host : i64[4] => i64[4], i64[4]
+  rank 1, instr 3: n.0, n.1 = all_gather(n) over (0, 1) on g on host : i64[4] => i64[4], i64[4]
+  rank 0, instr 2: r.0, r.1 = all_to_all(x, x) over (0, 1) on e sized by (n.0, n.1) parts (0 1, 2 3) : f32[<=8,3], f32[<=8,3] => f32[<=8,3], f32[<=8,3]
+  rank 1, instr 5: r.0, r.1 = all_to_all(x, x) over (0, 1) on e sized by (n.0, n.1) parts (0 1, 2 3) : f32[<=8,3], f32[<=8,3] => f32[<=8,3], f32[<=8,3]
+  Fix: size the collective on all members by the same all_gather.""",
+    )
 
 
 HALF = Buffer((2,), torch.bfloat16)
