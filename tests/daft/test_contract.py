@@ -6,6 +6,7 @@ deadlines and closing.
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import gc
 import itertools
@@ -46,6 +47,7 @@ from dtensor.daft import (
     ProgramError,
     Recv,
     Send,
+    Sizes,
     Stored,
     TaskError,
     Wait,
@@ -729,6 +731,100 @@ def test_failed_run_writes_on_no_rank(two: Cluster) -> None:
         assert two.failure is None
         two.run(handle, feed(torch.tensor(2.0)), mode=mode).get()
         assert [w.item() for (w,) in two.get([("w",)] * 2).get()] == [8, 8]
+
+
+COUNTED = """def forward(experts):
+    1 / (experts.min() + 1).item()
+    return (experts.bincount(minlength=4),)"""
+SPLIT = """def forward(x, experts, fault):
+    1 / (fault != 'fails')
+    first = x[experts < 2]
+    return (first[1:] if fault == 'shorter' else first, x[experts >= 2])"""
+NOTE = """def forward(path, *received):
+    Path(path).write_text(repr([each.tolist() for each in received]))
+    return ()"""
+
+
+def routed(size: int = 2) -> Program:
+    """Return a program in which each rank has rows `x` of `experts`, two experts on each rank. The
+    rows go to the ranks of their experts and back. Rank 0 writes what it receives into a file."""
+    buffer = Buffer((5,), F32, bounded=True)
+    counts, sent, back = (tuple(f"{name}{r}" for r in range(size)) for name in "ncb")
+    received, vector = tuple(f"r{r}" for r in range(size)), Buffer((4,), torch.int64)
+    group, buffers = tuple(range(size)), (buffer,) * size
+    gather = Collective(
+        *("all_gather", group, ("n",), counts, (vector,), (vector,) * size, None, "c"), on_host=True
+    )
+    there = Sizes(counts, tuple((2 * r, 2 * r + 1) for r in range(size)))
+    items: list[Instruction] = [
+        *(Call("counted", ("experts",), ("n",)), gather, Wait(counts)),
+        Call("split", ("x", "experts", "fault"), sent, source="net.py:3: split(x)"),
+        Collective(
+            *("all_to_all", group, sent, received, buffers, buffers, None, "c"), sizes=there
+        ),
+        Wait(received),
+        Collective(
+            *("all_to_all", group, received, back, buffers, buffers, None, "c"),
+            sizes=replace(there, returned=True),
+        ),
+        Wait(back),
+    ]
+    note = [Call("note", ("path", *received, *back), ())]
+    end = [*AGREE, Call("sum", ("w", "r0"), (), ("w",)), Free((*counts, *sent, "n"))]
+    return program(
+        *([*items, *(note if rank == 0 else ()), *end] for rank in group),
+        functions=[
+            function("sum", "def forward(w, r):\n    w.add_(r.sum())\n    return ()"),
+            *(
+                function("counted", COUNTED),
+                function("split", SPLIT),
+                function("note", NOTE, Path=Path),
+            ),
+        ],
+        inputs=[("x", "experts", "fault", *(("path",) if rank == 0 else ())) for rank in group],
+        outputs=[(*received, *back)] * size,
+        state=[("w",)] * size,
+    )
+
+
+@pytest.mark.default
+def test_rank_that_fails_around_sized_exchange_sends_promised_zeros(
+    two: Cluster, tmp_path: Path
+) -> None:
+    """Rank 1 fails before its counts (nothing is received from it), or after them (zeros of the
+    promised length); the run is undone, and the next run is right."""
+    handle, path = two.load(routed()), str(tmp_path / "received")
+    x, experts = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([3, 0, 2])
+    y, others = torch.tensor([5.0, 6.0, 7.0, 8.0]), torch.tensor([1, 1, 0, 2])
+
+    def feed(fault: str = "", **changes: object) -> list[dict[str, object]]:
+        first = dict(x=x, experts=experts, fault="", path=path)
+        return [first, {**dict(x=y, experts=others, fault=fault), **changes}]
+
+    def received() -> object:
+        return ast.literal_eval(Path(path).read_text())
+
+    for mode in MODES:
+        two.put([{"w": torch.zeros(1)}, {"w": torch.zeros(1)}])
+        for given, seen, words in (
+            (feed(experts=others - 1), [[2], [], [2], [1, 3]], "ZeroDivisionError"),
+            (feed("fails"), [[2], [0, 0, 0], [2], [1, 3]], "ZeroDivisionError"),
+            (feed("shorter"), [[2], [0, 0, 0], [2], [1, 3]], "'c0' has 2 rows, .* promise 3 to"),
+        ):
+            future = two.run(handle, given, mode=mode)
+            with pytest.raises((TaskError, CommunicationError), match=words) as caught:
+                future.get()
+            assert caught.value.failure.rank == 1 and two.failure is None
+            assert received() == seen
+        found = two.run(handle, feed(), mode=mode).get()
+        assert received() == [[2], [5, 6, 7], [2], [1, 3]]
+        assert [found[1][name].tolist() for name in ("r0", "r1", "b0", "b1")] == [
+            [1, 3],
+            [8],
+            [5, 6, 7],
+            [8],
+        ]
+        assert [w.item() for (w,) in two.get([("w",)] * 2).get()] == [2, 4]
 
 
 @pytest.mark.default

@@ -351,7 +351,7 @@ Program 'test': operations that meet take their counts from different all_gather
   rank 1, instr 3: n.0, n.1 = all_gather(n) over (0, 1) on g on host : i64[4] => i64[4], i64[4]
   rank 0, instr 2: r.0, r.1 = all_to_all(x, x) over (0, 1) on e sized by (n.0, n.1) parts (0 1, 2 3) : f32[<=8,3], f32[<=8,3] => f32[<=8,3], f32[<=8,3]
   rank 1, instr 5: r.0, r.1 = all_to_all(x, x) over (0, 1) on e sized by (n.0, n.1) parts (0 1, 2 3) : f32[<=8,3], f32[<=8,3] => f32[<=8,3], f32[<=8,3]
-  Fix: size the collective on all members by the same all_gather.""",
+  Fix: size the collective on all members by the same all_gather.""",  # noqa: E501
     )
 
 
