@@ -6,6 +6,7 @@ case.body("cpu")                # {"losses": [...], "embed.weight": tensor, ...}
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dtensor as dt
+from dtensor import daft
 from tests.api import generation, precision
 from tests.api import test_schedules as chains
 from tests.models import MLP, DropoutGPT, batch, loss_fn
@@ -396,6 +398,73 @@ def trained_experts(device: str) -> Mapping[str, Any]:
         return {"losses": losses, **dt.gather_state_dict(model, optimizer)["model"]}
 
 
+def _sorted_rows(x: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
+    return x[ids.argsort(stable=True)], (ids[:, None] == torch.arange(4, device=ids.device)).sum(0)
+
+
+def _rows_sent(rows: Tensor, counts: Tensor) -> tuple[Tensor, ...]:
+    first = sum(counts.tolist()[:2])
+    return rows[:first].clone(), rows[first:].clone()
+
+
+def _rows_returned(*received: Tensor) -> tuple[Tensor, ...]:
+    return tuple(piece * 2 for piece in received)
+
+
+def routed(num: int = 2) -> daft.Program:
+    """Return a program in which each rank sorts rows `x` by their numbers `ids`, sends them to the
+    ranks of these numbers (two on each rank), and gets them back doubled."""
+    group, buffer = tuple(range(num)), daft.Buffer((6, 3), torch.float32, bounded=True)
+    names = ["counts", "sent", "received", "doubled", "back"]
+    counts, sent, received, doubled, back = (tuple(f"{n}.{r}" for r in group) for n in names)
+    vector, buffers = daft.Buffer((4,), torch.int64), (buffer,) * num
+    there = daft.Sizes(counts, tuple((2 * r, 2 * r + 1) for r in group))
+
+    def exchange(given: tuple[str, ...], made: tuple[str, ...], returned: bool) -> daft.Collective:
+        sizes = dataclasses.replace(there, returned=returned)
+        given_and_made = given, made, buffers, buffers
+        return daft.Collective("all_to_all", group, *given_and_made, None, "ep", sizes=sizes)
+
+    def rank(n: int) -> daft.RankProgram:
+        gathered = ("count",), counts, (vector,), (vector,) * num
+        items = (
+            daft.Call("sorted", ("x", "ids"), ("rows", "count")),
+            daft.Collective("all_gather", group, *gathered, None, "ep", on_host=True),
+            daft.Wait(counts),
+            daft.Call("sent", ("rows", counts[n]), sent),
+            daft.Free(("rows", "count")),
+            *(exchange(sent, received, False), daft.Wait(received), daft.Free(sent)),
+            *(daft.Call("returned", received, doubled), daft.Free(received)),
+            *(exchange(doubled, back, True), daft.Wait(back), daft.Free((*doubled, *counts))),
+        )
+        return daft.RankProgram(instructions=items, inputs=("x", "ids"), outputs=back)
+
+    functions = {"sorted": _sorted_rows, "sent": _rows_sent, "returned": _rows_returned}
+    return daft.Program(
+        name="routed",
+        ranks=tuple(map(rank, group)),
+        functions=tuple((name, daft.Function.of(fn, name)) for name, fn in functions.items()),
+        stage_of=(0,) * num,
+    )
+
+
+def rows_to_ranks(num: int = 2) -> list[dict[str, object]]:
+    drawn = torch.Generator().manual_seed(0)
+    ids = [torch.tensor([3, 0, 2, 0, 3, 1]), torch.tensor([2, 2, 3, 2, 3, 3])]
+    return [dict(x=torch.randn(6, 3, generator=drawn), ids=ids[r]) for r in range(num)]
+
+
+def routed_rows(device: str) -> Mapping[str, Any]:
+    """Exchange rows whose numbers are known only on the GPU; rank 1 sends none to rank 0."""
+    found: dict[str, Any] = {}
+    with daft.launch_cluster(2, backend=backend(device), device=device) as cluster:
+        handle = cluster.load(routed())
+        for run in range(3):
+            for rank, results in enumerate(cluster.run(handle, rows_to_ranks()).get()):
+                found |= {f"{run}, {rank}, {name}": each for name, each in results.items()}
+    return found
+
+
 def timed(device: str) -> Mapping[str, Any]:
     """Profile and trace steps under a schedule whose sends cross."""
     run = Run.of("pp2", make=sgd)
@@ -463,6 +532,7 @@ def cases() -> Iterator[Case]:
     yield Case("grouped product, by expert", 2, grouped(tp=dt.Shard(0)), 1e-2)
     yield Case("grouped product, within", 2, grouped(tp=dt.Shard(2)), 1e-2)
     yield Case("experts trained", 2, trained_experts, 1e-2)
+    yield Case("rows to ranks and back", 2, routed_rows)
     yield Case("profile and trace", 2, timed)
     yield Case("failed steps", 2, failed)
     yield Case("kernels tp2", 2, training("tp2", steps=1), has_kernels=True)

@@ -101,6 +101,9 @@ IMPLIED: Mapping[tuple[str, str], str] = {
     ("records.py", "self.tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()"): _OWN,
     ("snapshots.py", "_copy_value(record.others[key])"): _AGAIN,
     ("snapshots.py", "saved.clone()"): _AGAIN,
+    ("engine.py", "torch.stack(values).cpu()"): (
+        "the counts of a sized exchange are then copied by `tolist`, one vector at a time"
+    ),
     (
         "engine.py",
         "torch.cuda.current_stream(device).query()",

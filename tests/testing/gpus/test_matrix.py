@@ -19,6 +19,7 @@ from tests.testing.gpus.cases import cases
 from tests.testing.gpus.exchanges import FLAT, all_exchanges, run_ranks, starts
 from tests.testing.gpus.matrix import check, without_kernels
 from tests.testing.gpus.mutations import WIRE, Mutation, found, implied, mutations
+from tests.testing.gpus.waits import PROGRAMS, waits_of
 
 try:
     install()
@@ -36,10 +37,11 @@ FEW = [
     "eager",
     "transfer between meshes",
     "grouped product, by expert",
+    "rows to ranks and back",
 ]
 
 
-@pytest.mark.default("grouped product, by expert")
+@pytest.mark.default("grouped product, by expert", "rows to ranks and back")
 @pytest.mark.parametrize("name", FEW)
 def test_simulated_gpu_case_matches_cpu_without_races(name: str) -> None:
     with without_kernels():
@@ -47,11 +49,16 @@ def test_simulated_gpu_case_matches_cpu_without_races(name: str) -> None:
     assert (seen.races, seen.early_frees) == (0, 0)
 
 
+def test_host_waits_once_for_counts_of_sized_exchanges() -> None:
+    waits = waits_of(PROGRAMS["rows to ranks and back"])
+    assert [n for wait, n in waits.items() if "engine.py" in wait.line] == [2]  # ranks
+
+
 MUTATIONS = [each for each in mutations() if each.file in {*WIRE, "transport.py"}]
 """`make gpus` makes those of workers, checkpoints and undone runs too."""
 
 
-@pytest.mark.default("exchange.py:198 work.wait()")
+@pytest.mark.default("exchange.py:213 work.wait()")
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
 def test_device_code_mutation_is_found_or_implied(mutation: Mutation) -> None:
     """A mutation removes one wait, event, record or copy. It must cause an error, or another rule

@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 import torch
 
 import dtensor as dt
+from dtensor import daft
 from dtensor.testing.gpus.host import HostWait
 from tests.testing.gpus import cases
 from tests.testing.gpus.matrix import without_kernels
@@ -64,6 +65,13 @@ def product(**placed: dt.Placement) -> Generator[Callable[[], object]]:
         yield lambda: fn(*given).full_tensor()
 
 
+@contextmanager
+def routed() -> Generator[Callable[[], object]]:
+    with daft.launch_cluster(RANKS, backend="ray", device="cuda") as cluster:
+        handle = cluster.load(cases.routed(RANKS))
+        yield lambda: cluster.run(handle, cases.rows_to_ranks(RANKS)).get()
+
+
 PROGRAMS: Mapping[str, Program] = {
     "training step, tp2": lambda: training("tp2"),
     "training step, dp2, ZeRO-3": lambda: training("dp2", zero={"dp": 3}),
@@ -71,6 +79,7 @@ PROGRAMS: Mapping[str, Program] = {
     "a token, tp2": token,
     "grouped product, experts whole": product,
     "grouped product, by expert": lambda: product(tp=dt.Shard(0)),
+    "rows to ranks and back": routed,
 }
 RANKS = 2
 
