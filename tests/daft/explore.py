@@ -1,7 +1,7 @@
 """Compares the verifier with brute force: every interleaving of every small program.
 
     python -m tests.daft.explore                  # exhaustive, then 100,000 random programs
-    python -m tests.daft.explore --pairs          # or --sequences, --undo, --slots, --tasks, --gpus
+    python -m tests.daft.explore --pairs          # or --sequences, --undo, --slots, --sized, ...
 
 A program is a list of operations (sends, or collectives of a group) and, for each rank, an order
 of its starts and waits. `can_hang` explores all reachable states: an operation completes when it
@@ -235,6 +235,7 @@ OTHERS = {
     "sequences": ("sequences", 100_000),
     "undo": ("undo", 1_000),
     "slots": ("slots", 2_000),
+    "sized": ("sized", 1_000),
     "tasks": ("task_programs", 200),
     "gpus": ("gpu_programs", 300),
 }

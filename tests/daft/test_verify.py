@@ -30,6 +30,7 @@ from dtensor.daft import (
     merge,
     verify,
 )
+from tests.daft import sized
 from tests.daft.explore import built, can_hang, disagreement, drawn, exhaustive
 from tests.daft.programs import Collectives, function, pipeline, program
 
@@ -421,3 +422,11 @@ def test_verifier_agrees_with_brute_force_on_random_programs(seed: int) -> None:
     made = built(transfers, orders)
     if not can_hang(transfers, orders, buffered=False):
         verify(made, (tuple(range(made.size)),), seed=3)  # one host: never blocks
+
+
+def test_verifier_agrees_with_runs_of_sized_exchanges_in_which_calls_fail() -> None:
+    draw = random.Random(0)
+    programs = [*(sized.drawn(draw) for _ in range(12)), *list(sized.exhaustive("c"))[::1999]]
+    sized.tried.clear()
+    assert [found for each in programs if (found := sized.disagreement(each)) is not None] == []
+    assert min(sized.tried[what] for what in ("accepted", "refused", "failing calls")) > 5
