@@ -84,6 +84,15 @@ def _op_error(flow: Dataflow, op: Op, possible: Possible, axis: str) -> Planning
             'fix: train_step(..., batch_norm="per_microbatch"), whose statistics are those of each '
             "microbatch, or microbatches=1"
         )
+    elif op.call.name == "dt.balance_loss.default":
+        fact = (
+            "the load-balancing loss is a product of means over the batch, so microbatches would "
+            "change it."
+        )
+        fix = (
+            'fix: train_step(..., aux_loss="per_microbatch"), the mean of the losses of all '
+            "microbatches, or microbatches=1"
+        )
     return PlanningError("\n".join([fact, *operands, *_source_lines(op), fix]))
 
 
