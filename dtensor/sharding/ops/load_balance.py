@@ -115,7 +115,8 @@ def _balance_sums(
         wide, weights = wide * counts[..., None], weights * counts[..., None]
     torch.sum(wide, (0, 2), dtype=dtype, out=out[:, 0])
     experts = _in_parts(ids.clamp(min=0).long(), ranks, num)
-    indices, values = (x.transpose(0, 1).reshape(num, -1) for x in (experts, weights))
+    shape = (num, experts.numel() // max(num, 1))
+    indices, values = (x.transpose(0, 1).reshape(shape) for x in (experts, weights))
     out[:, 1].scatter_add_(1, indices, values)
     return out
 

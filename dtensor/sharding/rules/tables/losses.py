@@ -162,13 +162,14 @@ def _balance_sums(call: OpCall, *, backward: bool = False) -> Rule:
     the probabilities, whose rows are d ranks' parts of m microbatches."""
     ranks, num = positional(call)[-2:]
     sizes = {name: size for name, size in (("d", ranks), ("m", num)) if size > 1}
-    rows, sums = f"({' '.join([*sizes, 'r'])})", f"{'m' if num > 1 else '1'} s! e!"
+    rows, experts = f"({' '.join([*sizes, 'r'])})", "e" if backward else "e!"
+    sums = f"{'m' if num > 1 else '1'} s! {experts}"
     mask = [rows] if len(call.operands) > (1 if backward else 2) else []
-    left = [sums, *mask] if backward else [f"{rows} e!", f"{rows} k!", *mask]
+    left = [sums, *mask] if backward else [f"{rows} {experts}", f"{rows} k!", *mask]
     num_rows = (call.result if backward else call.operands[0]).shape[0]
     return make(
         call,
-        f"{', '.join(left)} -> {f'{rows} e!' if backward else sums}",
+        f"{', '.join(left)} -> {f'{rows} {experts}' if backward else sums}",
         linear=((0,),) if backward else (),
         localize=partial(_local_balance_sums, backward=backward),
         sizes={**sizes, "r": num_rows // (ranks * num)},
@@ -192,8 +193,8 @@ def _local_balance_sums(call: OpCall, local: Local, *, backward: bool) -> OpCall
 RULES: dict[str, Builder] = {
     "dt.balance_sums.default": _balance_sums,
     "dt.balance_sums_grad.default": partial(_balance_sums, backward=True),
-    "dt.balance_loss.default": pattern("m s! e! -> "),
-    "dt.balance_loss_grad.default": pattern(", m s! e! -> m s! e!", linear=((0,),)),
+    "dt.balance_loss.default": pattern("m s! e -> "),
+    "dt.balance_loss_grad.default": pattern(", m s! e -> m s! e", linear=((0,),)),
     "aten.smooth_l1_loss.default": elementwise_loss(2),
     "aten.smooth_l1_loss_backward.default": elementwise_loss(3, backward=True),
     "aten.huber_loss.default": elementwise_loss(2),
