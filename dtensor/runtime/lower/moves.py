@@ -7,7 +7,8 @@ A collective becomes local code that cuts a block for each peer, the start, the 
 that joins the received blocks. The blocks follow from the index sets of the two specs, so uneven
 shards need no special case. A value that is one block is cut and joined without a copy. A bucket
 sends each peer one flat buffer with the blocks of all its values; the reduction in rank order then
-gives each element the same value as separate messages would.
+gives each element the same value as separate messages would. Exchanges of rows of experts are sized
+by the counts of all ranks, which are gathered before and stay in pieces, one for each rank.
 """
 
 from __future__ import annotations
@@ -18,12 +19,26 @@ from dataclasses import dataclass
 
 import torch
 
-from dtensor.daft import Buffer, Label, Recv, Send, Wait
+from dtensor.daft import Buffer, Label, Recv, Send, Sizes, Wait
 from dtensor.numerics import rest_of
 from dtensor.runtime.lower.rank_builder import RankBuilder
+from dtensor.sharding.local.expert_rows import (
+    held_counts,
+    pieces_by_expert,
+    pieces_by_token,
+    rows_by_expert,
+    rows_by_token,
+)
 from dtensor.sharding.plan.steps import Redistribute, Transfer
 from dtensor.sharding.redistribute.moves import Move
-from dtensor.sharding.spec.placements import Partial, ReduceOp
+from dtensor.sharding.spec.placements import (
+    REPLICATE,
+    Partial,
+    Placement,
+    ReduceOp,
+    Shard,
+    cuts_experts,
+)
 from dtensor.sharding.spec.shards import (
     Where,
     block,
@@ -77,7 +92,11 @@ def _free_move(b: RankBuilder, step: Redistribute) -> None:
         b.assign(step.operands[0], step.name, source)
         return
     code, operands, results = b.segment().code, step.operands, step.results
-    if move.kind == "slice":
+    if move.kind == "hold":
+        pieces = [_pieces_of_counts(b, step.operands[0], move.axis)]
+        part = _parts(b, move.dst, move.axis)[coordinates[move.axis]]
+        code.apply(held_counts, pieces, results, part, source=source)
+    elif move.kind == "slice":
         block_ranges = given(move.src, move.dst, coordinates, coordinates)
         code.apply(block, operands, results, block_ranges, source=source)
     else:
@@ -89,6 +108,10 @@ def _start(b: RankBuilder, step: Redistribute) -> Started:
     operands = zip(step.operands, step.moves, strict=True)
     kind, axis, source = step.kind, step.axis, step.source or None
     match kind:
+        case "all_to_all" if step.counts:
+            return _start_sized(b, step)
+        case "all_gather" if step.moves[0].gathers_counts:
+            return _start_counts(b, step)
         case "all_reduce":
             sent = tuple(b.named_buffer(name, move.src) for name, move in operands)
         case "all_gather":
@@ -99,7 +122,7 @@ def _start(b: RankBuilder, step: Redistribute) -> Started:
             )
         case "reduce_scatter" | "all_to_all":
             sent = _pack_blocks(b, step)
-        case "slice" | "fill" | "relabel":
+        case "slice" | "fill" | "relabel" | "hold":
             raise AssertionError(f"{kind} does not communicate")
     results, op = _output_buffers(b, step), _reduction_of(step.moves[0].src, step.axis)
     label = b.collective(
@@ -172,6 +195,10 @@ def finish(b: RankBuilder, started: Started) -> None:
     step, pieces = started.step, started.pieces
     b.emit(Wait(pieces[:1], label=started.label, source=started.source))
     match step.kind:
+        case "all_gather" if step.moves[0].gathers_counts:
+            return  # the counts of the ranks stay in pieces
+        case "all_to_all" if step.counts:
+            _join_rows(b, step, pieces)
         case "all_gather" | "all_to_all":
             _join(b, step, pieces)
         case "reduce_scatter" if step.bucket:
@@ -246,6 +273,127 @@ def _reduction_of(spec: TensorSpec, axis: str) -> ReduceOp | None:
     return placement.op if isinstance(placement, Partial) else None
 
 
+# -- rows of experts, whose sizes are data ---------------------------------------------------------
+
+
+def _start_counts(b: RankBuilder, step: Redistribute) -> Started:
+    """Start the gather of the counts of all ranks of the axis, into host memory."""
+    (move,), source = step.moves, step.source or None
+    sent = b.named_buffer(step.operands[0], move.src)
+    if b.shared.device.type == "cuda":  # counts that were held are in host memory
+        segment, local = b.segment(), f"{step.name}_mine"
+        segment.table[local] = flat = f"{b.value(step.name)}.mine"
+        segment.code.apply(torch.Tensor.to, step.operands, [local], b.shared.device, source=source)
+        sent = flat, sent[1]
+    received = tuple(
+        (f"{b.value(step.name)}.{i}", Buffer(move.src.local_shape(peer), move.src.dtype))
+        for i, peer in enumerate(_peers(b, move.axis))
+    )
+    label = b.collective(
+        "all_gather", move.axis, (sent,), received, step.label,
+        source=source, wait=False, of=step, on_host=True,
+    )  # fmt: skip
+    b.nbytes.update((name, buffer.nbytes) for name, buffer in received)
+    return Started(step, tuple(name for name, _ in received), label, source)
+
+
+def _start_sized(b: RankBuilder, step: Redistribute) -> Started:
+    """Emit the code that cuts the rows into a piece for each peer, and start their exchange."""
+    (move,), source, name = step.moves, step.source or None, b.value(step.name)
+    to_experts, parts = _direction(b, move)
+    segment = b.segment()
+    local = [f"{step.name}_to{i}" for i in range(len(parts))]
+    flat = [f"{name}.to{i}" for i in range(len(parts))]
+    segment.table.update(zip(local, flat, strict=True))
+    counts = _pieces_of_counts(b, step.counts, move.axis)
+    segment.code.apply(
+        pieces_by_expert if to_experts else pieces_by_token,
+        [step.operands[0], counts], local, b.coordinates[move.axis], parts,
+        is_list=True, source=source,
+    )  # fmt: skip
+    sent = tuple((piece, buffer) for piece, buffer in zip(flat, _bounds(b, move, sends=True)))
+    received = tuple((f"{name}.{i}", buffer) for i, buffer in enumerate(_bounds(b, move, False)))
+    b.nbytes.update((piece, buffer.nbytes) for piece, buffer in (*sent, *received))
+    label = b.collective(
+        "all_to_all", move.axis, sent, received, step.label, source=source, wait=False, of=step,
+        sizes=Sizes(
+            tuple(segment.table[piece] for piece in counts), parts, returned=not to_experts
+        ),
+    )  # fmt: skip
+    return Started(step, tuple(piece for piece, _ in received), label, source)
+
+
+def _join_rows(b: RankBuilder, step: Redistribute, pieces: Sequence[str]) -> None:
+    """Emit the code that puts the rows from all peers into their order."""
+    (move,), segment, source = step.moves, b.segment(), step.source or None
+    to_experts, parts = _direction(b, move)
+    local = [f"{step.name}_from{i}" for i in range(len(pieces))]
+    segment.table.update(zip(local, pieces, strict=True))
+    operands = [local, _pieces_of_counts(b, step.counts, move.axis)]
+    if to_experts:
+        segment.code.apply(
+            rows_by_expert, operands, step.results, b.coordinates[move.axis], parts, source=source
+        )
+    else:
+        member, rows = b.coordinates[move.axis], move.dst.local_shape(b.coordinates)[0]
+        length = None if move.dst.is_by_expert else rows
+        segment.code.apply(
+            rows_by_token, operands, step.results, member, parts, length, source=source
+        )
+    b.close()  # so that the pieces are freed here
+
+
+def _direction(b: RankBuilder, move: Move) -> tuple[bool, tuple[tuple[int, ...], ...]]:
+    """Return whether rows go to their experts, and the parts of `_parts`."""
+    to_experts = cuts_experts(move.dst.placement(move.axis))
+    by_expert = move.dst if to_experts else move.src
+    placement = by_expert.placement(move.axis)
+    ragged = by_expert.ragged
+    assert isinstance(placement, Shard) and ragged is not None
+    experts: dict[str, Placement] = {
+        axis: Shard(0, p.blocks, p.unit)
+        for axis, p in by_expert.sharding.items()
+        if isinstance(p, Shard) and cuts_experts(p)
+    }
+    full = tuple(experts.get(axis, REPLICATE) for axis in by_expert.mesh.axes)
+    counts = TensorSpec((ragged.experts,), torch.int64, by_expert.mesh, full)
+    return to_experts, _parts(b, counts, move.axis)
+
+
+def _parts(b: RankBuilder, counts: TensorSpec, axis: str) -> tuple[tuple[int, ...], ...]:
+    """Return, for each rank of the axis, the positions of its experts in the counts of one rank.
+    ``counts``: the spec of the counts split over the axis."""
+    whole = counts.with_placements(**{axis: REPLICATE})
+    return tuple(
+        tuple(i for lo, hi in given(whole, counts, b.coordinates, peer)[0] for i in range(lo, hi))
+        for peer in _peers(b, axis)
+    )
+
+
+def _pieces_of_counts(b: RankBuilder, counts: str, axis: str) -> list[str]:
+    """Return names in the open segment for the gathered counts of each rank of the axis."""
+    segment = b.segment()
+    local = [f"{counts}_of{i}" for i in range(len(_peers(b, axis)))]
+    segment.table.update((name, f"{b.value(counts)}.{i}") for i, name in enumerate(local))
+    return local
+
+
+def _bounds(b: RankBuilder, move: Move, sends: bool) -> list[Buffer]:
+    """Return the buffer of the piece for each peer, or from each peer."""
+    to_experts, parts = _direction(b, move)
+    by_token = move.src if to_experts else move.dst
+    ragged = by_token.ragged
+    assert ragged is not None
+    me, rest = b.coordinates[move.axis], move.src.local_shape(b.coordinates)[1:]
+
+    def rows(peer: int) -> int:
+        tokens_at, experts_at = (me, peer) if sends == to_experts else (peer, me)
+        tokens, _ = by_token.tokens_and_experts({**b.coordinates, move.axis: tokens_at})
+        return tokens * min(ragged.slots, len(parts[experts_at]))
+
+    return [Buffer((rows(peer), *rest), move.src.dtype, bounded=True) for peer in range(len(parts))]
+
+
 # -- between stages --------------------------------------------------------------------------------
 
 
@@ -305,7 +453,7 @@ def unpacked(flat: Sequence[torch.Tensor], shapes: Sequence[Shape]) -> list[torc
 
 def gathered(pieces: Sequence[torch.Tensor], layout: Layout) -> list[torch.Tensor]:
     """Return the full values, joined from the flat piece of each peer."""
-    parts = [_parts(piece, i, layout) for i, piece in enumerate(pieces)]
+    parts = [_blocks(piece, i, layout) for i, piece in enumerate(pieces)]
     return [
         join([of[v] for of in parts], shape, *(where for _, where in blocks))
         for v, (shape, blocks) in enumerate(layout)
@@ -315,10 +463,10 @@ def gathered(pieces: Sequence[torch.Tensor], layout: Layout) -> list[torch.Tenso
 def written(values: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor], layout: Layout) -> None:
     """Write the flat piece of each peer into its places in the values."""
     for i, piece in enumerate(pieces):
-        for value, part, (_, blocks) in zip(values, _parts(piece, i, layout), layout, strict=True):
+        for value, part, (_, blocks) in zip(values, _blocks(piece, i, layout), layout, strict=True):
             if part.numel():
                 write(value, part, blocks[i][1])
 
 
-def _parts(piece: torch.Tensor, peer: int, layout: Layout) -> list[torch.Tensor]:
+def _blocks(piece: torch.Tensor, peer: int, layout: Layout) -> list[torch.Tensor]:
     return unpacked([piece], [blocks[peer][0] for _, blocks in layout])

@@ -28,6 +28,7 @@ from dtensor.daft import (
     Send,
     Wait,
 )
+from dtensor.daft.ir.instructions import values_read
 from dtensor.errors import PlanningError
 from dtensor.kernels.registry import Made
 from dtensor.runtime.lower import detect_nan, moves, step_end
@@ -347,7 +348,7 @@ def _all_reads(b: RankBuilder) -> list[tuple[str, ...]]:
             case Wait(values):
                 reads.append((*values, *(v for done in values for v in started.get(done, ()))))
             case _:
-                reads.append(item.inputs)
+                reads.append(values_read(item))
         if isinstance(item, Collective):
             started.update(dict.fromkeys(item.outputs, item.inputs))
     return reads

@@ -17,7 +17,7 @@ from functools import cached_property
 
 import torch
 
-from dtensor.daft import Buffer, Collective, Instruction, Label, Wait
+from dtensor.daft import Buffer, Collective, Instruction, Label, Sizes, Wait
 from dtensor.daft.ir.instructions import Kind
 from dtensor.runtime.lower.actions import Actions
 from dtensor.runtime.lower.code import CodeBuilder, Functions
@@ -413,6 +413,8 @@ class RankBuilder:
         source: str | None = None,
         wait: bool = True,
         of: Step | None = None,
+        sizes: Sizes | None = None,
+        on_host: bool = False,
     ) -> Label:
         """Start a collective over the axis ``channel``, and wait for it unless ``wait`` is False.
 
@@ -422,6 +424,7 @@ class RankBuilder:
                 axis.
             group: the members; by default the rank's group along the axis.
             of: the plan's step whose only message this is, for its price.
+            sizes, on_host: see `Collective`.
 
         Returns the label of the collective.
         """
@@ -435,6 +438,8 @@ class RankBuilder:
             tuple(buffer for _, buffer in outputs),
             op,
             channel,
+            sizes=sizes,
+            on_host=on_host,
             label=label,
             source=source,
         )

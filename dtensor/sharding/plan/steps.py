@@ -188,7 +188,7 @@ class Compute(_Step):
 class Redistribute(_Step):
     """Changes the specs of values: one move for each, all of the same kind and on the same axis.
 
-    There are four forms:
+    There are five forms:
 
     - One value, which an op or an output needs under another spec; ``why`` gives the reason.
     - A ``bucket``: one message for several values, whose labels are ``of``. It reduces gradients,
@@ -198,6 +198,8 @@ class Redistribute(_Step):
       the plan: each rank has updated its slice, and the full values are written to the inputs.
     - ``tied``: sums the gradients of one parameter over the stages that use it, one operand from
       each. The specs of the moves have the stage axis too (`over_stages`).
+    - With ``counts``: exchanges rows between tokens and experts. ``counts`` is the value with the
+      numbers of rows by expert of all ranks, from which each rank knows all sizes.
 
     ``source``: the user's line of the op that left a sum pending or that needs the value; for a
     gather, the lines with which the pins of the parameters do not line up.
@@ -214,6 +216,8 @@ class Redistribute(_Step):
     of: tuple[str, ...] = ()
     bucket: str = ""
     tied: tuple[int, ...] = ()
+    counts: str = ""
+    counts_spec: TensorSpec | None = None
     op: ClassVar[None] = None
 
     @property
@@ -275,7 +279,7 @@ class Redistribute(_Step):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        return self.operands
+        return (*self.operands, self.counts) if self.counts else self.operands
 
     def reads_as(self) -> Iterator[tuple[int, str, TensorSpec]]:
         """Yield (stage, name, spec) of each operand as it is read. A gather in place reads the full
@@ -285,6 +289,8 @@ class Redistribute(_Step):
                 yield self.tied[at], name, _on_one_stage(move)
             else:
                 yield self.stage, name, move.dst if self.in_place else move.src
+        if self.counts_spec is not None:
+            yield self.stage, self.counts, self.counts_spec
 
     @property
     def gives(self) -> tuple[str, ...]:
@@ -298,7 +304,8 @@ class Redistribute(_Step):
                 yield self.stage, name, move.dst
 
     def reading(self, names: Mapping[str, str]) -> Redistribute:
-        return replace(self, operands=_rename(self.operands, names))
+        counts = names.get(self.counts, self.counts)
+        return replace(self, operands=_rename(self.operands, names), counts=counts)
 
     def giving(self, names: Mapping[str, str]) -> Redistribute:
         return replace(self, results=tuple(names[v] for v in self.results))

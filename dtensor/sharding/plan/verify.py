@@ -30,7 +30,7 @@ from dtensor.sharding.plan.steps import (
     Transfer,
     Update,
 )
-from dtensor.sharding.redistribute.moves import Move, move_kind
+from dtensor.sharding.redistribute.moves import Move, gather_counts, move_kind
 from dtensor.sharding.rules.rule import Rule, Strategy
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
 from dtensor.sharding.spec.placements import REPLICATE, Partial, Shard, same, splits_rows
@@ -164,9 +164,24 @@ def _move_faults(move: Move) -> Iterator[str]:
             dtypes -= {torch.float32}
         elif src.dtype == torch.float32 and is_narrow(dst.dtype) and not is_part(dst):
             dtypes -= {dst.dtype}
+    if move.kind == "hold" or move.gathers_counts:
+        yield from _counts_faults(move)
+        return
     same_tensor = src.shape == dst.shape and src.mesh == dst.mesh and src.on == dst.on
     if not (possible and same_tensor and len(dtypes) == 1 and all(unchanged)):
         yield f"no {move.kind} over {axis} makes {dst} of {src}"
+
+
+def _counts_faults(move: Move) -> Iterator[str]:
+    """Yield a fault unless the move gathers the counts of all ranks of the axis, or makes of the
+    gathered counts the total of a rank's experts."""
+    on_axis, ends = move.axis, (move.src, move.dst)
+    counts = move.dst if move.kind == "hold" else move.src
+    pending = counts.with_placements(**{on_axis: Partial("sum")})
+    gathered = gather_counts(pending, on_axis).dst
+    expected = (gathered, counts) if move.kind == "hold" else (pending, gathered)
+    if ends != expected:
+        yield f"no {move.kind} of counts over {on_axis} makes {move.dst} of {move.src}"
 
 
 def _compute_faults(defined: _DefinedValues, step: Compute) -> Iterator[str]:

@@ -8,7 +8,8 @@
 
 Any axis can change alone, because the index sets of a placement do not depend on the other axes.
 A fill keeps the value on rank 0 and puts the reduction's identity on the other ranks; a reduction
-without identity (max) has no fill. Axes on which both specs agree do not change.
+without identity (max) has no fill. Axes on which both specs agree do not change. Rows that are
+split by token are exchanged to be split by expert, and back (all_to_all); they have no other moves.
 """
 
 from __future__ import annotations
@@ -32,8 +33,10 @@ from dtensor.sharding.spec.placements import (
     Replicate,
     Shard,
     counted,
+    cuts_experts,
     intersect,
     length,
+    on_dim,
     pieces,
     same,
     splits_rows,
@@ -68,6 +71,17 @@ class Move:
         return MOVES[self.kind].suffix
 
     @property
+    def is_sized(self) -> bool:
+        """Whether the move exchanges rows between tokens and experts, so that sizes are data."""
+        ends = self.src.placement(self.axis), self.dst.placement(self.axis)
+        return self.kind == "all_to_all" and any(isinstance(p, Shard) and p.ragged for p in ends)
+
+    @property
+    def gathers_counts(self) -> bool:
+        """Whether the move gives every rank the numbers of rows by expert of all ranks."""
+        return self.kind == "all_gather" and self.src.shape != self.dst.shape
+
+    @property
     def reduces(self) -> bool:
         """Whether the move is a collective that reduces."""
         return self.kind in COLLECTIVES and COLLECTIVES[self.kind].reduces
@@ -77,6 +91,21 @@ class Move:
         """The bytes that the rank which sends most sends: (n-1)/n of the value for all_gather and
         reduce_scatter, 2(n-1)/n for all_reduce, the blocks that change ranks for all_to_all."""
         return _bytes_sent(self)
+
+    @property
+    def most_bytes_sent(self) -> int:
+        """The bytes that a rank sends at most: all its rows to other ranks, if it sends rows of its
+        tokens, or all rows of other ranks that its experts can have."""
+        if not self.is_sized:
+            return self.bytes_sent
+        at = dict.fromkeys(self.src.mesh.axes, 0)
+        num = self.src.mesh.axis_size(self.axis)
+        rows, *sizes = self.src.local_shape(at)
+        if cuts_experts(self.src.placement(self.axis)):
+            rows = self.src.row_bound(at) * (num - 1) // num
+        elif self.src.is_by_expert:
+            rows = self.src.row_bound(at)
+        return rows * math.prod(sizes) * self.src.dtype.itemsize
 
     def seconds(self, topology: Topology) -> float:
         """Return the price of the move."""
@@ -196,6 +225,8 @@ def _search(
                 options = tuple(dict.fromkeys((*options, *_intermediate(spec, (src, dst), axis))))
             for option in options:
                 move = _move(spec, axis, option)
+                if move is not None and move.is_sized and _is_early(move, dst):
+                    continue
                 if move is not None and move.dst.placements not in visited:
                     price = cost + move.seconds(topology) + _SECONDS_PER_MOVE
                     remaining = 0.0 if below is None else _min_latency(move.dst, dst, topology)
@@ -241,7 +272,7 @@ def _move(spec: TensorSpec, axis: str, option: Placement) -> Move | None:
     kind: MoveKind | None = move_kind(current, option)
     if isinstance(current, Shard) and same(current, option, spec.shape, num):
         kind = "relabel"
-    if kind is None:
+    if kind is None or not _keeps_rows(spec, current, option):
         return None
     if isinstance(option, Partial) and any(
         isinstance(p, Partial) and p.op != option.op for p in spec.placements
@@ -250,6 +281,55 @@ def _move(spec: TensorSpec, axis: str, option: Placement) -> Move | None:
     if splits_rows(len(spec.shape), (option, *spec.placements)):
         return None
     return Move(kind, axis, spec, spec.with_placements(**{axis: option}))
+
+
+def _keeps_rows(spec: TensorSpec, current: Placement, option: Placement) -> bool:
+    """Return whether rows of experts can be moved between two placements on one axis: a split of
+    rows changes only between tokens and experts, and other collectives need to know the sizes."""
+    before, after = (p.ragged if isinstance(p, Shard) else None for p in (current, option))
+    if before is None and after is None:
+        return not spec.is_by_expert or move_kind(current, option) in FREE_KINDS
+    return before is not None and after is not None and before.by != after.by
+
+
+def _is_early(move: Move, dst: TensorSpec) -> bool:
+    """Return whether another axis must exchange the rows first on the way to ``dst``. Rows go to
+    their experts over the axes in mesh order, and return in reverse order, because each exchange
+    sorts the rows of an expert by the ranks that they come from."""
+    to_experts = cuts_experts(move.dst.placement(move.axis))
+    axes = move.src.mesh.axes
+    at = axes.index(move.axis)
+    for axis in axes[:at] if to_experts else axes[at + 1 :]:
+        p, q = move.src.placement(axis), dst.placement(axis)
+        both_ragged = isinstance(p, Shard) and isinstance(q, Shard) and p.ragged and q.ragged
+        if both_ragged and (cuts_experts(p), cuts_experts(q)) == (not to_experts, to_experts):
+            return True
+    return False
+
+
+def counts_spec(rows: TensorSpec, counts: TensorSpec, axis: str) -> TensorSpec:
+    """Return the spec of the numbers of rows by expert that belong to rows with the spec ``rows``
+    before they are exchanged over ``axis``, or after they have returned. ``counts``: any spec of
+    these numbers, of shape [experts]."""
+    placements: dict[str, Placement] = {}
+    for name, p in rows.sharding.items():
+        if isinstance(p, Shard) and p.ragged is not None:
+            by_token = name == axis or not cuts_experts(p)
+            placements[name] = Partial("sum") if by_token else Shard(0, p.blocks, p.unit)
+    full = tuple(placements.get(name, REPLICATE) for name in counts.mesh.axes)
+    return TensorSpec(counts.shape, counts.dtype, counts.mesh, full)
+
+
+def gather_counts(counts: TensorSpec, axis: str) -> Move:
+    """Return the move that gives each rank of ``axis`` the counts of all its ranks, one row each.
+    ``counts``: their spec, pending over the axis."""
+    num = counts.mesh.axis_size(axis)
+    placements = tuple(
+        REPLICATE if name == axis else on_dim(p, 1) if isinstance(p, Shard) else p
+        for name, p in counts.sharding.items()
+    )
+    gathered = TensorSpec((num, *counts.shape), counts.dtype, counts.mesh, placements)
+    return Move("all_gather", axis, counts, gathered)
 
 
 def _num_local_elements(spec: TensorSpec, at: Mapping[str, int]) -> int:
@@ -271,6 +351,9 @@ def _sent_by_reduction(move: Move, at: Mapping[str, int]) -> int:
 
 def _sent_by_exchange(move: Move, at: Mapping[str, int]) -> int:
     """Return the bytes of the elements that the rank holds before the move and not after it."""
+    if move.is_sized:  # experts with equally many rows
+        num = move.src.mesh.axis_size(move.axis)
+        return _num_local_elements(move.src, at) * move.src.dtype.itemsize * (num - 1) // num
     cut_dims = _cut_dims(move)
     num_before = num_staying = 1
     for dim in range(len(move.src.shape)):
@@ -310,6 +393,7 @@ MOVES: dict[MoveKind, MoveType] = {
     "slice": MoveType(suffix="sliced", between=(Replicate, Shard)),
     "fill": MoveType(suffix="pending", between=(Replicate, Partial)),
     "relabel": MoveType(suffix="same", between=None, copies=False),
+    "hold": MoveType(suffix="held", between=None, copies=False),
 }
 """The kinds of moves by name. The kinds that send messages are also in `COLLECTIVES`."""
 FREE_KINDS = tuple(kind for kind, move_type in MOVES.items() if move_type.sends is None)

@@ -3,12 +3,13 @@
     parse_rule("b (h d) -> b h d", (Meta((2, 12), f32),), (Meta((2, 3, 4), f32),))
 
     pattern := tensors "->" tensors          tensors := dims ("," dims)*
-    dims    := dim*                          dim     := factor | "1" | "..." | "(" sum ")"
+    dims    := dim*                  dim := factor | "1" | "..." | "(" sum ")" | "[" factor* "]"
     sum     := factor* ("+" factor*)*        factor  := name "!"?
 
 ``f!``: factor f may not be split. ``...``: leading dims, aligned from the right. ``~f`` among the
 dims of a result: the result is the same whichever part of f a rank holds, for example the bias
-gradient of a convolution whose input channels are split.
+gradient of a convolution whose input channels are split. ``[e t k]``: a ragged dim with the rows of
+e experts, k for each of t tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from dtensor.numerics import ReduceOp
 from dtensor.sharding.ops.call import Localizer, Meta
 from dtensor.sharding.rules.rule import Dim, Dims, Rule
 
-_TOKEN = re.compile(r"\(([^()]*)\)|(~?[A-Za-z_]\w*!?|1|\.\.\.)")
+_TOKEN = re.compile(r"\(([^()]*)\)|(\[[\w! ]+\]|~?[A-Za-z_]\w*!?|1|\.\.\.)")
 
 
 def parse_rule(
@@ -65,11 +66,15 @@ def parse_rule(
     all_dims: list[Dims] = []
     for tokens, meta in zip(terms, metas, strict=True):
         all_dims.append(() if meta is None else _dims(tokens, meta, ellipsis, factor_sizes, whole))
+    ragged = {token for tokens in terms for token in tokens if token.startswith("[")}
+    experts = min(ragged)[1:-1].split()[0] if ragged else ""
     sized_dims = [
-        item
+        ((dim[0][1:],), size)
+        if experts and len(dim[0]) > 1 and dim[0][0] == experts
+        else (dim, size)
         for dims, meta in zip(all_dims, metas, strict=True)
         if meta is not None
-        for item in zip(dims, meta.shape, strict=True)
+        for dim, size in zip(dims, meta.shape, strict=True)
     ]
     _solve_sizes(sized_dims, factor_sizes, pattern)
     rule = Rule(
@@ -82,6 +87,7 @@ def parse_rule(
         whole=frozenset(whole),
         reduce=reduce,
         localize=localize,
+        experts=experts,
     )
     for dims, meta in zip(all_dims, metas, strict=True):
         if meta is not None and tuple(rule.dim_size(d) for d in dims) != meta.shape:
@@ -146,6 +152,8 @@ def _dims(
                 name = f"e{index}"
                 factor_sizes[name] = ellipsis[index]
                 dims.append(((name,),) if size == ellipsis[index] else ((),))
+        elif token.startswith("["):
+            dims.append((tuple(_factor_name(f, whole) for f in token[1:-1].split()),))
         elif token.startswith("("):
             dims.append(
                 tuple(

@@ -6,6 +6,7 @@
     split    "b (q + k + v) -> b q, b k, b v"     a sum of factors: all parts shard together
     softmax  "b k! -> b k!"           k must be whole on each rank
     sum      "b k -> b 1"             1 is a dim of size 1
+    experts  "[e t k] d, e d f, e -> [e t k] f"      ragged: rows of k slots of t tokens, by expert
 
 A rule determines all strategies on one axis, and so, axis by axis, on any mesh. A `FactorSharding`
 splits one factor; `Rule.apply` maps it to a Shard of every dim with the factor, `Rule.match` back.
@@ -28,8 +29,10 @@ from dtensor.sharding.spec.placements import (
     REPLICATE,
     Partial,
     Placement,
+    Ragged,
     Shard,
     block_sizes,
+    blocks_of,
     index_sets,
     largest_part,
     pieces,
@@ -44,10 +47,11 @@ Dims = tuple[Dim, ...]
 
 @dataclass(frozen=True, slots=True)
 class FactorSharding:
-    """How one factor is split over an axis: ``blocks`` and ``unit`` as in Shard."""
+    """How one factor is split over an axis: ``blocks``, ``unit`` and ``ragged`` as in Shard."""
 
-    blocks: tuple[int, ...]  # sizes, adding up to the factor's
+    blocks: tuple[int, ...]  # sizes, adding up to the factor's, or to its tokens or experts
     unit: int = 1
+    ragged: Ragged | None = None
 
     def with_one_block(self, size: int) -> FactorSharding:
         """Return the sharding in one block of a factor of ``size``, with this unit if it fits."""
@@ -147,6 +151,9 @@ class Rule:
         localized by the ``localize`` of this rule.
     narrow: returns a strategy over a number of ranks with more operands split, if each rank reads
         only a part of them.
+    counts: operands that count the rows of each expert. They are pending sums if tokens are split.
+    experts: the factor of the experts, if the rule has ragged dims ``[e t k]``: the first factor of
+        each. Splitting it splits the rows by expert, and splitting t by token.
     """
 
     operands: tuple[Dims, ...]
@@ -165,6 +172,8 @@ class Rule:
     parts: Parts = None
     fallback: Rule | None = None
     narrow: Callable[[Strategy, int], Strategy] | None = None
+    counts: frozenset[int] = frozenset()
+    experts: str = ""
 
     @cached_property
     def size(self) -> dict[str, int]:
@@ -192,6 +201,8 @@ class Rule:
     def _dim_text(self, dim: Dim) -> str:
         """Return a dim in the notation of patterns: ``k``, ``(h d)``, ``(q + k)``, or 1."""
         parts = [" ".join(f + "!" * (f in self.whole) for f in product) for product in dim]
+        if self.is_ragged(dim):
+            return f"[{parts[0]}]"
         if len(dim) != 1:
             return f"({' + '.join(parts)})"
         return (f"({parts[0]})" if len(dim[0]) > 1 else parts[0]) or "1"
@@ -226,8 +237,18 @@ class Rule:
             operands = [
                 Partial(self.reduce) if i in self.addends else p for i, p in enumerate(operands)
             ]
+        if self.counts and self.experts not in assignment and self._splits_tokens(tensors):
+            operands = [Partial("sum") if i in self.counts else p for i, p in enumerate(operands)]
         strategy = Strategy(tuple(operands), tuple(results), "split", tuple(sorted(assignment)))
         return strategy if self.narrow is None else self.narrow(strategy, num)
+
+    @staticmethod
+    def _splits_tokens(tensors: Sequence[Placement]) -> bool:
+        return any(isinstance(p, Shard) and p.ragged is not None for p in tensors)
+
+    def is_ragged(self, dim: Dim) -> bool:
+        """Return whether the dim has a number of rows for each expert: ``[e t k]``."""
+        return bool(self.experts) and len(dim[0]) > 1 and dim[0][0] == self.experts
 
     def _is_pending(self, result: int, assignment: Assignment) -> bool:
         """Return whether a result that has none of the assigned factors is pending."""
@@ -253,6 +274,18 @@ class Rule:
         assigned = [[f for f in product if f in assignment] for product in dim]
         if not any(assigned):
             return REPLICATE
+        sharding = assignment[next(f for factors in assigned for f in factors)]
+        if self.is_ragged(dim):
+            (experts, *_, slots), (split, *more) = dim[0], assigned[0]
+            if more or split == slots:
+                return None
+            by = "expert" if split == experts else "token"
+            ragged = Ragged(by, self.size[experts], self.size[slots])
+            return Shard(index, sharding.blocks, sharding.unit, ragged)
+        if sharding.ragged is not None:
+            if len(dim) != 1 or sum(self.size[f] > 1 for f in dim[0]) > 1:
+                return None
+            return Shard(index, sharding.blocks, sharding.unit, sharding.ragged)
         blocks: list[int] = []
         units: set[int] = set()
         for product, factors in zip(dim, assigned, strict=True):
@@ -273,6 +306,8 @@ class Rule:
         return Shard(index, tuple(blocks), unit)
 
     def dim_size(self, dim: Dim) -> int:
+        if self.is_ragged(dim):
+            dim = (dim[0][1:],)
         return sum(math.prod(self.size[f] for f in product) for product in dim)
 
     def match(self, dims: Dims, shard: Shard, num: int) -> Assignment | None:
@@ -280,6 +315,8 @@ class Rule:
         None if the blocks of the shard do not line up with the factors of its dim."""
         dim = dims[shard.dim]
         total = self.dim_size(dim)
+        if shard.ragged is not None or self.is_ragged(dim):
+            return self._match_ragged(dim, shard, total)
         target_sets = index_sets(shard, total, num)
         blocks = list(block_sizes(shard.blocks, total))
         parts = self._group_blocks(dim, blocks)
@@ -302,6 +339,24 @@ class Rule:
             if self._index_sets(dims, shard.dim, assignment, num) == target_sets
             else None
         )
+
+    def _match_ragged(self, dim: Dim, shard: Shard, total: int) -> Assignment | None:
+        """Return the factor sharding for a split by token or by expert of a dim of ``total`` rows.
+        None if the dim is not ragged, and is not one factor either, which has the split then."""
+        ragged = shard.ragged
+        if ragged is None:
+            return None
+        blocks = blocks_of(shard, total)
+        if self.is_ragged(dim):
+            experts, tokens, slots = dim[0]
+            if (self.size[experts], self.size[slots]) != (ragged.experts, ragged.slots):
+                return None
+            factor = experts if ragged.by == "expert" else tokens
+            return {factor: FactorSharding(blocks, shard.unit)}
+        factors = [f for f in dim[0] if self.size[f] > 1]
+        if len(dim) > 1 or len(factors) != 1:
+            return None
+        return {factors[0]: FactorSharding(blocks, shard.unit, ragged)}
 
     def _index_sets(self, dims: Dims, index: int, assignment: Assignment, num: int) -> object:
         """Return the index sets of dim ``index`` under the assignment; None if no Shard splits the

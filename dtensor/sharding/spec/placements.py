@@ -17,7 +17,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Never, Protocol, cast
+from typing import Literal, Never, Protocol, cast
 
 from dtensor.errors import PlanningError, checked_call
 from dtensor.numerics import REDUCTIONS, ReduceOp, reduction_names_text
@@ -37,6 +37,20 @@ class Replicate:
 
     def __repr__(self) -> str:
         return "Replicate()"
+
+
+@dataclass(frozen=True, slots=True)
+class Ragged:
+    """How a dim of rows that are sorted by expert is split: ``by`` token or expert.
+
+    The dim has ``slots`` rows for each token. By token, a rank has all rows of its tokens, and the
+    blocks and the unit of the `Shard` count tokens. By expert, a rank has all rows of its experts,
+    a number that is data, and they count experts. ``experts``: the number of experts.
+    """
+
+    by: Literal["token", "expert"]
+    experts: int
+    slots: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +87,7 @@ class Shard:
         dim: the dim of the tensor that is split; -1 is the last one.
         blocks: the number of equal blocks, or the sizes of the blocks, which add up to the dim's.
         unit: the size of each block is a multiple of it.
+        ragged: for the rows of `to_experts`, set by the planner.
 
     Raises PlanningError if ``blocks`` or ``unit`` is not a whole number of at least 1. Using the
     placement for a tensor that it does not fit raises PlanningError there.
@@ -81,6 +96,7 @@ class Shard:
     dim: int
     blocks: int | tuple[int, ...] = 1
     unit: int = 1
+    ragged: Ragged | None = None
 
     def __post_init__(self) -> None:
         blocks = self.blocks
@@ -92,7 +108,8 @@ class Shard:
         check_split(self, self.dim, blocks, self.unit)
 
     def __repr__(self) -> str:
-        return f"Shard({', '.join((repr(self.dim), *options_of(self)))})"
+        ragged = (f"ragged={self.ragged!r}",) if self.ragged else ()
+        return f"Shard({', '.join((repr(self.dim), *options_of(self), *ragged))})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,9 +201,18 @@ def options_of(cut: Cut) -> tuple[str, ...]:
     return (*blocks, f"unit={cut.unit!r}") if cut.unit != 1 else blocks
 
 
+def cut_size(shard: Shard, size: int) -> int:
+    """Return the size that the shard's blocks fill, for a dim of ``size``: the number of tokens or
+    of experts if the dim is ragged."""
+    ragged = shard.ragged
+    if ragged is None:
+        return size
+    return ragged.experts if ragged.by == "expert" else size // ragged.slots
+
+
 def blocks_of(shard: Shard, size: int) -> tuple[int, ...]:
-    """Return the sizes of the shard's blocks. Raises PlanningError if they do not fill ``size``."""
-    return block_sizes(shard.blocks, size)
+    """Return the sizes of the shard's blocks. Raises PlanningError if they do not fill the dim."""
+    return block_sizes(shard.blocks, cut_size(shard, size))
 
 
 def units_of(shard: Shard, size: int) -> int:
@@ -196,16 +222,16 @@ def units_of(shard: Shard, size: int) -> int:
 
 def on_dim(shard: Shard, dim: int) -> Shard:
     """Return the shard with the same blocks and unit on another dim."""
-    return Shard(dim, shard.blocks, shard.unit)
+    return Shard(dim, shard.blocks, shard.unit, shard.ragged)
 
 
 def with_unit(shard: Shard, unit: int) -> Shard:
-    return Shard(shard.dim, shard.blocks, unit)
+    return Shard(shard.dim, shard.blocks, unit, shard.ragged)
 
 
 def one_block(shard: Shard) -> Shard:
     """Return the shard with the same unit and a single block."""
-    return Shard(shard.dim, 1, shard.unit)
+    return Shard(shard.dim, 1, shard.unit, shard.ragged)
 
 
 def fits(shard: Shard, size: int) -> bool:
@@ -238,11 +264,12 @@ def _nearest_divisor(size: int, wanted: int) -> int:
 
 @lru_cache(maxsize=65536)
 def index_sets(shard: Shard, size: int, num: int) -> tuple[Intervals, ...]:
-    """Return the intervals of a dim of ``size`` that each of ``num`` coordinates holds. The
-    intervals of a coordinate are ascending, not empty and not adjacent."""
+    """Return the intervals of a dim of ``size`` that each of ``num`` coordinates holds: of indices,
+    or of tokens or experts if the dim is ragged. The intervals of a coordinate are ascending, not
+    empty and not adjacent."""
     result: list[list[tuple[int, int]]] = [[] for _ in range(num)]
     start = 0
-    for block in block_sizes(shard.blocks, size):
+    for block in blocks_of(shard, size):
         if block % shard.unit:
             raise PlanningError(f"a block of size {block} is not a multiple of unit={shard.unit}")
         step = -(-(block // shard.unit) // num) * shard.unit  # ceil(units / num) units a rank
@@ -289,19 +316,31 @@ def largest_part(cuts: Sequence[tuple[Shard, int]], size: int) -> float:
     largest one. ``cuts``: (placement, axis size) of each axis that splits the dim."""
     if len(cuts) == 1:  # a short cut for the common case: one axis splits the dim evenly
         shard, num = cuts[0]
-        if type(shard.blocks) is int and size % (shard.blocks * shard.unit * num) == 0:
+        whole = cut_size(shard, size)
+        if type(shard.blocks) is int and whole % (shard.blocks * shard.unit * num) == 0:
             return 1 / num
-    intervals: Intervals = ((0, size),)
-    for shard, num in cuts if size else ():
-        intervals = intersect(intervals, index_sets(shard, size, num)[0])
-    return length(intervals) / size if size else 1.0
+    part = 1.0
+    for by_experts in (False, True):  # the two cuts of a ragged dim are independent
+        family = [(s, num) for s, num in cuts if cuts_experts(s) == by_experts]
+        whole = cut_size(family[0][0], size) if family and size else 0
+        intervals: Intervals = ((0, whole),)
+        for shard, num in family if whole else ():
+            intervals = intersect(intervals, index_sets(shard, size, num)[0])
+        part *= length(intervals) / whole if whole else 1.0
+    return part
+
+
+def cuts_experts(placement: Placement) -> bool:
+    """Return whether the placement splits rows by expert."""
+    ragged = placement.ragged if isinstance(placement, Shard) else None
+    return ragged is not None and ragged.by == "expert"
 
 
 def same(a: Placement, b: Placement, shape: tuple[int, ...], num: int) -> bool:
     """Return whether both placements give every rank of an axis of ``num`` the same indices."""
     if a == b or num == 1:
         return True
-    if isinstance(a, Shard) and isinstance(b, Shard) and a.dim == b.dim:
+    if isinstance(a, Shard) and isinstance(b, Shard) and (a.dim, a.ragged) == (b.dim, b.ragged):
         size = shape[a.dim]
         return index_sets(a, size, num) == index_sets(b, size, num)
     return False
@@ -318,16 +357,17 @@ def splits_rows(num_dims: int, placements: Sequence[Placement]) -> bool:
 def pieces(majors: Sequence[tuple[Shard, int]], size: int) -> tuple[int, ...]:
     """Return the sizes of the pieces that the (placement, axis size) pairs cut a dim into, in
     order. They are the blocks of a minor axis that splits the same dim further."""
-    cuts = {0, size}
+    whole = cut_size(majors[0][0], size) if majors else size
+    cuts = {0, whole}
     for shard, num in majors:
         start = 0
-        for block in block_sizes(shard.blocks, size):
+        for block in blocks_of(shard, size):
             cuts.add(start)
             start += block
         for intervals in index_sets(shard, size, num):
             cuts.update(point for interval in intervals for point in interval)
     ordered = sorted(cuts)
-    return tuple(b - a for a, b in itertools.pairwise(ordered)) or (size,)
+    return tuple(b - a for a, b in itertools.pairwise(ordered)) or (whole,)
 
 
 def refine(minor: Shard, majors: Sequence[tuple[Shard, int]], size: int) -> Shard:
@@ -336,15 +376,16 @@ def refine(minor: Shard, majors: Sequence[tuple[Shard, int]], size: int) -> Shar
     if not majors:
         return minor
     blocks = pieces(majors, size)
-    return counted(Shard(minor.dim, blocks, max(minor.unit, majors[-1][0].unit)), size)
+    unit = max(minor.unit, majors[-1][0].unit)
+    return counted(Shard(minor.dim, blocks, unit, minor.ragged), size)
 
 
 def counted(shard: Shard, size: int) -> Shard:
     """Return the shard with ``blocks`` as a number if all blocks are equal, else as sizes. Raises
     PlanningError if the blocks do not fill a dim of ``size``."""
-    sizes = block_sizes(shard.blocks, size)
+    sizes = blocks_of(shard, size)
     equal = len(set(sizes)) == 1
-    return Shard(shard.dim, len(sizes) if equal else sizes, shard.unit)
+    return Shard(shard.dim, len(sizes) if equal else sizes, shard.unit, shard.ragged)
 
 
 def simplest(placement: Placement, shape: tuple[int, ...], num: int) -> Placement:
@@ -354,7 +395,7 @@ def simplest(placement: Placement, shape: tuple[int, ...], num: int) -> Placemen
         return REPLICATE
     if isinstance(placement, Shard):
         placement = counted(placement, shape[placement.dim])
-        plain = Shard(placement.dim, placement.blocks)
+        plain = with_unit(placement, 1)
         if placement.unit > 1 and same(plain, placement, shape, num):
             return plain
     return placement

@@ -5,6 +5,7 @@
     f32[8@(tp,dp),16]        dim 0 is split over tp, and each piece is split again over dp
     f32[(64+32+32)@tp,16]    dim 0 is three blocks of these sizes, each split over tp
     f32[4@tp*16,16]          64 rows, cut only at multiples of 16
+    f32[[8@ep 512@dp 2],16]  1024 rows of 8 experts: 512 tokens split over dp, experts over ep
 
 Invariants: one placement for each axis of the mesh; dims are not negative; the placement on an
 axis of size 1 is Replicate; blocks fill the dim; ``parse(str(spec), mesh) == spec``.
@@ -17,6 +18,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 
@@ -28,13 +30,16 @@ from dtensor.sharding.spec.placements import (
     Intervals,
     Partial,
     Placement,
+    Ragged,
     Replicate,
     Shard,
-    block_sizes,
+    blocks_of,
     counted,
+    cuts_experts,
     index_sets,
     intersect,
     length,
+    on_dim,
     refine,
     same,
 )
@@ -117,14 +122,70 @@ class TensorSpec:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def intervals(self, dim: int, coordinates: Mapping[str, int]) -> Intervals:
-        """Return the global indices of ``dim`` that the rank at ``coordinates`` holds."""
+        """Return the global indices of ``dim`` that the rank at ``coordinates`` holds. For rows by
+        token, they are positions in the order of tokens; for rows by expert, which are data, as
+        many positions as the rank would hold if the experts had equally many rows."""
         size = self.shape[dim]
         result: Intervals = ((0, size),) if size else ()
+        experts: Intervals | None = None
         for axis, placement in zip(self.mesh.axes, self.placements, strict=True):
             if isinstance(placement, Shard) and placement.dim == dim:
                 sets = index_sets(placement, size, self.mesh.axis_size(axis))
-                result = intersect(result, sets[coordinates[axis]])
-        return result
+                held, ragged = sets[coordinates[axis]], placement.ragged
+                if ragged is None:
+                    result = intersect(result, held)
+                elif ragged.by == "token":
+                    scaled = tuple((lo * ragged.slots, hi * ragged.slots) for lo, hi in held)
+                    result = intersect(result, scaled)
+                else:
+                    experts = held if experts is None else intersect(experts, held)
+        ragged = self.ragged
+        if experts is None or ragged is None or not result:
+            return result
+        return ((0, -(-length(result) * length(experts) // ragged.experts)),)
+
+    @property
+    def ragged(self) -> Ragged | None:
+        """The split of a ragged dim, by expert if some axis splits it so; None if there is none."""
+        found: Ragged | None = None
+        for p in self.placements:
+            if isinstance(p, Shard) and p.ragged is not None:
+                found = p.ragged if found is None or p.ragged.by == "expert" else found
+        return found
+
+    @property
+    def is_by_expert(self) -> bool:
+        """Whether the number of rows that a rank holds is data."""
+        return any(isinstance(p, Shard) and cuts_experts(p) for p in self.placements)
+
+    def row_bound(self, coordinates: Mapping[str, int]) -> int:
+        """Return the most rows by expert that the rank at ``coordinates`` can hold: each of its
+        tokens has at most one row for each of its experts."""
+        tokens, experts = self.tokens_and_experts(coordinates)
+        ragged = self.ragged
+        assert ragged is not None, "the spec has no ragged dim"
+        return tokens * min(ragged.slots, experts)
+
+    def tokens_and_experts(self, coordinates: Mapping[str, int]) -> tuple[int, int]:
+        """Return the number of tokens, and of experts, whose rows the rank holds."""
+        ragged = self.ragged
+        assert ragged is not None, "the spec has no ragged dim"
+        size = self.shape[self.ragged_dim]
+        experts: Intervals = ((0, ragged.experts),)
+        tokens: Intervals = ((0, size // ragged.slots),)
+        for axis, p in self.sharding.items():
+            if isinstance(p, Shard) and p.ragged is not None:
+                held = index_sets(p, size, self.mesh.axis_size(axis))[coordinates[axis]]
+                if cuts_experts(p):
+                    experts = intersect(experts, held)
+                else:
+                    tokens = intersect(tokens, held)
+        return length(tokens), length(experts)
+
+    @property
+    def ragged_dim(self) -> int:
+        """The dim that is ragged. There must be one."""
+        return next(p.dim for p in self.placements if isinstance(p, Shard) and p.ragged is not None)
 
     def cuts(self, dim: int, *, except_axis: str = "") -> list[tuple[Shard, int]]:
         """Return (placement, axis size) of each axis other than ``except_axis`` that splits
@@ -172,8 +233,20 @@ class TensorSpec:
         splits = [
             (axis, p) for axis, p in self.sharding.items() if isinstance(p, Shard) and p.dim == dim
         ]
+        ragged = next((p.ragged for _, p in splits if p.ragged is not None), None)
+        if ragged is None:
+            return self._splits_text(splits, size, dim)
+        by_expert = [(axis, p) for axis, p in splits if cuts_experts(p)]
+        by_token = [(axis, p) for axis, p in splits if not cuts_experts(p)]
+        experts = self._splits_text(by_expert, ragged.experts, dim)
+        tokens = self._splits_text(by_token, size // ragged.slots, dim)
+        return f"[{experts} {tokens} {ragged.slots}]"
+
+    def _splits_text(self, splits: list[tuple[str, Shard]], size: int, dim: int) -> str:
+        """Return the text of ``size`` indices, tokens or experts that these axes split."""
         if not splits:
             return str(size)
+        splits = [(axis, Shard(dim, p.blocks, p.unit)) for axis, p in splits]
         chain = self._chain(splits, size, dim)
         if chain is not None:
             return _split_text(chain[0][1], size, [axis for axis, _ in chain])
@@ -246,8 +319,8 @@ def normalize(placement: Placement, shape: tuple[int, ...], num: int) -> Placeme
                     if shape
                     else f"{placement!r} cannot split a scalar; use Replicate()"
                 )
-            placement = counted(replace(placement, dim=dim % len(shape)), shape[dim % len(shape)])
-            for block in block_sizes(placement.blocks, shape[placement.dim]):
+            placement = counted(on_dim(placement, dim % len(shape)), shape[dim % len(shape)])
+            for block in blocks_of(placement, shape[placement.dim]):
                 if block % placement.unit:
                     raise PlanningError(
                         f"{placement!r}: a block of size {block} is not a multiple of "
@@ -298,11 +371,14 @@ def make_spec(
 #
 #     spec   := dtype "[" (dim ("," dim)*)? "]" ("{" op "@" axis ("," op "@" axis)* "}")? (on)?
 #     on     := " on " axis "=" int ("," axis "=" int)*
-#     dim    := int | split ("&" split)*
+#     dim    := cut | "[" cut " " cut " " int "]"          experts, tokens, rows of a token
+#     cut    := int | split ("&" split)*
 #     split  := ((int "*")? int | "(" int ("+" int)* ")") "@" axes ("*" int)?
 #     axes   := axis | "(" axis ("," axis)+ ")"
 
-_SPEC = re.compile(r"\s*(\w+)\[([^\]]*)\]\s*(?:\{([^}]*)\})?\s*(?:on\s+(.+?))?\s*")
+_SPEC = re.compile(
+    r"\s*(\w+)\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\s*(?:\{([^}]*)\})?\s*(?:on\s+(.+?))?\s*"
+)
 _SPLIT = re.compile(
     r"(?:(?P<count>\d+)\*)?(?:(?P<size>\d+)|\((?P<sizes>\d+(?:\+\d+)*)\))"
     r"(?:@(?:(?P<axis>\w+)|\((?P<axes>\w+(?:,\w+)+)\)))?(?:\*(?P<unit>\d+))?"
@@ -353,9 +429,29 @@ def parse(text: str, mesh: Mesh, *, requires_grad: bool = False) -> TensorSpec:
 def _parse_dim(
     dim_text: str, dim: int, placements: dict[str, Placement], text: str, mesh: Mesh
 ) -> int:
-    """Return the size of dim number ``dim``, whose text is like ``8``, ``3*4@(tp,dp)*16`` or
-    ``12@tp&3*4@dp``. Adds the placements that it states to ``placements``. Raises PlanningError,
-    which quotes the spec ``text``, if it is malformed."""
+    """Return the size of dim number ``dim``, whose text is like ``8``, ``3*4@(tp,dp)*16``,
+    ``12@tp&3*4@dp`` or ``[8@ep 512@dp 2]``. Adds the placements that it states to ``placements``.
+    Raises PlanningError, which quotes the spec ``text``, if it is malformed."""
+    if not dim_text.startswith("["):
+        return _parse_cut(dim_text, dim, placements, text, mesh)
+    parts = re.split(r"\s+", dim_text.strip("[]").strip())
+    if len(parts) != 3 or not parts[2].isdigit():
+        raise PlanningError(f'{text!r}: {dim_text!r} is not a ragged dim; write "[8@ep 512 2]"')
+    cuts: dict[Literal["expert", "token"], dict[str, Placement]] = {"expert": {}, "token": {}}
+    experts = _parse_cut(parts[0], dim, cuts["expert"], text, mesh)
+    tokens, slots = _parse_cut(parts[1], dim, cuts["token"], text, mesh), int(parts[2])
+    for by, stated in cuts.items():
+        for axis, p in stated.items():
+            assert isinstance(p, Shard)
+            ragged = replace(p, ragged=Ragged(by, experts, slots))
+            _add_placement(axis, ragged, placements, text, mesh)
+    return tokens * slots
+
+
+def _parse_cut(
+    dim_text: str, dim: int, placements: dict[str, Placement], text: str, mesh: Mesh
+) -> int:
+    """Return the size that a cut without brackets states; see `_parse_dim`."""
     total: int | None = None
     for split in dim_text.split("&"):
         match = _SPLIT.fullmatch(split)
@@ -400,4 +496,4 @@ def _split_outside_parentheses(text: str) -> list[str]:
     """Return the comma-separated items of ``text``; commas inside parentheses do not separate."""
     if not text.strip():
         return []
-    return re.split(r",(?![^()]*\))", text)
+    return re.split(r",(?![^()\[\]]*[)\]])", text)

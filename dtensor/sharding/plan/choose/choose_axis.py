@@ -164,8 +164,11 @@ def _allowed_strategies(
                     continue
                 first = strategies[0].results[index]
                 shape = metas[name].shape
-                if isinstance(first, Shard) and all(
-                    same(s.results[index], first, shape, num) for s in strategies
+                # rows of experts follow the experts and the tokens, whose placements are stated
+                if (
+                    isinstance(first, Shard)
+                    and first.ragged is None
+                    and all(same(s.results[index], first, shape, num) for s in strategies)
                 ):
                     settled[name] = first
         if not on_microbatches and axis_problem.is_view(op):
@@ -202,9 +205,10 @@ def _closest_to_settled(
 
 
 def _splits_another(strategy: Strategy, indices: Collection[int]) -> bool:
-    """Return whether the strategy splits an operand whose index is not in ``indices``."""
+    """Return whether the strategy splits an operand whose index is not in ``indices``. Rows of
+    experts do not count, because they can be exchanged."""
     operands = enumerate(strategy.operands)
-    return any(isinstance(p, Shard) for i, p in operands if i not in indices)
+    return any(isinstance(p, Shard) and not p.ragged for i, p in operands if i not in indices)
 
 
 def _count_agreements(
@@ -331,7 +335,8 @@ class Canonical:
         if not isinstance(placement, Shard):
             return placement
         shape = self.flow.metas[value].shape
-        key = (placement.dim, index_sets(placement, shape[placement.dim], self.num))
+        indices = index_sets(placement, shape[placement.dim], self.num)
+        key = (placement.dim, placement.ragged, indices)
         return self.representatives.setdefault(key, simplest(placement, shape, self.num))
 
 

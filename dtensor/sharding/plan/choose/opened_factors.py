@@ -62,7 +62,7 @@ class _Closure:
     def key(self, value: str, shard: Shard) -> object:
         """Return a key that is equal for placements which hold the same indices of the value."""
         size = self.flow.metas[value].shape[shard.dim]
-        return shard.dim, index_sets(shard, size, self.num)
+        return shard.dim, shard.ragged, index_sets(shard, size, self.num)
 
     def is_split_as(self, value: str, shard: Shard) -> bool:
         return self.key(value, shard) in self.shardings.get(value, {})
@@ -197,7 +197,8 @@ def _with_pending(
     An op may read a pending sum if the op is linear and a split op, or an input, makes the value
     pending. Unless ``anywhere``, all its other operands must also be pending, scalars or indices.
     So a product that is split over its contraction is reduced where it is made, as in Megatron, and
-    not later where that happens to be cheaper.
+    not later where that happens to be cheaper. Rows of experts are reduced as tokens, which are
+    fewer, and whose number is known.
     """
     pending: set[str] = set(pending_inputs)
     strategies_by_op: dict[str, tuple[Strategy, ...]] = {}
@@ -210,7 +211,7 @@ def _with_pending(
                 for name, p in zip(op.operands, strategy.operands, strict=True)
                 if isinstance(p, Partial)
             ]
-            if anywhere:
+            if anywhere or rules[op.name].experts:
                 allowed = any(name in pending for name in summands)
             else:
                 other_metas = [

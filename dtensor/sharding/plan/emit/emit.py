@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from dtensor.numerics import is_narrow
 from dtensor.sharding.plan.choose.axis_problem import AxisChoice
+from dtensor.sharding.plan.choose.routes import check_orders, routes
 from dtensor.sharding.plan.dataflow import Input, Output, OutputKind
 from dtensor.sharding.plan.emit.stored_gradients import gather_updated, scatter_early
 from dtensor.sharding.plan.emit.values import Copy, Emitter, Reader
@@ -55,6 +56,7 @@ def emit(
     strategies = [choice.strategies for choice in chosen]
     emitter.float32_parts = left_in_float32(flow, rules, strategies, _may_stay_pending(request))
     emitter.names.update(flow.metas)
+    emitter.routes = routes(flow, rules)
     inputs: list[PlannedInput] = []
     for item in flow.inputs:
         spec = emitter.spec(item.name, {c.axis: c.inputs[item.name] for c in chosen})
@@ -64,6 +66,8 @@ def emit(
     for op in flow.ops:
         emitter.compute(op, op.results, op.stage, op.phase)
     outputs = Outputs(emitter, {i.label: i for i in inputs}).emit()
+    if emitter.routes:
+        check_orders(emitter.steps)
     return PlanRecord(
         **request.terms(),
         inner=mesh,

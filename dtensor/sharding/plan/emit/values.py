@@ -18,7 +18,13 @@ from dtensor.sharding.plan.dataflow import Op
 from dtensor.sharding.plan.precision import round_after_sum, sum_spec
 from dtensor.sharding.plan.request import Request
 from dtensor.sharding.plan.steps import Compute, Redistribute, Step, StepPhase, Transfer, unused
-from dtensor.sharding.redistribute.moves import Move, moves, seconds
+from dtensor.sharding.redistribute.moves import (
+    Move,
+    counts_spec,
+    gather_counts,
+    moves,
+    seconds,
+)
 from dtensor.sharding.rules.rule import Rule, fullest_rank
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS, Mesh
 from dtensor.sharding.spec.placements import REPLICATE, Placement
@@ -58,6 +64,9 @@ class Emitter:
     copies: dict[str, list[Copy]] = field(default_factory=dict[str, list[Copy]])
     names: set[str] = field(default_factory=set[str])
     float32_parts: frozenset[str] = frozenset()  # values whose parts are left in float32
+    routes: Mapping[str, str] = field(default_factory=dict[str, str])  # rows -> their counts
+    gathered: dict[tuple[str, str], Copy] = field(default_factory=dict[tuple[str, str], Copy])
+    """The counts of all ranks of an axis, by the copy of the counts of one rank and the axis."""
 
     def fresh(self, name: str) -> str:
         """Return an unused name that starts with ``name``."""
@@ -180,6 +189,9 @@ class Emitter:
 
     def move(self, copy: Copy, value: str, move: Move, by: Reader) -> Copy:
         """Emit one move of a copy; return the new copy."""
+        if move.kind == "reduce_scatter" and value in self.routes.values():
+            return self._hold_counts(copy, value, move, by)
+        counts = self._counts_for(value, move, by) if move.is_sized else None
         once = copy.once and _not_split_by_microbatch(move.dst)
         base = value if copy.name == value or copy.name.startswith(f"{value}_") else copy.name
         result = self.fresh(f"{base}_{move.suffix}")
@@ -195,9 +207,54 @@ class Emitter:
                 once=once and self.request.num_microbatches > 1,
                 source=producer.source if move.reduces and producer is not None else by.source,
                 why=by.why,
+                counts=counts.name if counts is not None else "",
+                counts_spec=counts.spec if counts is not None else None,
             )
         )
         return self.add_copy(value, Copy(result, move.dst, by.stage, once, by.phase))
+
+    # -- the numbers of rows by expert ---------------------------------------------------------
+
+    def _counts_for(self, value: str, move: Move, by: Reader) -> Copy:
+        """Return the counts of all ranks of the axis, for an exchange of rows over it."""
+        counts = self.routes[value]
+        meta = self.request.flow.metas[counts]
+        whole = TensorSpec(meta.shape, meta.dtype, self.mesh, (REPLICATE,) * len(self.mesh.axes))
+        wanted = counts_spec(move.src, whole, move.axis)
+        return self._gathered_counts(self.ensure_copy(counts, wanted, by), move.axis, by)
+
+    def _gathered_counts(self, counts: Copy, axis: str, by: Reader) -> Copy:
+        """Return the counts of all ranks of the axis, one row each; emit the gather if needed."""
+        if (counts.name, axis) not in self.gathered:
+            move = gather_counts(counts.spec, axis)
+            result = self.fresh(f"{counts.name}_by_rank")
+            why = "every rank knows the sizes of the exchanges of rows"
+            self._emit_move(result, counts.name, move, replace(by, why=why), counts.once)
+            copy = Copy(result, move.dst, by.stage, counts.once, by.phase)
+            self.gathered[counts.name, axis] = copy
+        return self.gathered[counts.name, axis]
+
+    def _hold_counts(self, copy: Copy, value: str, move: Move, by: Reader) -> Copy:
+        """Add the counts of all ranks for the experts of each rank, from the gathered counts."""
+        gathered = self._gathered_counts(copy, move.axis, by)
+        result = self.fresh(f"{value}_held")
+        hold = Move("hold", move.axis, gathered.spec, move.dst)
+        self._emit_move(result, gathered.name, hold, by, copy.once)
+        return self.add_copy(value, Copy(result, move.dst, by.stage, copy.once, by.phase))
+
+    def _emit_move(self, result: str, operand: str, move: Move, by: Reader, once: bool) -> None:
+        self.steps.append(
+            Redistribute(
+                results=(result,),
+                operands=(operand,),
+                moves=(move,),
+                phase=by.phase,
+                stage=by.stage,
+                once=once and self.request.num_microbatches > 1,
+                source=by.source,
+                why=by.why,
+            )
+        )
 
     def transfer(self, copy: Copy, value: str, by: Reader) -> Copy:
         """Emit a transfer to the reader's stage; return the new copy."""

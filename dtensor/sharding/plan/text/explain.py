@@ -293,6 +293,11 @@ def _conversion(plan: PlanRecord, step: Redistribute | Transfer) -> str:
         return f"{step.result} = transfer({step.operand}, {where}), {sent}"
     (move,), (operand,) = step.moves, step.operands
     sent = "free" if step.is_free else f"{size_text(move.bytes_sent)} sent{times_text}"
+    if step.counts:
+        sent += (
+            f" if the experts have equally many rows, at most {size_text(move.most_bytes_sent)}; "
+            f"sized by {step.counts}"
+        )
     text = f"{step.name} = {move.kind}({operand}, {move.axis})"
     return f"{text} from {move.src} to {move.dst}, {sent}"
 

@@ -1,0 +1,90 @@
+"""Local code of exchanges of rows between tokens and experts.
+
+    to_0, to_1 = pieces_by_expert(rows, counts, 0, parts)      rows of the experts of each member
+    rows = rows_by_expert((from_0, from_1), counts, 0, parts)  what arrived, sorted by expert
+
+``counts``: for each member of the group, the numbers of its rows by expert, i64[E] in host memory.
+``parts``: for each member, the positions of its experts in such a vector. ``member``: this rank's
+position in the group. Rows by expert are sorted by (expert, member that sent them, slot).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Parts = Sequence[Sequence[int]]
+
+
+def pieces_by_expert(
+    rows: Tensor, counts: Sequence[Tensor], member: int, parts: Parts
+) -> list[Tensor]:
+    """Return the rows of this rank's tokens for each member: the rows of the member's experts."""
+    chunks = _chunks(rows, _numbers(counts[member]))
+    return [_joined(rows, [chunks[p] for p in part]) for part in parts]
+
+
+def rows_by_expert(
+    pieces: Sequence[Tensor], counts: Sequence[Tensor], member: int, parts: Parts
+) -> Tensor:
+    """Return the rows of this rank's experts, from the piece of each member."""
+    chunks = [
+        _chunks(piece, _of_part(own, parts[member]))
+        for piece, own in zip(pieces, counts, strict=True)
+    ]
+    return _joined(pieces[0], [c for of_expert in zip(*chunks, strict=True) for c in of_expert])
+
+
+def pieces_by_token(
+    rows: Tensor, counts: Sequence[Tensor], member: int, parts: Parts
+) -> list[Tensor]:
+    """Return the rows of this rank's experts for each member: the rows that the member sent."""
+    received = [_of_part(own, parts[member]) for own in counts]
+    chunks = _chunks(rows, [n for of_expert in zip(*received, strict=True) for n in of_expert])
+    return [_joined(rows, chunks[i :: len(parts)]) for i in range(len(parts))]
+
+
+def rows_by_token(
+    pieces: Sequence[Tensor],
+    counts: Sequence[Tensor],
+    member: int,
+    parts: Parts,
+    length: int | None,
+) -> Tensor:
+    """Return the rows of this rank's tokens, from the piece of each member. Zero rows for slots
+    without an expert follow, up to ``length`` rows; None if the rank holds rows by expert on
+    another axis, without such slots."""
+    own = _numbers(counts[member])
+    chunks: dict[int, Tensor] = {}
+    for piece, part in zip(pieces, parts, strict=True):
+        chunks.update(zip(part, _chunks(piece, [own[p] for p in part]), strict=True))
+    rest = 0 if length is None else length - sum(own)
+    zeros = [pieces[0].new_zeros(rest, *pieces[0].shape[1:])] if rest else []
+    return _joined(pieces[0], [*(chunks[p] for p in sorted(chunks)), *zeros])
+
+
+def held_counts(counts: Sequence[Tensor], part: Sequence[int]) -> Tensor:
+    """Return the numbers of rows of these experts over all members, i64 in host memory."""
+    return torch.stack(list(counts)).sum(0)[list(part)]
+
+
+def _of_part(counts: Tensor, part: Sequence[int]) -> list[int]:
+    every = _numbers(counts)
+    return [every[p] for p in part]
+
+
+def _numbers(counts: Tensor) -> list[int]:
+    untyped: Any = counts
+    return untyped.tolist()
+
+
+def _chunks(rows: Tensor, lengths: list[int]) -> Sequence[Tensor]:
+    """Return consecutive chunks of rows; rows that follow them are left out."""
+    return rows[: sum(lengths)].split_with_sizes(lengths)
+
+
+def _joined(like: Tensor, chunks: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(chunks)) if chunks else like[:0]
