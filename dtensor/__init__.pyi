@@ -45,6 +45,7 @@ from .runtime.schedule import (
     Searched,
 )
 from .runtime.simulate.trace import Trace, compare_traces
+from .sharding.ops.load_balance import load_balancing_loss
 from .sharding.plan.plan import Plan
 from .sharding.redistribute import topologies
 from .sharding.redistribute.sync_plan import SyncPlan
@@ -118,6 +119,7 @@ __all__ = [
     "kernel",
     "launch",
     "load",
+    "load_balancing_loss",
     "load_state_dict",
     "manual_seed",
     "parallelize",

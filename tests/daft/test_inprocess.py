@@ -5,15 +5,21 @@ from __future__ import annotations
 import weakref
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from dtensor.daft import (
+    Buffer,
     Call,
+    Collective,
+    CommunicationError,
     Free,
     Function,
+    Sizes,
+    Wait,
     launch_cluster,
 )
 from dtensor.daft.run.worker import is_on
@@ -34,6 +40,30 @@ def test_collectives_in_random_rank_order_give_expected_bits(
         assert set(results[rank]) == set(case.expected[rank])
         for name, value in case.expected[rank].items():
             assert same_bits(results[rank][name], value), (rank, name)
+
+
+def test_rows_beyond_declared_bound_undo_run() -> None:
+    counts, wide = Buffer((1,), torch.int64), Buffer((8,), torch.float32, bounded=True)
+    narrow = replace(wide, shape=(2,))
+    gather = Collective(
+        *("all_gather", (0,), ("n",), ("c",), (counts,), (counts,), None, "g"), on_host=True
+    )
+    exchange = Collective(
+        *("all_to_all", (0,), ("x",), ("r",), (wide,), (narrow,), None, "g"),
+        sizes=Sizes(("c",), ((0,),)),
+    )
+    items = [gather, Wait(("c",)), exchange, Wait(("r",)), Free(("c",))]
+    made = program(items, inputs=[("x", "n")], outputs=[("r",)])
+    with launch_cluster(1) as cluster:
+        handle = cluster.load(made)
+        for rows in (2, 3, 1):
+            fed = [{"x": torch.ones(rows), "n": torch.tensor([rows])}]
+            if rows == 3:
+                words = r"Rank 0 sends 3 rows of 'r', declared is f32\[<=2\]"
+                with pytest.raises(CommunicationError, match=words):
+                    cluster.run(handle, fed).get()
+            else:
+                assert len(cluster.run(handle, fed).get()[0]["r"]) == rows
 
 
 def test_cuda_device_without_index_means_current_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

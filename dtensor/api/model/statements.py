@@ -34,6 +34,7 @@ from dtensor.api.model.stating.stated_placements import (
     planner_pins,
 )
 from dtensor.errors import PlanningError
+from dtensor.frontend.dataflow.aux_per_microbatch import aux_per_microbatch
 from dtensor.frontend.dataflow.per_microbatch import per_microbatch
 from dtensor.frontend.dataflow.to_dataflow import dataflow
 from dtensor.frontend.graph import Arg, Graph, Mutation, Param, Result
@@ -58,7 +59,7 @@ class Options:
     used unchanged. results: returns the pins of results, by index. split_results: results without
     pins may stay sharded. training: the optimizer, with all parameters that it trains. each_call:
     the function is captured at each call. per_microbatch: batch norm takes its statistics over each
-    microbatch.
+    microbatch. aux_per_microbatch: so do load-balancing losses.
     """
 
     inputs: Mapping[str, Any] | InputPins | None = None
@@ -72,6 +73,7 @@ class Options:
     recompute: tuple[str, ...] = ()
     each_call: bool = False
     per_microbatch: bool = False
+    aux_per_microbatch: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +159,9 @@ def _request(captured: CapturedCall, stages: StagePlan) -> Request:
         recompute=_recomputed(models, options, flow),
         auto=stages.patterns if stages.auto else (),
     )
-    return per_microbatch(request) if options.per_microbatch else request
+    if options.per_microbatch:
+        request = per_microbatch(request)
+    return aux_per_microbatch(request) if options.aux_per_microbatch else request
 
 
 # -- stages ----------------------------------------------------------------------------------------

@@ -59,6 +59,7 @@ def train_step(
     detect_nan: bool | str = False,
     capture: str = "once",
     batch_norm: str = "whole_batch",
+    aux_loss: str = "whole_batch",
     elementwise: bool = False,
     grad_scaler: torch.amp.GradScaler | None = None,
 ) -> TrainStep:
@@ -107,6 +108,11 @@ def train_step(
             over the microbatches does, each over the rows of all ranks: running statistics are
             updated once per microbatch, in order. Other buffers depend on the whole batch; other
             ops that mix rows raise.
+        aux_loss: load-balancing losses (`load_balancing_loss`, and the function of this kind that
+            transformers' models call) with microbatches. "whole_batch" raises, because such a loss
+            is a product of means over the batch. "per_microbatch" computes what torch's loop over
+            the microbatches does: the mean of the microbatches' losses, each over the rows of all
+            ranks. Microbatches have one size.
         elementwise: True states that an optimizer of another class updates each element of a
             parameter from that element's gradient and state alone. This is probed on small
             parameters before the first step, for at most a second (``step.elementwise`` is the
@@ -158,6 +164,7 @@ def train_step(
         check_masters(optimizer)
     rule_of(optimizer, master_weights)
     check_word("batch_norm", batch_norm, ("whole_batch", "per_microbatch"))
+    check_word("aux_loss", aux_loss, ("whole_batch", "per_microbatch"))
     recomputed = () if recompute is None else checked_recompute(recompute, model.module)
     check_recompute(model, recomputed)
     planning = Options(
@@ -167,6 +174,7 @@ def train_step(
         recompute=recomputed,
         each_call=checked_capture(capture),
         per_microbatch=batch_norm == "per_microbatch",
+        aux_per_microbatch=aux_loss == "per_microbatch",
     )
     options = StepOptions(
         planning=planning,

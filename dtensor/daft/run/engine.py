@@ -428,7 +428,7 @@ class Engine:
         self, site: Site, start: Collective, sizes: Sizes, *, poisoned: bool
     ) -> Step:
         """Return the step of a sized collective. Each piece must have the length that the counts
-        promise. ``poisoned``: the rank sends zeros of these lengths."""
+        promise, within its bound. ``poisoned``: the rank sends zeros of these lengths."""
         rank, _ = site
         begin, pending = self._prepared.begins[site], self._pending
         me = start.group.index(rank)
@@ -443,6 +443,14 @@ class Engine:
             vectors = [cast(_Vector, table[key]).tolist() for table, key in counts]
             lengths = sizes.lengths(vectors)
             exceeded = sizes.exceeded(vectors)
+            received = [sent[me] for sent in lengths]
+            for member, rows, name, buffer in zip(
+                start.group, received, start.outputs, start.out_buffers
+            ):
+                if rows > buffer.shape[0] and not poisoned:
+                    raise Undeclared(
+                        f"Rank {member} sends {rows} rows of {name!r}, declared is {buffer}."
+                    )
             values: list[torch.Tensor] = []
             for (table, key, buffer, name), rows in zip(pieces, lengths[me]):
                 if poisoned or exceeded:
@@ -456,7 +464,7 @@ class Engine:
                         f"to rank {start.group[len(values)]}."
                     )
                 values.append(value)
-            pending[site] = begin(values, [row[me] for row in lengths])
+            pending[site] = begin(values, received)
 
         return run
 

@@ -12,7 +12,7 @@ ignored here, since the run raises them again. A user's custom op therefore runs
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import torch
 from torch import Tensor
@@ -49,8 +49,8 @@ def _call_all(
     ) -> None:
         for name, buffer in zip(names, buffers, strict=True):
             if not buffer.variable:
-                # the bound of a bounded buffer may be more than the run needs
-                with suppress(*([torch.OutOfMemoryError] if buffer.bounded else [])):
+                # a run may need fewer rows than a bounded buffer, and less memory
+                with suppress(torch.OutOfMemoryError) if buffer.bounded else nullcontext():
                     values[name] = torch.zeros(buffer.shape, dtype=buffer.dtype, device=to)
 
     for instruction in rank_program.instructions:

@@ -50,6 +50,7 @@ from dtensor.frontend.capture.thread_patches import (
     patch_attributes,
     patch_flags,
 )
+from dtensor.frontend.capture.transformers_losses import loss_patches
 from dtensor.frontend.graph import type_text
 from dtensor.frontend.source import source_here, user_places_below
 from dtensor.private_torch import compile_lock, forward_ad
@@ -109,6 +110,7 @@ def patched(*, below: FunctionType) -> Iterator[list[AppliedFunctions]]:
     weights = CaptureLocalDict(parametrize_cache)
     weights.clear()  # a `cached()` around the call may hold computed weights
     changes += [(_SingleLevelFunction, "apply", recorded_apply), (parametrize, "_cache", weights)]
+    changes += loss_patches()
     with ExitStack() as stack:
         # Take torch's lock first: another thread that compiles patches the same attributes.
         stack.enter_context(CALL_LOCK.also_holding(compile_lock()))

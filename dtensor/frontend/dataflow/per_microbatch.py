@@ -76,7 +76,7 @@ def per_microbatch(request: Request) -> Request:
 
 
 @dataclass(frozen=True, slots=True)
-class _Cut:
+class Cut:
     """How microbatches cut dim 0: its size is ``ranks * num * rows``, for ``num`` microbatches."""
 
     ranks: int
@@ -84,9 +84,9 @@ class _Cut:
     rows: int
 
 
-def _cuts(request: Request) -> dict[str, _Cut]:
+def _cuts(request: Request) -> dict[str, Cut]:
     """Return how the microbatches cut the rows of each batch norm that would mix them, by op."""
-    flow, num = request.flow, request.num_microbatches
+    flow = request.flow
     batch_norms = {
         op.name: op
         for op in flow.ops
@@ -95,42 +95,64 @@ def _cuts(request: Request) -> dict[str, _Cut]:
     }
     if not batch_norms:
         return {}
-    rules = rules_of(flow)
+    shards = shards_of_rows(request, batch_norms)
+    return {name: _cut(request, batch_norms[name], shard) for name, shard in shards.items()}
+
+
+def shards_of_rows(request: Request, ops: Mapping[str, Op]) -> dict[str, Shard]:
+    """Return how microbatches cut dim 0 of the first operand of each of ``ops`` that they cut, by
+    op."""
+    flow, rules = request.flow, rules_of(request.flow)
     axis_problem = axis_problem_of(request, inner_mesh(request), rules)
     # Let the split of the rows propagate through batch norms, whose rule forbids it.
     open_rules = {
-        name: replace(rule, whole=frozenset()) if name in batch_norms else rule
+        name: replace(rule, whole=frozenset()) if name in ops else rule
         for name, rule in rules.items()
     }
     pins = list(axis_problem.pins[MICROBATCH_AXIS].values())
+    num = request.num_microbatches
     shardings = reach(flow, open_rules, pins, MICROBATCH_AXIS, num).shardings
-    cuts: dict[str, _Cut] = {}
-    for name, op in batch_norms.items():
-        value = op.operands[0]
-        shards = [shard for shard in shardings.get(value, ()) if shard.dim == 0]
-        if shards:
-            cuts[name] = _cut(request, op, shards[0])
-    return cuts
+    return {
+        name: shards[0]
+        for name, op in ops.items()
+        if (shards := [s for s in shardings.get(op.operands[0], ()) if s.dim == 0])
+    }
 
 
-def _cut(request: Request, op: Op, shard: Shard) -> _Cut:
+def _cut(request: Request, op: Op, shard: Shard) -> Cut:
     """Return how a split of the rows into microbatches cuts a batch norm. Raises PlanningError if
     the sizes differ, or if a microbatch has one value for each channel."""
     meta, num = op.call.operands[0], request.num_microbatches
-    size, *_ = meta.shape
+    values_per_channel = math.prod(meta.shape) // meta.shape[1]
+    fact = ""
+    if values_per_channel == num:
+        fact = "a batch norm in training needs more than one value of each channel."
+    return cut_of_rows(request, op, shard, "batch_norm", num_values=values_per_channel, fact=fact)
+
+
+def cut_of_rows(
+    request: Request, op: Op, shard: Shard, option: str, *, num_values: int = 0, fact: str = ""
+) -> Cut:
+    """Return how a split of dim 0 of the first operand into microbatches cuts it. Raises
+    PlanningError if the sizes differ, or because of ``fact``.
+
+    ``option``: the argument of `train_step` that states "per_microbatch". ``num_values``: the
+    number of microbatches must be smaller, if it is not 0.
+    """
+    meta, num = op.call.operands[0], request.num_microbatches
+    size = meta.shape[0]
     ranks = len(blocks_of(shard, size))
     rows = index_sets(shard, size, num)
     batch = request.flow.metas[request.batch[0]].shape[0]
-    values_per_channel = math.prod(meta.shape) // meta.shape[1]
-    allowed = [n for n in range(1, num) if batch % (n * ranks) == 0 and values_per_channel > n]
+    counts = [n for n in range(1, num) if not num_values or n < num_values]
+    allowed = [n for n in counts if batch % (n * ranks) == 0]
     if size % (ranks * num) or rows != index_sets(Shard(0, ranks), size, num):
-        fact = 'batch_norm="per_microbatch" takes microbatches of one size.'
+        fact = f'{option}="per_microbatch" takes microbatches of one size.'
         other = f"a batch that is a multiple of {ranks * num}, as with DataLoader(drop_last=True)"
-    elif values_per_channel == num:
-        fact = "a batch norm in training needs more than one value of each channel."
+    elif fact:
         other = "a larger batch"
     else:
-        return _Cut(ranks, num, size // (ranks * num))
+        return Cut(ranks, num, size // (ranks * num))
     lines = [
         fact,
         f"  {op.operands[0]}: {meta}, its rows in {num} microbatches: "
@@ -219,7 +241,7 @@ class _Writer:
 
     # -- the dims of a microbatch ---------------------------------------------------------------
 
-    def widen(self, x: _Value, cut: _Cut) -> _Value:
+    def widen(self, x: _Value, cut: Cut) -> _Value:
         """Reshape [(d m r) c ..] to [(d r) (m c) ..]."""
         rows, channels, *inner = x.fake.shape
         parts = self.call(aten.reshape.default, x, [cut.ranks, cut.num, cut.rows, channels, *inner])
@@ -227,7 +249,7 @@ class _Writer:
         shape = [rows // cut.num, cut.num * channels, *inner]
         return self.call(aten.reshape.default, swapped, shape)
 
-    def unwiden(self, y: _Value, cut: _Cut, name: str | None) -> _Value:
+    def unwiden(self, y: _Value, cut: Cut, name: str | None) -> _Value:
         """Reshape [(d r) (m c) ..] to [(d m r) c ..]."""
         rows, channels, *inner = y.fake.shape
         channels //= cut.num
@@ -237,7 +259,7 @@ class _Writer:
             aten.reshape.default, swapped, [rows * cut.num, channels, *inner], name=name
         )
 
-    def tile(self, vector: _Value | None, cut: _Cut) -> _Value | None:
+    def tile(self, vector: _Value | None, cut: Cut) -> _Value | None:
         """Repeat [c] for each microbatch: [(m c)]."""
         if vector is None:
             return None
@@ -245,7 +267,7 @@ class _Writer:
         expanded = self.call(aten.expand.default, vector, [cut.num, size])
         return self.call(aten.reshape.default, expanded, [cut.num * size])
 
-    def sum_microbatches(self, vector: _Value, cut: _Cut, name: str | None) -> _Value:
+    def sum_microbatches(self, vector: _Value, cut: Cut, name: str | None) -> _Value:
         """Sum [(m c)] over microbatches: [c]."""
         size = vector.fake.shape[0] // cut.num
         rows = self.call(aten.reshape.default, vector, [cut.num, size])
@@ -292,7 +314,7 @@ class _BatchNorms:
     """
 
     flow: Dataflow
-    cuts: Mapping[str, _Cut]
+    cuts: Mapping[str, Cut]
     calls: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
 
     def __post_init__(self) -> None:

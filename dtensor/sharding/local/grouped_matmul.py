@@ -79,10 +79,11 @@ def expert_products(rows: Tensor, weight: Tensor, counts: Tensor, bias: Tensor |
     stops = stops_of(counts, rows.shape[0])
     total = stops[-1] if stops else 0
     if _can_use_kernel(rows, weight, total, _GPU_KERNEL_DTYPES) and rows.is_cuda:
-        out = _kernel_products(rows, weight, _on_device(stops, rows), stops)
+        offsets = _on_device(stops, rows)
+        out = _kernel_products(rows, weight, offsets, stops)
         if bias is not None:
-            held_counts = counts.to(rows.device, non_blocking=True)
-            out[:total] += bias.repeat_interleave(held_counts, 0, output_size=total)
+            row = torch.arange(total, dtype=offsets.dtype, device=rows.device)
+            out[:total] += bias.index_select(0, torch.searchsorted(offsets, row, right=True))
         return out
     out = rows.new_empty(rows.shape[0], weight.shape[2])
     for e, (i, j) in enumerate(pairwise([0, *stops])):

@@ -34,18 +34,20 @@ def _route(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the rows of each expert [E], and the expert and the slot of each row [T k], sorted by
     expert (stable). Slots with id -1 are last. Raises IndexError for an id outside -1:E."""
     flat = ids.reshape(-1).long()
-    wrong = (flat < -1) | (flat >= num_experts)
-    if bool(wrong.any()):
+    least, most = torch.stack(flat.aminmax()).tolist() if len(flat) else (0, 0)
+    if least < -1 or most >= max(num_experts, 1):
         raise IndexError(
-            f"Expert id {int(flat[wrong][0])} is outside -1..{num_experts - 1}, the ids of "
-            f"{num_experts} experts and -1 for no expert.\n"
+            f"Expert id {least if least < -1 else most} is outside -1..{num_experts - 1}, the ids "
+            f"of {num_experts} experts and -1 for no expert.\n"
             f"fix: ids.masked_fill((ids < 0) | (ids >= {num_experts}), -1), or the right number of "
             "experts"
         )
-    key = torch.where(flat < 0, num_experts, flat)
+    key = flat if least >= 0 else torch.where(flat < 0, num_experts, flat)
     expert, slot = torch.sort(key, stable=True)
     starts = torch.searchsorted(expert, torch.arange(num_experts + 1, device=ids.device))
-    return starts.diff(), expert.masked_fill_(expert == num_experts, -1), slot
+    if least < 0:
+        expert.masked_fill_(expert == num_experts, -1)
+    return starts.diff(), expert, slot
 
 
 def held_route(ids: Tensor, num_experts: int, held: list[int]) -> tuple[Tensor, Tensor, Tensor]:
@@ -66,12 +68,11 @@ def _take_rows(x: Tensor, slot: Tensor, counts: Tensor, weights: Tensor | None, 
     """Return x[slot // k], times weights[slot] if there are weights."""
     n = _num_rows(slot, counts)
     out = x.new_empty(slot.shape[0], x.shape[1])
-    slot = slot[:n]
-    if weights is None:
-        torch.index_select(x, 0, slot // k, out=out[:n])
-    else:
-        rows = x.index_select(0, slot // k).to(accumulation_dtype(x.dtype))
-        out[:n] = rows.mul_(weights.reshape(-1, 1).index_select(0, slot))
+    rows, slot = out[:n], slot[:n]
+    torch.index_select(x, 0, slot // k, out=rows)
+    if weights is not None:
+        scale = weights.reshape(-1, 1).index_select(0, slot)
+        torch.mul(rows, scale.to(accumulation_dtype(x.dtype)), out=rows)
     return _clear_tail(out, counts, n)
 
 
@@ -81,28 +82,18 @@ def _add_rows(
     """Return, for each token, the sum of its rows, times their weights, in the order of slots."""
     dtype = accumulation_dtype(rows.dtype)
     n = _num_rows(slot, counts)
-    if n == 0:
-        return rows.new_zeros(num_tokens, rows.shape[1])
-    position = torch.arange(n, device=slot.device)  # of a slot's row, -1 for none
-    position = slot.new_full((num_tokens * k,), -1).index_copy_(
-        0, slot[:n], _clear_tail(position, counts, n, -1)
-    )
-    has_all_rows = n == num_tokens * k and counts.device.type == "cpu"
-    out = rows.new_zeros(num_tokens, rows.shape[1], dtype=dtype)
+    positions = _clear_tail(torch.arange(n, device=slot.device), counts, n, n)
+    positions = slot.new_full((num_tokens * k,), n).index_copy_(0, slot[:n], positions)
+    positions = positions.view(num_tokens, k)
+    if counts.device.type != "cpu" or n < num_tokens * k:  # slots without a row read a row of zeros
+        rows = torch.cat([rows[:n], rows.new_zeros(1, rows.shape[1])])
+        weights = None if weights is None else weights.masked_fill(positions == n, 0)
+    out = rows.new_zeros(0)
     for j in range(k):
-        index = position[j::k]
-        scale = None if weights is None else weights[:, j : j + 1].to(dtype)
-        if has_all_rows:
-            part = rows.index_select(0, index)
-            out += part if scale is None else part.to(dtype).mul_(scale)
-        elif rows.device.type == "cpu":
-            tokens = (index >= 0).nonzero().squeeze(1)
-            part = rows.index_select(0, index[tokens]).to(dtype)
-            out.index_add_(0, tokens, part if scale is None else part.mul_(scale[tokens]))
-        else:  # the host does not wait for the number of rows
-            part = rows.index_select(0, index.clamp(min=0)).to(dtype)
-            part = part if scale is None else part.mul_(scale)
-            out += part.masked_fill_((index < 0)[:, None], 0)
+        part = rows.index_select(0, positions[:, j]).to(dtype)
+        if weights is not None:
+            part *= weights[:, j : j + 1]
+        out = part if j == 0 else out.add_(part)
     return out.to(rows.dtype)
 
 

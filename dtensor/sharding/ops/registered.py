@@ -10,6 +10,7 @@ from dtensor.sharding.ops import batch_norm as batch_norm
 from dtensor.sharding.ops import cross_entropy as cross_entropy
 from dtensor.sharding.ops import experts as experts
 from dtensor.sharding.ops import gates as gates
+from dtensor.sharding.ops import load_balance as load_balance
 from dtensor.sharding.ops import norms as norms
 from dtensor.sharding.ops import random as random
 from dtensor.sharding.ops import rope as rope

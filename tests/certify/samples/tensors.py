@@ -286,6 +286,28 @@ def _next_tokens(d: Draw) -> Call:
     return call(d("n v"), torch.arange(n), request, knobs)
 
 
+def _balance(ranks: int, num: int, *, backward: bool = False, masked: bool = True) -> Sample:
+    """The sums of a load-balancing loss over the rows of ``num`` microbatches on ``ranks``."""
+
+    def sample(d: Draw) -> Call:
+        rows, e, k = ranks * num * d.size("r"), d.size("e"), 2
+        mask = d(f"{rows}") > 0 if masked else None
+        if backward:
+            return call(d(f"{num} 3 e"), mask, rows, torch.float64, ranks, num)
+        return call(d(f"{rows} e"), d.ints(f"{rows} {k}", e, -1), mask, ranks, num)
+
+    return sample
+
+
+def _balance_samples(*, backward: bool = False) -> list[Sample]:
+    return [
+        _balance(1, 1, backward=backward),
+        _balance(2, 2, backward=backward),
+        _balance(1, 3, backward=backward, masked=False),
+        _balance(4, 1, backward=backward, masked=False),
+    ]
+
+
 TOKENS: dict[str, list[Sample]] = {
     "aten.embedding.default": [
         lambda d: call(d("v d"), d.ints("b t", d.size("v"))),
@@ -304,6 +326,10 @@ TOKENS: dict[str, list[Sample]] = {
     "dt.ce_backward.default": [_ce_backward],
     "dt.cross_entropy_rows.default": [lambda d: call(d("n v"), _target(d), IGNORE)],
     "dt.next_tokens.default": [_next_tokens],
+    "dt.balance_sums.default": _balance_samples(),
+    "dt.balance_sums_grad.default": _balance_samples(backward=True),
+    "dt.balance_loss.default": [of("+m 3 e", 4.0)],
+    "dt.balance_loss_grad.default": [of("", "+m 3 e", 4.0)],
 }
 
 TENSORS: dict[str, list[Sample]] = {

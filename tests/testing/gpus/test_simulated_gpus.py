@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 import dtensor as dt
+import dtensor.sharding.ops.experts
 from dtensor.testing.gpus.guard import CompilerMissing, install
 from dtensor.testing.gpus.triton_kernels import written_arguments
 
@@ -226,6 +228,37 @@ def test_index_add_varies_between_seeds_only_with_varies_option() -> None:
     first, second = program(varies=True, seed=0), program(varies=True, seed=1)
     assert not torch.equal(first, second)
     torch.testing.assert_close(first, second, rtol=3e-7, atol=0)
+
+
+@pytest.mark.parametrize("counts_device", ["cpu", "cuda"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_expert_ops_wait_only_for_counts_on_the_gpu(dtype: torch.dtype, counts_device: str) -> None:
+    ops: Any = torch.ops.dt
+    drawn = torch.Generator().manual_seed(0)
+    x, weight, bias = (
+        torch.randn(shape, generator=drawn).to(dtype) for shape in ((6, 16), (4, 16, 24), (4, 24))
+    )
+    weights, ids = torch.rand(6, 2, generator=drawn), torch.tensor([[0, 3], [2, -1], [3, 2]] * 2)
+    counts, _, slot = ops.route(ids, 4)
+
+    def run(x: Tensor, weight: Tensor, bias: Tensor, weights: Tensor, slot: Tensor) -> Any:
+        rows = ops.take_rows(x, slot, counts, weights, 2)
+        h = ops.expert_mm(rows, weight, counts, bias, 2)
+        grads = ops.expert_outer(rows, h, counts, 2), ops.expert_sum(h, counts, 2)
+        more = ops.slot_grads(rows[:6], rows, slot, counts, 6, 2)
+        return ops.add_rows(h, slot, counts, weights, 6, 2), more, *grads
+
+    operands = x, weight, bias, weights, slot
+    expected = run(*operands)
+    with gpus() as seen:
+        held = [value.cuda() for value in operands]
+        counts = counts.to(counts_device)
+        before = seen.report().host_waits
+        results = run(*held)
+        found = Counter(seen.report().host_waits) - Counter(before)
+        torch.testing.assert_close([r.cpu() for r in results], list(expected), rtol=0.05, atol=0.2)
+    wanted = set() if counts_device == "cpu" else {"tolist()"}
+    assert {wait.what for wait in found} == wanted
 
 
 def test_plain_autograd_is_refused_with_train_step_as_fix() -> None:

@@ -66,6 +66,9 @@ def recognise(graph: fx.Graph) -> list[PatternMatch]:
                     report.append((order[node], PatternMatch(name, op, "", new.meta)))
     for node in graph.find_nodes(op="call_function", target=aten.rms_norm.default):
         report.append((order[node], PatternMatch("rms norm", "_fused_rms_norm", "", node.meta)))
+    for node in graph.find_nodes(op="call_function", target=torch.ops.dt.balance_loss.default):
+        match = PatternMatch("load balancing", "dt.balance_loss", "", node.meta)
+        report.append((order[node], match))
     report += _attentions(graph, constants, order)
     for node in graph.find_nodes(op="call_function", target=aten.softmax.int):
         if _is_attention_softmax(node):

@@ -84,7 +84,31 @@ def _op_error(flow: Dataflow, op: Op, possible: Possible, axis: str) -> Planning
             'fix: train_step(..., batch_norm="per_microbatch"), whose statistics are those of each '
             "microbatch, or microbatches=1"
         )
+    elif op.call.name == "dt.balance_loss.default":
+        fact = (
+            "the load-balancing loss is a product of means over the batch, so microbatches would "
+            "change it."
+        )
+        fix = (
+            'fix: train_step(..., aux_loss="per_microbatch"), the mean of the losses of all '
+            "microbatches, or microbatches=1"
+        )
+    elif pending and _only_writes_buffers(flow, op):
+        fix = (
+            "fix: use microbatches=1, or add the sum to a buffer in this step, and read the buffer "
+            "in the next step"
+        )
     return PlanningError("\n".join([fact, *operands, *_source_lines(op), fix]))
+
+
+def _only_writes_buffers(flow: Dataflow, op: Op) -> bool:
+    """Return whether the op's results are used for new values of buffers only."""
+    values = {name for name in op.results if name is not None}
+    for other in flow.ops:
+        if not values.isdisjoint(other.operands):
+            values.update(name for name in other.results if name is not None)
+    kinds = {output.kind for output in flow.outputs if output.value in values}
+    return kinds == {"mutation"}
 
 
 def _output_error(flow: Dataflow, node: Node, possible: Possible, axis: str) -> PlanningError:

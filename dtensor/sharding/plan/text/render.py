@@ -422,15 +422,19 @@ def _stored_lines(plan: PlanRecord) -> list[str]:
 
 
 def _statistics(plan: PlanRecord) -> list[str]:
-    """Return the lines about modules, such as batch norms, that take statistics of each microbatch
-    and not of the batch; [] if there are none."""
-    if not plan.by_microbatch:
-        return []
-    text = (
-        f"statistics of each microbatch, running ones move {plan.num_microbatches} times a step: "
-        f"{', '.join(collapse(plan.by_microbatch))}"
-    )
-    return wrapped(text, "batch norm  ", WIDTH)
+    """Return the lines about batch norms and load-balancing losses whose statistics are over each
+    microbatch and not over the batch; [] if there are none."""
+    lines: list[str] = []
+    if plan.by_microbatch:
+        text = (
+            f"statistics of each microbatch, running ones move {plan.num_microbatches} times a "
+            f"step: {', '.join(collapse(plan.by_microbatch))}"
+        )
+        lines += wrapped(text, "batch norm  ", WIDTH)
+    losses = [op.call for op in plan.flow.ops if op.call.name == "dt.balance_loss.default"]
+    if any(call.operands[0].shape[0] > 1 for call in losses):
+        lines.append("aux loss    the mean of the microbatches' load-balancing losses")
+    return lines
 
 
 def _inputs(plan: PlanRecord, stage: int) -> list[str]:

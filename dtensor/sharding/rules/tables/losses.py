@@ -3,6 +3,7 @@
     huber_loss(x, y, mean)              "..., ... -> "            local sum / global count
     huber_loss_backward(g, x, y, mean)  ", ..., ... -> ..."       the same count
     nll_loss_forward(x, t, w, sum)      "n c!, n, c! -> , "
+    balance_sums(p, ids, mask, d, m)    "(d m r) e!, (d m r) k!, (d m r) -> m s! e!"
 
 Invariant: a mean divides by the global count, forward and backward. The mean of nll_loss has no
 rule: it divides by a sum over the targets that are not ignored, and torch decomposes it.
@@ -11,11 +12,13 @@ rule: it divides by a sum over the targets that are not ignored, and torch decom
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import dtensor.sharding.ops.load_balance  # noqa: F401  # pyright: ignore[reportUnusedImport] - ops
 from dtensor.sharding.local import local_forms
 from dtensor.sharding.ops.call import Local, Localizer, OpCall
-from dtensor.sharding.rules.build import Groups, make, num_pairs, retarget
+from dtensor.sharding.rules.build import Groups, make, num_pairs, pattern, retarget
 from dtensor.sharding.rules.registry import Builder, no_rule
 from dtensor.sharding.rules.rule import Rule
 from dtensor.sharding.rules.tables.localizers import contiguous, is_split, positional, unless_empty
@@ -151,7 +154,47 @@ def _nll_backward(call: OpCall) -> Rule:
     return make(call, f"{left} -> {x}", linear=_BACKWARD, localize=localize)
 
 
+# -- the load-balancing loss -----------------------------------------------------------------------
+
+
+def _balance_sums(call: OpCall, *, backward: bool = False) -> Rule:
+    """Return the rule of (probabilities, ids, mask?) -> sums, or of (grad, mask?) -> gradient of
+    the probabilities, whose rows are d ranks' parts of m microbatches."""
+    ranks, num = positional(call)[-2:]
+    sizes = {name: size for name, size in (("d", ranks), ("m", num)) if size > 1}
+    rows, experts = f"({' '.join([*sizes, 'r'])})", "e" if backward else "e!"
+    sums = f"{'m' if num > 1 else '1'} s! {experts}"
+    mask = [rows] if len(call.operands) > (1 if backward else 2) else []
+    left = [sums, *mask] if backward else [f"{rows} {experts}", f"{rows} k!", *mask]
+    num_rows = (call.result if backward else call.operands[0]).shape[0]
+    return make(
+        call,
+        f"{', '.join(left)} -> {f'{rows} {experts}' if backward else sums}",
+        linear=((0,),) if backward else (),
+        localize=partial(_local_balance_sums, backward=backward),
+        sizes={**sizes, "r": num_rows // (ranks * num)},
+    )
+
+
+def _local_balance_sums(call: OpCall, local: Local, *, backward: bool) -> OpCall:
+    """Replace the numbers of rows, of ranks and of microbatches by those that this rank holds."""
+    *args, ranks, num = positional(call)
+    num_rows = (call.result if backward else call.operands[0]).shape[0]
+    intervals = (local.result_intervals if backward else local.operand_intervals)(0, 0)
+    span = num_rows // ranks  # rows of one rank
+    held = {i for lo, hi in intervals for i in range(lo // span, -(-hi // span))}
+    if backward:
+        args[2] = local.result_shape()[0]
+    if num > 1:
+        num = (local.operand_shape(0) if backward else local.result_shape())[0]
+    return retarget(call, call.target, *args, len(held), num)
+
+
 RULES: dict[str, Builder] = {
+    "dt.balance_sums.default": _balance_sums,
+    "dt.balance_sums_grad.default": partial(_balance_sums, backward=True),
+    "dt.balance_loss.default": pattern("m s! e -> "),
+    "dt.balance_loss_grad.default": pattern(", m s! e -> m s! e", linear=((0,),)),
     "aten.smooth_l1_loss.default": elementwise_loss(2),
     "aten.smooth_l1_loss_backward.default": elementwise_loss(3, backward=True),
     "aten.huber_loss.default": elementwise_loss(2),
