@@ -28,6 +28,7 @@ from torch import Tensor
 
 from dtensor.api.checkpoint.exit_status import not_zero
 from dtensor.api.checkpoint.matching import OWN, keys_in_state
+from dtensor.api.checkpoint.published import published
 from dtensor.api.model.initial_values import labels_in_state
 from dtensor.api.model.parallel import ParallelModule
 from dtensor.api.store.default_home import current_homes
@@ -46,11 +47,11 @@ from dtensor.frontend.source import Source, lines_text, source_here
 from dtensor.runtime.checkpoint import (
     CheckpointError,
     PartRecord,
-    TensorPiece,
     TensorRecord,
     Writing,
     read_part,
 )
+from dtensor.runtime.checkpoint.assembly import InFiles
 from dtensor.runtime.checkpoint.saving import (
     GONE,
     SAVING,
@@ -58,10 +59,10 @@ from dtensor.runtime.checkpoint.saving import (
     WRITTEN,
     Names,
     Saving,
+    Share,
     ask_program,
     error_of,
     hand_over,
-    private_copy,
     save_program,
     state_of,
 )
@@ -253,7 +254,8 @@ def submit_save(
         _locate_model(state, model, model_home, () if options.format == "hf" else ("model",))
         if optimizer is not None:
             _locate_optimizer(state, model, optimizer, model_home)
-        writing = _begin_writing(options, model, state)
+        files = _files_of(model, state) if options.format == "hf" else None
+        writing = _begin_writing(options, model, state, files)
         saving = Saving(folder=writing.folder, previous=writing.previous, format=options.format)
         try:
             run, compare = None, None
@@ -262,9 +264,13 @@ def submit_save(
                     from dtensor.api.checkpoint.equal_copies import warn_of_unequal
 
                     compare = warn_of_unequal(model_home, optimizer)
-                run = _copy_on_ranks(saving, session, model_home, state.on_ranks)
+                run = _copy_on_ranks(saving, session, model_home, state.on_ranks, files)
             if state.local:
-                pieces = [_full_piece(path, tensor) for path, tensor in state.local.items()]
+                pieces = [
+                    share.piece(tensor)
+                    for path, tensor in state.local.items()
+                    for share in _shares_of(path, tensor, files)
+                ]
                 hand_over(saving, model.mesh.size, pieces)
         except BaseException:
             writing.abort()
@@ -291,22 +297,33 @@ def submit_save(
         return saved
 
 
-def _begin_writing(options: SaveOptions, model: ParallelModule, state: _Located) -> Writing:
+def _begin_writing(
+    options: SaveOptions, model: ParallelModule, state: _Located, files: InFiles | None
+) -> Writing:
     """Create the folder of a save, in which parts are written."""
-    if options.format == "dcp":
+    if files is None:
         return Writing.begin(
             options.path, step=options.step, extra=options.extra, small=state.small
         )
-    tensors = {
-        ".".join(path): (value.spec.dtype, value.spec.shape)
-        for path, value in state.on_ranks.items()
-    } | {
-        ".".join(path): (tensor.dtype, tuple(tensor.shape)) for path, tensor in state.local.items()
-    }
-    tied = {".".join(path): ".".join(first) for path, first in state.aliases.items()}
     return Writing.begin_hf(
-        options.path, tensors, tied=tied, model=model.module, step=options.step, extra=options.extra
+        options.path,
+        {name: (tensor.dtype, tensor.shape) for name, tensor in files.tensors.items()},
+        tied=files.tied,
+        model=model.module,
+        step=options.step,
+        extra=options.extra,
     )
+
+
+def _files_of(model: ParallelModule, state: _Located) -> InFiles:
+    """Return the tensors of Hugging Face's files, by their published names."""
+    on_ranks = {path: value.spec for path, value in state.on_ranks.items()}
+    values = {
+        ".".join(path): (value.dtype, tuple(value.shape))
+        for path, value in (*on_ranks.items(), *state.local.items())
+    }
+    aliases = {".".join(path): ".".join(first) for path, first in state.aliases.items()}
+    return published(model.module, values, aliases)
 
 
 def _make_meta_values(session: MeshSession, model: ParallelModule) -> None:
@@ -394,11 +411,12 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {k: to_number(v) for k, v in group.items() if k not in ("params", "param_names")}
 
 
-def _full_piece(path: Names, tensor: Tensor) -> TensorPiece:
+def _shares_of(path: Names, tensor: Tensor, files: InFiles | None) -> Iterable[Share]:
+    """Return the shares of a full tensor of the controller."""
     shape = tuple(tensor.shape)
-    return TensorPiece(
-        path=path, shape=shape, offsets=(0,) * len(shape), tensor=private_copy(tensor)
-    )
+    zeros = (0,) * len(shape)
+    share = Share(path=path, shape=shape, offsets=zeros, sizes=shape, at=zeros)
+    return [share] if files is None else share.in_files(files)
 
 
 def _copy_on_ranks(
@@ -406,6 +424,7 @@ def _copy_on_ranks(
     session: MeshSession,
     model_home: ModelHome,
     values: Mapping[Names, StoredTensor],
+    files: InFiles | None,
 ) -> Future:
     """Start the run in which each rank copies its share of the values for its writer. The run
     returns the number of the next step."""
@@ -413,7 +432,9 @@ def _copy_on_ranks(
     numbering = session.numbering(f"{model_home.prefix}steps", model.steps, takes=False)
     inputs: dict[str, object] = {STEP: model.steps.present(), SAVING: saving}
     key = "save", id(model), saving["format"]
-    return model_home.store.save(key, values, partial(save_program, values), inputs, numbering)
+    return model_home.store.save(
+        key, values, partial(save_program, values, files), inputs, numbering
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,18 +24,18 @@ import torch
 from torch import Tensor
 
 from dtensor.api.checkpoint.async_save import Saved, SaveOptions, submit_save
-from dtensor.api.checkpoint.matching import OWN, matched, matched_state
+from dtensor.api.checkpoint.matching import OWN, InCheckpoint, matched, matched_state
 from dtensor.api.model.parallel import ParallelModule, check_parallel
 from dtensor.api.step.wrapped_optimizers import checked_optimizer
 from dtensor.api.store.default_home import current_homes
 from dtensor.api.store.home import ModelHome
 from dtensor.api.store.session import MeshSession, existing_session, launched
 from dtensor.api.values.lazy_parameters import fault_in, holder_of, make_plain
-from dtensor.api.values.on_disk import OnDisk
 from dtensor.api.values.randomness import restore_counts
 from dtensor.errors import PlanningError, check_kind, check_number, check_word
 from dtensor.frontend.call_lock import CALL_LOCK
 from dtensor.runtime.checkpoint import Checkpoint, latest
+from dtensor.runtime.checkpoint.assembly import read_block
 from dtensor.runtime.checkpoint.saving import load_program
 
 _SAVE_LOCK = threading.RLock()
@@ -77,7 +77,8 @@ def save(
         keep: how many of dtensor's checkpoints of this format to leave in the folder around
             ``path``, the newest; others are removed with all their files.
         format: "dcp", the files of torch.distributed.checkpoint; "hf", safetensors of the model
-            alone, as `from_pretrained` reads them.
+            alone, as `from_pretrained` reads them: with the published names of a transformers
+            model, such as one tensor for each expert.
 
     Within a launch, "dcp" is written while later steps run, and the returned `Saved` raises a
     failure. A failure that was not read is raised by the next save or by the launch's end, or it is
@@ -124,7 +125,8 @@ def load(
 
     Args:
         path: a path passed to `save`; or a directory of torch.distributed.checkpoint, or of
-            Hugging Face's safetensors, that another program wrote.
+            Hugging Face's safetensors, that another program wrote. These may have the published
+            names of a transformers model.
         optimizer: None leaves the optimizer's state in the files.
         dtype: "saved" refuses a tensor of another dtype than the model's; "model" converts it.
 
@@ -229,13 +231,13 @@ def _check_path(verb: str, path: object) -> None:
 
 
 def _fill_controller(
-    checkpoint: Checkpoint, model: ParallelModule, values: Mapping[str, OnDisk]
+    checkpoint: Checkpoint, model: ParallelModule, values: Mapping[str, InCheckpoint]
 ) -> None:
     """Read all values, then fill the controller's tensors, except tensors on the meta device."""
     tensors = model.seen.tensors
     on_meta = {label: stored for label, stored in values.items() if tensors[label].is_meta}
     values_read = {
-        label: checkpoint.read(stored.name).to(stored.dtype)
+        label: read_block(checkpoint, stored.source).to(stored.dtype)
         for label, stored in values.items()
         if label not in on_meta
     }
@@ -251,18 +253,18 @@ def _fill_ranks(
     checkpoint: Checkpoint,
     session: MeshSession,
     model: ParallelModule,
-    values: Mapping[str, OnDisk],
+    values: Mapping[str, InCheckpoint],
 ) -> None:
     """Have each rank read its shards of all values."""
     model_home = session.model_home(model)
     model_home.settle()
     tensors, homes = model.seen.tensors, current_homes(model, session.ranks, model_home)
     folder = os.path.abspath(checkpoint.path)
-    homes_by_name = {stored.name: homes[label] for label, stored in values.items()}
+    sources = [(stored.source, homes[label]) for label, stored in values.items()]
     model_home.store.load(
         model_home.owner,
         {label: homes[label] for label in values},
-        lambda cluster: load_program(folder, homes_by_name, cluster.size, cluster.device),
+        lambda cluster: load_program(folder, sources, cluster.size, cluster.device),
     )
     for label in values:
         _leave_other_holder(tensors[label], model_home)

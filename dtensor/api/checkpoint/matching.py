@@ -1,12 +1,13 @@
 """Matching a checkpoint with a model and its optimizer, by names, before anything is loaded.
 
     values = matched(checkpoint, model, convert=False)
-    values["up.weight"]        # InCheckpoint("model.up.weight", (64, 16), torch.float32, ".../100")
+    values["up.weight"]        # InCheckpoint("model.up.weight", (64, 16), f32, ".../100", ...)
     state = matched_state(checkpoint, model, adamw)
     state.read()               # {parameter: {"step": ..., "exp_avg": f32[64,16], ...}}
 
 Names are as in state dicts, and shapes are global. A tied tensor matches any of its names; in
-another program's checkpoint, names may begin with "model.". One error lists all differences.
+another program's checkpoint, names may begin with "model."; Hugging Face's files may have the
+published names (published.py). One error lists all differences.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from dtensor.api.checkpoint.published import assembled, is_ignored
 from dtensor.api.model.initial_values import labels_in_state
 from dtensor.api.model.parallel import ParallelModule, foreign_parameter_error
 from dtensor.api.model.stating.patterns import listing, nearest
@@ -35,6 +37,7 @@ from dtensor.runtime.checkpoint import (
     Checkpoint,
     TensorRecord,
 )
+from dtensor.runtime.checkpoint.assembly import Assembly, read_block
 from dtensor.runtime.checkpoint.saving import open_cached, read_shard
 from dtensor.runtime.optimizer.elementwise.optimizer_rule import set_attributes
 from dtensor.sharding.ops.philox import Pieces
@@ -45,26 +48,32 @@ OWN = ("dtensor",)
 
 @dataclass(frozen=True, slots=True)
 class InCheckpoint(OnDisk):
-    """A tensor of the checkpoint in ``folder``."""
+    """A tensor of the checkpoint in ``folder``, which consists of tensors of its files."""
 
     folder: str
+    source: Assembly
 
     def part(self, pieces: Pieces) -> Tensor:
-        return read_shard(open_cached(self.folder), self.name, pieces, self.dtype)
+        return read_shard(open_cached(self.folder), self.source, pieces, self.dtype)
 
 
-def matched(checkpoint: Checkpoint, model: ParallelModule, *, convert: bool) -> dict[str, OnDisk]:
+def matched(
+    checkpoint: Checkpoint, model: ParallelModule, *, convert: bool
+) -> dict[str, InCheckpoint]:
     """Return the location in the checkpoint of each parameter and buffer of the state dict, by
     label. ``convert``: a dtype may differ. Raises PlanningError for missing or unexpected names,
     other shapes and other dtypes."""
     tensors, keys = model.seen.tensors, labels_in_state(model.module, model.seen)
     prefix = _prefix(checkpoint, keys)
     stored = {
-        name.removeprefix(prefix): record
+        name.removeprefix(prefix): _whole(record)
         for name, record in checkpoint.tensors.items()
         if name.startswith(prefix)
     }
-    stored |= {n: stored[saved_name] for n, saved_name in checkpoint.tied.items() if n in keys}
+    if checkpoint.layout == "hf" and not _fits(stored, model, keys):
+        stored = _with_own_names(checkpoint, stored, model, keys)
+    else:
+        stored |= {n: stored[saved_name] for n, saved_name in checkpoint.tied.items() if n in keys}
     keys_by_label: dict[str, list[str]] = {}
     for key, label in keys.items():
         keys_by_label.setdefault(label, []).append(key)
@@ -74,26 +83,26 @@ def matched(checkpoint: Checkpoint, model: ParallelModule, *, convert: bool) -> 
     unexpected = sorted(stored.keys() - keys.keys())
     if missing or unexpected:
         raise _other_names(checkpoint, missing, unexpected, list(keys), list(stored))
-    in_checkpoint: dict[str, OnDisk] = {}
+    in_checkpoint: dict[str, InCheckpoint] = {}
     shapes: list[str] = []
     dtypes: list[str] = []
     for label, names in keys_by_label.items():
         present = [key for key in names if key in stored]
-        record = stored[present[0]]
+        source = stored[present[0]]
         with without_hook():
             shape, dtype = tuple(tensors[label].shape), tensors[label].dtype
         line = (
-            f"\n  {present[0]}: {_type(record.dtype, record.shape)} in the checkpoint, "
+            f"\n  {present[0]}: {_type(source.dtype, source.shape)} in the checkpoint, "
             f"{_type(dtype, shape)} in the model"
         )
-        if record.shape != shape:
+        if source.shape != shape:
             shapes.append(line)
-        elif record.dtype != dtype and not convert:
+        elif source.dtype != dtype and not convert:
             dtypes.append(line)
         for other in present[1:]:
-            _check_tied(checkpoint, present[0], record, other, stored[other])
+            _check_tied(checkpoint, present[0], source, other, stored[other])
         in_checkpoint[label] = InCheckpoint(
-            record.name, shape, dtype, os.path.abspath(checkpoint.path)
+            prefix + present[0], shape, dtype, os.path.abspath(checkpoint.path), source
         )
     if shapes:
         raise _mismatch_error(checkpoint, "shapes", shapes, "build the model like the saved one")
@@ -103,6 +112,41 @@ def matched(checkpoint: Checkpoint, model: ParallelModule, *, convert: bool) -> 
         )
         raise _mismatch_error(checkpoint, "dtypes", dtypes, fix)
     return in_checkpoint
+
+
+def _whole(record: TensorRecord) -> Assembly:
+    return Assembly.of(record.name, record.dtype, record.shape)
+
+
+def _fits(stored: Mapping[str, Assembly], model: ParallelModule, keys: Mapping[str, str]) -> bool:
+    """Return whether a folder has the names of the model, with their shapes."""
+    with without_hook():
+        tensors = model.seen.tensors
+        shapes = {k: tuple(tensors[label].shape) for k, label in keys.items() if label in tensors}
+    return all(shapes.get(key) == source.shape for key, source in stored.items())
+
+
+def _with_own_names(
+    checkpoint: Checkpoint,
+    stored: Mapping[str, Assembly],
+    model: ParallelModule,
+    keys: Mapping[str, str],
+) -> dict[str, Assembly]:
+    """Return the tensors of Hugging Face's files by the names that they have in the model."""
+    with without_hook():
+        tensors = model.seen.tensors
+        own = {
+            key: Assembly.of(key, tensors[label].dtype, tensors[label].shape)
+            for key, label in keys.items()
+            if label in tensors
+        }
+    tied = {name: stored[saved_name] for name, saved_name in checkpoint.tied.items()}
+    result = assembled(model.module, {**stored, **tied}, own)
+    return {
+        name: source
+        for name, source in result.items()
+        if name in own or not (name in tied or is_ignored(model.module, name))
+    }
 
 
 def _mismatch_error(
@@ -163,13 +207,19 @@ def _other_names(
 
 
 def _check_tied(
-    checkpoint: Checkpoint, key: str, record: TensorRecord, other_key: str, other: TensorRecord
+    checkpoint: Checkpoint, key: str, source: Assembly, other_key: str, other: Assembly
 ) -> None:
     """Raises PlanningError if two names that the model ties have different values."""
-    if record.pieces == other.pieces:
+
+    def bytes_of(source: Assembly) -> list[Any]:
+        return [(checkpoint.tensors[p.name].pieces, replace(p, name="")) for p in source.parts]
+
+    if bytes_of(source) == bytes_of(other):
         return
-    same_type = (record.shape, record.dtype) == (other.shape, other.dtype)
-    if not same_type or not torch.equal(checkpoint.read(record.name), checkpoint.read(other.name)):
+    same_type = (source.shape, source.dtype) == (other.shape, other.dtype)
+    if not same_type or not torch.equal(
+        read_block(checkpoint, source), read_block(checkpoint, other)
+    ):
         raise PlanningError(
             f"{key} and {other_key} are one tensor in the model, and two with different values in "
             f"{checkpoint.path}; nothing was loaded.\n"
@@ -360,7 +410,7 @@ def _entries_of(checkpoint: Checkpoint, key: str, parameter: Tensor) -> dict[str
                 f"fix: build the model and the optimizer that were saved"
             )
         folder = os.path.abspath(checkpoint.path)
-        entries[entry] = InCheckpoint(name, record.shape, record.dtype, folder)
+        entries[entry] = InCheckpoint(name, record.shape, record.dtype, folder, _whole(record))
     for path, value in checkpoint.small.items():
         if path[:3] == ("optimizer", "state", key) and len(path) == 4:
             entries[path[3]] = value

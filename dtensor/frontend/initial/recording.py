@@ -15,6 +15,7 @@ memory. In a recording `is_meta` is False, because torch.nn.init skips meta tens
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -96,6 +97,11 @@ def _initialize(module: nn.Module, init: Init, stack: ExitStack) -> nn.Module:
                 f"init= without arguments gave {type(new_module).__name__}, not a module; "
                 f"fix: init=lambda: GPT(config), or a function of the model"
             )
+        hf = sys.modules.get("transformers")
+        if hf is not None:  # its constructors leave out their initialisation on the meta device
+            for submodule in new_module.modules():
+                if isinstance(submodule, hf.PreTrainedModel):
+                    submodule.initialize_weights()
         return new_module
     # Submodules first, as in constructors. A tied weight keeps the values of its first module.
     for submodule in reversed(list(module.modules())):

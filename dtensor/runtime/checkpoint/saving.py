@@ -4,7 +4,8 @@
     handle = cluster.load(save_program(stored, 2))
     fed = {STEP: 7, SAVING: Saving(folder="ckpt/.tmp-100-1f0c", ...)}
     cluster.run(handle, [fed] * 2)                   # ranks copy, and their threads write
-    handle = cluster.load(load_program("ckpt/100", {"model.w": StoredTensor(...)}, 2, device))
+    values = [(Assembly.of("model.w", torch.float32, (8, 4)), StoredTensor(...))]
+    handle = cluster.load(load_program("ckpt/100", values, 2, device))
     cluster.run(handle, [{}] * 2)                    # state "model 0: w" has the files' values
 
 In a save each rank copies its blocks and passes them to a thread, which writes during later runs.
@@ -39,6 +40,7 @@ from dtensor.runtime.checkpoint import (
     write_hf_part,
     write_part,
 )
+from dtensor.runtime.checkpoint.assembly import Assembly, InFiles, Part, read_block, replaced
 from dtensor.runtime.checkpoint.atomic_folder import write_synced
 from dtensor.runtime.optimizer.shard_optimizer import is_absent
 from dtensor.runtime.transfer.between_meshes import agreement, placed
@@ -69,7 +71,8 @@ class Share:
     """A block of a value that one rank writes.
 
     ``offsets``: where the block begins in the global value, which has ``shape``; ``at``: where it
-    begins in the rank's shard.
+    begins in the rank's shard. ``part``: if the file's tensor has other dims than the value, the
+    place of the block in that tensor.
     """
 
     path: Names
@@ -77,10 +80,31 @@ class Share:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     at: tuple[int, ...]
+    part: Part | None = None
 
-    def of(self, shard: torch.Tensor) -> torch.Tensor:
-        """Return the block of a rank's shard, a view."""
-        return block_at(shard, self.at, self.sizes)
+    def piece(self, shard: torch.Tensor) -> TensorPiece:
+        """Return a copy of the block of a rank's shard, to be written."""
+        block = block_at(shard, self.at, self.sizes)
+        if self.part is not None:
+            block = self.part.arranged(block)
+        return TensorPiece(
+            path=self.path, shape=self.shape, offsets=self.offsets, tensor=private_copy(block)
+        )
+
+    def in_files(self, files: InFiles) -> Iterator[Share]:
+        """Yield the shares of the same elements in the tensors of the files."""
+        for part in files.parts[".".join(self.path)]:
+            block = part.within(self.offsets, self.sizes)
+            if block is not None:
+                moves = zip(self.at, block.offsets, self.offsets, strict=True)
+                yield Share(
+                    path=(part.name,),
+                    shape=files.tensors[part.name].shape,
+                    offsets=block.begin,
+                    sizes=block.sizes,
+                    at=tuple(at + begin - first for at, begin, first in moves),
+                    part=block.inverse(".".join(self.path)),
+                )
 
 
 def block_at(shard: torch.Tensor, at: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
@@ -151,38 +175,35 @@ def _cut(share: Share, num: int, itemsize: int) -> list[Share]:
         """Return rows ``begin`` to ``end`` of the block."""
         return replace(
             share,
-            offsets=_replaced(share.offsets, dim, share.offsets[dim] + begin),
-            sizes=_replaced(share.sizes, dim, end - begin),
-            at=_replaced(share.at, dim, share.at[dim] + begin),
+            offsets=replaced(share.offsets, dim, share.offsets[dim] + begin),
+            sizes=replaced(share.sizes, dim, end - begin),
+            at=replaced(share.at, dim, share.at[dim] + begin),
         )
 
     bounds = [share.sizes[dim] * i // num for i in range(num + 1)]
     return [part_of(lo, hi) for lo, hi in itertools.pairwise(bounds) if hi > lo]
 
 
-def _replaced(numbers: tuple[int, ...], dim: int, number: int) -> tuple[int, ...]:
-    return (*numbers[:dim], number, *numbers[dim + 1 :])
-
-
 # -- the programs ----------------------------------------------------------------------------------
 
 
-def save_program(values: Mapping[Names, StoredTensor], size: int) -> Program:
+def save_program(values: Mapping[Names, StoredTensor], files: InFiles | None, size: int) -> Program:
     """Return the program in which each rank copies its shares and passes them to a thread.
 
-    Its input STEP is the number of the next training step, and its output is that number, which is
-    right even if an earlier step was undone.
+    ``files``: the tensors of Hugging Face's files, or None. The input STEP is the number of the
+    next training step, and the output is that number, which is right even if an earlier step was
+    undone.
     """
     ranks: list[RankProgram] = []
     functions: list[tuple[str, Function]] = []
     for rank, rank_shares in enumerate(shares(values, size)):
         names = tuple(dict.fromkeys(values[share.path].label for share in rank_shares))
-        fn = partial(
-            copy_and_write,
-            rank,
-            rank_shares,
-            [names.index(values[s.path].label) for s in rank_shares],
-        )
+        written = [
+            (new, names.index(values[share.path].label))
+            for share in rank_shares
+            for new in (share.in_files(files) if files is not None else (share,))
+        ]
+        fn = partial(copy_and_write, rank, [s for s, _ in written], [i for _, i in written])
         functions.append((f"save on {rank}", Function.of(fn, f"save on {rank}")))
         call = Call(f"save on {rank}", (STEP, SAVING, *names), ("number",), label=Label("save"))
         ranks.append(
@@ -196,14 +217,19 @@ def save_program(values: Mapping[Names, StoredTensor], size: int) -> Program:
 
 
 def load_program(
-    folder: str, values: Mapping[str, StoredTensor], size: int, device: torch.device
+    folder: str,
+    values: Sequence[tuple[Assembly, StoredTensor]],
+    size: int,
+    device: torch.device,
 ) -> Program:
-    """Return the program in which each rank reads its shards of ``values``, by name in the files.
-    Either all values on all ranks are replaced, or none."""
-    requested: list[dict[str, tuple[str, Where, torch.dtype]]] = [{} for _ in range(size)]
-    for in_files, value in values.items():
+    """Return the program in which each rank reads its shards of ``values``, which consist of
+    tensors in the files. Either all values on all ranks are replaced, or none."""
+    requested: list[dict[str, tuple[Assembly, Where, torch.dtype]]] = [{} for _ in range(size)]
+    for source, value in values:
         for rank in value.at:
-            requested[rank][value.label] = in_files, value.where(rank), value.spec.dtype
+            where = value.where(rank)
+            own = source.within(*_hull(where)) if len(source.parts) > 1 else source
+            requested[rank][value.label] = own, where, value.spec.dtype
     group = tuple(rank for rank, blocks in enumerate(requested) if blocks)
     functions: list[tuple[str, Function]] = [("place", Function.of(placed, "place"))]
     ranks: list[RankProgram] = []
@@ -265,12 +291,7 @@ def copy_and_write(
     rank was lost, when the save is over, so it never fails.
     """
     pieces = [
-        TensorPiece(
-            path=share.path,
-            shape=share.shape,
-            offsets=share.offsets,
-            tensor=private_copy(share.of(shards[i])),
-        )
+        share.piece(shards[i])
         for share, i in zip(rank_shares, source, strict=True)
         if not (share.path[0] == "optimizer" and is_absent(shards[i]))
     ]
@@ -289,25 +310,36 @@ def private_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 def read_shards(
     folder: str,
-    requested: Sequence[tuple[str, Where, torch.dtype]],
+    requested: Sequence[tuple[Assembly, Where, torch.dtype]],
     device: torch.device,
 ) -> tuple[torch.Tensor, ...]:
     """Return the shard of each value, read from the files and converted to its dtype."""
     checkpoint = open_cached(folder)
     return tuple(
-        read_shard(checkpoint, name, where, dtype).to(device) for name, where, dtype in requested
+        read_shard(checkpoint, source, where, dtype).to(device)
+        for source, where, dtype in requested
     )
 
 
-def read_shard(checkpoint: Checkpoint, name: str, where: Where, dtype: torch.dtype) -> torch.Tensor:
-    """Return a shard of a tensor: for each dim the intervals of global indices in ``where``."""
+def read_shard(
+    checkpoint: Checkpoint, source: Assembly, where: Where, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return a shard of a value: for each dim the intervals of global indices in ``where``."""
     blocks = list(blocks_of(where))
     if len(blocks) == 1:
-        return checkpoint.read(name, *blocks[0][:2]).to(dtype)
+        return read_block(checkpoint, source, *blocks[0][:2]).to(dtype)
     shard = torch.empty(shape_of(where), dtype=dtype)
     for offsets, sizes, at in blocks:
-        block_at(shard, at, sizes).copy_(checkpoint.read(name, offsets, sizes))
+        block_at(shard, at, sizes).copy_(read_block(checkpoint, source, offsets, sizes))
     return shard
+
+
+def _hull(where: Where) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the offsets and sizes of the smallest block that has all intervals of a shard."""
+    ends = [
+        (min((lo for lo, _ in w), default=0), max((hi for _, hi in w), default=0)) for w in where
+    ]
+    return tuple(lo for lo, _ in ends), tuple(hi - lo for lo, hi in ends)
 
 
 def open_cached(folder: str) -> Checkpoint:
