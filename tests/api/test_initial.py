@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import dtensor as dt
 from dtensor.api.model import initial_values
+from tests.extras import missing
 from tests.models import DropoutGPT, batch
 
 MEGATRON: dict[str, Any] = {
@@ -192,6 +193,21 @@ def test_parameter_without_initialization_is_refused_by_name() -> None:
         dt.parallelize(on_meta(Forgets), dt.Mesh(), init="reset")
     model = dt.parallelize(on_meta(Forgets), dt.Mesh(), init=Forgets)
     assert torch.equal(dt.gather_state_dict(model)["model"]["gain"], torch.ones(3))
+
+
+@pytest.mark.slow
+def test_builder_of_transformers_model_initializes_as_transformers_does() -> None:
+    hf = pytest.importorskip("transformers", reason=missing("transformers"))
+    config = hf.MixtralConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=4, num_local_experts=4, initializer_range=0.3,
+    )  # fmt: skip
+    with torch.device("meta"):
+        empty = hf.MixtralForCausalLM(config)
+    model = dt.parallelize(empty, dt.Mesh(), init=lambda: hf.MixtralForCausalLM(config))
+    made = dt.gather_state_dict(model)["model"]
+    for name, value in hf.MixtralForCausalLM(config).state_dict().items():
+        assert float(made[name].std()) == pytest.approx(float(value.std()), rel=0.2), name
 
 
 class Given(nn.Module):

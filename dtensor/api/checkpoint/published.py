@@ -145,8 +145,8 @@ def _converted(
         results = converter.convert(name, model=module, config=module.config)
     except _UnknownOpError as error:
         raise PlanningError(
-            f"{name} would be converted from {sources[0]} by {operations} of transformers, and "
-            f"{error} is no rearrangement of blocks that ranks can read; nothing was loaded.\n"
+            f"{name} is made of {sources[0]} by {operations} of transformers, and ranks read only "
+            f"tensors that are stacked, joined, cut or transposed; nothing was loaded.\n"
             f"fix: convert the checkpoint once: {type(module).__name__}.from_pretrained(path)"
             f".save_pretrained(new_path, save_original_format=False)"
         ) from error
@@ -219,6 +219,9 @@ class _Symbol:
 
     def transpose(self, dim0: int, dim1: int) -> _Symbol:
         return _Symbol(self.assembly.transpose(dim0 % self.ndim, dim1 % self.ndim))
+
+    def __getitem__(self, index: object) -> Any:
+        raise _UnknownOpError("indexing")
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(name) if name.startswith("__") else _UnknownOpError(name)

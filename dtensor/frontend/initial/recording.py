@@ -99,9 +99,11 @@ def _initialize(module: nn.Module, init: Init, stack: ExitStack) -> nn.Module:
             )
         hf = sys.modules.get("transformers")
         if hf is not None:  # its constructors leave out their initialisation on the meta device
-            for submodule in new_module.modules():
-                if isinstance(submodule, hf.PreTrainedModel):
-                    submodule.initialize_weights()
+            pretrained: list[Any] = [
+                m for m in new_module.modules() if isinstance(m, hf.PreTrainedModel)
+            ]
+            for submodule in pretrained:  # of nested models, the outer one initializes the inner
+                submodule.initialize_weights()
         return new_module
     # Submodules first, as in constructors. A tied weight keeps the values of its first module.
     for submodule in reversed(list(module.modules())):

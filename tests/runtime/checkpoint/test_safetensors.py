@@ -22,6 +22,7 @@ from dtensor.runtime.checkpoint import (
     latest,
     write_hf_part,
 )
+from dtensor.runtime.checkpoint.assembly import Assembly, cat, inverted, read_block, stack
 from dtensor.runtime.checkpoint.safetensors import runs
 from tests.extras import missing
 from tests.runtime.checkpoint.saving import block, save, state
@@ -141,6 +142,32 @@ def test_reading_columns_of_long_rows_skips_other_bytes(tmp_path: Path):
     saved = Checkpoint.open(tmp_path / "hf")
     assert saved.read("w", (0, 4_096), (4, 4_096)).equal(full[:, 4_096:])
     assert saved.bytes_read == full.nbytes // 2
+
+
+class Files(dict[str, torch.Tensor]):
+    """Tensors that are read by block, as a checkpoint's."""
+
+    def read(self, name: str, offsets: Any = None, sizes: Any = None) -> torch.Tensor:
+        return self[name][tuple(slice(at, at + n) for at, n in zip(offsets, sizes, strict=True))]
+
+
+def test_assembly_and_its_inverse_have_elements_of_assembled_tensors() -> None:
+    files = Files({name: torch.randn(4, 6) for name in "abcdef"})
+    a, b, c, d, e, f = (Assembly.of(n, full.dtype, full.shape) for n, full in files.items())
+    assembly = cat([stack([a, b, c], 0), stack([d, e, f], 0)], 1).transpose(0, 2)
+    full = torch.cat([torch.stack([files[n] for n in names]) for names in ("abc", "def")], 1)
+    full = full.transpose(0, 2)
+    assert read_block(files, assembly).equal(full)
+    assert read_block(files, assembly, (1, 3, 0), (4, 3, 2)).equal(full[1:5, 3:6, :2])
+    assert len(assembly.within((0, 0, 1), (6, 4, 1)).parts) == 1
+    expert = assembly.narrow(2, 1, 1).squeeze(2)
+    assert read_block(files, expert).equal(full[:, :, 1])
+    for name, parts in inverted({"full": assembly}).items():
+        (part,) = parts
+        apart = part.arranged(Files(full=full).read("full", part.begin, part.block_sizes))
+        assert apart.equal(files[name])
+    with pytest.raises(ValueError, match="dtypes differ"):
+        stack([a, Assembly.of("a", torch.int8, a.shape)], 0)
 
 
 def test_runs_lists_contiguous_ranges_of_block():
