@@ -47,7 +47,7 @@ from dtensor.daft.ir.text import excerpt
 from dtensor.daft.remote_exceptions import RemoteException, interrupts, reason_of
 from dtensor.daft.run.first_uses import use_once
 from dtensor.daft.run.timestamps import Stamps
-from dtensor.daft.run.transport import Pending, Transport, Undeclared, check_value
+from dtensor.daft.run.transport import Pending, Transport, Undeclared, check_rows, check_value
 from dtensor.daft.undo.failed_run import (
     CutShort,
     Fault,
@@ -433,38 +433,21 @@ class Engine:
         begin, pending = self._prepared.begins[site], self._pending
         me = start.group.index(rank)
         counts = [self._place(rank, name) for name in sizes.counts]
-        pieces = [
-            (*self._place(rank, name), buffer, name)
-            for name, buffer in zip(start.inputs, start.in_buffers, strict=True)
-        ]
+        pieces = [self._place(rank, name) for name in start.inputs]
 
         def run() -> None:
             """Compute all lengths, and start with the pieces of this rank."""
             vectors = [cast(_Vector, table[key]).tolist() for table, key in counts]
             lengths = sizes.lengths(vectors)
-            exceeded = sizes.exceeded(vectors)
             received = [sent[me] for sent in lengths]
-            for member, rows, name, buffer in zip(
-                start.group, received, start.outputs, start.out_buffers
-            ):
-                if rows > buffer.shape[0] and not poisoned:
-                    raise Undeclared(
-                        f"Rank {member} sends {rows} rows of {name!r}, declared is {buffer}."
-                    )
-            values: list[torch.Tensor] = []
-            for (table, key, buffer, name), rows in zip(pieces, lengths[me]):
-                if poisoned or exceeded:
-                    declared = buffer.with_rows(rows)
-                    values.append(self._value_or_zeros(table.get(key), declared, name))
-                    continue
-                value = check_value(table.get(key), buffer, name)
-                if len(value) != rows:
-                    raise Undeclared(
-                        f"The value {name!r} has {len(value)} rows, and the counts promise {rows} "
-                        f"to rank {start.group[len(values)]}."
-                    )
-                values.append(value)
-            pending[site] = begin(values, received)
+            values = [table.get(key) for table, key in pieces]
+            if poisoned or sizes.exceeded(vectors):
+                buffers = map(Buffer.with_rows, start.in_buffers, lengths[me])
+                checked = list(map(self._value_or_zeros, values, buffers, start.inputs))
+            else:
+                checked = list(map(check_value, values, start.in_buffers, start.inputs))
+                check_rows(start, checked, lengths[me], received)
+            pending[site] = begin(checked, received)
 
         return run
 

@@ -143,6 +143,23 @@ def check_value(value: object, buffer: Buffer, name: str) -> Tensor:
     return value
 
 
+def check_rows(
+    start: Collective, values: Sequence[Tensor], sent: Sequence[int], received: Sequence[int]
+) -> None:
+    """Raise Undeclared unless the values of a sized collective have the rows that the counts
+    promise to each member, and the rows from each member are within the bounds."""
+    for member, value, name, rows in zip(start.group, values, start.inputs, sent, strict=True):
+        if len(value) != rows:
+            raise Undeclared(
+                f"The value {name!r} has {len(value)} rows, and the counts promise {rows} to rank "
+                f"{member}."
+            )
+    bounds = zip(start.group, start.outputs, start.out_buffers, received, strict=True)
+    for member, name, buffer, rows in bounds:
+        if rows > buffer.shape[0]:
+            raise Undeclared(f"Rank {member} sends {rows} rows of {name!r}, declared is {buffer}.")
+
+
 class _Exchange:
     """One transfer or collective in progress: the inputs of its members, then their results."""
 
