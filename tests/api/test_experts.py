@@ -13,12 +13,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import dtensor as dt
+from dtensor.frontend.capture.capture import capture
+from dtensor.frontend.capture.transformers_experts import experts_patches
 from dtensor.sharding.local.grouped_matmul import grouped_mm, grouped_mm_backward
 from tests.extras import missing
 
 pytest.importorskip("transformers", reason=missing("transformers"))
+
+from transformers.integrations import moe
+from transformers.models.mixtral.configuration_mixtral import MixtralConfig
 
 from tests.huggingface_sweep.judge import RATE, loss_fn, trainable
 from tests.huggingface_sweep.record import Record
@@ -52,6 +58,174 @@ def test_moe_training_steps_match_torch(family: str, how: str) -> None:
     for name, expected in weights.items():
         scale = expected.abs().max().item()
         assert (state[name] - expected).abs().max() <= 1e-5 * max(scale, 1e-3), name
+
+
+# -- the implementation of experts that the registry gives during capture --------------------------
+
+
+@pytest.fixture
+def our_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let transformers' registry answer as it does during a capture."""
+    for owner, name, change in experts_patches():
+        monkeypatch.setattr(owner, name, change(vars(owner)[name]))
+
+
+def mixtral_config(implementation: str | None) -> Any:
+    config: Any = MixtralConfig()
+    config._experts_implementation = implementation
+    return config
+
+
+def experts_class(**options: bool) -> type[nn.Module]:
+    """Return a class of experts with this layout of weights."""
+    has_gate, transposed = options.get("has_gate", True), options.get("is_transposed", False)
+
+    class Experts(nn.Module):
+        def __init__(self, config: Any) -> None:
+            super().__init__()
+            e, d, f = 4, 8, 6
+            self.num_experts = e
+            up = ("gate_up_proj", 2 * f, d) if has_gate else ("up_proj", f, d)
+            for name, out, size in (up, ("down_proj", d, f)):
+                shape = (e, size, out) if transposed else (e, out, size)
+                setattr(self, name, nn.Parameter(torch.randn(shape, dtype=torch.float64)))
+                bias = nn.Parameter(torch.randn(e, out, dtype=torch.float64))
+                setattr(self, f"{name}_bias", bias)
+            self.act_fn = nn.SiLU()
+            self.post_expert_norm = nn.RMSNorm(d, dtype=torch.float64)
+
+        def forward(self, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+            """Return the sum over slots, one after another."""
+            y = torch.zeros_like(hidden)
+            for t in range(len(ids)):
+                for j in range(ids.shape[1]):
+                    if ids[t, j] < self.num_experts:
+                        y[t] += weights[t, j] * self.row(hidden[t], int(ids[t, j]))
+            return y
+
+        def row(self, x: Tensor, e: int) -> Tensor:
+            x = self.linear("gate_up_proj" if has_gate else "up_proj", x, e)
+            if has_gate:
+                gate, up = x.chunk(2, -1)
+                x = self.act_fn(gate) * up
+            else:
+                x = self.act_fn(x)
+            x = self.linear("down_proj", x, e)
+            return self.post_expert_norm(x) if options.get("has_post_expert_norm") else x
+
+        def linear(self, name: str, x: Tensor, e: int) -> Tensor:
+            weight = getattr(self, name)[e]
+            bias = getattr(self, f"{name}_bias")[e] if options.get("has_bias") else None
+            return nn.functional.linear(x, weight.t() if transposed else weight, bias)
+
+    return moe.use_experts_implementation(Experts, **options)  # type: ignore[arg-type]
+
+
+LAYOUTS: dict[str, dict[str, bool]] = {
+    "plain": {},
+    "transposed, biases": dict(is_transposed=True, has_bias=True),
+    "no gate": dict(has_gate=False),
+    "norm": dict(has_post_expert_norm=True, has_bias=True),
+}
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm", None])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_our_experts_match_class_of_each_layout(
+    layout: str, implementation: str | None, request: pytest.FixtureRequest
+) -> None:
+    """An id equal to the number of experts marks a slot without an expert."""
+    torch.manual_seed(0)
+    config = mixtral_config(implementation)
+    experts = experts_class(**LAYOUTS[layout])(config)
+    hidden = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
+    weights = torch.rand(5, 2, dtype=torch.float64, requires_grad=True)
+    ids = torch.tensor([[0, 1], [1, 4], [0, 3], [4, 4], [3, 0]])
+
+    def outcome() -> list[Tensor | None]:
+        leaves = [hidden, weights, *experts.parameters()]
+        y = type(experts).forward(experts, hidden, ids, weights)
+        grads = torch.autograd.grad(y.sin().sum(), leaves, allow_unused=True)
+        return [y, *grads]
+
+    config._experts_implementation = "eager"
+    wanted = outcome()
+    config._experts_implementation = implementation
+    request.getfixturevalue("our_experts")
+    for a, b in zip(outcome(), wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_capture_replaces_experts_and_reports_them() -> None:
+    experts = experts_class()(mixtral_config("grouped_mm"))
+    operands = torch.randn(5, 8).double(), torch.zeros(5, 2, dtype=torch.long), torch.ones(5, 2)
+    graph = capture(lambda module, *args: module(*args).sum(), (experts, *operands), grads="loss")
+    assert [(m.what, m.op) for m in graph.recognised if m.what == "experts"] == [
+        ("experts", "dt.expert_mm")
+    ]
+    ops = [str(n.target) for n in graph.fx.nodes]
+    assert "dt.route.default" in ops and not any("sort" in op or "grouped" in op for op in ops)
+
+
+def test_capture_reports_experts_that_are_a_bmm() -> None:
+    class OwnExperts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 8, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.bmm(torch.bmm(x, self.weight), self.weight)
+
+    graph = capture(
+        lambda module, x: module(x).sum(), (OwnExperts(), torch.ones(4, 2, 8)), grads="loss"
+    )
+    (match,) = graph.recognised
+    assert (match.what, match.op) == ("experts", "")
+    assert match.reason == "each expert multiplies all rows (bmm)"
+
+
+@pytest.mark.usefixtures("our_experts")
+def test_experts_that_are_not_stacked_or_registered_by_users_keep_their_form() -> None:
+    config = mixtral_config("eager")
+    experts: Any = experts_class()(config)
+    x, ids, weights = torch.ones(1, 8).double(), torch.tensor([[2]]), torch.ones(1, 1).double()
+    wanted = experts(x, ids, weights)
+    experts.gate_up_proj = nn.Parameter(experts.gate_up_proj[:3].detach())
+    torch.testing.assert_close(experts(x, ids, weights), wanted)
+    moe.ALL_EXPERTS_FUNCTIONS.register("of_a_user", lambda self, *args: args[0] + 1)
+    try:
+        config._experts_implementation = "of_a_user"
+        assert torch.equal(experts(x, ids, weights), x + 1)
+    finally:
+        del moe.ExpertsInterface._global_mapping["of_a_user"]
+
+
+FORMS = ("mixtral", "qwen3_moe", "deepseek_v3", "olmoe", "gpt_oss")
+
+
+@pytest.mark.slow
+@pytest.mark.sample("mixtral", "gpt_oss")
+@pytest.mark.parametrize("family", FORMS)
+def test_models_have_numbers_of_eager_experts(family: str, request: pytest.FixtureRequest) -> None:
+    found = trainable(family, Record(family=family))
+    assert found is not None
+    batch = found[1]
+    model: Any = found[0].double()
+    model.set_experts_implementation("eager")
+
+    def outcome() -> tuple[Tensor, ...]:
+        loss = loss_fn(model, batch)
+        grads = torch.autograd.grad(loss, list(model.parameters()), materialize_grads=True)
+        return (model(**batch).logits, loss, *grads)
+
+    wanted = outcome()
+    request.getfixturevalue("our_experts")
+    for implementation in ("eager", "grouped_mm", "batched_mm"):
+        model.set_experts_implementation(implementation)
+        torch.testing.assert_close(outcome(), wanted, rtol=1e-10, atol=1e-10)
+
+
+# -- grouped products ------------------------------------------------------------------------------
 
 
 def test_grouped_mm_gives_zeros_for_experts_of_other_ranks() -> None:

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import fx
 
-import dtensor.sharding.ops.attention  # noqa: F401  (registers the dt ops)
+import dtensor.sharding.ops.attention
+import dtensor.sharding.ops.experts  # noqa: F401  (likewise)
 from dtensor.frontend.capture.forward_mode import nodes_inside_jvp
 from dtensor.frontend.capture.random_ops import RANDOM_OPS, randomise
 from dtensor.frontend.capture.refusals import data_error, is_idle_dropout, planning_error
@@ -31,6 +32,7 @@ from dtensor.private_torch import OpOverload
 aten: Any = torch.ops.aten
 dt: Any = torch.ops.dt
 _ANCHORS = (
+    dt.route.default, aten.bmm.default,
     aten.scaled_dot_product_attention.default, aten.layer_norm.default, aten.rms_norm.default,
     aten.cat.default, aten.softmax.int, aten.rsqrt.default, aten.silu.default, aten.gelu.default,
     aten.tanh.default, aten.dropout.default,
@@ -137,7 +139,7 @@ def _has_anchor(graph: fx.Graph) -> bool:
     """Return whether the graph has an op with which a pattern of recognise/ may start."""
     anchors = (n for t in _ANCHORS for n in graph.find_nodes(op="call_function", target=t))
     return any(
-        n.target not in _ANCHORS[5:] or _READERS & {u.target for u in n.users} for n in anchors
+        n.target not in _ANCHORS[7:] or _READERS & {u.target for u in n.users} for n in anchors
     )
 
 

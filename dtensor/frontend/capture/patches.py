@@ -50,6 +50,7 @@ from dtensor.frontend.capture.thread_patches import (
     patch_attributes,
     patch_flags,
 )
+from dtensor.frontend.capture.transformers_experts import experts_patches
 from dtensor.frontend.capture.transformers_losses import loss_patches
 from dtensor.frontend.graph import type_text
 from dtensor.frontend.source import source_here, user_places_below
@@ -99,6 +100,7 @@ def patched(*, below: FunctionType) -> Iterator[list[AppliedFunctions]]:
             "_checkpoint_without_reentrant_generator",
             lambda _: _checkpoint_generator(numbers),
         ),
+        *experts_patches(),
     ]
     originals = [vars(owner).get(name, print) for owner, name, _ in replacements]
     changes: list[tuple[Any, str, Any]] = [

@@ -31,6 +31,7 @@ from dtensor.frontend.capture.recognise.gates import rewrite_gate
 from dtensor.frontend.capture.recognise.matching import CASTS, NoMatch, PatternMatch, is_op, users
 from dtensor.frontend.capture.recognise.norms import rewrite_layer_norm, rewrite_rms_norm
 from dtensor.frontend.capture.recognise.rope import rewrite_rope
+from dtensor.frontend.capture.transformers_experts import EXPERTS
 from dtensor.frontend.source import source_of_trace
 from dtensor.sharding.plan.dataflow import Recognised
 
@@ -69,12 +70,28 @@ def recognise(graph: fx.Graph) -> list[PatternMatch]:
     for node in graph.find_nodes(op="call_function", target=torch.ops.dt.balance_loss.default):
         match = PatternMatch("load balancing", "dt.balance_loss", "", node.meta)
         report.append((order[node], match))
+    report += ((order[node], match) for node, match in _experts(graph))
     report += _attentions(graph, constants, order)
     for node in graph.find_nodes(op="call_function", target=aten.softmax.int):
         if _is_attention_softmax(node):
             reason = "it is written with matmul and softmax"
             report.append((order[node], PatternMatch("attention", "", reason, node.meta)))
     return [match for _, match in sorted(report, key=itemgetter(0))]
+
+
+def _experts(graph: fx.Graph) -> Iterator[tuple[fx.Node, PatternMatch]]:
+    """Yield the experts of transformers that are replaced, and the experts that are a bmm."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.dt.route.default):
+        if EXPERTS in (node.meta.get("custom") or {}):
+            yield node, PatternMatch("experts", "dt.expert_mm", "", node.meta)
+    modules: set[str] = set()
+    for node in graph.find_nodes(op="call_function", target=aten.bmm.default):
+        calls = node.meta.get("nn_module_stack") or {}
+        name, kind = next(reversed(calls.values()), ("", ""))
+        if str(kind).endswith("Experts") and name not in modules:
+            modules.add(name)
+            reason = "each expert multiplies all rows (bmm)"
+            yield node, PatternMatch("experts", "", reason, node.meta)
 
 
 def _attentions(
