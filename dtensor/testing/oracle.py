@@ -29,6 +29,7 @@ from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import REPLICATE, Partial
 from dtensor.sharding.spec.shards import shard_of
 from dtensor.sharding.spec.spec import TensorSpec
+from dtensor.testing.rows import Rows, indices, rows_of_call, slot_operand
 
 Tensors = tuple[torch.Tensor, ...]
 Results = tuple[torch.Tensor | None, ...]
@@ -177,7 +178,13 @@ def trial(case: Case, shape: tuple[int, ...], strategies: Sequence[Strategy]) ->
             else TensorSpec(tuple(x.shape), x.dtype, mesh, tuple(s.results[i] for s in strategies))
             for i, x in enumerate(case.results)
         ]
-        shards = [cut(x, s, generator) for x, s in zip(case.operands, specs, strict=True)]
+        rows = rows_of_call(
+            case.call, case.rule, case.operands, case.results, [*specs, *wanted], generator
+        )
+        if rows is None:
+            shards = [cut(x, s, generator) for x, s in zip(case.operands, specs, strict=True)]
+        else:
+            shards = _cut_rows(case, rows, specs, wanted, generator)
         outputs: list[Results] = []
         for rank in range(mesh.size):
             local = Local(tuple(specs), tuple(wanted), mesh.coordinates(rank))
@@ -198,7 +205,10 @@ def trial(case: Case, shape: tuple[int, ...], strategies: Sequence[Strategy]) ->
             continue
         if any(len(out) != len(case.results) for out in outputs):
             return f"the ranks return {[len(out) for out in outputs]} tensors"
-        problem = compare([out[i] for out in outputs], global_result, spec, case.tolerance)
+        is_slot = i == 2 and case.call.name == "dt.route.default"
+        problem = compare(
+            [out[i] for out in outputs], global_result, spec, case.tolerance, rows, is_slot=is_slot
+        )
         if problem is not None:
             return f"result {i}: {problem}"
     return None
@@ -226,9 +236,37 @@ def with_random_strides(x: torch.Tensor, generator: torch.Generator) -> torch.Te
     return x.transpose(dim, -1).contiguous().transpose(dim, -1)
 
 
-def cut(x: torch.Tensor, spec: TensorSpec, generator: torch.Generator) -> list[torch.Tensor]:
+def _cut_rows(
+    case: Case,
+    rows: Rows,
+    specs: Sequence[TensorSpec],
+    results: Sequence[TensorSpec | None],
+    generator: torch.Generator,
+) -> list[list[torch.Tensor]]:
+    """Return the shards of each operand in rank order, of a call on rows of experts."""
+    ragged = next(s for s in (*specs, *results) if s is not None and s.ragged is not None)
+    mesh, slots = ragged.mesh, slot_operand(case.call)
+    shards: list[list[torch.Tensor]] = []
+    for i, (x, spec) in enumerate(zip(case.operands, specs, strict=True)):
+        if i not in case.rule.counts:
+            shards.append(cut(x, spec, generator, rows, is_slot=i == slots))
+            continue
+        at = [mesh.coordinates(rank) for rank in range(mesh.size)]
+        shards.append([rows.counts(ragged, c, indices(spec.intervals(0, c))) for c in at])
+    return shards
+
+
+def cut(
+    x: torch.Tensor,
+    spec: TensorSpec,
+    generator: torch.Generator,
+    rows: Rows | None = None,
+    *,
+    is_slot: bool = False,
+) -> list[torch.Tensor]:
     """Return the shards of the global tensor ``x`` in rank order. On pending axes the ranks get
-    random values whose reduction is ``x``."""
+    random values whose reduction is ``x``. ``rows``: the rows of experts, if the spec is ragged;
+    ``is_slot``: whether ``x`` holds their slots."""
     mesh = spec.mesh
     values: dict[tuple[int, ...], torch.Tensor] = {(): x}  # by coordinates on the pending axes
     reduced = spec
@@ -248,8 +286,21 @@ def cut(x: torch.Tensor, spec: TensorSpec, generator: torch.Generator) -> list[t
     for rank in range(mesh.size):
         coordinates = mesh.coordinates(rank)
         value = values[tuple(coordinates[axis] for axis in pending)]
-        shards.append(shard_of(value, reduced, coordinates))
+        shards.append(_shard(value, reduced, coordinates, rows, is_slot=is_slot))
     return shards
+
+
+def _shard(
+    x: torch.Tensor,
+    spec: TensorSpec,
+    at: Mapping[str, int],
+    rows: Rows | None,
+    *,
+    is_slot: bool = False,
+) -> torch.Tensor:
+    if rows is None or spec.ragged is None:
+        return shard_of(x, spec, at)
+    return rows.shard(x, spec, at, is_slot=is_slot)
 
 
 def compare(
@@ -257,22 +308,30 @@ def compare(
     global_result: torch.Tensor,
     spec: TensorSpec,
     tolerance: float | None,
+    rows: Rows | None = None,
+    *,
+    is_slot: bool = False,
 ) -> str | None:
     """Compare the result of each rank with its shard of the global result, after pending results
     are reduced. Return the first difference, or None. ``tolerance``: None to compare only shapes
-    and dtypes."""
+    and dtypes. ``rows``, ``is_slot``: see `cut`."""
     mesh = spec.mesh
+    reduced = spec.with_placements(
+        **{axis: REPLICATE for axis, p in spec.sharding.items() if isinstance(p, Partial)}
+    )
+    expected = [
+        _shard(global_result, reduced, mesh.coordinates(r), rows, is_slot=is_slot)
+        for r in range(mesh.size)
+    ]
     shards: list[torch.Tensor] = []
     for rank, out in enumerate(outputs):
-        shape = spec.local_shape(mesh.coordinates(rank))
+        shape = tuple(expected[rank].shape)
         if out is None or tuple(out.shape) != shape or out.dtype != global_result.dtype:
             found = "nothing" if out is None else str(meta_of(out))
             return f"rank {rank} has {found}, its shard is {Meta(shape, global_result.dtype)}"
         shards.append(out)
-    reduced = spec
     for axis, placement in spec.sharding.items():
         if isinstance(placement, Partial):
-            reduced = reduced.with_placements(**{axis: REPLICATE})
             shards = [
                 fold([shards[r] for r in mesh.group(rank, axis)], placement.op)
                 for rank in range(mesh.size)
@@ -280,7 +339,7 @@ def compare(
     if tolerance is None:
         return None
     for rank, shard in enumerate(shards):
-        if not equal(shard, shard_of(global_result, reduced, mesh.coordinates(rank)), tolerance):
+        if not equal(shard, expected[rank], tolerance):
             return f"rank {rank} has other values"
     return None
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tests.certify.samples.draw import EDGES, VARIANTS, Draw, Sample
+from tests.certify.samples.experts import EXPERTS
 from tests.certify.samples.indexing import INDEXING
 from tests.certify.samples.layers import LAYERS
 from tests.certify.samples.losses import LAYER_LOSSES
@@ -22,7 +23,18 @@ from tests.certify.samples.pointwise import POINTWISE, SPECIAL
 from tests.certify.samples.tensors import ARRANGEMENT, OWN, STAND_INS, TENSORS
 
 FAMILIES: tuple[Mapping[str, list[Sample]], ...] = (
-    *(ARRANGEMENT, INDEXING, LAYERS, LAYER_LOSSES, MATRICES, ORDERING, OWN, POINTWISE, SPECIAL),
+    *(
+        ARRANGEMENT,
+        EXPERTS,
+        INDEXING,
+        LAYERS,
+        LAYER_LOSSES,
+        MATRICES,
+        ORDERING,
+        OWN,
+        POINTWISE,
+        SPECIAL,
+    ),
     TENSORS,
 )
 
