@@ -262,6 +262,8 @@ aux_loss="per_microbatch" takes microbatches of one size.
 fix: microbatches=2, or a batch that is a multiple of 8, as with DataLoader(drop_last=True)""",
     )
     step_of(dict(dp=2), dt.GPipe(2), aux_loss="per_microbatch")[2].plan(*data(0, 20))  # the fix
+    with pytest.raises(dt.PlanningError, match="aux_loss='mean': it is"):
+        step_of({}, dt.GPipe(1), aux_loss="mean")
 
 
 def test_update_of_buffer_from_sum_of_same_step_is_refused_with_fix() -> None:
