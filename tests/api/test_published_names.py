@@ -3,6 +3,7 @@ read and written by transformers' table, and state moves between numbers of rank
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,34 @@ def test_rank_reads_only_its_slices_of_its_experts(tmp_path: Path) -> None:
         before = saved.bytes_read
         shard = read_shard(saved, stored.source, where, torch.float32)
         assert saved.bytes_read - before == shard.nbytes > 0
+
+
+@pytest.mark.slow
+def test_folder_without_all_experts_is_refused_and_ignored_names_are_not(tmp_path: Path) -> None:
+    module = moe("DeepseekV3")
+    safetensors = pytest.importorskip("safetensors.torch", reason=missing("safetensors"))
+    module.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    full = safetensors.load_file(file)
+    other = dt.parallelize(moe("DeepseekV3", seed=1), dt.Mesh())
+    name = "model.layers.1.mlp.experts"
+    for lacking, message in (
+        (rf"{name}\.2\.", r"other shapes.*gate_up_proj: f32\[4,16,16\].*f32\[5,16,16\]"),
+        (rf"{name}\.2\.up_proj", rf"{name}.gate_up_proj cannot be made of 9 .*complete"),
+        (rf"{name}\.\d\.up_proj", rf"{name}.gate_up_proj cannot be made of 5 .*complete"),
+        (rf"{name}\.\d\.", rf"other names.*only in the model: {name}.gate_up_proj"),
+    ):
+        safetensors.save_file({n: t for n, t in full.items() if not re.match(lacking, n)}, file)
+        with pytest.raises(dt.PlanningError, match=rf"(?s){message}"):
+            dt.load(tmp_path, other)
+    stacked = {f"{name}.down_proj": torch.zeros(5, 16, 8)}
+    safetensors.save_file({**full, **stacked}, file)
+    with pytest.raises(dt.PlanningError, match=rf"only in the checkpoint: {name}.0.down_proj"):
+        dt.load(tmp_path, other)
+    next_token = {"model.layers.61.embed_tokens.weight": torch.zeros(37, 16)}
+    safetensors.save_file({**full, **next_token}, file)
+    dt.load(tmp_path, other)
+    assert_same_bits(dict(other.module.state_dict()), dict(module.state_dict()))
 
 
 @pytest.mark.slow

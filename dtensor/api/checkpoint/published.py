@@ -32,7 +32,7 @@ def assembled(
     """Return the tensors of files under the names that they have in the model, as assemblies.
 
     ``own``: the model's tensors by name. A name that is not in the table, or that the table does
-    not lead to a name of the model, stays. Raises PlanningError for a conversion that is no
+    not lead to a further name of the model, stays. Raises PlanningError for a conversion that is no
     rearrangement of blocks.
     """
     transforms = _transforms(module)
@@ -42,22 +42,23 @@ def assembled(
     renames = [t for t in transforms if not hasattr(t, "operations")]
     conversions = [t for t in transforms if hasattr(t, "operations")]
     for name in sorted(in_files, key=_natural):
-        new = name
+        new, pattern = name, None
         for rename in renames:
             new, _ = rename.rename_source_key(new)
         for conversion in conversions:
             new, pattern = conversion.rename_source_key(new)
-            if pattern is None:
-                continue
-            if new in own:
+            if pattern is not None:
                 converter = converters.setdefault(new, copy.deepcopy(conversion))
                 converter.add_tensor(new, name, pattern, _Symbol(in_files[name]))
                 sources.setdefault(new, []).append(name)
-            break
-        if new not in sources:
+                break
+        if pattern is None:
             result[new if new in own and new not in result else name] = in_files[name]
     for new, converter in converters.items():
-        result |= _converted(converter, new, sources[new], module, own)
+        if new not in own or new in result:
+            result |= {name: in_files[name] for name in sources[new]}
+        else:
+            result |= _converted(converter, new, sources[new], module)
     return result
 
 
@@ -102,7 +103,7 @@ def _reverted(module: nn.Module, own: Mapping[str, Assembly]) -> dict[str, Assem
         tensors = {name: symbol.assembly for name, symbol in reverted.items()}
         in_files = {name: Assembly.of(name, t.dtype, t.shape) for name, t in tensors.items()}
         read_back = assembled(module, in_files, own)
-    except (_UnknownOpError, ValueError, PlanningError):
+    except Exception:  # an entry of the table that cannot be run without values, or not reverted
         return None
     expected = {name: set(parts) for name, parts in inverted(tensors).items()}
     same = {name: set(tensor.parts) for name, tensor in read_back.items()} == expected
@@ -137,7 +138,6 @@ def _converted(
     name: str,
     sources: Sequence[str],
     module: Any,
-    own: Mapping[str, Assembly],
 ) -> dict[str, Assembly]:
     """Return the results of a converter of the table, by the model's names."""
     operations = ", ".join(map(repr, converter.operations))
@@ -150,11 +150,11 @@ def _converted(
             f"fix: convert the checkpoint once: {type(module).__name__}.from_pretrained(path)"
             f".save_pretrained(new_path, save_original_format=False)"
         ) from error
-    except ValueError as error:
+    except Exception as error:  # what a converter raises if tensors are missing or misshapen
         raise PlanningError(
             f"{name} cannot be made of {len(sources)} tensors, such as {sources[0]}, by "
             f"{operations} of transformers: {error}; nothing was loaded.\n"
-            f"fix: build the model that was saved, or choose its checkpoint"
+            f"fix: check that the folder is complete, and build the model that was saved"
         ) from error
     return {
         key: (symbol[0] if isinstance(symbol, list) else symbol).assembly
