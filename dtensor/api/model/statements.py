@@ -59,7 +59,8 @@ class Options:
     used unchanged. results: returns the pins of results, by index. split_results: results without
     pins may stay sharded. training: the optimizer, with all parameters that it trains. each_call:
     the function is captured at each call. per_microbatch: batch norm takes its statistics over each
-    microbatch. aux_per_microbatch: so do load-balancing losses.
+    microbatch. aux_per_microbatch: so do load-balancing losses. capacity: the budget of rows by
+    expert, as a multiple of the balanced rows of a rank.
     """
 
     inputs: Mapping[str, Any] | InputPins | None = None
@@ -68,6 +69,7 @@ class Options:
     num_microbatches: int = 1
     timetable: GridTimetable = ONE_BY_ONE
     topology: Topology | None = None
+    capacity: float | None = None
     training: Training | None = None
     search: Search = "predictable"
     recompute: tuple[str, ...] = ()
@@ -151,6 +153,7 @@ def _request(captured: CapturedCall, stages: StagePlan) -> Request:
         microbatches_stated=options.num_microbatches if is_short else None,
         timetable=timetable,
         topology=options.topology or Topology(),
+        capacity=options.capacity,
         training=_training(options, graph),
         search=options.search,
         zero=zero,

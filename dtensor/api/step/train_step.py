@@ -7,6 +7,7 @@ Checks that need a batch are made at the first plan or call.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -60,6 +61,7 @@ def train_step(
     capture: str = "once",
     batch_norm: str = "whole_batch",
     aux_loss: str = "whole_batch",
+    capacity: float | None = None,
     elementwise: bool = False,
     grad_scaler: torch.amp.GradScaler | None = None,
 ) -> TrainStep:
@@ -113,6 +115,12 @@ def train_step(
             is a product of means over the batch. "per_microbatch" computes what torch's loop over
             the microbatches does: the mean of the microbatches' losses, each over the rows of all
             ranks. Microbatches have one size.
+        capacity: the rows of experts that a rank may receive in one exchange, or hold if it has all
+            tokens, over the rows if experts had equally many (at least 1). The plan prints the
+            memory at this budget. If a rank would receive more, no rank sends rows: the step is
+            undone, with an error that names the rank, its fullest expert and the capacity that the
+            exchange needs. No token is dropped. By default no step fails for its routing. Without
+            rows that are split by expert it has no effect.
         elementwise: True states that an optimizer of another class updates each element of a
             parameter from that element's gradient and state alone. This is probed on small
             parameters before the first step, for at most a second (``step.elementwise`` is the
@@ -165,6 +173,10 @@ def train_step(
     rule_of(optimizer, master_weights)
     check_word("batch_norm", batch_norm, ("whole_batch", "per_microbatch"))
     check_word("aux_loss", aux_loss, ("whole_batch", "per_microbatch"))
+    if capacity is not None:
+        check_number(
+            "capacity", capacity, least=1, fix="capacity=1.5, or leave it out for no limit"
+        )
     recomputed = () if recompute is None else checked_recompute(recompute, model.module)
     check_recompute(model, recomputed)
     planning = Options(
@@ -175,6 +187,7 @@ def train_step(
         each_call=checked_capture(capture),
         per_microbatch=batch_norm == "per_microbatch",
         aux_per_microbatch=aux_loss == "per_microbatch",
+        capacity=None if capacity in (None, math.inf) else float(capacity),
     )
     options = StepOptions(
         planning=planning,

@@ -21,8 +21,10 @@ import torch
 
 from dtensor.daft import Buffer, Label, Recv, Send, Sizes, Wait
 from dtensor.numerics import rest_of
+from dtensor.runtime.lower import experts
 from dtensor.runtime.lower.rank_builder import RankBuilder
 from dtensor.sharding.local.expert_rows import (
+    check_received,
     held_counts,
     pieces_by_expert,
     pieces_by_token,
@@ -34,9 +36,7 @@ from dtensor.sharding.redistribute.moves import Move
 from dtensor.sharding.spec.placements import (
     REPLICATE,
     Partial,
-    Placement,
     ReduceOp,
-    Shard,
     cuts_experts,
 )
 from dtensor.sharding.spec.shards import (
@@ -306,6 +306,9 @@ def _start_sized(b: RankBuilder, step: Redistribute) -> Started:
     flat = [f"{name}.to{i}" for i in range(len(parts))]
     segment.table.update(zip(local, flat, strict=True))
     counts = _pieces_of_counts(b, step.counts, move.axis)
+    budget = experts.budget_of_exchange(b, move.dst if to_experts else move.src, move.axis, parts)
+    if budget is not None and to_experts and step.phase == "forward":
+        segment.code.apply(check_received, [counts], (), layout=budget, source=source)
     segment.code.apply(
         pieces_by_expert if to_experts else pieces_by_token,
         [step.operands[0], counts], local, b.coordinates[move.axis], parts,
@@ -317,7 +320,10 @@ def _start_sized(b: RankBuilder, step: Redistribute) -> Started:
     label = b.collective(
         "all_to_all", move.axis, sent, received, step.label, source=source, wait=False, of=step,
         sizes=Sizes(
-            tuple(segment.table[piece] for piece in counts), parts, returned=not to_experts
+            tuple(segment.table[piece] for piece in counts),
+            parts,
+            returned=not to_experts,
+            limit=None if budget is None else budget.rows,
         ),
     )  # fmt: skip
     return Started(step, tuple(piece for piece, _ in received), label, source)
@@ -347,17 +353,7 @@ def _direction(b: RankBuilder, move: Move) -> tuple[bool, tuple[tuple[int, ...],
     """Return whether rows go to their experts, and the parts of `_parts`."""
     to_experts = cuts_experts(move.dst.placement(move.axis))
     by_expert = move.dst if to_experts else move.src
-    placement = by_expert.placement(move.axis)
-    ragged = by_expert.ragged
-    assert isinstance(placement, Shard) and ragged is not None
-    experts: dict[str, Placement] = {
-        axis: Shard(0, p.blocks, p.unit)
-        for axis, p in by_expert.sharding.items()
-        if isinstance(p, Shard) and cuts_experts(p)
-    }
-    full = tuple(experts.get(axis, REPLICATE) for axis in by_expert.mesh.axes)
-    counts = TensorSpec((ragged.experts,), torch.int64, by_expert.mesh, full)
-    return to_experts, _parts(b, counts, move.axis)
+    return to_experts, _parts(b, experts.split_counts(by_expert), move.axis)
 
 
 def _parts(b: RankBuilder, counts: TensorSpec, axis: str) -> tuple[tuple[int, ...], ...]:
@@ -385,11 +381,13 @@ def _bounds(b: RankBuilder, move: Move, sends: bool) -> list[Buffer]:
     ragged = by_token.ragged
     assert ragged is not None
     me, rest = b.coordinates[move.axis], move.src.local_shape(b.coordinates)[1:]
+    budget = experts.budget_of_exchange(b, move.dst if to_experts else move.src, move.axis, parts)
 
     def rows(peer: int) -> int:
         tokens_at, experts_at = (me, peer) if sends == to_experts else (peer, me)
         tokens, _ = by_token.tokens_and_experts({**b.coordinates, move.axis: tokens_at})
-        return tokens * min(ragged.slots, len(parts[experts_at]))
+        most = tokens * min(ragged.slots, len(parts[experts_at]))
+        return most if budget is None else min(most, budget.rows)
 
     return [Buffer((rows(peer), *rest), move.src.dtype, bounded=True) for peer in range(len(parts))]
 

@@ -31,7 +31,7 @@ from dtensor.daft import (
 from dtensor.daft.ir.instructions import values_read
 from dtensor.errors import PlanningError
 from dtensor.kernels.registry import Made
-from dtensor.runtime.lower import detect_nan, moves, step_end
+from dtensor.runtime.lower import detect_nan, experts, moves, step_end
 from dtensor.runtime.lower.actions import Actions
 from dtensor.runtime.lower.code import Functions
 from dtensor.runtime.lower.overlap import StepWalk
@@ -211,6 +211,8 @@ class _Lowering(StepWalk[moves.Started]):
         norm = norm_of(b.plan.steps)
         if b.roles.optimizer is not None and norm is not None:
             outputs_by_name["norm"] = norm.result
+        if b.roles.optimizer is not None:
+            outputs_by_name |= experts.add_load(b)
         return outputs_by_name
 
     def prepare(self, step: Step) -> None:
@@ -240,6 +242,7 @@ class _Lowering(StepWalk[moves.Started]):
         code.call(call, operands, step.results, source, result_types)
         if b.roles.detect_nan:
             detect_nan.add_check(code, operands, results, call, source, b.roles.detect_nan)
+        experts.check_route(b, step, code, source)
         if state is not None:
             state.separate_results(step, operands)
         for name, spec in results:

@@ -10,13 +10,61 @@ position in the group. Rows by expert are sorted by (expert, member that sent th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 Parts = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """The rows of experts that a rank may receive in one exchange, or hold without exchanges.
+
+    ``rows`` is ``capacity`` times the ``balanced`` rows. ``ranks`` are the members, and ``parts``
+    their positions in a vector of counts, each of which counts the rows of one of ``experts``.
+    """
+
+    capacity: float
+    rows: int
+    balanced: int
+    ranks: tuple[int, ...]
+    parts: tuple[tuple[int, ...], ...]
+    experts: tuple[int, ...]
+
+
+def check_received(counts: Sequence[Tensor], budget: Budget) -> None:
+    """Raise RuntimeError if a member would receive more rows than the budget. ``counts``: of each
+    member."""
+    _check(torch.stack(list(counts)).sum(0), budget, "receive", " in one exchange")
+
+
+def check_held(ids: Tensor, budget: Budget) -> None:
+    """Raise RuntimeError if a member would hold more rows than the budget. ``ids``: of the tokens,
+    which each member has."""
+    counts = torch.bincount(ids.reshape(-1) + 1, minlength=len(budget.experts) + 1)[1:]
+    _check(counts, budget, "hold", "")
+
+
+def _check(counts: Tensor, budget: Budget, verb: str, place: str) -> None:
+    every = _numbers(counts)
+    rows = [sum(every[p] for p in part) for part in budget.parts]
+    most = max(rows)
+    if most <= budget.rows:
+        return
+    member = rows.index(most)
+    fullest = max(budget.parts[member], key=lambda p: every[p])
+    enough = math.ceil(100 * most / budget.balanced) / 100
+    raise RuntimeError(
+        f"Rank {budget.ranks[member]} would {verb} {most:,} rows{place}, and "
+        f"capacity={budget.capacity:g} allows {budget.rows:,}: expert {budget.experts[fullest]} "
+        f"alone has {every[fullest]:,}.\n"
+        f"fix: capacity={enough:.2f}, or dt.drop_tokens, which gives another model"
+    )
 
 
 def pieces_by_expert(

@@ -259,6 +259,7 @@ class PlanTerms:
     num_microbatches: int = 1
     microbatches_stated: int | None = None  # the stated number if the batch has too few rows
     topology: Topology = field(default_factory=Topology)
+    capacity: float | None = None  # a budget of rows by expert: times the balanced rows of a rank
     zero: tuple[str, int] | None = None
     auto: tuple[tuple[str, ...], ...] = field(default=(), compare=False)  # patterns of auto stages
     by_microbatch: tuple[str, ...] = ()  # modules with statistics of each microbatch (batch norm)

@@ -18,6 +18,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import Literal
 
 import torch
@@ -165,6 +166,15 @@ class TensorSpec:
         ragged = self.ragged
         assert ragged is not None, "the spec has no ragged dim"
         return tokens * min(ragged.slots, experts)
+
+    def row_budget(self, coordinates: Mapping[str, int], capacity: float) -> int:
+        """Return ``capacity`` times the rows by expert that a rank holds if experts have equally
+        many rows. Ranks that hold other experts of the same tokens have the same budget."""
+        origin = {
+            axis: 0 if cuts_experts(p) else coordinates[axis] for axis, p in self.sharding.items()
+        }
+        rows = length(self.intervals(self.ragged_dim, origin))
+        return math.ceil(Fraction(str(capacity)) * rows)
 
     def tokens_and_experts(self, coordinates: Mapping[str, int]) -> tuple[int, int]:
         """Return the number of tokens, and of experts, whose rows the rank holds."""

@@ -8,12 +8,14 @@ flight keep for their backward, and the peak of one microbatch, in which each va
 its last use. The gradients of a microbatch live until its backward ends and are then accumulated;
 with a single microbatch they are the accumulators and count as gradients. The flat buffers of
 buckets exist only when activations do not, so the larger of the two counts. Temporary memory of
-kernels and fragmentation are not counted."""
+kernels and fragmentation are not counted. The number of rows by expert is data: see `Rows`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
+from typing import Literal
 
 import torch
 
@@ -22,6 +24,11 @@ from dtensor.sharding.plan.steps import Accumulate, Redistribute, Step, Update, 
 from dtensor.sharding.spec.spec import TensorSpec
 
 _STATE_KINDS = ("parameter", "buffer")
+
+
+Rows = Literal["balanced", "capacity", "most"]
+"""How many rows by expert a rank holds: as many as if experts had equally many rows, the budget of
+``capacity=``, or as many as it can hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +56,8 @@ class Memory:
         return state + self.activations + self.snapshots - self.not_at_once
 
 
-def stage_memory(plan: PlanRecord, stage: int) -> Memory:
-    """Return the memory of the fullest rank of ``stage``."""
+def stage_memory(plan: PlanRecord, stage: int, rows: Rows = "balanced") -> Memory:
+    """Return the memory of the fullest rank of ``stage``, if ranks hold ``rows`` by expert."""
     parameters = sum(
         item.held.max_local_nbytes
         for item in plan.inputs
@@ -58,7 +65,7 @@ def stage_memory(plan: PlanRecord, stage: int) -> Memory:
     )
     gradients = waiting_gradients(plan, stage)
     updates = updates_of(plan.steps, [stage])
-    parts = _activations(plan, stage, gradients)
+    parts = _activations(plan, stage, gradients, rows)
     num_in_flight = plan.in_flight[stage] if stage < len(plan.in_flight) else 1
     base = parts.once + (num_in_flight - 1) * parts.saved  # exists while one microbatch runs
     activations = max(base + parts.peak, parts.end)
@@ -73,13 +80,17 @@ def stage_memory(plan: PlanRecord, stage: int) -> Memory:
     )
 
 
-def rank_memory(plan: PlanRecord, stages: Sequence[int], each: Sequence[Memory]) -> Memory:
+def rank_memory(
+    plan: PlanRecord, stages: Sequence[int], each: Sequence[Memory], rows: Rows = "balanced"
+) -> Memory:
     """Return the memory of a rank that hosts several ``stages``; ``each``: the memory of each stage
     alone. The sum is corrected by ``not_at_once``, because only one stage runs at a time."""
     total = Memory(*map(sum, zip(*map(astuple, each), strict=True)))
     if len(stages) < 2 or plan.timetable is None:
         return total
-    parts_by_stage = [_activations(plan, stage, waiting_gradients(plan, stage)) for stage in stages]
+    parts_by_stage = [
+        _activations(plan, stage, waiting_gradients(plan, stage), rows) for stage in stages
+    ]
     in_microbatches = max(
         parts_by_stage[running].above
         + sum(count * parts.saved for count, parts in zip(counts, parts_by_stage, strict=True))
@@ -153,6 +164,7 @@ def _buffer_bytes(step: Redistribute) -> int:
 class _StageValues:
     """The storages of one stage: their bytes, their values, and their last use."""
 
+    bytes_of: Callable[[TensorSpec], int]  # the bytes of a value on the fullest rank
     nbytes: dict[str, int] = field(default_factory=dict[str, int])  # storage -> bytes
     storage: dict[str, str] = field(default_factory=dict[str, str])  # value -> its storage
     last_use: dict[str, int] = field(default_factory=dict[str, int])  # storage -> index of a step
@@ -161,7 +173,7 @@ class _StageValues:
         """Add a value, which is a view of ``base``, or has its own storage if that is None."""
         self.storage[name] = self.storage[base] if base is not None else name
         if base is None:
-            self.nbytes[name] = spec.max_local_nbytes
+            self.nbytes[name] = self.bytes_of(spec)
 
     def use(self, names: Iterable[str], at: int) -> None:
         """Record that the step with index ``at`` uses these values."""
@@ -187,11 +199,13 @@ class _Activations:
     end: int
 
 
-def _activations(plan: PlanRecord, stage: int, gradients: Mapping[str, int]) -> _Activations:
+def _activations(
+    plan: PlanRecord, stage: int, gradients: Mapping[str, int], rows: Rows
+) -> _Activations:
     """Return the bytes of activations, by liveness of storages over one microbatch. ``gradients``:
     value -> bytes of the gradients that wait for the optimizer, which do not count as
     activations."""
-    values = _StageValues()
+    values = _StageValues(lambda spec: _local_nbytes(plan, spec, rows))
     permanent: dict[str, None] = {}  # storages that live as long as the step
     uncounted = set(gradients)  # values that count as parameters or as gradients
     for item in plan.inputs:
@@ -232,6 +246,19 @@ def _activations(plan: PlanRecord, stage: int, gradients: Mapping[str, int]) -> 
         new_storages, new_gradients, values, frozenset(permanent), first_backward
     )
     return _Activations(once, saved, peak, above, _end_bytes(plan, stage, sum(gradients.values())))
+
+
+def _local_nbytes(plan: PlanRecord, spec: TensorSpec, rows: Rows) -> int:
+    """Return the bytes of a value on the fullest rank, if it holds ``rows`` by expert."""
+    if rows == "balanced" or not spec.is_by_expert:
+        return spec.max_local_nbytes
+    origin = dict.fromkeys(spec.mesh.axes, 0)
+    most_rows = spec.row_bound(origin)
+    if rows == "capacity" and plan.capacity is not None:
+        most_rows = min(most_rows, spec.row_budget(origin, plan.capacity))
+    sizes = list(spec.local_shape(origin))
+    sizes[spec.ragged_dim] = most_rows
+    return math.prod(sizes) * spec.dtype.itemsize
 
 
 def _end_bytes(plan: PlanRecord, stage: int, gradients: int) -> int:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
-from dtensor.sharding.plan.cost.memory import Memory, rank_memory, stage_memory
+from dtensor.sharding.plan.cost.memory import Memory, Rows, rank_memory, stage_memory
 from dtensor.sharding.plan.cost.seconds import step_times
 from dtensor.sharding.plan.cost.step_cost import step_cost
 from dtensor.sharding.plan.record import Cost, PlanRecord
@@ -122,6 +122,14 @@ class PlanTotals:
         each = self.stage_memory
         hosted = self.plan.hosted
         return tuple(rank_memory(self.plan, stages, [each[s] for s in stages]) for stages in hosted)
+
+    def memory_with(self, rows: Rows) -> tuple[tuple[Memory, ...], Memory]:
+        """Return the memory of one rank of each stage, and of the fullest rank, if ranks hold
+        ``rows`` by expert."""
+        plan = self.plan
+        each = tuple(stage_memory(plan, stage, rows) for stage in range(plan.num_stages))
+        ranks = (rank_memory(plan, s, [each[i] for i in s], rows) for s in plan.hosted)
+        return each, max(ranks, key=lambda memory: memory.total)
 
     @property
     def memory(self) -> Memory:

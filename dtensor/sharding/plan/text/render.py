@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from dtensor.numerics import dtype_name
+from dtensor.sharding.plan.cost.memory import Rows
 from dtensor.sharding.plan.cost.seconds import collectives_of
 from dtensor.sharding.plan.cost.totals import PlanTotals
 from dtensor.sharding.plan.record import Hint, Misaligned, PlanRecord, Region, StateWrite
@@ -531,8 +532,21 @@ def _memory(totals: PlanTotals) -> list[str]:
     if any(m.not_at_once for m in memory):
         rows.append(["  not at once", *(size_text(-m.not_at_once) for m in memory)])
     rows.append(["  total", *(size_text(m.total) for m in memory)])
+    for held, text in rows_held(plan):
+        each, _ = totals.memory_with(held)
+        rows.append([f"  total{text}", *(size_text(m.total) for m in each)])
     warning = memory_warning(totals)
     return [*table(rows), *([f"! {warning}"] if warning else [])]
+
+
+def rows_held(plan: PlanRecord) -> list[tuple[Rows, str]]:
+    """Return the numbers of rows by expert for which memory is printed too, each with its text."""
+    if not any(spec.is_by_expert for spec in plan.value_specs().values()):
+        return []
+    most: tuple[Rows, str] = "most", ", if each rank receives all the rows it can"
+    if plan.capacity is None:
+        return [most]
+    return [("capacity", f" at capacity={plan.capacity:g}"), most]
 
 
 def memory_warning(totals: PlanTotals) -> str:

@@ -19,7 +19,7 @@ from dtensor.sharding.plan.cost.totals import PlanTotals, SentTotals
 from dtensor.sharding.plan.record import PlanRecord
 from dtensor.sharding.plan.steps import updates_of
 from dtensor.sharding.plan.storage import LEVELS
-from dtensor.sharding.plan.text.render import memory_warning
+from dtensor.sharding.plan.text.render import memory_warning, rows_held
 from dtensor.sharding.plan.text.words import (
     collapse,
     cost_text,
@@ -140,6 +140,8 @@ def _memory_rows(totals: PlanTotals) -> list[Row]:
     parts += f", not at once {size_text(-memory.not_at_once)}" if memory.not_at_once else ""
     warning = memory_warning(totals)
     text = f"{size_text(memory.total)}{where}" + (f": {parts}" if parts else "")
+    for held, when in rows_held(totals.plan):
+        text += f"; {size_text(totals.memory_with(held)[1].total)} {when.lstrip(', ')}"
     text += f"; {warning}" if warning else ""
     return [(line,) for line in wrapped(text, "", WIDTH - _TITLE_WIDTH)]
 
