@@ -20,6 +20,7 @@ from .api.search import placements
 from .api.search.comparison import Compared, Comparison, compare
 from .api.search.result import FoundStrategy, SearchResult
 from .api.search.search import search
+from .api.step.expert_load import ExpertLoad, expert_load
 from .api.step.loss import Loss
 from .api.step.train_step import train_step
 from .api.step.training import TrainStep
@@ -70,6 +71,7 @@ __all__ = [
     "Custom",
     "DTensor",
     "DualPipeV",
+    "ExpertLoad",
     "FoundStrategy",
     "GPipe",
     "Interleaved1F1B",
@@ -112,6 +114,7 @@ __all__ = [
     "distribute",
     "drop_tokens",
     "expert_linear",
+    "expert_load",
     "from_experts",
     "gather_state_dict",
     "generator",

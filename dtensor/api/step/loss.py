@@ -82,6 +82,10 @@ class Loss(ReadsAsFloat):
         self._report_end(succeeded=True)
         return results
 
+    def planned_results(self) -> tuple[Planned, list[dict[str, torch.Tensor]]]:
+        """Return the plan of the step, and each rank's results after waiting for them."""
+        return self._planned, self.wait()
+
     def _report_end(self, *, succeeded: bool) -> None:
         """Call ``on_end`` unless it was called already."""
         if self._on_end is None:

@@ -126,6 +126,7 @@ class TrainStep:
             self._groups()
         self.last: Planned | None = None
         self._pending: deque[Loss] = deque()  # of submitted steps, until they were read
+        self._last_loss: Loss | None = None  # of the last step that succeeded
         self._last_batch: tuple[tuple[Callable[[], Any], ...], dict[str, Any]] | None = None
         self._session: MeshSession | None = None  # of the last step
         self.accelerated: Any = None  # accelerate's wrapper of the optimizer
@@ -349,6 +350,7 @@ class TrainStep:
         def on_end(succeeded: bool) -> None:
             """Record the end of the step; if it was undone, take back its number and options."""
             if succeeded:
+                self._last_loss = loss
                 home.ended(updated)
                 self._scale_of_kept_gradients = scale
             else:
@@ -455,6 +457,12 @@ class TrainStep:
         """Return the records of the gradients that a step leaves on the ranks, by name."""
         prefix, specs = session.model_home(self.model).prefix, gradient_specs(planned)
         return {n: session.stored(f"{prefix}gradient {n}", spec) for n, spec in specs.items()}
+
+    def last_results(self) -> tuple[Planned, list[dict[str, torch.Tensor]]] | None:
+        """Return the plan and each rank's results of the last step that succeeded, after waiting
+        for pending steps; None if there is none. Raises the errors of pending steps."""
+        self._settle()
+        return None if self._last_loss is None else self._last_loss.planned_results()
 
     def _raise_unread_failures(self) -> None:
         for loss in list(self._pending):
