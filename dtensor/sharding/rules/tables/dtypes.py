@@ -45,7 +45,7 @@ _OPS_BY_DTYPES: dict[Dtypes, str] = {
         max_pool2d_with_indices_backward max_pool3d_with_indices_backward multi_margin_loss
         multi_margin_loss_backward multilabel_margin_loss_backward nll_loss_forward
         nll_loss2d_forward nll_loss_backward nll_loss2d_backward put scatter.reduce scatter.src
-        scatter_add scatter_reduce.two transformers.grouped_mm_fallback
+        scatter_add scatter_reduce.two dt.expert_mm dt.expert_outer transformers.grouped_mm_fallback
         transformers.grouped_mm_fallback_backward""",
     Half((0,)): """
         native_layer_norm native_group_norm _batch_norm_no_update
