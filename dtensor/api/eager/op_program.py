@@ -28,6 +28,7 @@ from dtensor.api.eager.policy import moves_of
 from dtensor.api.eager.values import ViewStep
 from dtensor.api.eager.views import functional, write_back
 from dtensor.api.store.handle import Layout, layout_of
+from dtensor.errors import PlanningError
 from dtensor.frontend.capture.decompose import (
     GraphAndConstants,
     decompose,
@@ -184,6 +185,11 @@ def plan_op(op: OneOp) -> PlannedOp:
         flow = replace(flow, outputs=tuple(outputs))
         planned = _plan(op, flow, pins)
     specs = {int(o.of): _restated_as_pinned(op, o.spec) for o in planned.outputs}
+    if any(spec.ragged is not None for spec in specs.values()):  # ops are planned one by one
+        raise PlanningError(
+            "dt.to_experts takes tokens that are split only in a training step or a compiled "
+            "function, which know all ops on the rows.\nfix: dt.compile(function, mesh)"
+        )
     num_results = len(built_op.graph.outputs)
     index_of_input = {name: i for i, name in enumerate(built_op.inputs) if name is not None}
     results = iter(range(num_results))

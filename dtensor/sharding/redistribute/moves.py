@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+import torch
+
 from dtensor.collectives import COLLECTIVES
 from dtensor.errors import PlanningError
 from dtensor.numerics import REDUCTIONS
@@ -251,6 +253,8 @@ def _intermediate(
         if size == 0:
             continue
         cuts = [spec.cuts(dim, except_axis=axis) for spec in (current, *ends)]
+        if any(shard.ragged for found in cuts for shard, _ in found):
+            continue  # rows of experts are only exchanged
         for majors in (*cuts, cuts[1] + cuts[2]):
             placements[counted(Shard(dim, pieces(majors, size)), size)] = None
     return tuple(placements)
@@ -289,7 +293,13 @@ def _keeps_rows(spec: TensorSpec, current: Placement, option: Placement) -> bool
     before, after = (p.ragged if isinstance(p, Shard) else None for p in (current, option))
     if before is None and after is None:
         return not spec.is_by_expert or move_kind(current, option) in FREE_KINDS
+    if _is_integer(spec.dtype):  # the slots of rows are numbered on the rank of their tokens
+        return False
     return before is not None and after is not None and before.by != after.by
+
+
+def _is_integer(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
 
 def _is_early(move: Move, dst: TensorSpec) -> bool:

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from dtensor.errors import PlanningError
 from dtensor.numerics import fold, rest_of
 from dtensor.sharding.spec.placements import (
     REPLICATE,
@@ -34,6 +35,7 @@ Where = tuple[Intervals, ...]
 def shard_of(x: torch.Tensor, spec: TensorSpec, coordinates: Mapping[str, int]) -> torch.Tensor:
     """Return the shard of global ``x`` that the rank at ``coordinates`` holds. It is contiguous and
     shares no memory with ``x``."""
+    _refuse_ragged(spec)
     local = block(x, held_indices(spec, coordinates))
     for axis, placement in spec.sharding.items():
         if isinstance(placement, Partial) and coordinates[axis] > 0:
@@ -62,6 +64,7 @@ def assemble(shards: Sequence[torch.Tensor], spec: TensorSpec) -> torch.Tensor:
 def assemble_at(shards: Mapping[int, torch.Tensor], spec: TensorSpec) -> torch.Tensor:
     """Return the global tensor from {rank: shard}. Only the ranks that hold the value (``spec.on``)
     are needed. A pending value is reduced one axis at a time, by a left fold in rank order."""
+    _refuse_ragged(spec)
     if set(spec.placements) <= {REPLICATE}:
         return shards[max(shards)].clone(memory_format=torch.contiguous_format)
     mesh = spec.mesh
@@ -80,6 +83,14 @@ def assemble_at(shards: Mapping[int, torch.Tensor], spec: TensorSpec) -> torch.T
         if pieces[rank].numel():
             write(result, pieces[rank], held_indices(current, mesh.coordinates(rank)))
     return result
+
+
+def _refuse_ragged(spec: TensorSpec) -> None:
+    if spec.ragged is not None:
+        raise PlanningError(
+            f"rows of experts that are split, {spec}, are in no global order.\n"
+            "fix: dt.from_experts(rows, route) first"
+        )
 
 
 # -- the indices of shards -------------------------------------------------------------------------
