@@ -22,11 +22,11 @@ import torch
 from dtensor.frontend.graph import meta_of
 from dtensor.numerics import REDUCTIONS, fold
 from dtensor.private_torch import pytree
-from dtensor.sharding.ops.call import Local, Meta, OpCall, Operand
+from dtensor.sharding.ops.call import Local, Meta, OpCall, Operand, RowsError
 from dtensor.sharding.ops.in_place import in_place, writes_of
-from dtensor.sharding.rules.rule import FactorSharding, Rule, Strategy
+from dtensor.sharding.rules.rule import Assignment, FactorSharding, Rule, Strategy
 from dtensor.sharding.spec.mesh import Mesh
-from dtensor.sharding.spec.placements import REPLICATE, Partial
+from dtensor.sharding.spec.placements import REPLICATE, Partial, Ragged
 from dtensor.sharding.spec.shards import shard_of
 from dtensor.sharding.spec.spec import TensorSpec
 from dtensor.testing.rows import Rows, indices, rows_of_call, slot_operand
@@ -133,7 +133,10 @@ def one_axis(rule: Rule, num: int) -> Iterator[Strategy]:
 
 def _assignments(rule: Rule) -> Iterator[dict[str, FactorSharding]]:
     """Yield ways to split each factor, together with the factors that are concatenated with it in a
-    dim: evenly, in two blocks, at units of 2, and in blocks of 1 and the other elements."""
+    dim: evenly, in two blocks, at units of 2, and in blocks of 1 and the other elements; and alone
+    as rows of experts."""
+    for by_token_and_expert in _rows_assignments(rule):
+        yield from by_token_and_expert
     for factor in rule.factors():
         group = sorted(rule.partners().get(factor, {factor}))
         sizes = [rule.size[f] for f in group]
@@ -145,6 +148,15 @@ def _assignments(rule: Rule) -> Iterator[dict[str, FactorSharding]]:
             yield {f: FactorSharding((1, s - 1)) for f, s in zip(group, sizes, strict=True)}
 
 
+def _rows_assignments(rule: Rule) -> Iterator[list[dict[str, FactorSharding]]]:
+    """Yield ways to split each factor by token and by expert, as the rows of 3 experts."""
+    for factor in () if rule.experts else rule.factors():
+        if factor not in rule.partners():
+            by_token = FactorSharding((rule.size[factor],), ragged=Ragged("token", 3, 1))
+            by_expert = FactorSharding((3,), ragged=Ragged("expert", 3, 1))
+            yield [{factor: by_token}, {factor: by_expert}]
+
+
 def two_axes(rule: Rule) -> Iterator[tuple[Strategy, Strategy]]:
     """Yield pairs of strategies for a 2x2 mesh: different strategies on the two axes, and one
     factor that both axes split."""
@@ -153,9 +165,15 @@ def two_axes(rule: Rule) -> Iterator[tuple[Strategy, Strategy]]:
     yield from itertools.permutations(split_strategies, 2)
     for assignment in _assignments(rule):
         split_again = {f: split.minor_sharding(2) for f, split in assignment.items()}
-        first, second = rule.apply(assignment, 2), rule.apply(split_again, 2)
-        if first is not None and second is not None:
-            yield first, second
+        yield from _pairs(rule, assignment, split_again)
+    for by_token, by_expert in _rows_assignments(rule):
+        yield from _pairs(rule, by_token, by_expert)
+
+
+def _pairs(rule: Rule, *assignments: Assignment) -> Iterator[tuple[Strategy, Strategy]]:
+    first, second = (rule.apply(assignment, 2) for assignment in assignments)
+    if first is not None and second is not None:
+        yield first, second
 
 
 # -- one trial -----------------------------------------------------------------------------------
@@ -198,6 +216,8 @@ def trial(case: Case, shape: tuple[int, ...], strategies: Sequence[Strategy]) ->
                 run(in_place(local_call, base), copies)
                 if result is None or not _equal_or_nan(copies[base], result):
                     return f"in place, rank {rank} has other values"
+    except RowsError:
+        return None  # the planner refuses the strategy
     except Exception as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     for i, (global_result, spec) in enumerate(zip(case.results, wanted, strict=True)):

@@ -195,6 +195,15 @@ def contiguously(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return op(*[a.contiguous() if isinstance(a, Tensor) else a for a in args], **kwargs)
 
 
+def sized_by(
+    rows: Tensor, dim: int, op: Callable[..., Any], position: int, *args: Any, **kwargs: Any
+) -> Any:
+    """Call an op with these arguments. The argument at ``position`` is sizes, in which -1 stands
+    for the size of ``dim`` of ``rows``."""
+    sizes = [rows.shape[dim] if size == -1 else size for size in args[position]]
+    return op(*args[:position], sizes, *args[position + 1 :], **kwargs)
+
+
 def loss_over(loss: Callable[..., Tensor], count: int, *args: Any) -> Tensor:
     """Return the rank's part of the mean of a loss. ``args`` request the sum of the loss. A 16-bit
     result is rounded once."""

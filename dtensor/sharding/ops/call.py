@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import torch
 
+from dtensor.errors import PlanningError
 from dtensor.numerics import dtype_name
 from dtensor.private_torch import OpOverload
 from dtensor.sharding.local.local_forms import with_rows
@@ -122,27 +123,69 @@ def target_name(target: Callable[..., Any]) -> str:
     return f"{target.__module__}.{target.__qualname__}"
 
 
+class RowsError(PlanningError):
+    """The rank's call depends on the number or on the positions of its rows of experts."""
+
+
 @dataclass(frozen=True, slots=True)
 class Local:
     """One rank's view of a call, which a localizer gets: the specs of operands and results, and the
-    rank's coordinates in the mesh."""
+    rank's coordinates in the mesh. Raises RowsError if a localizer asks for a number of rows by
+    expert, or for the positions of rows by token or expert: the counts of a run determine them."""
 
     operands: tuple[TensorSpec, ...]
     results: tuple[TensorSpec | None, ...]
     coordinates: Mapping[str, int]
 
     def operand_shape(self, index: int) -> tuple[int, ...]:
-        return self.operands[index].local_shape(self.coordinates)
+        return self._known(self.operand_sizes(index))
 
     def result_shape(self, index: int = 0) -> tuple[int, ...]:
-        return self._result(index).local_shape(self.coordinates)
+        return self._known(self.result_sizes(index))
+
+    def operand_sizes(self, index: int) -> tuple[int, ...]:
+        """Return the local shape of an operand, with -1 for the number of rows by expert."""
+        return self._sizes(self.operands[index])
+
+    def result_sizes(self, index: int = 0) -> tuple[int, ...]:
+        """Return the local shape of a result, with -1 for the number of rows by expert."""
+        return self._sizes(self._result(index))
+
+    def result_size(self, index: int, dim: int) -> int:
+        """Return the local size of one dim of a result."""
+        return self._known(self.result_sizes(index)[dim : dim + 1])[0]
 
     def operand_intervals(self, index: int, dim: int) -> Intervals:
         """Return the global indices of an operand's dim that this rank holds."""
-        return self.operands[index].intervals(dim, self.coordinates)
+        return self._intervals(self.operands[index], dim)
 
     def result_intervals(self, index: int, dim: int) -> Intervals:
-        return self._result(index).intervals(dim, self.coordinates)
+        return self._intervals(self._result(index), dim)
+
+    def rows_operand(self) -> tuple[int, int]:
+        """Return the index and the dim of an operand with the number of rows by expert. Raises
+        RowsError if there is none."""
+        for i, spec in enumerate(self.operands):
+            if spec.is_by_expert:
+                return i, spec.ragged_dim
+        raise RowsError("the number of rows is data, and no operand has it")
+
+    def _sizes(self, spec: TensorSpec) -> tuple[int, ...]:
+        shape = spec.local_shape(self.coordinates)
+        if not spec.is_by_expert:
+            return shape
+        return tuple(-1 if dim == spec.ragged_dim else n for dim, n in enumerate(shape))
+
+    @staticmethod
+    def _known(sizes: tuple[int, ...]) -> tuple[int, ...]:
+        if -1 in sizes:
+            raise RowsError("the number of rows is data")
+        return sizes
+
+    def _intervals(self, spec: TensorSpec, dim: int) -> Intervals:
+        if spec.ragged is not None and dim == spec.ragged_dim:
+            raise RowsError("the positions of rows are data")
+        return spec.intervals(dim, self.coordinates)
 
     def _result(self, index: int) -> TensorSpec:
         spec = self.results[index]

@@ -18,7 +18,8 @@ import numpy as np
 import torch
 
 from dtensor.numerics import ReduceOp
-from dtensor.sharding.ops.call import Localizer, Meta, OpCall, Operand
+from dtensor.sharding.local import local_forms
+from dtensor.sharding.ops.call import Local, Localizer, Meta, OpCall, Operand
 from dtensor.sharding.rules.dtypes import Dtypes
 from dtensor.sharding.rules.notation import parse_rule
 from dtensor.sharding.rules.registry import Builder
@@ -203,7 +204,26 @@ def count_within(intervals: Intervals, start: int, stop: int) -> int:
 
 def local_sizes(position: int) -> Localizer:
     """Return a localizer that replaces the sizes at this argument by the local result's sizes."""
-    return lambda call, local: call.with_arg(position, list(local.result_shape()))
+
+    def localize(call: OpCall, local: Local) -> OpCall:
+        target, kwargs = call.target, dict(call.kwargs)
+        return sized_call(call, local, position, target, *call.args, **kwargs)
+
+    return localize
+
+
+def sized_call(
+    call: OpCall, local: Local, position: int, target: Callable[..., Any], *args: Any, **kwargs: Any
+) -> OpCall:
+    """Return a call of ``target`` with these arguments and the tensors of ``call``, whose argument
+    at ``position`` is replaced by the local sizes of the first result."""
+    sizes = list(local.result_sizes())
+    args = (*args[:position], sizes, *args[position + 1 :])
+    if -1 not in sizes:
+        return retarget(call, target, *args, **kwargs)
+    operand, dim = local.rows_operand()
+    rows = Operand(operand)
+    return retarget(call, local_forms.sized_by, rows, dim, target, position, *args, **kwargs)
 
 
 def retarget(call: OpCall, target: Callable[..., Any], *args: Any, **kwargs: Any) -> OpCall:

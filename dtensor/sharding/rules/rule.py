@@ -61,7 +61,7 @@ class FactorSharding:
         """Return the sharding of the same factor over a further, minor axis. Its blocks are the
         pieces that this sharding cuts over ``num`` ranks."""
         shard_and_num = Shard(0, self.blocks, self.unit), num
-        return FactorSharding(pieces([shard_and_num], sum(self.blocks)), self.unit)
+        return FactorSharding(pieces([shard_and_num], sum(self.blocks)), self.unit, self.ragged)
 
 
 Assignment = Mapping[str, FactorSharding]
@@ -283,7 +283,7 @@ class Rule:
             ragged = Ragged(by, self.size[experts], self.size[slots])
             return Shard(index, sharding.blocks, sharding.unit, ragged)
         if sharding.ragged is not None:
-            if len(dim) != 1 or sum(self.size[f] > 1 for f in dim[0]) > 1:
+            if len(dim) != 1 or self.dim_size(dim) != self.size[assigned[0][0]]:
                 return None
             return Shard(index, sharding.blocks, sharding.unit, sharding.ragged)
         blocks: list[int] = []

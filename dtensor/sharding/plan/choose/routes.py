@@ -61,6 +61,7 @@ def check_orders(steps: Sequence[Step]) -> None:
                     + "fix: put the router and the experts of a layer on one stage"
                 )
             case Compute():
+                _check_local(step)
                 ragged = [n for _, n, s in step.reads_as() if s.ragged is not None]
                 orders = {sent_over.get(n, ()) for n in ragged}
                 if len(orders) > 1:
@@ -79,6 +80,23 @@ def check_orders(steps: Sequence[Step]) -> None:
                 sent_over[step.name] = sent_over.get(step.operands[0], ())
             case _:
                 pass
+
+
+def _check_local(step: Compute) -> None:
+    """Raise PlanningError if the local op depends on the number or the positions of its rows."""
+    specs = (*step.operand_specs, *step.result_specs)
+    if not any(s is not None and s.ragged is not None for s in specs):
+        return
+    start = dict.fromkeys(step.op_mesh.axes, 0)
+    try:
+        step.rule.local_call(step.op.call, Local(step.operand_specs, step.result_specs, start))
+    except RowsError as error:
+        fix = _FIX
+        if is_random(step.op.call) or "dropout" in step.op.call.name:
+            fix = "fix: apply it to the tokens, before dt.to_experts or after dt.from_experts"
+        elif not step.operands:
+            fix = "fix: create it from the rows, as in torch.zeros_like(rows)"
+        raise _error(step.op, f"cannot run on a part of the rows: {error}", fix) from None
 
 
 def _order_error(source: str, value: str, *orders: tuple[str, ...]) -> PlanningError:

@@ -21,7 +21,15 @@ import torch
 from dtensor.sharding.local import local_forms
 from dtensor.sharding.ops.call import Local, Localizer, OpCall
 from dtensor.sharding.ops.random import encode_pieces
-from dtensor.sharding.rules.build import dim_names, local_sizes, make, pattern, retarget, whole_dims
+from dtensor.sharding.rules.build import (
+    dim_names,
+    local_sizes,
+    make,
+    pattern,
+    retarget,
+    sized_call,
+    whole_dims,
+)
 from dtensor.sharding.rules.registry import Builder
 from dtensor.sharding.rules.rule import Rule
 from dtensor.sharding.spec.placements import length
@@ -59,8 +67,7 @@ def _create_with(target: Callable[..., Any], num_tensors: int = 0) -> Localizer:
     def localize(call: OpCall, local: Local) -> OpCall:
         # strides and other options of the global call do not fit the shard
         kwargs = {k: v for k, v in call.kwargs if k in ("dtype", "device")}
-        args = (*call.args[:num_tensors], list(local.result_shape()))
-        return retarget(call, target, *args, **kwargs)
+        return sized_call(call, local, num_tensors, target, *call.args[:num_tensors], **kwargs)
 
     return localize
 

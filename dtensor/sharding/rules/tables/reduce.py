@@ -74,7 +74,9 @@ def _identity_if_empty(reduce: ByElement) -> Localizer:
     def localize(call: OpCall, local: Local) -> OpCall:
         """Return a call that creates the identity if the rank's piece of a non-empty dim is empty;
         otherwise the call itself."""
-        shapes = zip(local.operand_shape(0), call.operands[0].shape, strict=True)
+        keeps_rows = -1 in local.result_sizes()
+        local_shape = local.operand_sizes(0) if keeps_rows else local.operand_shape(0)
+        shapes = zip(local_shape, call.operands[0].shape, strict=True)
         if not any(local_size == 0 < size for local_size, size in shapes):
             return call
         dtype = call.result.dtype

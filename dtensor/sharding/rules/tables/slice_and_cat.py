@@ -26,6 +26,7 @@ from dtensor.sharding.rules.build import (
     make,
     replace_dim,
     retarget,
+    sized_call,
 )
 from dtensor.sharding.rules.registry import Builder
 from dtensor.sharding.rules.rule import Rule
@@ -103,8 +104,8 @@ def _slice_backward(call: OpCall) -> Rule:
 
     def localize(call: OpCall, local: Local) -> OpCall:
         bounds = _local_bounds(local.result_intervals(0, dim), lo, hi, step)
-        args = (call.args[0], list(local.result_shape()), dim, *bounds, step)
-        return retarget(call, aten.slice_backward.default, *args)
+        args = (call.args[0], (), dim, *bounds, step)
+        return sized_call(call, local, 1, aten.slice_backward.default, *args)
 
     whole, piece, sizes = _slice_texts(shape, dim, lo, hi, step)
     return make(call, f"{piece} -> {whole}", linear=_LINEAR, localize=localize, sizes=sizes)
@@ -165,7 +166,7 @@ def _split(call: OpCall) -> Rule:
     results = ", ".join(replace_dim(dims, dim, name if size else "y!") for name, size in parts)
 
     def localize(call: OpCall, local: Local) -> OpCall:
-        sizes = [local.result_shape(i)[dim] for i in range(len(call.results))]
+        sizes = [local.result_size(i, dim) for i in range(len(call.results))]
         return retarget(call, aten.split_with_sizes.default, call.args[0], sizes, dim)
 
     text = f"{replace_dim(dims, dim, _sum_text(parts))} -> {results}"
@@ -236,7 +237,7 @@ def _pad(call: OpCall) -> Rule:
         for dim, (lo, hi) in edges.items():
             intervals = local.result_intervals(0, dim)
             position = 2 * (len(shape) - 1 - dim)
-            local_size = local.result_shape()[dim]
+            local_size = local.result_size(0, dim)
             widths[position] = count_within(intervals, 0, lo)
             widths[position + 1] = local_size - widths[position] - count_within(intervals, lo, hi)
         return call.with_arg(1, widths)

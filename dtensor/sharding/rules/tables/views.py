@@ -26,6 +26,7 @@ from dtensor.sharding.rules.build import (
     make,
     resolve_dims,
     retarget,
+    sized_call,
     with_kind,
 )
 from dtensor.sharding.rules.registry import Builder
@@ -114,7 +115,7 @@ def _view(call: OpCall) -> Rule:
 
 def _reshape(call: OpCall, local: Local) -> OpCall:
     # reshape, not view: a shard of a contiguous tensor may be strided.
-    return retarget(call, aten.reshape.default, call.args[0], list(local.result_shape()))
+    return sized_call(call, local, 1, aten.reshape.default, call.args[0], ())
 
 
 def with_repeat_fallback(rule: Rule, dim: int, *, splits: bool) -> Rule:
@@ -201,12 +202,12 @@ def _repeat(call: OpCall) -> Rule:
 def _local_repeats(call: OpCall, local: Local) -> OpCall:
     """Replace the global repeats by the rank's: local result sizes over local operand sizes."""
     repeats = list(call.args[1])
-    after, before = local.result_shape(), local.operand_shape(0)
+    after, before = local.result_sizes(), local.operand_sizes(0)
     new = len(after) - len(before)
     for i, size in enumerate(after):
         local_size = 1 if i < new else before[i - new]
         if local_size:
-            repeats[i] = size // local_size
+            repeats[i] = 1 if size == local_size else local.result_size(0, i) // local_size
     return call.with_arg(1, repeats)
 
 
