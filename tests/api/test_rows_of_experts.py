@@ -45,7 +45,9 @@ def sizes(h: Tensor, route: dt.Route) -> Tensor:
     h = h * h.mean(1, keepdim=True) + h.softmax(-1) * route.expert[:, None]
     first, second = h.view(h.shape[0], 2, F // 2).unbind(1)
     h = torch.stack([first.tanh(), second], 1).flatten(1)
-    return torch.cat([h[:, :4], h[:, :1].expand(-1, 4), h[:, -4:]], -1)
+    h = torch.cat([h[:, :4], h[:, :1].expand(-1, 4), h[:, -4:]], -1)
+    h = h + (h[:, :1] * 0 + 1) + h[:, :6].repeat(1, 2)
+    return torch.where(h > 0, h - h.amax(1, keepdim=True), 0.1 * h)
 
 
 @pytest.mark.parametrize("inputs", [{}, dict(ep=dt.Row())], ids=["tokens whole", "tokens split"])
@@ -64,18 +66,56 @@ def test_row_wise_ops_on_rows_whose_number_is_data_match_torch(inputs: dict[str,
         torch.testing.assert_close(state[name], (weight - weight.grad).detach())
 
 
-@pytest.mark.parametrize(
-    ("between", "message"),
-    [
-        (lambda h, _: h[:, : F // 2].repeat(1, 2), "aten.repeat.default reduces over rows"),
-        (lambda h, _: h[:, :F] + h.new_zeros(len(h), 1), "no strategy of aten.add.Tensor"),
-    ],
-    ids=["repeat", "new rows"],
-)
-def test_ops_that_do_not_know_number_of_rows_are_refused(
-    between: Callable[[Tensor, dt.Route], Tensor], message: str
-) -> None:
-    placed = dt.parallelize(Experts(between), dt.Mesh(ep=2), EXPERTS)
+ROW_WISE = "fix: write it with ops that treat each row alone"
+REFUSED: dict[str, tuple[Callable[[Tensor, dt.Route], Tensor], str, str]] = {
+    "zeros": (
+        lambda h, _: h[:, :F] + torch.zeros(len(h), 1),
+        "aten.(full|zeros).default cannot run on a part of the rows: the number of rows is data",
+        r"fix: derive it from the rows, as in rows \* 0 \+ 1, or use a number",
+    ),
+    "positions": (
+        lambda h, _: h[:, :F] + torch.arange(len(h))[:, None],
+        "aten.arange.default cannot run on a part of the rows: ",
+        "fix: derive it from the rows",
+    ),
+    "dropout": (
+        lambda h, _: nn.functional.dropout(h[:, :F], 0.5),
+        "dt.dropout.default cannot run on a part of the rows: the number of rows is data",
+        "fix: apply it to the tokens, before dt.to_experts or after dt.from_experts",
+    ),
+    "sum": (lambda h, _: h[:, :F] + h.sum(0)[:F], "aten.sum.dim_IntList reduces over", ROW_WISE),
+    "norm": (
+        lambda h, _: h[:, :F] / h.norm(),
+        "aten.linalg_vector_norm.default mixes rows",
+        ROW_WISE,
+    ),
+    "product": (lambda h, _: h[:, :F] @ (h.t() @ h)[:F, :F], "aten.mm.default red", ROW_WISE),
+    "sort": (lambda h, _: h[:, :F].sort(0)[0], "aten.sort.default mixes rows", ROW_WISE),
+    "cumsum": (lambda h, _: h[:, :F].cumsum(0), "aten.cumsum.default mixes rows", ROW_WISE),
+    "softmax": (lambda h, _: h[:, :F].softmax(0), "aten._softmax.default mixes rows", ROW_WISE),
+    "flip": (lambda h, _: h[:, :F].flip(0), "aten.flip.default mixes rows", ROW_WISE),
+    "shift": (lambda h, _: h[:, :F].roll(1, 0), "aten.roll.default mixes rows", ROW_WISE),
+    "index": (lambda h, r: h[:, :F][r.slot], "aten.index.Tensor", ROW_WISE),
+    "view": (
+        lambda h, _: (h + h.view(2, -1, 2 * F).flip(1).view(-1, 2 * F))[:, :F],
+        "aten.reshape.default does not treat each row alone",
+        ROW_WISE,
+    ),
+    "part": (lambda h, _: h[:4, :F].repeat(6, 1), "aten.slice.Tensor", ROW_WISE),
+    "pairs": (lambda h, _: h[:, :F] + h[::2, :F].repeat(2, 1), "aten.slice.Tensor", ROW_WISE),
+    "mean": (lambda h, _: h[:, :F] - h.mean(), "aten.(mean|sum).", ROW_WISE),
+    "outer": (lambda h, _: h[:, :F] + h @ h.t().mean(1, keepdim=True), "aten", ROW_WISE),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_op_that_is_not_row_wise_is_refused_by_name(name: str) -> None:
+    between, message, fix = REFUSED[name]
+    model = Experts(between)
+    model(torch.randn(T, D))
+    placed = dt.parallelize(model, dt.Mesh(ep=2), EXPERTS)
     step = dt.train_step(placed, loss_fn, torch.optim.SGD(placed.parameters(), 1.0))
-    with pytest.raises(dt.PlanningError, match=message):
+    with pytest.raises(
+        dt.PlanningError, match=f"{message}(.|\n)*test_rows_of_experts.py(.|\n)*{fix}"
+    ):
         step.plan(torch.randn(T, D))

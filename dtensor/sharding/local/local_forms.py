@@ -147,14 +147,6 @@ def _runs(positions: Sequence[int]) -> list[tuple[int, int]]:
 # -- layers and losses -----------------------------------------------------------------------------
 
 
-def with_rows(
-    op: Callable[..., Tensor], rows_of: int, dim: int, x: Tensor, size: Sequence[int], *args: Any
-) -> Tensor:
-    """Return op(x, size, *args), with dim ``rows_of`` of ``x`` as the size of ``dim``: the number
-    of rows of experts is data."""
-    return op(x, [*size[:dim], x.shape[rows_of], *size[dim + 1 :]], *args)
-
-
 def zeros(x: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return the result of a rank without elements: empty, or a part of a sum that is 0."""
     return x.new_zeros(tuple(shape), dtype=dtype)

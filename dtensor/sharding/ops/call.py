@@ -19,11 +19,8 @@ import torch
 from dtensor.errors import PlanningError
 from dtensor.numerics import dtype_name
 from dtensor.private_torch import OpOverload
-from dtensor.sharding.local.local_forms import with_rows
-from dtensor.sharding.spec.placements import Intervals, Shard
+from dtensor.sharding.spec.placements import Intervals
 from dtensor.sharding.spec.spec import TensorSpec
-
-aten: Any = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,33 +192,3 @@ class Local:
 
 Localizer = Callable[[OpCall, Local], OpCall]
 """Returns the call that a rank runs, from the global call."""
-
-_OPS_WITH_SIZE = (
-    aten.reshape.default,
-    aten.expand.default,
-    aten.slice_backward.default,
-    aten.select_backward.default,
-)
-"""The ops of localizers that take a tensor and then the size of the result."""
-
-
-def with_row_count(call: OpCall, local: Local) -> OpCall:
-    """Return the local call with the number of rows that its operand has, in place of the size of
-    the result's dim, if experts split the dim: the number is data."""
-    if call.target not in _OPS_WITH_SIZE:
-        return call
-    source, result = _dim_by_expert(local.operands[0]), _dim_by_expert(local.results[0])
-    if source is None or result is None:
-        return call
-    return replace(call, target=with_rows, args=(call.target, source, result, *call.args))
-
-
-def _dim_by_expert(spec: TensorSpec | None) -> int | None:
-    """Return the dim whose rows are split by expert, or None."""
-    placements = () if spec is None else spec.placements
-    dims = (
-        p.dim
-        for p in placements
-        if isinstance(p, Shard) and p.ragged is not None and p.ragged.by == "expert"
-    )
-    return next(dims, None)

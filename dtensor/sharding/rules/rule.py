@@ -23,7 +23,7 @@ from typing import Literal
 
 from dtensor.errors import PlanningError
 from dtensor.numerics import ReduceOp
-from dtensor.sharding.ops.call import Local, Localizer, Meta, OpCall, with_row_count
+from dtensor.sharding.ops.call import Local, Localizer, Meta, OpCall
 from dtensor.sharding.rules.dtypes import Dtypes
 from dtensor.sharding.spec.placements import (
     REPLICATE,
@@ -356,8 +356,6 @@ class Rule:
         factors = [f for f in dim[0] if self.size[f] > 1]
         if len(dim) > 1 or len(factors) != 1:
             return None
-        if not any(factors[0] in p for dims in self.operands for other in dims for p in other):
-            return None  # an op that creates a tensor does not know the number of rows
         return {factors[0]: FactorSharding(blocks, shard.unit, ragged)}
 
     def _index_sets(self, dims: Dims, index: int, assignment: Assignment, num: int) -> object:
@@ -414,7 +412,6 @@ class Rule:
         localized = self.localize(call, local) if self.localize is not None else call
         if callable(self.parts) and leaves_float32(call, local.results):
             localized = self.parts(localized)
-        localized = with_row_count(localized, local)
         return replace(
             localized,
             operands=tuple(

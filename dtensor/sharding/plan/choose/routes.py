@@ -13,9 +13,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from dtensor.errors import PlanningError
+from dtensor.sharding.ops.call import Local, RowsError, is_random
 from dtensor.sharding.plan.dataflow import Dataflow, Op
 from dtensor.sharding.plan.steps import Compute, Redistribute, Step, Transfer
-from dtensor.sharding.rules.rule import Rule
+from dtensor.sharding.rules.rule import Dim, Rule
 from dtensor.sharding.spec.placements import cuts_experts
 
 ROUTE = "dt.route.default"
@@ -85,9 +86,10 @@ def check_orders(steps: Sequence[Step]) -> None:
 def _check_local(step: Compute) -> None:
     """Raise PlanningError if the local op depends on the number or the positions of its rows."""
     specs = (*step.operand_specs, *step.result_specs)
-    if not any(s is not None and s.ragged is not None for s in specs):
+    ragged = [spec for spec in specs if spec is not None and spec.ragged is not None]
+    if not ragged:
         return
-    start = dict.fromkeys(step.op_mesh.axes, 0)
+    start = dict.fromkeys(ragged[0].mesh.axes, 0)
     try:
         step.rule.local_call(step.op.call, Local(step.operand_specs, step.result_specs, start))
     except RowsError as error:
@@ -95,7 +97,7 @@ def _check_local(step: Compute) -> None:
         if is_random(step.op.call) or "dropout" in step.op.call.name:
             fix = "fix: apply it to the tokens, before dt.to_experts or after dt.from_experts"
         elif not step.operands:
-            fix = "fix: create it from the rows, as in torch.zeros_like(rows)"
+            fix = "fix: derive it from the rows, as in rows * 0 + 1, or use a number"
         raise _error(step.op, f"cannot run on a part of the rows: {error}", fix) from None
 
 
@@ -113,7 +115,7 @@ def _rows_of_results(op: Op, rule: Rule, operands: list[tuple[int, int]]) -> lis
     the operands with rows, and their dims. Raises PlanningError if the op mixes rows."""
     dims = [rule.operands[i][dim] for i, dim in operands]
     ragged = [rule.is_ragged(dim) for dim in dims]
-    factors = {f for dim in dims for product in dim for f in product if rule.size[f] > 1}
+    factors = {f for dim in dims for f in _factors(rule, dim)}
     if not any(ragged):
         alone = all(len(dim) == 1 for dim in dims) and len(factors) == 1
         if not alone and any(rule.dim_size(dim) > 1 for dim in dims):
@@ -124,12 +126,20 @@ def _rows_of_results(op: Op, rule: Rule, operands: list[tuple[int, int]]) -> lis
     for name, meta, result_dims in zip(op.results, op.call.results, rule.results, strict=True):
         if name is None or meta is None:
             continue
-        at = [i for i, dim in enumerate(result_dims) if rule.is_ragged(dim) or dim in dims]
+        at = [
+            i
+            for i, dim in enumerate(result_dims)
+            if rule.is_ragged(dim) or dim in dims or (factors and _factors(rule, dim) == factors)
+        ]
         if at:
             result.append((name, at[0]))
         elif not any(ragged) and op.phase == "forward":
             raise _error(op, "reduces over rows", _FIX)
     return result
+
+
+def _factors(rule: Rule, dim: Dim) -> set[str]:
+    return {f for product in dim for f in product if rule.size[f] > 1}
 
 
 def _error(op: Op, what: str, fix: str) -> PlanningError:

@@ -28,7 +28,6 @@ from dtensor.sharding.rules.build import (
     pattern,
     retarget,
     sized_call,
-    whole_dims,
 )
 from dtensor.sharding.rules.registry import Builder
 from dtensor.sharding.rules.rule import Rule
@@ -45,16 +44,17 @@ def _creation_builder(localize: Localizer) -> Builder:
 
 
 def _like_builder(localize: Localizer) -> Builder:
-    """Return a builder for ``new_zeros(x, sizes)``: x determines dtype and device. It may be split
-    if the result has its shape."""
+    """Return a builder for ``new_zeros(x, sizes)``: x determines dtype and device. Its dims may be
+    split with the dims of the result that have their sizes."""
 
     def build(call: OpCall) -> Rule:
         before, after = call.operands[0].shape, call.result.shape
-        source = (
-            " ".join(dim_names(len(before))) if before == after else whole_dims("x", len(before))
-        )
+        source = [
+            f"d{i}" if i < len(after) and after[i] == n else f"x{i}" for i, n in enumerate(before)
+        ]
         linear = ((0,),) if call.name == "aten.new_zeros.default" else ()
-        text = f"{source} -> {' '.join(dim_names(len(after)))}"
+        same = [f"~{factor}" for factor in source if factor.startswith("x")]
+        text = f"{' '.join(source)} -> {' '.join([*dim_names(len(after)), *same])}"
         return make(call, text, linear=linear, localize=localize)
 
     return build
