@@ -53,10 +53,10 @@ check.register_autograd(_grad, setup_context=_keep)
 
 
 class Experts(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, d: int, f: int) -> None:
         super().__init__()
-        self.up = nn.Parameter(torch.randn(E, D, F))
-        self.down = nn.Parameter(torch.randn(E, F, D))
+        self.up = nn.Parameter(torch.randn(E, d, f))
+        self.down = nn.Parameter(torch.randn(E, f, d))
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         rows, route = dt.to_experts(x, ids, E)
@@ -66,12 +66,12 @@ class Experts(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, d: int = D, f: int = F) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.zero = nn.Parameter(torch.zeros(D))
-        self.gate = nn.Linear(D, E)
-        self.experts = Experts()
+        self.zero = nn.Parameter(torch.zeros(d))
+        self.gate = nn.Linear(d, E)
+        self.experts = Experts(d, f)
 
     def forward(self, x: Tensor, ids: Tensor) -> Tensor:
         x = torch.ops.expert_layer.check(x + 0 * self.zero, TOKENS)

@@ -13,7 +13,8 @@ from torch import Tensor
 import dtensor as dt
 from dtensor.daft import TaskError
 from dtensor.errors import PlanningError
-from tests.api.expert_layer import EP, ROWS, TOKENS, E, Model, T, batch, loss_fn
+from tests.api.expert_layer import EP, ROWS, TOKENS, D, E, F, Model, T, batch, loss_fn
+from tests.runtime.test_memory import measure
 from tests.training import assert_same_bits
 
 BACKENDS = ["inprocess", pytest.param("ray", marks=pytest.mark.ray)]
@@ -27,9 +28,10 @@ class Run:
         pins: Any = EP,
         inputs: Any = EP_ROWS,
         zero: dict[str, int] | None = None,
+        sizes: tuple[int, int] = (D, F),
         **options: Any,
     ) -> None:
-        self.mesh, module = mesh, Model()
+        self.mesh, module = mesh, Model(*sizes)
         self.model = dt.parallelize(module, mesh, pins, zero=zero)
         self.optimizer = torch.optim.Adam(module.parameters(), lr=0.1)
         self.step = dt.train_step(self.model, loss_fn, self.optimizer, inputs=inputs, **options)
@@ -112,6 +114,17 @@ def test_plan_prints_memory_at_the_budget_and_at_the_bound() -> None:
 
 def size(line: str) -> str:
     return line.split("  ")[-1].strip()
+
+
+@pytest.mark.parametrize("first", [512, 1024], ids=["balanced", "all rows on one rank"])
+def test_measured_memory_is_the_balanced_one_and_the_bound(first: int) -> None:
+    run = Run(dt.Mesh(ep=2), sizes=(64, 32))
+    x, ids = torch.randn(1024, 64), torch.where(torch.arange(1024) < first, 0, 3)
+    ids[first // 2 : first] = 1
+    plan = run.step.plan(x, ids.view(-1, 1))
+    found = measure(run, (x, ids.view(-1, 1)))  # type: ignore[arg-type]
+    predicted, _ = plan.totals.memory_with("balanced" if first == 512 else "most")
+    assert predicted[0].total == pytest.approx(found[0]["peak"], rel=0.15)
 
 
 @pytest.mark.parametrize("inputs", [EP_ROWS, None], ids=["tokens split", "tokens whole"])

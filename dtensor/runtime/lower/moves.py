@@ -316,7 +316,9 @@ def _start_sized(b: RankBuilder, step: Redistribute) -> Started:
     )  # fmt: skip
     sent = tuple((piece, buffer) for piece, buffer in zip(flat, _bounds(b, move, sends=True)))
     received = tuple((f"{name}.{i}", buffer) for i, buffer in enumerate(_bounds(b, move, False)))
-    b.nbytes.update((piece, buffer.nbytes) for piece, buffer in (*sent, *received))
+    for pieces, spec in ((sent, move.src), (received, move.dst)):  # as long as if balanced
+        each = b.shared.nbytes(spec, b.coordinates) // len(parts)
+        b.nbytes.update((piece, each) for piece, _ in pieces)
     label = b.collective(
         "all_to_all", move.axis, sent, received, step.label, source=source, wait=False, of=step,
         sizes=Sizes(

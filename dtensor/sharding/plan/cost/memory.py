@@ -242,8 +242,14 @@ def _activations(
         values.storage[v]: nbytes for v, nbytes in gradients.items() if v in values.storage
     }
     new_gradients = [sum(gradient_bytes.get(name, 0) for name in names) for names in new_storages]
+    pieces = [
+        _bytes_of_pieces(step, values, values.last_use[values.storage[step.operands[0]]] > at)
+        if isinstance(step, Redistribute) and step.counts
+        else 0
+        for at, step in enumerate(walk)
+    ]
     saved, peak, above = _peaks(
-        new_storages, new_gradients, values, frozenset(permanent), first_backward
+        new_storages, new_gradients, pieces, values, frozenset(permanent), first_backward
     )
     return _Activations(once, saved, peak, above, _end_bytes(plan, stage, sum(gradients.values())))
 
@@ -259,6 +265,15 @@ def _local_nbytes(plan: PlanRecord, spec: TensorSpec, rows: Rows) -> int:
     sizes = list(spec.local_shape(origin))
     sizes[spec.ragged_dim] = most_rows
     return math.prod(sizes) * spec.dtype.itemsize
+
+
+def _bytes_of_pieces(step: Redistribute, values: _StageValues, is_read_later: bool) -> int:
+    """Return the bytes that exist in addition to the operand and the result of an exchange of rows,
+    while the rows are in pieces, one for each rank and one from each rank. ``is_read_later``:
+    whether the operand is read after the exchange."""
+    (move,) = step.moves
+    src, dst = values.bytes_of(move.src), values.bytes_of(move.dst)
+    return max(src, dst) if is_read_later else abs(src - dst)
 
 
 def _end_bytes(plan: PlanRecord, stage: int, gradients: int) -> int:
@@ -283,13 +298,15 @@ def base_of(plan: PlanRecord, name: str, step: Step) -> str | None:
 def _peaks(
     new_storages: Sequence[Sequence[str]],
     new_gradients: Sequence[int],
+    pieces: Sequence[int],
     values: _StageValues,
     permanent: frozenset[str],
     first_backward: int,
 ) -> tuple[int, int, int]:
     """Return the bytes that a microbatch keeps from forward to backward, its peak, and its peak if
-    gradients that do not exist yet are subtracted. ``new_storages`` and ``new_gradients``: for each
-    step of a microbatch, the storages that it creates, and the bytes of gradients among them."""
+    gradients that do not exist yet are subtracted. ``new_storages``, ``new_gradients`` and
+    ``pieces``: for each step of a microbatch, the storages that it creates, the bytes of gradients
+    among them, and the bytes that exist only during the step."""
     freed: dict[int, list[str]] = {}  # index of a step -> the storages that it uses last
     for name, at in values.last_use.items():
         if name not in permanent:
@@ -301,7 +318,8 @@ def _peaks(
             saved = live
         live += sum(values.nbytes[name] for name in names if name not in permanent)
         missing += new_gradients[at]
-        peak, above = max(peak, live), max(above, live + missing)
+        during = live + pieces[at]
+        peak, above = max(peak, during), max(above, during + missing)
         live -= sum(values.nbytes[name] for name in freed.get(at, ()))
     return saved, peak, above
 
