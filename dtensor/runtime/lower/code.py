@@ -106,6 +106,7 @@ class CodeBuilder:
             self.line(
                 text, reads, named, source, called=function, op=kernel_name, comment=kernel_name
             )
+            self._record_positions(call, results, source)
             return
         before = next(n for n in map("before_{}".format, itertools.count()) if self.is_unused(n))
         self.apply(versions, [operands], [before], source=source)
@@ -114,6 +115,17 @@ class CodeBuilder:
         self.apply(check_made, [named], (), kernel.name, result_types(), source=source)
         if not _is_view(call.target):
             self.apply(check_apart, [named, operands], (), kernel.name, source=source)
+
+    def _record_positions(
+        self, call: OpCall, results: Sequence[str | None], source: str | None
+    ) -> None:
+        """On a GPU, record that positions which the op returns need no check."""
+        if self.device.type != "cuda":
+            return
+        from dtensor.sharding.local.device_asserts import positions_of, record_positions
+
+        if (size := positions_of(call)) is not None and (index := results[1]) is not None:
+            self.apply(record_positions, [index], (), size, source=source)
 
     def _with_bias(self, call: OpCall, operands: Sequence[str], added: CodeLine) -> None:
         """Record one addmm for the product and its bias, if the line before is the product."""

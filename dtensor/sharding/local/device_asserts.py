@@ -7,7 +7,7 @@ On a CPU an op checks its indices, lengths and probabilities itself. On a GPU it
 after which the process can no longer use the GPU; a few kernels do not check and access memory out
 of bounds. So local code for GPUs checks the operands before each op in `CHECKS`
 (runtime/lower/code.py). A check waits for the GPU. Indices that an op of the program computed, such
-as the index of a maximum, are not checked.
+as the index of a maximum, are not checked; those of `topk` are recorded as checked.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from dtensor.sharding.local import local_forms
 from dtensor.sharding.local.in_range import check_range, record_check, was_checked
+from dtensor.sharding.ops.call import OpCall
 
 aten: Any = torch.ops.aten
 
@@ -210,6 +211,19 @@ _CALL_AN_OP: Mapping[object, int] = {
     local_forms.loss_over: 2,
 }
 """Functions that call an op, their first argument; the position of the op's first operand."""
+
+
+def positions_of(call: OpCall) -> int | None:
+    """Return the size of the dim whose positions the second result of the op holds; None for other
+    ops. These indices are recorded as checked, so that their users do not wait for the GPU."""
+    shape = call.operands[0].shape if call.operands else ()
+    if call.target is not aten.topk.default or not shape:
+        return None
+    return shape[call.arg(2, "dim", -1)]
+
+
+def record_positions(index: Tensor, size: int) -> None:
+    record_check(index, (size, 0, None))
 
 
 def check_before(target: object, args: Sequence[object]) -> tuple[Callable[..., None], int] | None:

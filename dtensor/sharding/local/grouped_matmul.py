@@ -10,16 +10,21 @@ import this module lazily; ops/experts.py uses the other functions.
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 aten: Any = torch.ops.aten
 
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _GPU_KERNEL_DTYPES = (torch.bfloat16,)  # for others, torch loops on the host and waits for offsets
+
+_read: MutableMapping[Tensor, tuple[int, Sequence[int]]] = WeakIdKeyDictionary()
+"""The version of each tensor on a GPU at its last read, and the numbers that were read."""
 
 
 def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor | None, groups: list[int] | None) -> Tensor:
@@ -60,10 +65,9 @@ def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor | None, groups: list[int] |
 
 
 def stops_of(counts: Tensor, length: int) -> list[int]:
-    """Return where the rows of each expert end, from counts[E]. Waits if the counts are on a GPU.
+    """Return where the rows of each expert end, from counts[E]; see `numbers_of`.
     Raises IndexError if a count is negative or the counts exceed ``length``, the number of rows."""
-    untyped_counts: Any = counts
-    numbers: list[int] = untyped_counts.tolist()
+    numbers = numbers_of(counts)
     stops = list(accumulate(numbers))
     if (numbers and min(numbers) < 0) or (stops and stops[-1] > length):
         raise IndexError(
@@ -71,6 +75,24 @@ def stops_of(counts: Tensor, length: int) -> list[int]:
             f"{numbers}"
         )
     return stops
+
+
+def numbers_of(counts: Tensor) -> list[int]:
+    """Return the counts as ints. Waits if they are on a GPU, and only once for all ops that use the
+    same tensor, while it is not written to."""
+    read = None if counts.is_cpu or counts.is_inference() else _read.get(counts)
+    if read is not None and read[0] == counts._version:
+        return list(read[1])
+    untyped_counts: Any = counts
+    numbers: list[int] = untyped_counts.tolist()
+    record_numbers(counts, numbers)
+    return numbers
+
+
+def record_numbers(counts: Tensor, numbers: Sequence[int]) -> None:
+    """Record the numbers of counts on a GPU that the host has read already."""
+    if not (counts.is_cpu or counts.is_inference()):
+        _read[counts] = counts._version, tuple(numbers)
 
 
 def expert_products(rows: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None) -> Tensor:

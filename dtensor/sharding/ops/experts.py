@@ -7,7 +7,7 @@
 
 On a rank, N is the number of rows that arrived, and E the number of local experts. Rows from
 counts.sum() on are no rows: results neither read them nor depend on them, and are 0 there. Sums run
-in float32, or float64. If the counts are on the CPU, the host never waits for a GPU.
+in float32, or float64. If the counts are on the CPU, the host never waits for a GPU after `route`.
 """
 
 # Torch leaves the types of its registration functions and of `torch.ops` open.
@@ -16,6 +16,7 @@ in float32, or float64. If the counts are on the CPU, the host never waits for a
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -25,16 +26,30 @@ from dtensor.numerics import accumulation_dtype
 from dtensor.sharding.local.grouped_matmul import (
     expert_outer_products,
     expert_products,
+    numbers_of,
+    record_numbers,
     stops_of,
 )
+from dtensor.sharding.local.in_range import was_checked
 from dtensor.sharding.ops.library import LIBRARY, define
 
 
 def _route(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the rows of each expert [E], and the expert and the slot of each row [T k], sorted by
-    expert (stable). Slots with id -1 are last. Raises IndexError for an id outside -1:E."""
+    expert (stable). Slots with id -1 are last. Raises IndexError for an id outside -1:E. Reads the
+    result and the range of the ids in one wait for a GPU, or not at all if the ids are known to be
+    experts."""
     flat = ids.reshape(-1).long()
-    least, most = torch.stack(flat.aminmax()).tolist() if len(flat) else (0, 0)
+    are_experts = flat.numel() == 0 or was_checked(ids, (num_experts, 0, None))
+    expert, slot = torch.sort(
+        flat if are_experts else torch.where(flat < 0, num_experts, flat), stable=True
+    )
+    starts = torch.searchsorted(expert, torch.arange(num_experts + 1, device=ids.device))
+    counts = starts.diff()
+    if are_experts:
+        return counts, expert, slot
+    untyped_numbers: Any = torch.cat([torch.stack(flat.aminmax()), counts])
+    least, most, *numbers = untyped_numbers.tolist()
     if least < -1 or most >= max(num_experts, 1):
         raise IndexError(
             f"Expert id {least if least < -1 else most} is outside -1..{num_experts - 1}, the ids "
@@ -42,26 +57,25 @@ def _route(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
             f"fix: ids.masked_fill((ids < 0) | (ids >= {num_experts}), -1), or the right number of "
             "experts"
         )
-    key = flat if least >= 0 else torch.where(flat < 0, num_experts, flat)
-    expert, slot = torch.sort(key, stable=True)
-    starts = torch.searchsorted(expert, torch.arange(num_experts + 1, device=ids.device))
+    record_numbers(counts, numbers)
     if least < 0:
         expert.masked_fill_(expert == num_experts, -1)
-    return starts.diff(), expert, slot
+    return counts, expert, slot
 
 
 def held_route(ids: Tensor, num_experts: int, held: list[int]) -> tuple[Tensor, Tensor, Tensor]:
     """Return the results of `route` for the experts that the rank holds, the counts in host memory.
     ``held``: intervals of experts as a flat list [start, stop, start, ...]."""
     counts, expert, slot = _route(ids, num_experts)
-    counts = counts.cpu()
-    stops: list[int] = [0, *counts.cumsum(0).tolist()]
+    numbers = numbers_of(counts)
+    stops = [0, *accumulate(numbers)]
     spans = list(zip(held[::2], held[1::2], strict=True))
     none = [slot[:0]]
     expert, slot = (
         torch.cat([x[stops[lo] : stops[hi]] for lo, hi in spans] or none) for x in (expert, slot)
     )
-    return torch.cat([counts[lo:hi] for lo, hi in spans] or [counts[:0]]), expert, slot
+    of_experts = [n for lo, hi in spans for n in numbers[lo:hi]]
+    return torch.tensor(of_experts, dtype=torch.int64), expert, slot
 
 
 def _take_rows(x: Tensor, slot: Tensor, counts: Tensor, weights: Tensor | None, k: int) -> Tensor:

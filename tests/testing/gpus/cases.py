@@ -398,6 +398,42 @@ def trained_experts(device: str) -> Mapping[str, Any]:
         return {"losses": losses, **dt.gather_state_dict(model, optimizer)["model"]}
 
 
+class ExpertLayer(nn.Module):
+    """Sends the rows of tokens to their experts, top 2 of 4."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(16, 4)
+        self.up = nn.Parameter(torch.randn(4, 16, 32) / 4)
+        self.down = nn.Parameter(torch.randn(4, 32, 16) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.router(x).softmax(-1).topk(2)
+        rows, route = dt.to_experts(x, ids, 4)
+        h = dt.expert_linear(rows, self.up, route).relu()
+        return x + dt.from_experts(dt.expert_linear(h, self.down, route), route, weights)
+
+
+def experts_step(*, is_split: bool, inputs: Mapping[str, Any]) -> dt.TrainStep:
+    """Return a training step of two layers of experts, split over ep or whole."""
+    torch.manual_seed(0)
+    net = nn.Sequential(ExpertLayer(), ExpertLayer())
+    pins: dict[str, Any] = {"*.up": dict(ep=dt.Shard(0)), "*.down": dict(ep=dt.Shard(0))}
+    model = dt.parallelize(net, dt.Mesh(ep=2), pins if is_split else {})
+    return dt.train_step(model, _square, sgd(net), inputs=inputs)
+
+
+def expert_layers(*, is_split: bool = True, **inputs: dt.Placement) -> Body:
+    def body(device: str) -> Mapping[str, Any]:
+        step = experts_step(is_split=is_split, inputs=inputs)
+        x = torch.randn(12, 16, generator=torch.Generator().manual_seed(1))
+        with dt.launch(step.model.mesh, backend(device), device=device):
+            losses = [float(step(x)) for _ in range(3)]
+            return {"losses": losses, **dt.gather_state_dict(step.model, step.optimizer)["model"]}
+
+    return body
+
+
 def _sorted_rows(x: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
     return x[ids.argsort(stable=True)], (ids[:, None] == torch.arange(4, device=ids.device)).sum(0)
 
@@ -532,6 +568,9 @@ def cases() -> Iterator[Case]:
     yield Case("grouped product, by expert", 2, grouped(tp=dt.Shard(0)), 1e-2)
     yield Case("grouped product, within", 2, grouped(tp=dt.Shard(2)), 1e-2)
     yield Case("experts trained", 2, trained_experts, 1e-2)
+    yield Case("experts, tokens split", 2, expert_layers(ep=dt.Row()), 2e-5)
+    yield Case("experts, tokens whole", 2, expert_layers(), 2e-5)
+    yield Case("experts whole, tokens split", 2, expert_layers(is_split=False, ep=dt.Row()), 2e-5)
     yield Case("rows to ranks and back", 2, routed_rows)
     yield Case("profile and trace", 2, timed)
     yield Case("failed steps", 2, failed)

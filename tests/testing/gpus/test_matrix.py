@@ -38,10 +38,13 @@ FEW = [
     "transfer between meshes",
     "grouped product, by expert",
     "rows to ranks and back",
+    "experts, tokens split",
+    "experts, tokens whole",
+    "experts whole, tokens split",
 ]
 
 
-@pytest.mark.default("grouped product, by expert", "rows to ranks and back")
+@pytest.mark.default("grouped product, by expert", "experts, tokens split")
 @pytest.mark.parametrize("name", FEW)
 def test_simulated_gpu_case_matches_cpu_without_races(name: str) -> None:
     with without_kernels():
@@ -52,6 +55,17 @@ def test_simulated_gpu_case_matches_cpu_without_races(name: str) -> None:
 def test_host_waits_once_for_counts_of_sized_exchanges() -> None:
     waits = waits_of(PROGRAMS["rows to ranks and back"])
     assert [n for wait, n in waits.items() if "engine.py" in wait.line] == [2]  # ranks
+
+
+@pytest.mark.default("tokens split")
+@pytest.mark.parametrize("how", ["tokens split", "tokens whole", "experts whole"])
+def test_layer_of_experts_waits_once_for_counts(how: str) -> None:
+    """Neither the combine, nor a product, nor the backward waits."""
+    with without_kernels():
+        waits = waits_of(PROGRAMS[f"two layers of experts, {how}"])
+    lines = ("engine.py:479", "grouped_matmul.py", "ops/experts.py", "in_range.py")
+    found = {wait.line: n for wait, n in waits.items() if any(e in wait.line for e in lines)}
+    assert list(found.values()) == [4], found  # 2 layers on 2 ranks
 
 
 MUTATIONS = [each for each in mutations() if each.file in {*WIRE, "transport.py"}]

@@ -66,6 +66,14 @@ def product(**placed: dt.Placement) -> Generator[Callable[[], object]]:
 
 
 @contextmanager
+def expert_layers(**given: Any) -> Generator[Callable[[], object]]:
+    step = cases.experts_step(**given)
+    x = torch.randn(12, 16, generator=torch.Generator().manual_seed(1))
+    with dt.launch(step.model.mesh, "ray", device="cuda"):
+        yield lambda: float(step(x))
+
+
+@contextmanager
 def routed() -> Generator[Callable[[], object]]:
     with daft.launch_cluster(RANKS, backend="ray", device="cuda") as cluster:
         handle = cluster.load(cases.routed(RANKS))
@@ -79,6 +87,13 @@ PROGRAMS: Mapping[str, Program] = {
     "a token, tp2": token,
     "grouped product, experts whole": product,
     "grouped product, by expert": lambda: product(tp=dt.Shard(0)),
+    "two layers of experts, tokens split": lambda: expert_layers(
+        is_split=True, inputs=dict(ep=dt.Row())
+    ),
+    "two layers of experts, tokens whole": lambda: expert_layers(is_split=True, inputs={}),
+    "two layers of experts, experts whole": lambda: expert_layers(
+        is_split=False, inputs=dict(ep=dt.Row())
+    ),
     "rows to ranks and back": routed,
 }
 RANKS = 2
