@@ -13,6 +13,7 @@ from torch import nn
 import dtensor as dt
 from dtensor.errors import PlanningError
 from dtensor.sharding.plan.choose.routes import check_orders
+from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.steps import Redistribute, Step
 from dtensor.sharding.redistribute.moves import moves
 from dtensor.sharding.redistribute.topology import Topology
@@ -91,8 +92,7 @@ class Experts(nn.Module):
         return dt.from_experts(dt.expert_linear(h, self.down, route), route, weights)
 
 
-def _sent(mesh: dt.Mesh, pins: dict[str, dict[str, dt.Placement]], **inputs: dt.Placement) -> int:
-    """Return the bytes that a rank sends in the forward, without the loss."""
+def _plan(mesh: dt.Mesh, pins: dict[str, dict[str, dt.Placement]], **inputs: dt.Placement) -> Plan:
     model = dt.parallelize(Experts(), mesh, pins)
     step = dt.train_step(
         model,
@@ -100,7 +100,11 @@ def _sent(mesh: dt.Mesh, pins: dict[str, dict[str, dt.Placement]], **inputs: dt.
         torch.optim.SGD(model.parameters()),
         inputs=inputs or None,
     )
-    plan = step.plan(torch.empty(1024, 64, device="meta"))
+    return step.plan(torch.empty(1024, 64, device="meta"))
+
+
+def _sent(plan: Plan) -> int:
+    """Return the bytes that a rank sends in the forward, without the loss."""
     return sum(c.bytes_sent for c in plan.collectives if c.phase == "forward")
 
 
@@ -109,9 +113,16 @@ def test_bytes_of_each_strategy_are_those_of_the_formulas() -> None:
     on_ep = {"up": dict(ep=dt.Shard(0)), "down": dict(ep=dt.Shard(0))}
     exchanged = 2 * (tokens // n) * k * width * 4 * (n - 1) // n
     counts = 8 * 8 * (n - 1)
-    assert _sent(dt.Mesh(ep=n), on_ep, ep=dt.Row()) == exchanged + counts
-    assert _sent(dt.Mesh(ep=n), on_ep) == 2 * tokens * width * 4 * (n - 1) // n
-    assert _sent(dt.Mesh(dp=2), {}, dp=dt.Row()) == 0
+    assert _sent(_plan(dt.Mesh(ep=n), on_ep, ep=dt.Row())) == exchanged + counts
+    assert _sent(_plan(dt.Mesh(ep=n), on_ep)) == 2 * tokens * width * 4 * (n - 1) // n
+    assert _sent(_plan(dt.Mesh(dp=2), {}, dp=dt.Row())) == 0
+
+
+def test_plan_says_how_often_the_host_waits_for_counts() -> None:
+    on_ep = {"up": dict(ep=dt.Shard(0)), "down": dict(ep=dt.Shard(0))}
+    line = "  on GPUs, the host waits once, for the counts of rows of experts"
+    assert line in str(_plan(dt.Mesh(ep=2), on_ep, ep=dt.Row())).splitlines()
+    assert "host waits" not in str(_plan(dt.Mesh(ep=2), on_ep))
 
 
 def test_rows_that_return_in_another_order_are_refused() -> None:

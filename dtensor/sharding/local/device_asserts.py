@@ -219,7 +219,8 @@ def positions_of(call: OpCall) -> int | None:
     shape = call.operands[0].shape if call.operands else ()
     if call.target is not aten.topk.default or not shape:
         return None
-    return shape[call.arg(2, "dim", -1)]
+    dim: int = call.arg(2, "dim", -1)
+    return shape[dim]
 
 
 def record_positions(index: Tensor, size: int) -> None:
