@@ -11,6 +11,7 @@ with --simulate the predicted seconds of a step on H100s.
 from __future__ import annotations
 
 import argparse
+import itertools
 import resource
 import time
 from typing import Any
@@ -43,7 +44,7 @@ def stages(layers: int, num: int) -> list[list[str]]:
     each = -(-layers // num)
     starts = [min(n * each, layers) for n in range(num + 1)]
     lists = [
-        [f"model.layers.{{{lo}..{hi - 1}}}.*"] for lo, hi in zip(starts, starts[1:]) if lo < hi
+        [f"model.layers.{{{lo}..{hi - 1}}}.*"] for lo, hi in itertools.pairwise(starts) if lo < hi
     ]
     lists[0] += ["model.embed_tokens*"]
     lists[-1] += ["model.norm*", "lm_head*"]
