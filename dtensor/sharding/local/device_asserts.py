@@ -21,7 +21,6 @@ from torch import Tensor
 
 from dtensor.sharding.local import local_forms
 from dtensor.sharding.local.in_range import check_range, record_check, was_checked
-from dtensor.sharding.ops.call import OpCall
 
 aten: Any = torch.ops.aten
 
@@ -213,17 +212,8 @@ _CALL_AN_OP: Mapping[object, int] = {
 """Functions that call an op, their first argument; the position of the op's first operand."""
 
 
-def positions_of(call: OpCall) -> int | None:
-    """Return the size of the dim whose positions the second result of the op holds; None for other
-    ops. These indices are recorded as checked, so that their users do not wait for the GPU."""
-    shape = call.operands[0].shape if call.operands else ()
-    if call.target is not aten.topk.default or not shape:
-        return None
-    dim: int = call.arg(2, "dim", -1)
-    return shape[dim]
-
-
 def record_positions(index: Tensor, size: int) -> None:
+    """Record that an op computed positions in a dim of this size, which need no check."""
     record_check(index, (size, 0, None))
 
 
