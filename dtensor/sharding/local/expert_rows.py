@@ -46,8 +46,9 @@ def check_received(counts: Sequence[Tensor], budget: Budget) -> None:
 def check_held(ids: Tensor, budget: Budget) -> None:
     """Raise RuntimeError if a member would hold more rows than the budget. ``ids``: of the tokens,
     which each member has."""
-    counts = torch.bincount(ids.reshape(-1) + 1, minlength=len(budget.experts) + 1)[1:]
-    _check(counts, budget, "hold", "")
+    experts = torch.arange(len(budget.experts) + 1, dtype=ids.dtype, device=ids.device)
+    starts = torch.searchsorted(ids.reshape(-1).sort().values, experts)
+    _check(starts.diff(), budget, "hold", "")
 
 
 def _check(counts: Tensor, budget: Budget, verb: str, place: str) -> None:
