@@ -155,15 +155,16 @@ def _schedule_name(text: str) -> str:
 
 
 def _zero_level(text: str) -> dict[str, int]:
-    """Return the level of the axis in ``AXIS=LEVEL``, or {} for ``none``."""
-    if text.lower() == "none":
-        return {}
-    axis, _, level = text.partition("=")
-    if not axis or level not in ("0", "1", "2", "3"):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no axis with a level of 1, 2 or 3.\nfix: dp=3"
-        )
-    return {axis: int(level)}
+    """Return the level of each axis in ``AXIS=LEVEL,...``, or {} for ``none``."""
+    levels: dict[str, int] = {}
+    for part in () if text.lower() == "none" else text.split(","):
+        axis, _, level = part.partition("=")
+        if not axis or level not in ("0", "1", "2", "3"):
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is no axis with a level of 1, 2 or 3.\nfix: dp=3"
+            )
+        levels[axis] = int(level)
+    return levels
 
 
 # -- the table -------------------------------------------------------------------------------------
@@ -259,8 +260,8 @@ STRATEGY = OptionGroup(
         ),
         "zero": dict(
             type=_zero_level,
-            metavar="AXIS=LEVEL",
-            help="ZeRO over an axis: level 1 shards the optimizer state, 2 also the gradients, 3 "
+            metavar="AXIS=LEVEL,...",
+            help="ZeRO over axes: level 1 shards the optimizer state, 2 also the gradients, 3 "
             "also the parameters; or none",
         ),
         "recompute": dict(

@@ -335,7 +335,7 @@ class _Contents:
                 for split in axis_splits(plan, axis)
             ],
             "stages": [list(p) for p in plan.auto] if axis == plan.stage_axis else [],
-            "zero": plan.zero[1] if plan.zero and plan.zero[0] == axis else 0,
+            "zero": plan.zero.level if plan.zero and axis in plan.zero.axes else 0,
         }
 
 

@@ -75,8 +75,8 @@ class Reasons:
         """Return the user's option, such as ``zero=``, that causes a collective; "" if pins do."""
         match step:
             case Redistribute() if step.bucket:
-                axis, level = self.plan.zero or ("", 0)
-                return f"zero={{{axis!r}: {level}}}" if axis == step.axis else ""
+                zero = self.plan.zero
+                return str(zero) if zero is not None and step.axis in zero.axes else ""
             case Transfer() | Redistribute(tied=(_, *_)):
                 option = "stages that are found" if self.plan.auto else "stages="
                 return f"{option} on {self.plan.stage_axis}"

@@ -153,7 +153,7 @@ def test_stored_spec_splits_expected_dim_over_zero_axis(
 ) -> None:
     mesh = dt.Mesh(dp=4, tp=2)
     spec = make_spec(shape, torch.float32, mesh, stated)
-    found = stored_spec(spec, "dp")
+    found = stored_spec(spec, ("dp",))
     assert (None if found is None else str(found)) == expected
     if found is not None:
         total = sum(found.local_nbytes(mesh.coordinates(r)) for r in range(8))

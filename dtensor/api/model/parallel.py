@@ -40,6 +40,7 @@ from dtensor.errors import (
 from dtensor.frontend.graph import named_tensors
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.request import OnMisaligned, dealt
+from dtensor.sharding.plan.storage import Zero
 from dtensor.sharding.spec.mesh import Mesh, check_mesh
 from dtensor.sharding.spec.placements import REPLICATE, Placement
 
@@ -72,7 +73,7 @@ class ParallelModule(AsModule):
         placements: tuple[ParameterPlacement, ...],
         stages: StagePlan,
         init: Init | None = None,
-        zero: tuple[str, int] | None = None,
+        zero: Zero | None = None,
         recompute: tuple[str, ...] = (),
         misaligned: OnMisaligned = "redistribute",
         patterns: Mapping[str, StatedRoles] | None = None,
@@ -288,8 +289,10 @@ def parallelize(
         init: how each rank makes its parameters of a module on the meta device: "reset" (the
             reset_parameters of each submodule), a function of the model, called after those, or a
             function without arguments that builds the model again.
-        zero: one axis -> a level. Over the axis, level 1 stores the optimizer's state sharded, 2
-            also the gradients, 3 also the parameters, which are gathered before use and then freed.
+        zero: axis -> a level, the same for each axis. Level 1 stores the optimizer's state sharded
+            over the axes, 2 also the gradients, 3 also the parameters, which are gathered before
+            use and then freed. A parameter that is split over one of the axes by its placement is
+            stored over the others.
         recompute: globs over names of modules whose activations are not stored for the backward but
             computed again. `train_step` has this argument too.
         misaligned: what to do if a placement does not line up with a program's use of the dim (352
@@ -315,7 +318,7 @@ def parallelize(
     plan = resolve_stages(module, mesh, stages)
     placed = resolve_placements(module, mesh, placements or {}, stage_axis=plan.axis)
     recomputed = () if recompute is None else checked_recompute(recompute, module)
-    zero_axis = checked_zero(zero, mesh, plan.axis)
+    stated_zero = checked_zero(zero, mesh, plan.axis)
     check_word("misaligned", misaligned, get_args(OnMisaligned))
     return ParallelModule(
         module,
@@ -323,7 +326,7 @@ def parallelize(
         placed,
         plan,
         init,
-        zero_axis,
+        stated_zero,
         recomputed,
         cast(OnMisaligned, misaligned),
         dict(placements or {}),
@@ -359,34 +362,36 @@ def chosen_placements(plan: Plan) -> dict[str, dict[str, Placement]]:
     return placements
 
 
-def checked_zero(
-    zero: Mapping[str, int] | None, mesh: Mesh, stage_axis: str | None
-) -> tuple[str, int] | None:
-    """Return the axis and level of ``zero=``, or None if nothing would be sharded: without an axis,
-    at level 0, or on an axis of size 1. Raises PlanningError for an invalid value."""
+def checked_zero(zero: Mapping[str, int] | None, mesh: Mesh, stage_axis: str | None) -> Zero | None:
+    """Return the axes and level of ``zero=``, or None if nothing would be sharded: without an axis,
+    at level 0, or on axes of size 1. Raises PlanningError for an invalid value."""
     if zero is not None and not isinstance(zero, Mapping):
         axis = "dp" if "dp" in mesh.axes else some_axis(mesh)
         fix = f'zero={{"{axis}": 3}}' if mesh.axes else "leave zero= out, the mesh has no axis"
         raise PlanningError(f"zero={zero!r} is not a mapping of an axis to a level; fix: {fix}")
-    if not zero:
-        return None
-    if len(zero) > 1:
-        raise PlanningError(
-            f"zero={dict(zero)} names {len(zero)} axes, and state is stored split over one.\n"
-            f"fix: zero={dict([next(iter(zero.items()))])}"
+    stated = dict(zero or {})
+    for axis, level in stated.items():
+        mesh.axis_size(axis)
+        if type(level) is not int or level not in (0, 1, 2, 3):
+            raise PlanningError(
+                f"zero={stated}: the level is 1 (optimizer state), 2 (gradients too) or "
+                f"3 (parameters too), not {level!r}; fix: zero={dict.fromkeys(stated, 1)}"
+            )
+    levels = {level for level in stated.values() if level}
+    if stage_axis in stated:
+        others = [a for a in stated if a != stage_axis]
+        others = others or [a for a, n in mesh.shape.items() if a != stage_axis and n > 1][:1]
+        fix = (
+            f"zero={dict.fromkeys(others, max(levels, default=1))}" if others else "leave zero= out"
         )
-    axis, level = next(iter(zero.items()))
-    size = mesh.axis_size(axis)
-    if type(level) is not int or level not in (0, 1, 2, 3):
         raise PlanningError(
-            f"zero={dict(zero)}: the level is 1 (optimizer state), 2 (gradients too) or "
-            f"3 (parameters too), not {level!r}; fix: zero={{{axis!r}: 1}}"
-        )
-    if axis == stage_axis:
-        other_axes = [a for a, n in mesh.shape.items() if a != axis and n > 1]
-        fix = f"zero={{{other_axes[0]!r}: {level}}}" if other_axes else "leave zero= out"
-        raise PlanningError(
-            f"zero={dict(zero)}: the axis {axis!r} holds the pipeline's stages, whose parameters "
+            f"zero={stated}: the axis {stage_axis!r} holds the pipeline's stages, whose parameters "
             f"differ; fix: {fix}"
         )
-    return (axis, level) if level and size > 1 else None
+    if len(levels) > 1:
+        raise PlanningError(
+            f"zero={stated}: the levels differ, and one level is for all axes.\n"
+            f"fix: zero={dict.fromkeys(stated, max(levels))}"
+        )
+    axes = tuple(a for a, size in mesh.shape.items() if size > 1 and stated.get(a))
+    return Zero(axes, levels.pop()) if axes else None

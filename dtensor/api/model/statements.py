@@ -42,6 +42,7 @@ from dtensor.runtime.lower.timetable import ONE_BY_ONE, GridTimetable
 from dtensor.sharding.plan.dataflow import Dataflow, Input
 from dtensor.sharding.plan.planner import plan
 from dtensor.sharding.plan.request import OnMisaligned, Request, Search, Training
+from dtensor.sharding.plan.storage import Zero
 from dtensor.sharding.redistribute.topology import Topology
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import Placement
@@ -327,12 +328,12 @@ def _training(options: Options, graph: Graph) -> Training | None:
     return replace(options.training, trained=options.training.trained & parameters)
 
 
-def _zero(models: Models) -> tuple[str, int] | None:
-    """Return the common ``zero=`` as (axis, level), or None. Raises PlanningError if two models
+def _zero(models: Models) -> Zero | None:
+    """Return the common ``zero=``, or None. Raises PlanningError if two models
     state different values."""
     stated = {model.zero for model in models.parts.values() if model.zero is not None}
     if len(stated) > 1:
-        texts = " and ".join(f"zero={{{axis!r}: {level}}}" for axis, level in sorted(stated))
+        texts = " and ".join(sorted(map(str, stated)))
         raise PlanningError(
             f"the modules of a call state {texts}.\n"
             f"fix: state the same for each, or for one of them alone"

@@ -6,7 +6,7 @@
 A plan fixes the homes of the values that its program uses. A sync moves all values and may precede
 any program. It then uses a default home: the placement that another program of the model settled,
 else the stated placement, else replicated (also for a role, whose dims only a program shows).
-ZeRO-3 also splits a parameter over its axis, and a value of a stage is on the ranks of that stage.
+ZeRO-3 also splits a parameter over its axes, and a value of a stage is on the ranks of that stage.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def _stated_home(
     with without_hook():
         shape, dtype = tuple(tensor.shape), tensor.dtype
     spec = make_spec(shape, dtype, model.mesh, stated)
-    if model.zero is not None and model.zero[1] == 3 and isinstance(tensor, nn.Parameter):
-        spec = stored_spec(spec, model.zero[0]) or spec
+    if model.zero is not None and model.zero.level == 3 and isinstance(tensor, nn.Parameter):
+        spec = stored_spec(spec, model.zero.axes) or spec
     stages = model.stage_plan
     everyone = tuple(range(model.mesh.size))
     if not stages.axis or stages.waiting or name not in stages.held:

@@ -151,7 +151,7 @@ def _pack_contribution(b: RankBuilder, step: Redistribute) -> tuple[tuple[str, B
     """Emit the code that packs what this rank contributes to a gather: its shards or, in place, its
     slices of full values. Return the one flat buffer."""
     coordinates, flat, local = b.coordinates, f"{b.value(step.name)}.mine", f"{step.name}_mine"
-    specs = [m.dst if step.in_place else m.src for m in step.moves]
+    specs = step.written_specs if step.in_place else [m.src for m in step.moves]
     wheres = tuple(
         (given(w, m.src, coordinates, coordinates),) for w, m in zip(specs, step.moves, strict=True)
     )
@@ -249,12 +249,10 @@ def _layout(b: RankBuilder, step: Redistribute) -> Layout:
     coordinates, peers = b.coordinates, _peers(b, step.axis)
     return tuple(
         (
-            move.dst.local_shape(coordinates),
-            tuple(
-                (move.src.local_shape(p), taken(move.src, move.dst, p, coordinates)) for p in peers
-            ),
+            dst.local_shape(coordinates),
+            tuple((move.src.local_shape(p), taken(move.src, dst, p, coordinates)) for p in peers),
         )
-        for move in step.moves
+        for move, dst in zip(step.moves, step.written_specs, strict=True)
     )
 
 

@@ -77,7 +77,7 @@ class Plan(PlanRecord):
     ``name``, ``mesh``, ``num_stages``, ``num_microbatches``, ``topology`` and ``schedule`` are
     inputs of planning. ``inputs``, ``steps`` and ``outputs`` are records with a name and a
     ``spec``. ``regions``: the recomputed regions. ``plain``: the plan without recomputation, or
-    None. ``zero``: (the axis over which state is stored split, the ZeRO level), or None.
+    None. ``zero``: the axes over which state is stored split and the ZeRO level, or None.
     """
 
     plain: Plan | None = field(default=None, repr=False)

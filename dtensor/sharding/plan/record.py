@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol
 
 from dtensor.sharding.plan.dataflow import Dataflow, InputKind, OutputKind
 from dtensor.sharding.plan.steps import Step
+from dtensor.sharding.plan.storage import Zero
 from dtensor.sharding.redistribute.topology import Topology
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import Shard
@@ -70,7 +71,7 @@ class PlannedInput:
 
     ``misaligned``: pins that determine only how the input is stored: it is used with replicas on
     their axes, and ``pinned`` is its spec with them. ``zero``: the ZeRO level. ``stored``: the spec
-    split over the ZeRO axis, or None; at level 1 the optimizer state has this spec, at level 2 the
+    split over ZeRO axes, or None; at level 1 the optimizer state has this spec, at level 2 the
     gradient too, at level 3 the parameter too.
     """
 
@@ -98,6 +99,12 @@ class PlannedInput:
     def state(self) -> TensorSpec:
         """The spec of a parameter's optimizer state."""
         return self.base if self.stored is None else self.stored
+
+    @property
+    def stored_axes(self) -> tuple[str, ...]:
+        """The ZeRO axes that split the state of a parameter."""
+        base, state = self.base, self.state
+        return tuple(a for a in base.mesh.axes if base.placement(a) != state.placement(a))
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,8 +255,8 @@ class Timetable(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class PlanTerms:
-    """The fields that a `Request` shares with its plan. ``mesh``: the user's mesh; ``zero``: (the
-    axis over which the state of parameters is stored split, the ZeRO level), or None."""
+    """The fields that a `Request` shares with its plan. ``mesh``: the user's mesh; ``zero``: the
+    axes over which the state of parameters is stored split and the ZeRO level, or None."""
 
     name: str
     flow: Dataflow
@@ -260,7 +267,7 @@ class PlanTerms:
     microbatches_stated: int | None = None  # the stated number if the batch has too few rows
     topology: Topology = field(default_factory=Topology)
     capacity: float | None = None  # a budget of rows by expert: times the balanced rows of a rank
-    zero: tuple[str, int] | None = None
+    zero: Zero | None = None
     auto: tuple[tuple[str, ...], ...] = field(default=(), compare=False)  # patterns of auto stages
     by_microbatch: tuple[str, ...] = ()  # modules with statistics of each microbatch (batch norm)
     model: str = field(default="", compare=False)  # the class of the module; several are joined
@@ -269,6 +276,17 @@ class PlanTerms:
     def num_stages(self) -> int:
         """The number of pipeline stages; 1 without a pipeline."""
         return self.flow.num_stages
+
+    def scatter_order(self, axes: Sequence[str]) -> tuple[str, ...]:
+        """Return ``axes`` with the ZeRO axes among them in the order in which gradients are
+        scattered over them: the fastest first because it sends the most bytes, then the smallest,
+        then the order of the mesh. Parameters are gathered in the reverse order."""
+        zero_axes = () if self.zero is None else self.zero.axes
+        if len(zero_axes) < 2:
+            return tuple(axes)
+        key = {a: (-self.topology.bandwidth_of(a), self.mesh.axis_size(a)) for a in zero_axes}
+        ordered = iter(sorted(zero_axes, key=key.__getitem__))
+        return tuple(next(ordered) if axis in zero_axes else axis for axis in axes)
 
     def terms(self) -> Mapping[str, Any]:
         """Return the fields of `PlanTerms` by name."""

@@ -195,7 +195,8 @@ class Redistribute(_Step):
       or gathers the parameters of a layer that are stored split. A gather starts where the step
       stands; ranks wait for it at the first use.
     - A bucket without ``results`` gathers updated parameters in place. Its operands are inputs of
-      the plan: each rank has updated its slice, and the full values are written to the inputs.
+      the plan: each rank has updated its slice, and the gathered values are written to the inputs.
+      ``into`` are the specs of the inputs if the moves gather only a part of each value.
     - ``tied``: sums the gradients of one parameter over the stages that use it, one operand from
       each. The specs of the moves have the stage axis too (`over_stages`).
     - With ``counts``: exchanges rows between tokens and experts. ``counts`` is the value with the
@@ -218,6 +219,7 @@ class Redistribute(_Step):
     tied: tuple[int, ...] = ()
     counts: str = ""
     counts_spec: TensorSpec | None = None
+    into: tuple[TensorSpec, ...] = ()
     op: ClassVar[None] = None
 
     @property
@@ -281,14 +283,19 @@ class Redistribute(_Step):
     def reads(self) -> tuple[str, ...]:
         return (*self.operands, self.counts) if self.counts else self.operands
 
+    @property
+    def written_specs(self) -> tuple[TensorSpec, ...]:
+        """The specs of the inputs that a gather in place writes."""
+        return self.into or tuple(move.dst for move in self.moves)
+
     def reads_as(self) -> Iterator[tuple[int, str, TensorSpec]]:
         """Yield (stage, name, spec) of each operand as it is read. A gather in place reads the full
-        parameters, whose slices it completes: the destination's spec."""
+        parameters, whose slices it completes."""
         for at, (name, move) in enumerate(zip(self.operands, self.moves, strict=True)):
             if self.tied:
                 yield self.tied[at], name, _on_one_stage(move)
             else:
-                yield self.stage, name, move.dst if self.in_place else move.src
+                yield self.stage, name, self.written_specs[at] if self.in_place else move.src
         if self.counts_spec is not None:
             yield self.stage, self.counts, self.counts_spec
 

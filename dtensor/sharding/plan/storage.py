@@ -1,4 +1,4 @@
-"""ZeRO: how a parameter's state is stored split over an axis (Rajbhandari et al. 2020,
+"""ZeRO: how a parameter's state is stored split over axes (Rajbhandari et al. 2020,
 arXiv:1910.02054). Per rank of n, with P bytes of parameters, k optimizer tensors for each parameter
 and m microbatches:
 
@@ -8,12 +8,14 @@ and m microbatches:
     optimizer state   kP         kP/n       kP/n         kP/n
     sent (P (n-1)/n)  2          2          1 + m        3m
 
-Storage does not change where ops are split. The split over the ZeRO axis is the minor one of its
+Storage does not change where ops are split. The split over a ZeRO axis is the minor one of its
 dim. Gradients are in emit/stored_gradients.py, gathers in passes/gather_stored.py."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from dtensor.sharding.spec.placements import REPLICATE, Shard, refine
 from dtensor.sharding.spec.spec import TensorSpec
@@ -24,22 +26,43 @@ LEVELS = {1: "optimizer state", 2: "gradients, optimizer state"} | {
 _NUMBER = re.compile(r"(^|\.)\d+(?=\.|$)")
 
 
-def stored_spec(spec: TensorSpec, axis: str) -> TensorSpec | None:
-    """Return the spec also split over ``axis``, on the dim that makes the largest shard smallest.
+@dataclass(frozen=True, slots=True)
+class Zero:
+    """A checked ``zero=``: the axes over which state is stored split, in the order of the mesh, and
+    the level, 1 to 3. The axes have more than one rank."""
 
-    Ties go to a dim that no other axis splits (a rank's slice is then one block of its tensor),
-    then to the first dim. Returns None if no split makes the largest shard smaller, or if the axis
-    already splits the value.
+    axes: tuple[str, ...]
+    level: int
+
+    def __str__(self) -> str:
+        """Return the argument as the user writes it: ``zero={'dp': 1, 'ep': 1}``."""
+        return f"zero={dict.fromkeys(self.axes, self.level)}"
+
+
+def stored_spec(spec: TensorSpec, axes: Sequence[str]) -> TensorSpec | None:
+    """Return the spec also split over each of ``axes`` in turn, on the dim that makes the largest
+    shard smallest.
+
+    Ties go to a dim that ``spec`` does not split (a rank's slice is then one block of its tensor),
+    then to the first dim. An axis that already splits the value, or whose split does not make the
+    largest shard smaller, is left out. Returns None if that leaves no axis.
     """
-    if axis not in spec.mesh.axes or spec.placement(axis) != REPLICATE:
-        return None
+    stored = spec
+    for axis in axes:
+        if axis in spec.mesh.axes and spec.placement(axis) == REPLICATE:
+            stored = _split_over(stored, axis, spec)
+    return None if stored is spec else stored
+
+
+def _split_over(stored: TensorSpec, axis: str, spec: TensorSpec) -> TensorSpec:
+    """Return ``stored`` also split over the axis, or itself if that makes no shard smaller.
+    ``spec``: the spec without ZeRO."""
     best: tuple[int, bool, int] | None = None
-    chosen: TensorSpec | None = None
-    for dim, size in enumerate(spec.shape):
-        majors = spec.cuts(dim)
-        split = spec.with_placements(**{axis: refine(Shard(dim), majors, size)})
-        key = (split.max_local_nbytes, bool(majors), dim)
-        if split.max_local_nbytes < spec.max_local_nbytes and (best is None or key < best):
+    chosen = stored
+    for dim, size in enumerate(stored.shape):
+        split = stored.with_placements(**{axis: refine(Shard(dim), stored.cuts(dim), size)})
+        key = (split.max_local_nbytes, bool(spec.cuts(dim)), dim)
+        if split.max_local_nbytes < stored.max_local_nbytes and (best is None or key < best):
             best, chosen = key, split
     return chosen
 

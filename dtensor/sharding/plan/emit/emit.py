@@ -19,7 +19,11 @@ from dtensor.numerics import is_narrow
 from dtensor.sharding.plan.choose.axis_problem import AxisChoice
 from dtensor.sharding.plan.choose.routes import check_orders, routes
 from dtensor.sharding.plan.dataflow import Input, Output, OutputKind
-from dtensor.sharding.plan.emit.stored_gradients import gather_updated, scatter_early
+from dtensor.sharding.plan.emit.stored_gradients import (
+    gather_updated,
+    scatter_early,
+    scattering_moves,
+)
 from dtensor.sharding.plan.emit.values import Copy, Emitter, Reader
 from dtensor.sharding.plan.precision import (
     left_in_float32,
@@ -101,10 +105,8 @@ def _planned_input(
         planned_input = replace(planned_input, misaligned=misaligned, pinned=pinned)
     is_split = item.kind == "parameter" and item.label not in request.stored_whole
     if request.zero is not None and is_split:
-        axis, level = request.zero
-        planned_input = replace(
-            planned_input, stored=stored_spec(planned_input.base, axis), zero=level
-        )
+        stored = stored_spec(planned_input.base, request.zero.axes)
+        planned_input = replace(planned_input, stored=stored, zero=request.zero.level)
     return planned_input
 
 
@@ -196,7 +198,12 @@ class Outputs:
         # all_reduces of gradients share buckets, so `moves` must not split them into two steps
         trained = output.kind == "gradient" and self._trains()
         is_final = alike(spec, final_spec)
-        path = () if is_final else moves(spec, final_spec, e.request.topology, whole=trained)
+        first: tuple[Move, ...] = ()
+        if output.kind == "gradient":
+            first = scattering_moves(e.request, self.inputs[of], spec)
+        src = first[-1].dst if first else spec
+        rest = () if is_final else moves(src, final_spec, e.request.topology, whole=trained)
+        path = (*first, *rest)
         if trained:
             path = reduce_in_float32(path)
         elif output.value in e.float32_parts and name == copy.name:

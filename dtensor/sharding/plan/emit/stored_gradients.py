@@ -3,6 +3,9 @@
     mm(x, grad)          grad_w            f32[64,16]{sum@dp}
     reduce_scatter       grad_w_scattered  f32[64@dp,16]        in the backward, layer by layer
 
+A gradient that several ZeRO axes split is sliced over the axes on which it is replicated, then
+reduce-scattered over one axis after the other, so that each sends a fraction of the bytes before.
+
 At ZeRO levels 2 and 3, and for misaligned pins, the gradients of a layer are split within the
 backward as soon as they exist, so that unsplit gradients of only one layer are alive at a time. At
 level 1 they are reduce-scattered after the last microbatch (emit.py). At levels 1 and 2, the
@@ -17,11 +20,29 @@ from dataclasses import replace
 from dtensor.sharding.plan.emit.values import Copy, Emitter
 from dtensor.sharding.plan.precision import reduce_in_float32
 from dtensor.sharding.plan.record import PlannedInput, PlannedOutput
+from dtensor.sharding.plan.request import Request
 from dtensor.sharding.plan.steps import Redistribute, Step, fill_buckets
 from dtensor.sharding.plan.storage import layer_of
-from dtensor.sharding.redistribute.moves import Move
+from dtensor.sharding.redistribute.moves import Move, move_kind
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
 from dtensor.sharding.spec.placements import REPLICATE, Partial
+from dtensor.sharding.spec.spec import TensorSpec
+
+
+def scattering_moves(
+    request: Request, item: PlannedInput, gradient: TensorSpec
+) -> tuple[Move, ...]:
+    """Return the moves that split a gradient over the ZeRO axes of its parameter if there are
+    several; () if there is one, because the cheapest path then has a fixed order of sums."""
+    axes = [a for a in request.scatter_order(gradient.mesh.axes) if a in item.stored_axes]
+    path: list[Move] = []
+    for kind in ("slice", "reduce_scatter") if len(axes) > 1 else ():
+        for axis in axes:
+            src = path[-1].dst if path else gradient
+            placement = item.state.placement(axis)
+            if move_kind(src.placement(axis), placement) == kind:
+                path.append(Move(kind, axis, src, src.with_placements(**{axis: placement})))
+    return tuple(path)
 
 
 def scatter_early(
@@ -33,23 +54,31 @@ def scatter_early(
     zero = e.request.zero
     axes_of = {item.label: {m.axis for m in item.misaligned} for item in inputs.values()}
     for label, item in inputs.items():
-        if zero is not None and zero[1] >= 2 and item.stored is not None:
-            axes_of[label].add(zero[0])
+        if zero is not None and zero.level >= 2:
+            axes_of[label].update(item.stored_axes)
     scattered: dict[tuple[str, int, str], Copy] = {}
-    for axis in e.mesh.axes:
+    order = e.request.scatter_order(e.mesh.axes)
+    for axis in order if zero is not None and len(zero.axes) > 1 else ():
+        # slices come first, so that the reduce_scatters send fewer bytes
+        items = {label: item for label, item in inputs.items() if axis in axes_of[label]}
+        _split_over(e, axis, items, scattered, scatter=False)
+    for axis in order:
         items = {label: item for label, item in inputs.items() if axis in axes_of[label]}
         if items:
-            _scatter_over(e, axis, items, scattered)
+            _split_over(e, axis, items, scattered)
     return scattered
 
 
-def _scatter_over(
+def _split_over(
     e: Emitter,
     axis: str,
     inputs: Mapping[str, PlannedInput],
     scattered: dict[tuple[str, int, str], Copy],
+    *,
+    scatter: bool = True,
 ) -> None:
-    """Split the gradients of ``inputs`` over one axis; record the shards in ``scattered``."""
+    """Split the gradients of ``inputs`` over one axis; record the shards in ``scattered``.
+    ``scatter``: whether to split pending gradients too."""
     producer_index = {name: at for at, step in enumerate(e.steps) for name in step.gives}
     new_steps: dict[int, list[Step]] = {}  # index of a step -> steps to insert after it
     # key of a message -> (value, its copy, move, label of the parameter) of its members
@@ -63,7 +92,7 @@ def _scatter_over(
         if copy is None or copy.name not in producer_index or not _is_accumulated(copy):
             continue
         dst = copy.spec.with_placements(**{axis: item.state.placement(axis)})
-        if copy.spec.placement(axis) == Partial("sum"):
+        if copy.spec.placement(axis) == Partial("sum") and scatter:
             move = Move("reduce_scatter", axis, copy.spec, dst)
             (move,) = reduce_in_float32([move]) if e.request.training is not None else [move]
             # gradients with float32 parts, as of biases, are small: all layers share a message
@@ -71,7 +100,9 @@ def _scatter_over(
             layer = "" if in_float32 else layer_of(item.label)
             key = (in_float32, layer, output.stage, copy.spec.dtype)
             groups.setdefault(key, []).append((output.value, copy, move, item.label))
-        elif copy.spec.placement(axis) == REPLICATE and item.misaligned:
+        elif copy.spec.placement(axis) == REPLICATE and (
+            item.misaligned or len(item.stored_axes) > 1
+        ):
             scattered[at] = replace(copy, name=e.fresh(f"{copy.name}_sliced"), spec=dst)
             step = Redistribute(
                 results=(scattered[at].name,),
@@ -120,23 +151,42 @@ def gather_updated(
     """Emit the gathers of the slices that ranks updated, for ZeRO levels 1 and 2. Stages on one
     rank that share a parameter gather it once."""
     request = e.request
-    if request.zero is None or request.zero[1] > 2:
+    if request.zero is None or request.zero.level > 2:
         return
-    axis = request.zero[0]
-    ranks = request.stage_ranks
+    gathered: list[str] = []
+    for axis in reversed(request.scatter_order(e.mesh.axes)):
+        if axis in request.zero.axes:
+            _gather_over(e, axis, gathered, inputs, gradients)
+            gathered.append(axis)
+
+
+def _gather_over(
+    e: Emitter,
+    axis: str,
+    before: Sequence[str],
+    inputs: Mapping[str, PlannedInput],
+    gradients: Sequence[PlannedOutput],
+) -> None:
+    """Emit the gathers of updated slices over one axis. ``before``: the axes over which they are
+    gathered already."""
+    ranks = e.request.stage_ranks
     groups: dict[tuple[object, ...], list[tuple[PlannedInput, Move, int]]] = {}
     gathered: set[tuple[str, int]] = set()
     for output in gradients:
         item = inputs[str(output.of)]
-        if item.stored is None:
+        if item.stored is None or axis not in item.stored_axes:
             continue
+        whole = {a: item.base.placement(a) for a in before}
+        src = item.stored.with_placements(**whole)
+        dst = src.with_placements(**{axis: item.base.placement(axis)})
         for stage, _ in output.values:
             if (item.name, ranks[stage]) not in gathered:
                 gathered.add((item.name, ranks[stage]))
-                move = Move("all_gather", axis, item.stored, item.base)
+                move = Move("all_gather", axis, src, dst)
                 groups.setdefault((stage, item.spec.dtype), []).append((item, move, stage))
     for members in groups.values():
         for bucket in fill_buckets(members, [move.dst.max_local_nbytes for _, move, _ in members]):
+            is_whole = all(move.dst == item.base for item, move, _ in bucket)
             e.steps.append(
                 Redistribute(
                     bucket=e.fresh(f"parameters_{axis}"),
@@ -145,6 +195,7 @@ def gather_updated(
                     moves=tuple(move for _, move, _ in bucket),
                     phase="optimizer",
                     stage=bucket[0][2],
+                    into=() if is_whole else tuple(item.base for item, _, _ in bucket),
                     of=tuple(item.label for item, _, _ in bucket),
                 )
             )

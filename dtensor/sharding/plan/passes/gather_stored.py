@@ -104,6 +104,15 @@ class _Gathering:
         self.local_steps.update((name, step) for name in step.gives)
         return True
 
+    def _axes(self, item: PlannedInput) -> tuple[str, ...]:
+        """Return the axes over which a parameter is gathered, in reverse of the order in which
+        gradients are scattered: the last axis of the mesh first, unless several are ZeRO axes."""
+        return tuple(
+            axis
+            for axis in reversed(self.plan.scatter_order(item.spec.mesh.axes))
+            if item.held.placement(axis) != item.spec.placement(axis)
+        )
+
     def _depends(self, value: str) -> bool:
         """Return whether the value is a parameter to gather, or made from one by local steps."""
         return value in self.split or value in self.local_steps
@@ -127,7 +136,7 @@ class _Gathering:
             return
         parameter, member = self._base(value)
         item = self.split[parameter]
-        layer = f"{layer_of(item.label)} {self._dtype(member)} {_axes(item)}"
+        layer = f"{layer_of(item.label)} {self._dtype(member)} {self._axes(item)}"
         group = self.groups.setdefault((stage, when), {}).setdefault(layer, _Group())
         if member not in group.members:
             group.members.append(member)
@@ -186,7 +195,7 @@ class _Gathering:
         """Emit the gather of a group, over each axis in turn."""
         items = [self.split[self._base(member)[0]] for member in group.members]
         values = [self._shard(member, stage, when) for member in group.members]
-        for axis in _axes(items[0]):
+        for axis in self._axes(items[0]):
             moves = [
                 Move("all_gather", axis, spec, spec.with_placements(**{axis: used_placement}))
                 for (_, spec), item in zip(values, items, strict=True)
@@ -232,7 +241,7 @@ class _Gathering:
                 phase=_phase(when),
                 stage=stage,
                 once=when == "once",
-                strategies=_shard_strategies(cast, _axes(item), shard_spec),
+                strategies=_shard_strategies(cast, self._axes(item), shard_spec),
             )
         )
         return name, shard_spec
@@ -243,15 +252,6 @@ def _uses(step: Step) -> list[tuple[int, str]]:
     if isinstance(step, Redistribute) and step.in_place:
         return []
     return [(stage, value) for stage, value, _ in step.reads_as()]
-
-
-def _axes(item: PlannedInput) -> tuple[str, ...]:
-    """Return the axes over which a parameter is gathered, the last axis of the mesh first."""
-    return tuple(
-        axis
-        for axis in reversed(item.spec.mesh.axes)
-        if item.held.placement(axis) != item.spec.placement(axis)
-    )
 
 
 def _shard_strategies(

@@ -19,6 +19,7 @@ from math import prod
 from dtensor.sharding.plan.cost.seconds import collectives_of, step_times
 from dtensor.sharding.plan.record import Misaligned, PlanRecord, SwappedPair
 from dtensor.sharding.plan.steps import Compute, Step, updates_of
+from dtensor.sharding.plan.storage import Zero
 from dtensor.sharding.plan.text.words import collapse, op_text, size_text, wrapped
 from dtensor.sharding.spec.placements import REPLICATE, Shard
 from dtensor.showing import WIDTH
@@ -100,8 +101,8 @@ def _redistributed_bytes(plan: PlanRecord, axis: str, ops: Collection[str]) -> i
 
 def _little_split_text(plan: PlanRecord, axis: str) -> str:
     """Return the warning about an axis that splits (almost) nothing; "" if it splits enough."""
-    stage_and_zero_axes = (plan.stage_axis, None if plan.zero is None else plan.zero[0])
-    if plan.mesh.axis_size(axis) == 1 or axis in stage_and_zero_axes:
+    zero = plan.zero or Zero((), 1)
+    if plan.mesh.axis_size(axis) == 1 or axis in (plan.stage_axis, *zero.axes):
         return ""
     labels, share = _split_parameters(plan, axis)
     if share >= _MIN_SPLIT_FRACTION:
@@ -119,7 +120,7 @@ def _little_split_text(plan: PlanRecord, axis: str) -> str:
     return (
         f"{axis} splits {why}; so its {size} ranks compute and hold the same. fix: "
         f'{{"*.weight": dict({axis}=dt.Row())}} of the large weights, '
-        f"inputs=dict({axis}=dt.Row()) for the batch, or zero={{{axis!r}: 1}}"
+        f"inputs=dict({axis}=dt.Row()) for the batch, or {Zero((*zero.axes, axis), zero.level)}"
     )
 
 

@@ -415,10 +415,18 @@ def _stored_lines(plan: PlanRecord) -> list[str]:
         lines += wrapped(text, "stored  ", WIDTH)
     if plan.zero is None:
         return lines
-    axis, level = plan.zero
-    unsplit = [i.label for i in plan.inputs if i.kind == "parameter" and i.stored is None]
-    exceptions = f"; whole: {', '.join(collapse(unsplit))}" if unsplit else ""
-    text = f"{axis}: {level} ({LEVELS[level]} stored over {axis}{exceptions})"
+    axes, level = plan.zero.axes, plan.zero.level
+    by_axes: dict[tuple[str, ...], list[str]] = {}
+    for item in plan.inputs:
+        if item.kind == "parameter":
+            by_axes.setdefault(item.stored_axes, []).append(item.label)
+    exceptions = ""
+    for some in sorted(by_axes.keys() - {axes}, key=len, reverse=True):
+        where = f"over {' x '.join(some)} alone" if some else "whole"
+        exceptions += f"; {where}: {', '.join(collapse(by_axes[some]))}"
+    text = (
+        f"{', '.join(axes)}: {level} ({LEVELS[level]} stored over {' x '.join(axes)}{exceptions})"
+    )
     return [*lines, *wrapped(text, "zero    ", WIDTH)]
 
 

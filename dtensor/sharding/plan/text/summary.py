@@ -58,8 +58,9 @@ def _parts(totals: PlanTotals) -> list[Part]:
     plan = totals.plan
     facts = [(f"plan {plan.name}", _mesh_text(plan)), ("steps", _steps_text(plan)), *_axes(plan)]
     if plan.zero is not None:
-        axis, level = plan.zero
-        facts.append((f"zero {level}", f"{LEVELS[level]} stored over {axis}"))
+        zero = plan.zero
+        over = " x ".join(zero.axes)
+        facts.append((f"zero {zero.level}", f"{LEVELS[zero.level]} stored over {over}"))
     if plan.regions:
         num_repeated = sum(len(region.repeated) > 0 for region in plan.regions)
         names = ", ".join(collapse([r.name for r in plan.regions if r.repeated])) or "nothing"
