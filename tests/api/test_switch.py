@@ -66,6 +66,9 @@ PLACES: dict[str, Place] = {
     "dp2 zero1": Place(axes=dict(dp=2), how=dict(zero={"dp": 1}), inputs=ROWS),
     "dp4": Place(axes=dict(dp=4), inputs=ROWS),
     "dp4 zero3": Place(axes=dict(dp=4), how=dict(zero={"dp": 3}), inputs=ROWS),
+    "dp2 ep2 zero3": Place(
+        axes=dict(dp=2, ep=2), how=dict(zero={"dp": 3, "ep": 3}), inputs=dict(ROWS, ep=dt.Row())
+    ),
     "tp2": Place(axes=dict(tp=2), pins=MEGATRON),
     "tp3 uneven": Place(axes=dict(tp=3), pins=UNEVEN),
     "tp4": Place(axes=dict(tp=4), pins=MEGATRON, how=dict(recompute=["blocks.*"])),
@@ -183,6 +186,7 @@ PAIRS = (
     ("pp2", "pp2 of 4"),
     ("dp2 tp2 zero2", "pp2"),
     ("dp4 zero3", "dp4"),
+    ("dp2 ep2 zero3", "dp2 tp2 zero2"),
     ("tp4", "single"),
 )
 

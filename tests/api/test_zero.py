@@ -30,10 +30,12 @@ from tests.training import (
 ROWS = dict(dp=dt.Row())
 DP2 = Placed(axes=dict(dp=2), inputs=ROWS)
 DP4 = Placed(axes=dict(dp=4), inputs=ROWS)
+BOTH = dict(dp=dt.Row(), ep=dt.Row())
+DP2_EP2 = Placed(axes=dict(dp=2, ep=2), inputs=BOTH)
 
 
 def run_of(level: int, placed: Placed = DP2, **options: Any) -> Run:
-    zero = {"dp": level} if level else None
+    zero = {axis: level for axis in ("dp", "ep") if axis in placed.axes}
     return Run.of(placed, zero=zero, **{"schedule": dt.GPipe(1), **options})
 
 
@@ -87,6 +89,19 @@ def test_zero_levels_are_bitwise_equal_with_uneven_cuts(name: str, dtype: torch.
         make = OPTIMIZERS[name]
         module = Uneven().to(dtype)
         run = run_of(level, placed, module=module, clip=None, make=make, loss=square_error)
+        with dt.launch(run.mesh):
+            found.append((run.step.gradients(*data[0]), run.losses(data), run.state()))
+        assert_same_bits(found[level], found[0], f"level {level}")
+
+
+@pytest.mark.default("inputs0")
+@pytest.mark.parametrize("inputs", [BOTH, ROWS])
+def test_zero_levels_over_two_axes_are_bitwise_equal_with_uneven_cuts(inputs: Any) -> None:
+    data = [(torch.randn(4, 37), torch.zeros(4, 37)) for _ in range(2)]
+    placed = Placed(axes=dict(dp=2, ep=2), inputs={"ep": dt.Replicate(), **inputs})
+    found: list[Any] = []
+    for level in range(4):
+        run = run_of(level, placed, module=Uneven(), clip=None, loss=square_error)
         with dt.launch(run.mesh):
             found.append((run.step.gradients(*data[0]), run.losses(data), run.state()))
         assert_same_bits(found[level], found[0], f"level {level}")
@@ -153,6 +168,36 @@ def test_zero_trains_with_fused_bias_split_in_blocks(level: int) -> None:
     assert stored["blocks.0.attn.qkv.bias"] == "f32[3*16@(tp,dp)]"
 
 
+PINS_ON_EP = {name: dict(ep=pin["tp"]) for name, pin in MEGATRON.items()}
+OVER_TWO: dict[str, tuple[Placed, dict[str, Any]]] = {
+    "1f1b": (
+        Placed(axes=dict(pp=2, dp=2, ep=2), inputs=BOTH, stages=TWO_STAGES),
+        dict(schedule=dt.OneFOneB(2)),
+    ),
+    "pinned": (
+        Placed(axes=dict(dp=2, ep=2), pins=PINS_ON_EP, inputs=ROWS),
+        dict(schedule=dt.GPipe(2)),
+    ),
+    "ranks that do not divide": (Placed(axes=dict(dp=3, ep=2), inputs=BOTH), {}),
+    "ep is faster": (DP2_EP2, dict(topology=dt.Topology(bandwidth=dict(dp=25e9, ep=147e9)))),
+    "recompute": (DP2_EP2, dict(recompute=["blocks.*"])),
+}
+
+
+@pytest.mark.default("1f1b-1", "1f1b-3", "pinned-2")
+@pytest.mark.parametrize("level", [1, 2, 3])
+@pytest.mark.parametrize("name", OVER_TWO)
+def test_zero_over_two_axes_trains_as_torch(name: str, level: int) -> None:
+    """With clipping, so the norm counts each element once."""
+    placed, stated = OVER_TWO[name]
+    given = {"schedule": dt.GPipe(1), "zero": {"dp": level, "ep": level}, **stated}
+    run = assert_trains_as_torch(placed, clip=0.3, **given)
+    stored = {i.label: i.stored_axes for i in run.step.plan(*batches(1)[0]).inputs}
+    on_ep = ("dp",) if name == "pinned" else ("dp", "ep")
+    assert stored["blocks.0.mlp.up.weight"] == on_ep
+    assert stored["norm.weight"] == ("dp", "ep")
+
+
 def half(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16):
         return loss_fn(model, tokens, targets)[0]
@@ -212,7 +257,7 @@ def test_zero_level_may_change_between_save_and_load() -> None:
     found: list[float] = []
     state: dict[str, Any] | None = None
     for part, level in enumerate((0, 1, 3, 2)):
-        run = run_of(level, (DP2, DP4)[part % 2])
+        run = run_of(level, (DP2, DP4, DP2_EP2, DP4)[part])
         if state is not None:
             dt.load_state_dict(run.model, run.optimizer, state)
         with dt.launch(run.mesh):
@@ -264,7 +309,9 @@ def test_evaluation_uses_zero3_shards_of_training() -> None:
     [
         ({"dp": 4}, "the level is 1"),
         ({"dp": True}, "the level is 1"),
-        ({"tp": 1, "dp": 1}, "names 2 axes"),
+        ({"dp": 1, "tp": 4}, r"not 4; fix: zero=\{'dp': 1, 'tp': 1\}"),
+        ({"dp": 1, "tp": 3}, r"the levels differ.*\nfix: zero=\{'dp': 3, 'tp': 3\}"),
+        ({"dp": 2, "pp": 2}, r"holds the pipeline's stages.*fix: zero=\{'dp': 2\}"),
         ({"ep": 1}, "has no axis 'ep'"),
         ({"pp": 1}, "holds the pipeline's stages"),
     ],
@@ -276,5 +323,5 @@ def test_invalid_zero_argument_is_refused(zero: Mapping[str, int], message: str)
 
 
 def test_zero_on_one_rank_has_no_effect() -> None:
-    model = dt.parallelize(make_model(), dt.Mesh(dp=1), {}, zero={"dp": 3})
-    assert model.zero is None
+    for mesh, zero in ((dt.Mesh(dp=1), {"dp": 3}), (dt.Mesh(dp=2, ep=1), {"dp": 0, "ep": 3})):
+        assert dt.parallelize(make_model(), mesh, {}, zero=zero).zero is None

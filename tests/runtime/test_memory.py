@@ -150,6 +150,7 @@ ONE = batch(size=16, length=32, vocab=64)
 TP2 = Placed(axes=dict(tp=2), pins=MEGATRON)
 DP2 = Placed(axes=dict(dp=2), inputs=dict(dp=dt.Row()))
 DP4 = Placed(axes=dict(dp=4), inputs=dict(dp=dt.Row()))
+DP2_EP2 = Placed(axes=dict(dp=2, ep=2), inputs=dict(dp=dt.Row(), ep=dt.Row()))
 PP2 = Placed(axes=dict(pp=2), stages=TWO_STAGES)
 ONCE = dt.GPipe(1)
 
@@ -167,7 +168,7 @@ class Case:
         module = GPT(vocab=64, width=32, positions=32, layers=self.layers, tied=False)
         if self.narrow:
             module = module.to(torch.bfloat16)
-        zero = {"dp": self.level} if "dp" in self.placed.axes else None
+        zero = {axis: self.level for axis in ("dp", "ep") if axis in self.placed.axes}
         stated = dict(master_weights=True) if self.narrow else {}
         given = dict(schedule=self.schedule, clip=None, zero=zero, recompute=recompute)
         return Run.of(self.placed, module=module, **given, **stated)
@@ -179,6 +180,7 @@ CASES = {
     "pp2_gpipe": Case(PP2, dt.GPipe(4), layers=2),
     **{f"zero{level}": Case(DP4, level=level) for level in range(4)},
     "zero2_1f1b": Case(DP4, dt.OneFOneB(4), level=2),
+    **{f"zero{level}_two_axes": Case(DP2_EP2, level=level) for level in (1, 2, 3)},
     "masters": Case(DP4, narrow=True),
     "masters_zero1_1f1b": Case(DP4, dt.OneFOneB(4), level=1, narrow=True),
     "masters_zero3": Case(DP4, level=3, narrow=True),

@@ -17,7 +17,7 @@ from dtensor.runtime.optimizer import shard_optimizer
 from dtensor.runtime.optimizer.shard_optimizer import ShardOptimizer
 from tests.models import GPT, batch
 from tests.plans import mean_square
-from tests.training import Run, sgd
+from tests.training import Placed, Run, sgd
 
 
 def said(program: HostProgram) -> list[int]:
@@ -78,7 +78,8 @@ def two_groups(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([dict(params=bare, weight_decay=0.0), dict(params=decayed)])
 
 
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
+DP2_EP2 = Placed(axes=dict(dp=2, ep=2), inputs=dict(dp=dt.Row(), ep=dt.Row()))
+CASES: dict[str, tuple[str | Placed, dict[str, Any]]] = {
     "one": ("single", dict(clip=None)),
     "one_clip": ("single", {}),
     "kept": ("single", dict(keep_gradients=True)),
@@ -88,6 +89,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "rmsprop": ("dp2", dict(make=rmsprop, clip=None)),
     "rmsprop_clip": ("dp2", dict(make=rmsprop)),
     **{f"zero{n}": ("dp2", dict(zero={"dp": n})) for n in range(4)},
+    **{f"zero{n}_two_axes": (DP2_EP2, dict(zero={"dp": n, "ep": n})) for n in (1, 2, 3)},
     "masters": ("dp2", dict(zero={"dp": 1}, master_weights=True)),
     "narrow_sgd": ("dp2", dict(make=sgd)),
 }

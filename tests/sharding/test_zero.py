@@ -16,7 +16,7 @@ import dtensor as dt
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.steps import Redistribute
 from dtensor.sharding.plan.storage import layer_of, stored_spec
-from dtensor.sharding.spec.spec import make_spec
+from dtensor.sharding.spec.spec import make_spec, parse
 from tests.models import batch
 from tests.plans import mean_square
 from tests.training import Placed, Run
@@ -35,13 +35,20 @@ class Stack(nn.Module):
         return x
 
 
-DP4 = Placed(axes=dict(dp=4), inputs=dict(dp=dt.Row()))
+ONE_AXIS, TWO_AXES = (("dp", 4),), (("dp", 2), ("ep", 2))
 
 
 @cache
-def plan_of(level: int, microbatches: int = 1) -> Plan:
+def plan_of(
+    level: int,
+    microbatches: int = 1,
+    axes: tuple[tuple[str, int], ...] = ONE_AXIS,
+    topology: dt.Topology | None = None,
+) -> Plan:
+    placed = Placed(axes=dict(axes), inputs={axis: dt.Row() for axis, _ in axes})
     given = dict(module=Stack(), loss=mean_square, schedule=dt.GPipe(microbatches), clip=None)
-    run = Run.of(DP4, zero={"dp": level}, **given)
+    zero = dict.fromkeys(placed.axes, level)
+    run = Run.of(placed, zero=zero, topology=topology, **given)
     return run.step.plan(torch.empty(16, 16, device="meta"))
 
 
@@ -89,6 +96,63 @@ def test_zero_memory_matches_paper(microbatches: int) -> None:
     ]
 
 
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_zero_over_two_axes_sends_and_stores_as_over_one_axis(
+    level: int, microbatches: int
+) -> None:
+    """Two axes of 2 ranks: the second reduce_scatter sends half of the bytes of the first."""
+    sums: list[Counter[tuple[str, str]]] = []
+    plans = [plan_of(level, microbatches, axes) for axes in (ONE_AXIS, TWO_AXES)]
+    for plan in plans:
+        plan.verify()
+        sums.append(Counter())
+        for c in plan.collectives:
+            if c.kind != "all_reduce":  # of the loss
+                sums[-1][c.phase, c.kind] += c.bytes_sent * c.times
+    assert sums[0] == sums[1]
+    one, two = (plan.memory[0] for plan in plans)
+    assert (one.parameters, one.gradients) == (two.parameters, two.gradients)
+    assert one.optimizer == two.optimizer
+
+
+FAST_EP = dt.Topology(bandwidth=dict(dp=25e9, ep=147e9))
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+@pytest.mark.parametrize(("topology", "first"), [(None, "dp"), (FAST_EP, "ep")])
+def test_zero_over_two_axes_sends_most_over_fastest_axis(
+    topology: dt.Topology | None, first: str, level: int
+) -> None:
+    """Gradients are scattered over it first, parameters gathered over it last; of equally fast
+    axes the first of the mesh."""
+    plan = plan_of(level, axes=TWO_AXES, topology=topology)
+    sent: dict[tuple[str, str], list[int]] = {}
+    for c in plan.collectives:
+        if c.kind != "all_reduce":
+            sent.setdefault((c.kind, c.axis), []).append(c.bytes_sent)
+    second = "ep" if first == "dp" else "dp"
+    for kind in ("reduce_scatter", "all_gather"):
+        assert sent[kind, first] == [2 * nbytes for nbytes in sent[kind, second]]
+    order = [c.axis for c in plan.collectives if c.kind == "reduce_scatter"]
+    assert order[:2] == [first, second]
+    order = [c.axis for c in plan.collectives if c.kind == "all_gather"]
+    assert order[:2] == [second, first]
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_gradient_replicated_on_zero_axis_is_sliced_before_it_is_scattered(level: int) -> None:
+    """The ranks of ep compute the same gradients, so each sends a quarter over dp."""
+    placed = Placed(axes=dict(TWO_AXES), inputs=dict(dp=dt.Row(), ep=dt.Replicate()))
+    given = dict(module=Stack(), loss=mean_square, schedule=dt.GPipe(1), clip=None)
+    run = Run.of(placed, zero={"ep": level, "dp": level}, **given)
+    plan = run.step.plan(torch.empty(16, 16, device="meta"))
+    plan.verify()
+    sent = [c for c in plan.collectives if c.kind == "reduce_scatter"]
+    assert {c.axis for c in sent} == {"dp"}
+    assert sum(c.bytes_sent for c in sent) == 3 * 1024 // 2 // 2
+
+
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_plan_text_states_zero_storage_and_gathers(level: int) -> None:
     plan = plan_of(level)
@@ -133,6 +197,30 @@ def test_zero_3_gathers_parameters_of_each_numbered_layer_together() -> None:
     assert Counter(len(of) for of in gathers(plan, "forward")) == {12: 2, 2: 1, 1: 2}
 
 
+def test_plan_text_states_zero_axes_and_parameters_stored_over_fewer() -> None:
+    module = nn.ModuleDict(dict(up=nn.Linear(16, 32), down=nn.Linear(32, 3)))
+    placed = Placed(
+        axes=dict(dp=2, ep=2),
+        pins={"up.weight": dict(ep=dt.Row()), "down.weight": dict(ep=dt.Column())},
+        inputs=dict(dp=dt.Row()),
+    )
+    run = Run.of(
+        placed,
+        module=module,
+        loss=lambda m, x: m["down"](m["up"](x).tanh()).square().mean(),
+        zero={"ep": 2, "dp": 2},
+    )
+    plan = run.step.plan(torch.empty(16, 16, device="meta"))
+    lines = [line.strip() for line in str(plan).partition("\ninputs")[0].splitlines()]
+    at = next(i for i, line in enumerate(lines) if line.startswith("zero "))
+    assert " ".join(lines[at:]) == (
+        "zero    dp, ep: 2 (gradients, optimizer state stored over dp x ep; "
+        "over dp alone: up.weight, up.bias, down.weight)"
+    )
+    assert "gradients, optimizer state stored over dp x ep" in str(plan.summary())
+    assert "stores its gradient and optimizer state as f32[3@(dp,ep)]" in plan.explain("down.bias")
+
+
 SPECS: list[tuple[tuple[int, ...], dict[str, Any], str | None]] = [
     ((8, 16), {}, "f32[8@dp,16]"),
     ((7, 16), {}, "f32[7,16@dp]"),  # 7 rows leave 2 on the fullest rank, 16 columns split evenly
@@ -159,3 +247,26 @@ def test_stored_spec_splits_expected_dim_over_zero_axis(
         total = sum(found.local_nbytes(mesh.coordinates(r)) for r in range(8))
         copies = 1 if "tp" in stated else 2
         assert total == copies * spec.nbytes
+
+
+SPECS_OF_TWO: list[tuple[tuple[int, ...], dict[str, Any], str | None]] = [
+    ((64, 16), {}, "f32[64@(dp,ep),16]"),  # a rank's slice is one block
+    ((6, 5), {}, "f32[6@dp,5@ep]"),  # 9 elements on the fullest rank; 6@(dp,ep) has 10
+    ((7,), {}, "f32[7@(dp,ep)]"),
+    ((2,), {}, "f32[2@dp]"),  # ep makes no shard smaller
+    ((1,), {}, None),
+    ((8, 6, 4), dict(ep=dt.Row()), "f32[8@ep,6@dp,4]"),  # experts on ep
+    ((8, 3), dict(tp=dt.Row()), "f32[8@(tp,dp,ep),3]"),
+    ((8, 16), dict(dp=dt.Row(), ep=dt.Column()), None),
+]
+
+
+@pytest.mark.parametrize(("shape", "stated", "expected"), SPECS_OF_TWO, ids=str)
+def test_stored_spec_splits_over_each_zero_axis_that_is_free(
+    shape: tuple[int, ...], stated: dict[str, Any], expected: str | None
+) -> None:
+    mesh = dt.Mesh(dp=2, ep=2, tp=2)
+    found = stored_spec(make_spec(shape, torch.float32, mesh, stated), ("dp", "ep"))
+    assert (None if found is None else str(found)) == expected
+    if found is not None:
+        assert parse(str(found), mesh) == found

@@ -195,7 +195,8 @@ class Engine:
                     self._poison(rank)
 
     def step(self, position: int) -> None:
-        self._run_steps((position,), memoryview(bytearray(8)).cast("q"))
+        if self.sites[position] not in self._skipped:
+            self._run_steps((position,), memoryview(bytearray(8)).cast("q"))
 
     def _run_steps(self, positions: Sequence[int], counter: memoryview) -> None:
         """Run the steps at these positions. After a failure, continue with a poisoned rank."""

@@ -208,7 +208,11 @@ class Outputs:
             path = reduce_in_float32(path)
         elif output.value in e.float32_parts and name == copy.name:
             path = round_after_sum(path, e.request.flow.metas[output.value].dtype)
-        return _PendingOutput(output, name, path, spec, of)
+        item = _PendingOutput(output, name, path, spec, of)
+        for move in first:
+            if move.kind == "slice":  # now, so that all gradients are reduced in the same buckets
+                self._move(item, item.path[0])
+        return item
 
     def _advance(self, pending: list[_PendingOutput]) -> None:
         """Emit the next move of each output; reductions of gradients on one axis share buckets."""
