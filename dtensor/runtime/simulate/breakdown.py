@@ -51,6 +51,7 @@ from dtensor.runtime.optimizer.shard_optimizer import clip_divisor, sum_of_squar
 from dtensor.runtime.profile import LAYERS, Profile, RankProfile, Spent
 from dtensor.runtime.simulate.simulator import representatives
 from dtensor.runtime.simulate.trace import CALL, Trace
+from dtensor.sharding.local import expert_rows
 from dtensor.sharding.plan.cost.seconds import step_seconds, step_times
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.steps import Accumulate, Compute, Redistribute, Step, Update
@@ -62,6 +63,9 @@ UPDATE = "update"
 _HELPERS: Mapping[object, str] = {
     **dict.fromkeys((block, join, write, moves.packed, moves.unpacked), PACKING),
     **dict.fromkeys((moves.gathered, moves.written), PACKING),
+    **dict.fromkeys((expert_rows.pieces_by_expert, expert_rows.pieces_by_token), PACKING),
+    **dict.fromkeys((expert_rows.rows_by_expert, expert_rows.rows_by_token), PACKING),
+    **dict.fromkeys((expert_rows.check_received, expert_rows.check_held), CHECKS),
     **dict.fromkeys((sum_of_squares, clip_divisor), NORM),
     detect_nan.check_finite: CHECKS,
     step_end.step_optimizer: UPDATE,
