@@ -226,7 +226,9 @@ def check_meshes(meshes: Sequence[Mesh]) -> None:
 def strategy_name(mesh: Mesh, zero: Mapping[str, int] | None, schedule: Schedule | None) -> str:
     """Return a name in the style of `dt.search`, as ``pp2 dp2 tp4 zero3 OneFOneB(8)``."""
     parts = [f"{axis}{size}" for axis, size in mesh.shape.items()]
-    parts += [f"zero{level}" for level in dict.fromkeys((zero or {}).values())]
+    if zero:
+        over = f"({','.join(zero)})" if len(zero) > 1 else ""
+        parts.append(f"zero{','.join(map(str, dict.fromkeys(zero.values())))}{over}")
     return " ".join([*parts, *([schedule_text(schedule)] if schedule else [])])
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import dtensor as dt
+from tests.api import expert_layer
 from tests.models import loss_fn
 from tests.training import (
     MEGATRON,
@@ -196,6 +197,24 @@ def test_zero_over_two_axes_trains_as_torch(name: str, level: int) -> None:
     on_ep = ("dp",) if name == "pinned" else ("dp", "ep")
     assert stored["blocks.0.mlp.up.weight"] == on_ep
     assert stored["norm.weight"] == ("dp", "ep")
+
+
+@pytest.mark.default("1")
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_zero_over_two_axes_stores_experts_over_data_axis_alone(level: int) -> None:
+    run = assert_trains_as_torch(
+        Placed(axes=dict(dp=2, ep=2), pins=expert_layer.EP, inputs=BOTH),
+        [expert_layer.batch(seed) for seed in range(3)],
+        build=expert_layer.Model,
+        loss=expert_layer.loss_fn,
+        clip=0.1,
+        schedule=dt.GPipe(2),
+        zero={"dp": level, "ep": level},
+    )
+    plan = run.step.plan(*expert_layer.batch())
+    stored = {item.label: str(item.stored) for item in plan.inputs}
+    assert stored["experts.up"] == "f32[4@ep,4@dp,6]"
+    assert stored["gate.weight"] == "f32[4@(dp,ep),4]"
 
 
 def half(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:

@@ -77,15 +77,15 @@ def schedule(make: Callable[[int], dt.Schedule], p: int, v: int) -> Body:
     return body
 
 
-def zero(level: int) -> Body:
+def zero(level: int, **axes: int) -> Body:
     def body(device: str) -> Mapping[str, Any]:
-        mesh = dt.Mesh(dp=2)
+        mesh = dt.Mesh(**axes)
         torch.manual_seed(0)
         module = MLP()
-        model = dt.parallelize(module, mesh, {}, zero={"dp": level} if level else {})
+        model = dt.parallelize(module, mesh, {}, zero=dict.fromkeys(axes, level))
         optimizer = adamw(module)
         x = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
-        given: dict[str, Any] = dict(inputs=dict(dp=dt.Row()), clip_grad_norm=1.0)
+        given: dict[str, Any] = dict(inputs=dict.fromkeys(axes, dt.Row()), clip_grad_norm=1.0)
         step = dt.train_step(model, _square, optimizer, **given)
         with dt.launch(mesh, backend(device), device=device):
             losses = [float(step(x)) for _ in range(3)]
@@ -546,7 +546,9 @@ def cases() -> Iterator[Case]:
         for p in (2, 4):
             yield Case(f"schedule {schedule_name}, p={p}", p, schedule(make, p, v))
     for level in range(4):
-        yield Case(f"zero {level}", 2, zero(level), 1e-4)
+        yield Case(f"zero {level}", 2, zero(level, dp=2), 1e-4)
+    for level in (1, 3):
+        yield Case(f"zero {level} over two axes", 4, zero(level, dp=2, ep=2), 1e-4)
     yield Case("bad data", 2, bad_data)
     yield Case("checkpoint", 2, saved, 1e-4)
     yield Case("eager", 2, eager)
