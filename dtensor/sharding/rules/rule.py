@@ -353,7 +353,7 @@ class Rule:
                 return None
             factor = experts if ragged.by == "expert" else tokens
             return {factor: FactorSharding(blocks, shard.unit)}
-        factors = [f for f in dim[0] if self.size[f] > 1]
+        factors = [f for f in dim[0] if self.size[f] > 1] or list(dim[0])  # or one row in all
         if len(dim) > 1 or len(factors) != 1:
             return None
         return {factors[0]: FactorSharding(blocks, shard.unit, ragged)}

@@ -24,12 +24,13 @@ from dtensor.sharding.plan.choose.annotations import annotation_placements
 from dtensor.sharding.plan.choose.axis_problem import AxisChoice, AxisProblem
 from dtensor.sharding.plan.choose.infeasible import infeasible
 from dtensor.sharding.plan.choose.opened_factors import Reach, reach
+from dtensor.sharding.plan.choose.routes import routes
 from dtensor.sharding.plan.choose.solve import Infeasible, Node, Option, Solution, ValueAt, solve
 from dtensor.sharding.plan.dataflow import Dataflow, Input, Op, layer_group, without_numbers
 from dtensor.sharding.plan.request import Pin
 from dtensor.sharding.redistribute.moves import move_kind, seconds
 from dtensor.sharding.rules.rule import Strategy, fullest_rank
-from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
+from dtensor.sharding.spec.mesh import MICROBATCH_AXIS, Mesh
 from dtensor.sharding.spec.placements import (
     PARTIAL,
     REPLICATE,
@@ -87,10 +88,16 @@ def choose_axis(axis_problem: AxisProblem, axis: str, earlier: Sequence[AxisChoi
                 ]
             options = tuple(Option((read,), (), cost) for read, cost in ends)
             nodes.append(Node(name, options, name, "result"))
+    if _is_followed(axis_problem.mesh, axis):
+        prices.rows = frozenset(routes(flow, axis_problem.rules))
     try:
         solution = solve(nodes, prices.convert)
     except Infeasible:
-        raise infeasible(flow, nodes, prices.convert, axis) from None
+        prices.rows = frozenset()
+        try:
+            solution = solve(nodes, prices.convert)
+        except Infeasible:
+            raise infeasible(flow, nodes, prices.convert, axis) from None
     nodes_by_name = {node.name: node for node in nodes}
     return AxisChoice(
         axis=axis,
@@ -102,6 +109,12 @@ def choose_axis(axis_problem: AxisProblem, axis: str, earlier: Sequence[AxisChoi
         opened=reached.opened,
         misaligned=reached.misaligned,
     )
+
+
+def _is_followed(mesh: Mesh, axis: str) -> bool:
+    """Return whether a later axis of ranks may split rows by expert."""
+    later = mesh.axes[mesh.index(axis) + 1 :]
+    return any(a != MICROBATCH_AXIS and mesh.axis_size(a) > 1 for a in later)
 
 
 # -- options -----------------------------------------------------------------------------------
@@ -348,6 +361,8 @@ class Prices:
         self.axis_problem: AxisProblem = axis_problem
         self.axis: str = axis
         self.earlier: tuple[AxisChoice, ...] = tuple(earlier)
+        # Rows of experts whose pending sums stay: rows that a later axis splits have no all_reduce.
+        self.rows: frozenset[str] = frozenset()
         # (number of a group, src, dst) -> seconds. A group has the values with the same meta and
         # the same placements on earlier axes, which have the same prices.
         self.cache: dict[tuple[int, Placement, Placement], float] = {}
@@ -367,6 +382,8 @@ class Prices:
         if self.axis == MICROBATCH_AXIS and not isinstance(src, type(REPLICATE)):
             return math.inf
         if move_kind(src, dst) is None:
+            return math.inf
+        if value in self.rows and isinstance(src, Partial) and src != dst:
             return math.inf
         meta = self.axis_problem.flow.metas[value]
         if value not in self.groups:
