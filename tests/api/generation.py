@@ -78,6 +78,9 @@ def build(family: str) -> nn.Module:
         case "gpt2":
             config = hf.GPT2Config(n_positions=128, n_embd=64, n_layer=2, n_head=4, **sizes)
             return hf.GPT2LMHeadModel(config).eval()
+        case "mixtral":
+            experts = dict(num_local_experts=4, num_experts_per_tok=2)
+            return hf.MixtralForCausalLM(hf.MixtralConfig(**decoder, **experts)).eval()
         case _:
             raise KeyError(family)
 

@@ -249,6 +249,21 @@ def test_prompts_of_one_bucket_are_prefilled_in_one_run(family: str, where: str)
 
 
 @pytest.mark.slow
+@pytest.mark.sample("axes0")
+@pytest.mark.parametrize("axes", [dict(ep=2), dict(dp=2, ep=2), dict(dp=2)])
+def test_greedy_tokens_with_experts_split_match_transformers(axes: dict[str, int]) -> None:
+    """Four requests share three slots, so that slots are idle at the end."""
+    model = build("mixtral")
+    want = by_transformers(model, PROMPTS, 8)
+    experts = {"*.experts.*": {list(axes)[-1]: dt.Shard(0)}}
+    placed_model = dt.parallelize(model, dt.Mesh(**axes), experts)
+    gen = dt.generator(placed_model, slots=3, length=64, buckets=(24,))
+    with dt.launch(placed_model.mesh):
+        found = gen(PROMPTS, max_new_tokens=8)
+    assert [list(text.tokens) for text in found] == want
+
+
+@pytest.mark.slow
 def test_reused_slot_is_not_affected_by_nan_of_earlier_request() -> None:
     model = writer()
     with torch.no_grad():
