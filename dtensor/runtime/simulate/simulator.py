@@ -210,7 +210,11 @@ def _memory_changes(
             case Recv(value=value, buffer=buffer):
                 sizes[value] = buffer.nbytes
             case Collective(outputs=made, out_buffers=buffers):
-                sizes.update((v, buffer.nbytes) for v, buffer in zip(made, buffers, strict=True))
+                sizes.update(  # rows of experts have their balanced sizes already
+                    (value, buffer.nbytes)
+                    for value, buffer in zip(made, buffers, strict=True)
+                    if not buffer.bounded
+                )
             case _:
                 pass
         changed = change(item.outputs, 1)
