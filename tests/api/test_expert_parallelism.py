@@ -1,9 +1,11 @@
-"""Steps with experts split: failures, memory at a bound, ``capacity=`` and the load of experts."""
+"""Steps with experts split: failures, memory at a bound, ``capacity=``, the load of experts, and
+state that moves between strategies."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -220,3 +222,39 @@ def test_expert_load_without_a_step_or_without_experts_is_refused() -> None:
     float(dense(torch.ones(2, 2)))
     with pytest.raises(PlanningError, match="has no rows of experts"):
         dt.expert_load(dense)
+
+
+# -- moves between strategies ----------------------------------------------------------------------
+
+PATH: list[dict[str, Any]] = [
+    dict(mesh=dt.Mesh(ep=2)),
+    dict(mesh=dt.Mesh(ep=4)),
+    dict(mesh=dt.Mesh(ep=4), inputs={}),
+    *(STRATEGIES[name] for name in ("experts over two axes", "zero", "experts whole")),
+]
+
+
+@pytest.mark.parametrize("how", ["switch", "load"])
+def test_state_moves_between_strategies(how: str, tmp_path: Path) -> None:
+    """The losses go on as on one rank, with the moments of Adam."""
+    data, whole = [batch(n) for n in range(len(PATH))], Run(dt.Mesh(ep=1))
+    with dt.launch(whole.mesh):
+        expected = [float(whole.step(*each)) for each in data]
+    losses: list[float] = []
+    if how == "switch":
+        run = Run(**PATH[0])
+        with dt.launch(run.mesh) as session:
+            for stated, each in zip(PATH, data, strict=True):
+                if losses:
+                    given = {"pins": EP, "inputs": EP_ROWS, **stated}
+                    mesh, pins = given.pop("mesh"), given.pop("pins")
+                    session.switch(run.model, run.optimizer, mesh, pins, **given)
+                losses.append(float(run.step(*each)))
+    for n, stated in enumerate(PATH if how == "load" else []):
+        run = Run(**stated)
+        with dt.launch(run.mesh):
+            if n:
+                dt.load(tmp_path / str(n - 1), run.model, run.optimizer)
+            losses.append(float(run.step(*data[n])))
+            dt.save(tmp_path / str(n), run.model, run.optimizer).get()
+    assert losses == pytest.approx(expected, rel=1e-5)
