@@ -128,7 +128,7 @@ def test_simulate_command_draws_pipeline_and_writes_trace(command: Command):
         ("run tiny --mesh tp=2 --backend rai", "--backend rai is none.\nfix: ray"),
         ("plan tiny --mesh tp2", "--mesh: expected AXIS=SIZE, got 'tp2'.\nfix: tp=2"),
         ("plan tiny --mesh pt=2", "the axis 'pt' has no known use"),
-        ("plan tiny --mesh tp=2 --zero pd=3", "--zero pd=3: no mesh has an axis 'pd'"),
+        ("plan tiny --mesh tp=2 --zero tp=3,pd=3", "--zero tp=3,pd=3: no mesh has an axis 'pd'"),
         ("plan tiny --mesh pp=2 --schedule 1f1", "'1f1' is no schedule.\nfix: 1f1b"),
         ("plan tiny --mesh tp=2 --schedule zbv", "at least 2.\nfix: --mesh tp=2,pp=2, or"),
         ("plan tiny --mesh tp=2 --dtype bf61", "'bf61' is no dtype of parameters.\nfix: bf16"),
