@@ -181,7 +181,8 @@ def _pairs(rule: Rule, *assignments: Assignment) -> Iterator[tuple[Strategy, Str
 
 def trial(case: Case, shape: tuple[int, ...], strategies: Sequence[Strategy]) -> str | None:
     """Run the call on a mesh of this shape under one strategy for each axis. Return a description
-    of the first error in its results, or None."""
+    of the first error in its results, or None. Raises RowsError if the planner refuses the
+    strategy, because a local call would depend on the number or the positions of rows."""
     mesh = Mesh(**{f"a{i}": n for i, n in enumerate(shape)})
     generator = generator_of(case.seed)
     # A wrong rule can make an op raise anything. The exception is then the result of the trial.
@@ -217,7 +218,7 @@ def trial(case: Case, shape: tuple[int, ...], strategies: Sequence[Strategy]) ->
                 if result is None or not _equal_or_nan(copies[base], result):
                     return f"in place, rank {rank} has other values"
     except RowsError:
-        return None  # the planner refuses the strategy
+        raise
     except Exception as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     for i, (global_result, spec) in enumerate(zip(case.results, wanted, strict=True)):
