@@ -101,6 +101,10 @@ def _nobody(t: int, k: int, e: int, drawn: torch.Generator) -> Tensor:
     return torch.full((t, k), -1)
 
 
+def _to_first_repeatedly(t: int, k: int, e: int, drawn: torch.Generator) -> Tensor:
+    return torch.zeros(t, k, dtype=torch.int64)
+
+
 ROUTINGS: dict[str, Routing] = {
     "uniform": _distinct,
     "to first": _to_first,
@@ -110,6 +114,7 @@ ROUTINGS: dict[str, Routing] = {
     "one row": _one_row,
     "nobody": _nobody,
 }
+REPEATED: dict[str, Routing] = {"to first repeatedly": _to_first_repeatedly}
 
 
 @dataclass(frozen=True)
@@ -169,7 +174,7 @@ def check(name: str, routing: str, *, n: int, t: int, e: int, k: int, seed: int 
     """Run a step of the block under the strategy. Compare the loss and all gradients."""
     strategy = STRATEGIES[name]
     drawn = torch.Generator().manual_seed(seed)
-    ids = ROUTINGS[routing](t, k, e, drawn)
+    ids = {**ROUTINGS, **REPEATED}[routing](t, k, e, drawn)
     x, y = (torch.randn(t, D, generator=drawn, dtype=torch.float64) for _ in range(2))
     x[(ids < 0).all(1)] = float("nan")
     block = Block(e, k)
@@ -204,6 +209,12 @@ EDGES = [
 @pytest.mark.parametrize(("name", "routing", "n", "t", "e", "k"), EDGES)
 def test_edge_cases_match_torch(name: str, routing: str, n: int, t: int, e: int, k: int) -> None:
     check(name, routing, n=n, t=t, e=e, k=k)
+
+
+@pytest.mark.parametrize("name", ["both", "folded", "microbatches"])
+def test_token_that_names_an_expert_twice_fails_its_step(name: str) -> None:
+    with pytest.raises(dt.TaskError, match="fix: ids that differ within a token"):
+        check(name, "to first repeatedly", n=3, t=12, e=5, k=3)
 
 
 def _drawn(seed: int) -> tuple[str, dict[str, int]]:

@@ -307,9 +307,13 @@ def _start_sized(b: RankBuilder, step: Redistribute) -> Started:
     budget = experts.budget_of_exchange(b, move.dst if to_experts else move.src, move.axis, parts)
     if budget is not None and to_experts and step.phase == "forward":
         segment.code.apply(check_received, [counts], (), layout=budget, source=source)
+    most: tuple[tuple[int, ...], ...] = ()
+    if to_experts and move.src.ragged is not None:
+        tokens, _ = move.src.tokens_and_experts(b.coordinates)
+        most = (tuple(tokens * min(move.src.ragged.slots, len(part)) for part in parts),)
     segment.code.apply(
         pieces_by_expert if to_experts else pieces_by_token,
-        [step.operands[0], counts], local, b.coordinates[move.axis], parts,
+        [step.operands[0], counts], local, b.coordinates[move.axis], parts, *most,
         is_list=True, source=source,
     )  # fmt: skip
     sent = tuple((piece, buffer) for piece, buffer in zip(flat, _bounds(b, move, sends=True)))

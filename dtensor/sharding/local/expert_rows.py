@@ -69,10 +69,20 @@ def _check(counts: Tensor, budget: Budget, verb: str, place: str) -> None:
 
 
 def pieces_by_expert(
-    rows: Tensor, counts: Sequence[Tensor], member: int, parts: Parts
+    rows: Tensor, counts: Sequence[Tensor], member: int, parts: Parts, most: Sequence[int]
 ) -> list[Tensor]:
-    """Return the rows of this rank's tokens for each member: the rows of the member's experts."""
-    chunks = _chunks(rows, _numbers(counts[member]))
+    """Return the rows of this rank's tokens for each member: the rows of the member's experts.
+    ``most``: how many rows each member can get if the ids of each token differ. Raises IndexError
+    if a member would get more."""
+    lengths = _numbers(counts[member])
+    sent = [sum(lengths[p] for p in part) for part in parts]
+    if any(n > limit for n, limit in zip(sent, most, strict=True)):
+        raise IndexError(
+            f"tokens have {max(sent):,} rows for the experts of one rank, and at most {max(most):,}"
+            " if no token names an expert twice.\n"
+            "fix: ids that differ within a token, as topk returns them; -1 for no expert"
+        )
+    chunks = _chunks(rows, lengths)
     return [_joined(rows, [chunks[p] for p in part]) for part in parts]
 
 
