@@ -118,6 +118,15 @@ def test_only_causal_mask_aligned_to_first_position_becomes_is_causal(length: in
     assert masks(graph) == ([(T, length)] if length > T else [])
 
 
+def test_values_narrower_than_keys_are_padded() -> None:
+    """Latent attention (DeepSeek-V3) has such values."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return squares(F.scaled_dot_product_attention(q, k, v[..., :5], is_causal=True))
+
+    assert attentions(captured(fn, heads(), heads(seed=1), heads(seed=2))) == [True]
+
+
 class Masked(nn.Module):
     """Attention with a mask that is a buffer or parameter of the module."""
 

@@ -3,6 +3,7 @@
     sdpa(q[b h t d], k, v, i[None] <= i[:, None])   ->  dt.attention(q, k, v, True, scale)[0]
     sdpa(q[b h t d], k, v, mask[b 1 1 s])           ->  dt.attention_masked(q, k, v, mask, scale)[0]
     k[b g s d] repeated to [b h s d]                ->  both take k[b g s d]
+    sdpa(q[b h t d], k, v[b h s e]), e < d          ->  dt.attention of v padded with zeros
 
 A mask that is the same at every call (constants.py) is dropped if it hides nothing, and becomes
 `is_causal` if it hides exactly the later keys. A mask that requires grad is not rewritten, because
@@ -104,7 +105,9 @@ def rewrite_attention(graph: fx.Graph, node: fx.Node, writes: Writes) -> str:
         raise NoMatch("it drops weights, each by a number of its own")
     if not q.dim() == k.dim() == v.dim() == 4:
         raise NoMatch(f"its queries have {q.dim()} dims and not 4")
-    if (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]) or k.shape != v.shape:
+    is_unequal = (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]) or k.shape[:3] != v.shape[:3]
+    narrower = q.shape[3] - v.shape[3]  # in latent attention, which is padded if no cache is read
+    if is_unequal or narrower < 0 or (narrower and a["attn_mask"] is not None):
         raise NoMatch("its queries, keys and values have different sizes")
     is_grouped = k.shape[1] == 1 or (a["enable_gqa"] and q.shape[1] % k.shape[1] == 0)
     if q.shape[1] != k.shape[1] and not is_grouped:
@@ -120,6 +123,8 @@ def rewrite_attention(graph: fx.Graph, node: fx.Node, writes: Writes) -> str:
     tensors = [
         call.cast(x, val.dtype, out.dtype) for x, val in ((a["query"], q), (keys, k), (values, v))
     ]
+    if narrower:
+        tensors[2] = call(aten.constant_pad_nd.default, tensors[2], [0, narrower])
     if a["attn_mask"] is None:
         op, pair = "dt.attention", call(dt.attention.default, *tensors, a["is_causal"], scale)
     else:
@@ -127,7 +132,8 @@ def rewrite_attention(graph: fx.Graph, node: fx.Node, writes: Writes) -> str:
         if mask.meta["val"].dtype != torch.bool and q.dtype != out.dtype:
             mask = call.cast(mask, mask.meta["val"].dtype, out.dtype)  # autocast casts it, too
         op, pair = "dt.attention_masked", call(_MASKED, *tensors, mask, scale)
-    call.replace(call(operator.getitem, pair, 0))
+    padded = call(operator.getitem, pair, 0)
+    call.replace(call(aten.slice.Tensor, padded, 3, 0, v.shape[3]) if narrower else padded)
     return op
 
 
