@@ -72,7 +72,16 @@ def to_experts(x: Tensor, ids: Tensor, num_experts: int) -> tuple[Tensor, Route]
             f"ids have k >= 1 experts for each of {x.shape[0]} tokens; x is {type_text(x)}, ids "
             f"are {type_text(ids)}.\nfix: {fix}"
         )
-    counts, expert, slot = torch.ops.dt.route(ids, num_experts)
+    return sent_to_experts(x, ids, num_experts)
+
+
+def sent_to_experts(
+    x: Tensor, ids: Tensor, num_experts: int, *, has_spare_id: bool = False
+) -> tuple[Tensor, Route]:
+    """Return what `to_experts` returns, without its checks of shapes and dtypes. With a spare id,
+    the id E marks slots without an expert too, as in transformers."""
+    extra = (True,) if has_spare_id else ()
+    counts, expert, slot = torch.ops.dt.route(ids, num_experts, *extra)
     num_tokens, k = ids.shape
     rows = torch.ops.dt.take_rows(x, slot, counts, None, k)
     return rows, Route(

@@ -17,11 +17,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.fx import traceback
 
-from dtensor.frontend.experts import Route, expert_linear, from_experts, to_experts
+from dtensor.frontend.experts import Route, expert_linear, from_experts, sent_to_experts
 
 EXPERTS = "dtensor_experts"
 """The key in torch's node annotations that marks the ops of replaced experts."""
@@ -56,9 +55,7 @@ def _experts_forward(theirs: _Forward, module: nn.Module, *args: Any, **kwargs: 
     experts: Any = module
     hidden, ids, weights = operands
     with traceback.annotate({EXPERTS: True}):
-        # Ids from the number of experts on mark slots without an expert.
-        ids = torch.where(ids < experts.num_experts, ids, -1)
-        rows, route = to_experts(hidden, ids, experts.num_experts)
+        rows, route = sent_to_experts(hidden, ids, experts.num_experts, has_spare_id=True)
         rows = _linear(experts, "gate_up_proj" if experts.has_gate else "up_proj", rows, route)
         rows = experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows)
         rows = _linear(experts, "down_proj", rows, route)

@@ -34,11 +34,13 @@ from dtensor.sharding.local.in_range import was_checked
 from dtensor.sharding.ops.library import LIBRARY, define
 
 
-def _route(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+def _route(
+    ids: Tensor, num_experts: int, has_spare_id: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the rows of each expert [E], and the expert and the slot of each row [T k], sorted by
-    expert (stable). Slots with id -1 are last. Raises IndexError for an id outside -1:E. Reads the
-    result and the range of the ids in one wait for a GPU, or not at all if the ids are known to be
-    experts."""
+    expert (stable). Slots without an expert, of id -1 or the spare id E, are last. Raises
+    IndexError for another id outside 0:E. Reads the result and the range of the ids in one wait for
+    a GPU, or not at all if the ids are known to be experts."""
     flat = ids.reshape(-1).long()
     are_experts = flat.numel() == 0 or was_checked(ids, (num_experts, 0, None))
     expert, slot = torch.sort(
@@ -50,7 +52,7 @@ def _route(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
         return counts, expert, slot
     untyped_numbers: Any = torch.cat([torch.stack(flat.aminmax()), counts])
     least, most, *numbers = untyped_numbers.tolist()
-    if least < -1 or most >= max(num_experts, 1):
+    if least < -1 or most >= max(num_experts + has_spare_id, 1):
         raise IndexError(
             f"Expert id {least if least < -1 else most} is outside -1..{num_experts - 1}, the ids "
             f"of {num_experts} experts and -1 for no expert.\n"
@@ -58,15 +60,17 @@ def _route(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
             "experts"
         )
     record_numbers(counts, numbers)
-    if least < 0:
+    if least < 0 or most == num_experts:
         expert.masked_fill_(expert == num_experts, -1)
     return counts, expert, slot
 
 
-def held_route(ids: Tensor, num_experts: int, held: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+def held_route(
+    ids: Tensor, num_experts: int, held: list[int], has_spare_id: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the results of `route` for the experts that the rank holds, the counts in host memory.
     ``held``: intervals of experts as a flat list [start, stop, start, ...]."""
-    counts, expert, slot = _route(ids, num_experts)
+    counts, expert, slot = _route(ids, num_experts, has_spare_id)
     numbers = numbers_of(counts)
     stops = [0, *accumulate(numbers)]
     spans = list(zip(held[::2], held[1::2], strict=True))
@@ -162,12 +166,18 @@ def _clear_tail(out: Tensor, counts: Tensor, n: int, value: int = 0) -> Tensor:
     return out.masked_fill_(~is_row.view(-1, *(1 for _ in out.shape[1:])), value)
 
 
-def _fake_route(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_route(
+    ids: Tensor, num_experts: int, has_spare_id: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     slot = ids.new_empty(ids.numel(), dtype=torch.int64)
     return slot.new_empty(num_experts), slot, torch.empty_like(slot)
 
 
-define("route(Tensor ids, int num_experts) -> (Tensor, Tensor, Tensor)", _route, _fake_route)
+define(
+    "route(Tensor ids, int num_experts, bool has_spare_id=False) -> (Tensor, Tensor, Tensor)",
+    _route,
+    _fake_route,
+)
 define(
     "take_rows(Tensor x, Tensor slot, Tensor counts, Tensor? weights, int k) -> Tensor",
     _take_rows,

@@ -58,10 +58,12 @@ def _route(call: OpCall) -> Rule:
 def _held_route(call: OpCall, local: Local) -> OpCall:
     """Keep the rows of the rank's experts only, if experts are split."""
     held = local.result_intervals(0, 0)
-    ids, num_experts = call.args
+    ids, num_experts, *has_spare_id = call.args
     if sum(hi - lo for lo, hi in held) == num_experts:
         return call
-    return retarget(call, experts.held_route, ids, num_experts, flatten_intervals(held))
+    return retarget(
+        call, experts.held_route, ids, num_experts, flatten_intervals(held), *has_spare_id
+    )
 
 
 def _add_rows(call: OpCall) -> Rule:
