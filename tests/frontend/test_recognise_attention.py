@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtensor.frontend.capture.capture import capture
+from dtensor.frontend.capture.recognise import constants
 from dtensor.frontend.graph import Graph
 from tests.frontend.eager import check
 
@@ -116,6 +117,20 @@ def test_only_causal_mask_aligned_to_first_position_becomes_is_causal(length: in
     graph = captured(last, *args)
     assert attentions(graph) == ([] if length > T else [True])
     assert masks(graph) == ([(T, length)] if length > T else [])
+
+
+def test_causal_mask_of_a_large_batch_is_computed_for_one_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(constants, "MAX_ELEMENTS", T * T)
+
+    def fn(q: Tensor) -> Tensor:
+        at = torch.arange(T)[None].expand(B, -1)
+        mask = at[:, None, :] <= torch.arange(T)[None, :, None]
+        mask = torch.ones((), dtype=torch.bool) & mask
+        return squares(F.scaled_dot_product_attention(q, q, q, mask[:, None]))
+
+    assert attentions(captured(fn, heads())) == [True]
 
 
 def test_values_narrower_than_keys_are_padded() -> None:

@@ -30,7 +30,11 @@ MAX_ELEMENTS = 2**28
 """The maximum size of a tensor that is computed."""
 _MAX_COMPARED = 2**20
 """The maximum number of elements of a result whose rows are compared with each other."""
-_CASTS = (aten.to.dtype, aten.to.dtype_layout, aten._to_copy.default, aten.clone.default)
+_ELEMENTWISE = (
+    aten.to.dtype, aten.to.dtype_layout, aten._to_copy.default, aten.clone.default,
+    aten.__and__.Tensor, aten.__or__.Tensor, aten.__xor__.Tensor,
+)  # fmt: skip
+"""Elementwise ops without torch's tag `pointwise`."""
 
 
 class NotConstant(Exception):
@@ -156,7 +160,7 @@ def _compute(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
     if target is operator.getitem:
         return target(*args, **kwargs)
     val = node.meta["val"]
-    is_elementwise = torch.Tag.pointwise in target.tags or target in _CASTS
+    is_elementwise = torch.Tag.pointwise in target.tags or target in _ELEMENTWISE
     if not isinstance(val, Tensor) or not is_elementwise:
         if isinstance(val, Tensor) and not _is_view(node):
             _check_size(val.shape)
