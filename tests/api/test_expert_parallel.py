@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import dtensor as dt
+from dtensor.daft import TaskError
 
 D, F = 6, 8
 
@@ -213,7 +214,7 @@ def test_edge_cases_match_torch(name: str, routing: str, n: int, t: int, e: int,
 
 @pytest.mark.parametrize("name", ["both", "folded", "microbatches"])
 def test_token_that_names_an_expert_twice_fails_its_step(name: str) -> None:
-    with pytest.raises(dt.TaskError, match="fix: ids that differ within a token"):
+    with pytest.raises(TaskError, match="fix: ids that differ within a token"):
         check(name, "to first repeatedly", n=3, t=12, e=5, k=3)
 
 
