@@ -30,7 +30,7 @@ from dtensor.sharding.rules.build import (
 )
 from dtensor.sharding.rules.registry import Builder
 from dtensor.sharding.rules.rule import Rule
-from dtensor.sharding.spec.placements import Intervals
+from dtensor.sharding.spec.placements import Intervals, length
 
 aten: Any = torch.ops.aten
 _LINEAR: Groups = ((0,),)
@@ -63,9 +63,13 @@ def _slice_texts(
     shape: tuple[int, ...], dim: int, lo: int, hi: int, step: int
 ) -> tuple[str, str, dict[str, int]]:
     """Return the terms of the whole tensor and of the slice ``lo:hi`` of ``dim``,
-    ``d0 (a + s + c)`` and ``d0 s``, and the sizes of a, s and c. If the step is not 1, both are
-    whole."""
+    ``d0 (a + s + c)`` and ``d0 s``, and the sizes of a, s and c. A slice with a step that takes one
+    of each u elements, as ``::2``, has the terms ``d0 (s u!)`` and ``d0 s``. Both are whole if the
+    step is another one."""
     dims = dim_names(len(shape))
+    if step > 1 and lo < step and shape[dim] % step == 0 and hi > shape[dim] - step + lo:
+        sizes = {"s": shape[dim] // step, "u": step}
+        return replace_dim(dims, dim, "(s u!)"), replace_dim(dims, dim, "s"), sizes
     sizes = {"a": lo, "s": hi - lo, "c": shape[dim] - hi}
     if step != 1:
         return replace_dim(dims, dim, "w!"), replace_dim(dims, dim, "v!"), sizes
@@ -75,9 +79,9 @@ def _slice_texts(
 
 def _local_bounds(intervals: Intervals, lo: int, hi: int, step: int) -> tuple[int, int]:
     """Return the local slice for the global slice ``lo:hi`` on a rank that holds these intervals of
-    the dim. With a step other than 1 the rank holds the whole dim."""
+    the dim. With a step other than 1 the rank holds whole steps, or the whole dim."""
     if step != 1:
-        return lo, hi
+        return lo, min(hi, length(intervals))
     start = count_within(intervals, 0, lo)
     return start, start + count_within(intervals, lo, hi)
 
@@ -88,10 +92,8 @@ def _slice(call: OpCall) -> Rule:
     dim, lo, hi, step = _slice_arguments(call, 0, shape)
 
     def localize(call: OpCall, local: Local) -> OpCall:
-        if step != 1:
-            return call
         bounds = _local_bounds(local.operand_intervals(0, dim), lo, hi, step)
-        return retarget(call, aten.slice.Tensor, call.args[0], dim, *bounds)
+        return retarget(call, aten.slice.Tensor, call.args[0], dim, *bounds, step)
 
     whole, piece, sizes = _slice_texts(shape, dim, lo, hi, step)
     return make(call, f"{whole} -> {piece}", linear=_LINEAR, localize=localize, sizes=sizes)
