@@ -118,7 +118,8 @@ def model_of(family: str) -> nn.Module:
     config: Any = CONFIG_MAPPING[family](**{**COMMON, **FAMILIES[family]})
     config._experts_implementation = "eager"  # torch has no other one for float64
     torch.manual_seed(0)
-    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).float().train()
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return model_class(config).float().train()
 
 
 def batch_of() -> dict[str, Tensor]:
