@@ -148,9 +148,13 @@ class Local:
         """Return the local shape of a result, with -1 for the number of rows by expert."""
         return self._sizes(self._result(index))
 
+    def operand_size(self, index: int, dim: int) -> int:
+        """Return the local size of one dim of an operand."""
+        return self._known((self.operand_sizes(index)[dim],))[0]
+
     def result_size(self, index: int, dim: int) -> int:
         """Return the local size of one dim of a result."""
-        return self._known(self.result_sizes(index)[dim : dim + 1])[0]
+        return self._known((self.result_sizes(index)[dim],))[0]
 
     def operand_intervals(self, index: int, dim: int) -> Intervals:
         """Return the global indices of an operand's dim that this rank holds."""

@@ -21,7 +21,7 @@ from dtensor.sharding.ops.call import Meta
 from dtensor.sharding.plan.choose.axis_problem import AxisChoice, axis_problem_of, inner_mesh
 from dtensor.sharding.plan.choose.choose_axis import choose_axis
 from dtensor.sharding.plan.choose.choose_composites import choose_composites
-from dtensor.sharding.plan.choose.routes import routes
+from dtensor.sharding.plan.choose.routes import size_fills
 from dtensor.sharding.plan.cost.totals import PlanTotals
 from dtensor.sharding.plan.dataflow import Dataflow, Op
 from dtensor.sharding.plan.emit.emit import emit
@@ -84,9 +84,12 @@ def plan_flow(request: Request, flow: Dataflow) -> PlanRecord:
     """Return the plan of ``flow``, without the last passes. Strategies are chosen axis by axis, in
     mesh order with the microbatch axis last; the choice on each axis is optimal given the axes
     before it. Then the steps and the conversions between them are emitted."""
+    rules = rules_of(flow)
+    sized = size_fills(flow, rules)
+    if sized is not flow:
+        flow, rules = sized, rules_of(sized)
     request = replace(request, flow=flow)
-    inner, rules = inner_mesh(request), rules_of(flow)
-    routes(flow, rules)  # raises an error that names an op that mixes rows of experts
+    inner = inner_mesh(request)
     axis_problem = axis_problem_of(request, inner, rules)
     choices: list[AxisChoice] = []
     for axis in inner.axes:

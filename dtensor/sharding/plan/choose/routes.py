@@ -11,9 +11,12 @@ rows of two routes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
 
 from dtensor.errors import PlanningError
-from dtensor.sharding.ops.call import Local, RowsError, is_random
+from dtensor.sharding.ops.call import Local, Operand, RowsError, is_random
 from dtensor.sharding.plan.dataflow import Dataflow, Op
 from dtensor.sharding.plan.steps import Compute, Redistribute, Step, Transfer
 from dtensor.sharding.rules.rule import Dim, Rule
@@ -28,7 +31,65 @@ _FIX = (
 
 def routes(flow: Dataflow, rules: Mapping[str, Rule]) -> dict[str, str]:
     """Return rows -> the value that counts the rows of each expert of their route."""
-    found: dict[str, tuple[str, int]] = {}  # value -> the counts of its route, its dim of rows
+    return {name: counts for name, (counts, _) in _rows_of(flow, rules).items()}
+
+
+def size_fills(flow: Dataflow, rules: Mapping[str, Rule]) -> Dataflow:
+    """Return the program with a fill that an op reads together with rows, such as the zeros of a
+    gradient, made from these rows: the number of rows that a rank holds is data."""
+    found = _rows_of(flow, rules)
+    fills = {
+        name: op
+        for op in flow.ops
+        if op.call.name == "aten.full.default" and op.call.result.shape
+        for name in op.results
+        if name is not None
+    }
+    if not (found and fills):
+        return flow
+    ops: list[Op] = []
+    for op in flow.ops:
+        dims, operands = rules[op.name].operands, list(op.operands)
+        rows = next((i for i, name in enumerate(operands) if name in found), None)
+        if rows is None:
+            ops.append(op)
+            continue
+        factors = dims[rows][found[operands[rows]][1]]
+        for i, name in enumerate(op.operands):
+            if name in fills and factors in dims[i]:
+                sized = _sized_fill(fills[name], op, i, op.operands[rows], flow)
+                operands[i] = sized.name
+                ops.append(sized)
+        ops.append(op if tuple(operands) == op.operands else replace(op, operands=tuple(operands)))
+    return replace(flow, ops=tuple(ops)).pruned(flow.outputs)
+
+
+def _sized_fill(fill: Op, reader: Op, index: int, rows: str, flow: Dataflow) -> Op:
+    """Return an op that makes the fill from ``rows``, for one operand of ``reader``."""
+    name = f"{fill.name}_of_{reader.name}_{index}"
+    sizes, value, *_ = fill.call.args
+    call = replace(
+        fill.call,
+        target=torch.ops.aten.new_full.default,
+        args=(Operand(0), sizes, value),
+        operands=(flow.metas[rows],),
+    )
+    return replace(
+        reader,
+        name=name,
+        call=call,
+        operands=(rows,),
+        results=(name,),
+        expand=None,
+        over_batch=False,
+        copy_of=None,
+    )
+
+
+def _rows_of(flow: Dataflow, rules: Mapping[str, Rule]) -> dict[str, tuple[str, int]]:
+    """Return rows -> the value that counts the rows of each expert of their route, and the dim of
+    the rows."""
+    found: dict[str, tuple[str, int]] = {}
     for op in flow.ops:
         rule = rules[op.name]
         if op.call.name == ROUTE:
@@ -44,7 +105,7 @@ def routes(flow: Dataflow, rules: Mapping[str, Rule]) -> dict[str, str]:
             raise _error(op, "reads rows of two routes, whose orders differ", fix)
         for name, dim in _rows_of_results(op, rule, [(i, dim) for (_, dim), i in operands]):
             found[name] = of.copy().pop(), dim
-    return {name: counts for name, (counts, _) in found.items()}
+    return found
 
 
 def check_orders(steps: Sequence[Step]) -> None:

@@ -45,7 +45,7 @@ def _localizer_at(at: int, kind: Write | Literal["index", "gather"]) -> Localize
         """Return a call of the function in local/indexing.py that skips rows of other ranks; the
         call itself if dim ``at`` is not split."""
         size = call.operands[0].shape[at]
-        if local.operand_shape(0)[at] == size:
+        if local.operand_size(0, at) == size:
             return call
         pieces = local.operand_intervals(0, at)
         x, index = Operand(0), Operand(1)
