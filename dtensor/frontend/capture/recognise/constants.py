@@ -28,7 +28,7 @@ aten: Any = torch.ops.aten
 
 MAX_ELEMENTS = 2**28
 """The maximum size of a tensor that is computed."""
-_MAX_COMPARED = 2**20
+_MAX_COMPARED = 2**26
 """The maximum number of elements of a result whose rows are compared with each other."""
 _ELEMENTWISE = (
     aten.to.dtype, aten.to.dtype_layout, aten._to_copy.default, aten.clone.default,
