@@ -67,6 +67,22 @@ def test_row_wise_ops_on_rows_whose_number_is_data_match_torch(inputs: dict[str,
         torch.testing.assert_close(state[name], (weight - weight.grad).detach())
 
 
+def scaled_by_counts(h: Tensor, route: dt.Route) -> Tensor:
+    """Scale rows by the number of rows of the whole batch for their expert, and for the fullest."""
+    return h[:, :F] * (route.counts / route.counts.max())[route.expert][:, None]
+
+
+def test_experts_on_one_of_two_axes_may_read_the_counts_of_the_whole_batch() -> None:
+    x = torch.randn(T, D, generator=torch.Generator().manual_seed(1))
+    model = Experts(scaled_by_counts)
+    wanted = loss_fn(model, x).item()
+    placed = dt.parallelize(model, dt.Mesh(dp=2, ep=2), EXPERTS)
+    optimizer, inputs = torch.optim.SGD(model.parameters(), 1.0), dict(dp=dt.Row(), ep=dt.Row())
+    step = dt.train_step(placed, loss_fn, optimizer, inputs=inputs)
+    with dt.launch(placed.mesh):
+        assert float(step(x)) == pytest.approx(wanted, rel=1e-5)
+
+
 ROW_WISE = "fix: write it with ops that treat each row alone"
 REFUSED: dict[str, tuple[Callable[[Tensor, dt.Route], Tensor], str, str]] = {
     "positions": (
@@ -100,6 +116,11 @@ REFUSED: dict[str, tuple[Callable[[Tensor, dt.Route], Tensor], str, str]] = {
     "part": (lambda h, _: h[:4, :F].repeat(6, 1), "aten.slice.Tensor", ROW_WISE),
     "pairs": (lambda h, _: h[:, :F] + h[::2, :F].repeat(2, 1), "aten.slice.Tensor", ROW_WISE),
     "mean": (lambda h, _: h[:, :F] - h.mean(), "aten.(mean|sum).", ROW_WISE),
+    "another order": (
+        lambda h, _: h[:, :F] + torch.ones(2 * T, F).cumsum(0),
+        "no strategy of ",
+        "fix: rows have the order of experts, and other tensors have not",
+    ),
     "outer": (lambda h, _: h[:, :F] + h @ h.t().mean(1, keepdim=True), "aten", ROW_WISE),
 }
 

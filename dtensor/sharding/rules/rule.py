@@ -342,9 +342,10 @@ class Rule:
 
     def _match_ragged(self, dim: Dim, shard: Shard, total: int) -> Assignment | None:
         """Return the factor sharding for a split by token or by expert of a dim of ``total`` rows.
-        None if the dim is not ragged, and is not one factor either, which has the split then."""
+        None if the dim is not ragged, and is not one factor either, which has the split then, or if
+        another dim of the rule is ragged."""
         ragged = shard.ragged
-        if ragged is None:
+        if ragged is None or (self.experts and not self.is_ragged(dim)):
             return None
         blocks = blocks_of(shard, total)
         if self.is_ragged(dim):

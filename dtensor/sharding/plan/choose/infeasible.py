@@ -68,6 +68,7 @@ def _op_error(flow: Dataflow, op: Op, possible: Possible, axis: str) -> Planning
     if axis != MICROBATCH_AXIS:
         fact = f"no strategy of {op.call.name} accepts its operands on the axis {axis}."
         fix = f"fix: annotate its operands with {axis}=Replicate(), or pin fewer values on {axis}"
+        fix = _fix_for_rows(op, possible, axis) or fix
         return PlanningError("\n".join([fact, *operands, *_source_lines(op), fix]))
     pending = sorted(
         p.op
@@ -99,6 +100,26 @@ def _op_error(flow: Dataflow, op: Op, possible: Possible, axis: str) -> Planning
             "in the next step"
         )
     return PlanningError("\n".join([fact, *operands, *_source_lines(op), fix]))
+
+
+def _fix_for_rows(op: Op, possible: Possible, axis: str) -> str | None:
+    """Return the fix for an op on rows of experts, or None for another op."""
+    has_rows = [
+        any(isinstance(p, Shard) and p.ragged for p in possible.get(name, set[Placement]()))
+        for name in op.operands
+    ]
+    if op.call.name == "dt.expert_mm.default" and has_rows[0]:
+        return (
+            f"fix: stack the weights as [experts, in, out] and state {axis}=dt.Shard(0) for them, "
+            "or split in or out over an axis that does not split the tokens"
+        )
+    if any(has_rows) or op.call.name == "dt.expert_mm.default":
+        return (
+            "fix: rows have the order of experts, and other tensors have not: add a tensor of "
+            "tokens before dt.to_experts or after dt.from_experts, and index a tensor of experts "
+            "with route.expert"
+        )
+    return None
 
 
 def _only_writes_buffers(flow: Dataflow, op: Op) -> bool:

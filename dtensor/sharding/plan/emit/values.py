@@ -27,7 +27,7 @@ from dtensor.sharding.redistribute.moves import (
 )
 from dtensor.sharding.rules.rule import Rule, fullest_rank
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS, Mesh
-from dtensor.sharding.spec.placements import REPLICATE, Placement
+from dtensor.sharding.spec.placements import REPLICATE, Partial, Placement
 from dtensor.sharding.spec.spec import TensorSpec, alike
 
 
@@ -147,14 +147,14 @@ class Emitter:
             self.compute(producer, result_names, by.stage, by.phase)
             on_stage = self.copies_on(value, by.stage)
         if on_stage:
-            copy, path = self._cheapest(on_stage, wanted)
+            copy, path = self._cheapest(value, on_stage, wanted)
             return self._convert(copy, value, path, by)
         # The value is sent in the phase in which it is produced: a forward value that only the
         # backward of a later stage reads must be sent in the forward, because the backward of the
         # sender's stage comes after it.
         first = self.copies[value][0]
         candidates = [c for c in self.copies_on(value, first.stage) if c.phase == first.phase]
-        copy, path = self._cheapest(candidates, wanted)
+        copy, path = self._cheapest(value, candidates, wanted)
         num_before = _moves_before_transfer(copy, path, self.request.num_microbatches)
         sender = replace(by, stage=first.stage, phase=first.phase)
         copy = self._convert(copy, value, path[:num_before], sender)
@@ -171,7 +171,9 @@ class Emitter:
             copy = self.move(copy, value, move, by)
         return copy
 
-    def _cheapest(self, copies: Sequence[Copy], target: TensorSpec) -> tuple[Copy, Sequence[Move]]:
+    def _cheapest(
+        self, value: str, copies: Sequence[Copy], target: TensorSpec
+    ) -> tuple[Copy, Sequence[Move]]:
         """Return the copy that is cheapest to convert to ``target``, and the moves that do it."""
         for copy in copies:
             if alike(copy.spec, target):
@@ -181,6 +183,9 @@ class Emitter:
         def in_its_dtype(copy: Copy) -> TensorSpec:  # float32 parts are rounded by their reduction
             return replace(target, dtype=copy.spec.dtype)
 
+        if value in self.routes.values():
+            # Pending counts are the rows of each rank: summed counts cannot become pending again.
+            copies = [copy for copy in copies if _sums_are_kept(copy.spec, target)]
         best = min(copies, key=lambda c: seconds(c.spec, in_its_dtype(c), topology))
         path = moves(best.spec, in_its_dtype(best), topology)
         return best, path if best.spec.dtype == target.dtype else round_after_sum(
@@ -273,6 +278,12 @@ class Emitter:
             )
         )
         return self.add_copy(value, Copy(result, copy.spec, by.stage, copy.once, by.phase))
+
+
+def _sums_are_kept(spec: TensorSpec, target: TensorSpec) -> bool:
+    """Return whether the spec is pending on each axis on which ``target`` is pending."""
+    pairs = zip(spec.placements, target.placements, strict=True)
+    return all(isinstance(a, Partial) for a, b in pairs if isinstance(b, Partial))
 
 
 def is_full_view(op: Op, rule: Rule) -> bool:
