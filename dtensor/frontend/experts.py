@@ -111,10 +111,13 @@ def expert_linear(rows: Tensor, weight: Tensor, route: Route, bias: Tensor | Non
     _check_rows("expert_linear", rows, route)
     wanted = (route.num_experts, rows.shape[1])
     if weight.dim() != 3 or tuple(weight.shape[:2]) != wanted:
+        fix = "weight.transpose(1, 2) if it is [E o i]"
+        if weight.dim() == 3 and weight.shape[0] != wanted[0]:
+            fix = f"num_experts={weight.shape[0]}, or a weight of {wanted[0]} experts"
         raise PlanningError(
             f"expert_linear's weight is {type_text(weight)}, not [E i o] with E={wanted[0]} "
             f"experts and i={wanted[1]} as the rows.\n"
-            "fix: weight.transpose(1, 2) if it is [E o i]"
+            f"fix: {fix}"
         )
     if bias is not None and bias.shape != (weight.shape[0], weight.shape[2]):
         raise PlanningError(

@@ -136,7 +136,7 @@ class Emitter:
     def ensure_copy(self, value: str, wanted: TensorSpec, by: Reader) -> Copy:
         """Return a copy with the spec ``wanted`` on the reader's stage; emit it if needed."""
         producer = self.request.flow.producers.get(value)
-        on_stage = self.copies_on(value, by.stage)
+        on_stage = self._sources(value, by.stage, wanted)
         if (
             not on_stage
             and producer is not None
@@ -145,16 +145,18 @@ class Emitter:
             # transfer the viewed value once, and repeat its views on the reader's stage
             result_names = (self.fresh(f"{value}_at{by.stage}"),)
             self.compute(producer, result_names, by.stage, by.phase)
-            on_stage = self.copies_on(value, by.stage)
+            on_stage = self._sources(value, by.stage, wanted)
         if on_stage:
-            copy, path = self._cheapest(value, on_stage, wanted)
+            copy, path = self._cheapest(on_stage, wanted)
             return self._convert(copy, value, path, by)
         # The value is sent in the phase in which it is produced: a forward value that only the
         # backward of a later stage reads must be sent in the forward, because the backward of the
         # sender's stage comes after it.
         first = self.copies[value][0]
-        candidates = [c for c in self.copies_on(value, first.stage) if c.phase == first.phase]
-        copy, path = self._cheapest(value, candidates, wanted)
+        candidates = [
+            c for c in self._sources(value, first.stage, wanted) if c.phase == first.phase
+        ]
+        copy, path = self._cheapest(candidates, wanted)
         num_before = _moves_before_transfer(copy, path, self.request.num_microbatches)
         sender = replace(by, stage=first.stage, phase=first.phase)
         copy = self._convert(copy, value, path[:num_before], sender)
@@ -165,15 +167,21 @@ class Emitter:
         """Return the copies of the value on the stage."""
         return [copy for copy in self.copies[value] if copy.stage == stage]
 
+    def _sources(self, value: str, stage: int, wanted: TensorSpec) -> list[Copy]:
+        """Return the copies on the stage that can be converted to ``wanted``. Counts of experts
+        that are pending are the rows of each rank, so summed counts cannot become pending again."""
+        copies = self.copies_on(value, stage)
+        if value in self.routes.values():
+            return [copy for copy in copies if _sums_are_kept(copy.spec, wanted)]
+        return copies
+
     def _convert(self, copy: Copy, value: str, path: Sequence[Move], by: Reader) -> Copy:
         """Emit the moves of ``path`` for a copy of the value; return the last new copy."""
         for move in path:
             copy = self.move(copy, value, move, by)
         return copy
 
-    def _cheapest(
-        self, value: str, copies: Sequence[Copy], target: TensorSpec
-    ) -> tuple[Copy, Sequence[Move]]:
+    def _cheapest(self, copies: Sequence[Copy], target: TensorSpec) -> tuple[Copy, Sequence[Move]]:
         """Return the copy that is cheapest to convert to ``target``, and the moves that do it."""
         for copy in copies:
             if alike(copy.spec, target):
@@ -183,9 +191,6 @@ class Emitter:
         def in_its_dtype(copy: Copy) -> TensorSpec:  # float32 parts are rounded by their reduction
             return replace(target, dtype=copy.spec.dtype)
 
-        if value in self.routes.values():
-            # Pending counts are the rows of each rank: summed counts cannot become pending again.
-            copies = [copy for copy in copies if _sums_are_kept(copy.spec, target)]
         best = min(copies, key=lambda c: seconds(c.spec, in_its_dtype(c), topology))
         path = moves(best.spec, in_its_dtype(best), topology)
         return best, path if best.spec.dtype == target.dtype else round_after_sum(
