@@ -136,3 +136,13 @@ def test_op_that_is_not_row_wise_is_refused_by_name(name: str) -> None:
         dt.PlanningError, match=f"{message}(.|\n)*test_rows_of_experts.py(.|\n)*{fix}"
     ):
         step.plan(torch.randn(T, D))
+
+
+def test_result_with_rows_of_split_experts_is_refused_with_a_fix() -> None:
+    def products(model: nn.Module, x: Tensor) -> Tensor:
+        rows, route = dt.to_experts(x, (x[:, :2] > 0).long(), E)
+        return dt.expert_linear(rows, model.w_up, route)  # pyright: ignore[reportArgumentType]
+
+    placed = dt.parallelize(Experts(sizes), dt.Mesh(ep=2), EXPERTS)
+    with pytest.raises(dt.PlanningError, match="fix: return the tokens of dt.from_experts"):
+        dt.compile(products, placed.mesh).plan(placed, torch.randn(T, D))

@@ -104,10 +104,7 @@ def _op_error(flow: Dataflow, op: Op, possible: Possible, axis: str) -> Planning
 
 def _fix_for_rows(op: Op, possible: Possible, axis: str) -> str | None:
     """Return the fix for an op on rows of experts, or None for another op."""
-    has_rows = [
-        any(isinstance(p, Shard) and p.ragged for p in possible.get(name, set[Placement]()))
-        for name in op.operands
-    ]
+    has_rows = [_has_rows(name, possible) for name in op.operands]
     if op.call.name == "dt.expert_mm.default" and has_rows[0]:
         return (
             f"fix: stack the weights as [experts, in, out] and state {axis}=dt.Shard(0) for them, "
@@ -120,6 +117,11 @@ def _fix_for_rows(op: Op, possible: Possible, axis: str) -> str | None:
             "with route.expert"
         )
     return None
+
+
+def _has_rows(value: str, possible: Possible) -> bool:
+    """Return whether the value can be split by token or by expert."""
+    return any(isinstance(p, Shard) and p.ragged for p in possible.get(value, set[Placement]()))
 
 
 def _only_writes_buffers(flow: Dataflow, op: Op) -> bool:
@@ -146,6 +148,8 @@ def _output_error(flow: Dataflow, node: Node, possible: Possible, axis: str) -> 
     else:
         fact = f"{node.name} cannot have the placement {stated!r} on the axis {axis}."
         fix = f"fix: state {axis}=Replicate() for it"
+        if _has_rows(value, possible):
+            fix = "fix: return the tokens of dt.from_experts instead of rows of experts"
     return PlanningError("\n".join([fact, *lines, fix]))
 
 
