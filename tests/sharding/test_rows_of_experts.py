@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -135,10 +137,16 @@ def test_rows_that_return_in_another_order_are_refused() -> None:
     ]
     for number, (before, after) in enumerate(pairwise(texts)):
         (move,) = moves(parse(before, MESH), parse(after, MESH), Topology())
-        names = dict(results=(f"rows{number + 1}",), operands=(f"rows{number}",))
-        steps.append(
-            Redistribute(**names, moves=(move,), phase="forward", stage=0, counts="counts")
+        result, operand = f"rows{number + 1}", f"rows{number}"
+        step = Redistribute(
+            results=(result,),
+            operands=(operand,),
+            moves=(move,),
+            phase="forward",
+            stage=0,
+            counts="counts",
         )
+        steps.append(step)
     check_orders(steps[:2])
     with pytest.raises(PlanningError, match="the rows rows2 .* over dp and dp then ep"):
         check_orders(steps)
@@ -147,7 +155,7 @@ def test_rows_that_return_in_another_order_are_refused() -> None:
 def test_eager_to_experts_of_split_tokens_is_refused() -> None:
     mesh = dt.Mesh(ep=2)
     x, ids = torch.randn(8, 4), torch.randint(0, 4, (8, 2))
-    rows, _ = dt.to_experts(dt.distribute(x, mesh), dt.distribute(ids, mesh), 4)
+    rows: Any = dt.to_experts(dt.distribute(x, mesh), dt.distribute(ids, mesh), 4)[0]
     assert torch.equal(rows.full_tensor(), dt.to_experts(x, ids, 4)[0])
     with pytest.raises(PlanningError, match=re.escape("fix: dt.compile(function, mesh)")):
         dt.to_experts(dt.distribute(x, mesh, ep=dt.Row()), dt.distribute(ids, mesh, ep=dt.Row()), 4)
@@ -162,7 +170,7 @@ def test_compiled_function_dispatches_split_tokens() -> None:
         rows, route = dt.to_experts(x, ids, 4)
         return dt.from_experts(dt.expert_linear(rows, w, route).relu(), route)
 
-    placed = [dt.distribute(t, mesh, ep=dt.Row()) for t in (x, ids, w)]
+    placed: list[Any] = [dt.distribute(t, mesh, ep=dt.Row()) for t in (x, ids, w)]
     torch.testing.assert_close(
         dt.compile(function, mesh)(*placed).full_tensor(), function(x, ids, w)
     )

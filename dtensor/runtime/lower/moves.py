@@ -95,7 +95,7 @@ def _free_move(b: RankBuilder, step: Redistribute) -> None:
     if move.kind == "hold":
         pieces = [_pieces_of_counts(b, step.operands[0], move.axis)]
         part = _parts(b, move.dst, move.axis)[coordinates[move.axis]]
-        code.apply(held_counts, pieces, results, part, source=source)
+        code.apply(held_counts, pieces, results, part, b.shared.device, source=source)
     elif move.kind == "slice":
         block_ranges = given(move.src, move.dst, coordinates, coordinates)
         code.apply(block, operands, results, block_ranges, source=source)
@@ -278,11 +278,6 @@ def _start_counts(b: RankBuilder, step: Redistribute) -> Started:
     """Start the gather of the counts of all ranks of the axis, into host memory."""
     (move,), source = step.moves, step.source or None
     sent = b.named_buffer(step.operands[0], move.src)
-    if b.shared.device.type == "cuda":  # counts that were held are in host memory
-        segment, local = b.segment(), f"{step.name}_mine"
-        segment.table[local] = flat = f"{b.value(step.name)}.mine"
-        segment.code.apply(torch.Tensor.to, step.operands, [local], b.shared.device, source=source)
-        sent = flat, sent[1]
     received = tuple(
         (f"{b.value(step.name)}.{i}", Buffer(move.src.local_shape(peer), move.src.dtype))
         for i, peer in enumerate(_peers(b, move.axis))

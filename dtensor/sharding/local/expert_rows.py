@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dtensor.sharding.local.grouped_matmul import record_numbers
+
 Parts = Sequence[Sequence[int]]
 
 
@@ -125,9 +127,12 @@ def rows_by_token(
     return _joined(pieces[0], [*(chunks[p] for p in sorted(chunks)), *zeros])
 
 
-def held_counts(counts: Sequence[Tensor], part: Sequence[int]) -> Tensor:
-    """Return the numbers of rows of these experts over all members, i64 in host memory."""
-    return torch.stack(list(counts)).sum(0)[list(part)]
+def held_counts(counts: Sequence[Tensor], part: Sequence[int], device: torch.device) -> Tensor:
+    """Return the numbers of rows of these experts over all members, i64 on ``device``."""
+    held = torch.stack(list(counts)).sum(0)[list(part)]
+    placed = held.to(device, non_blocking=True)
+    record_numbers(placed, _numbers(held))
+    return placed
 
 
 def _of_part(counts: Tensor, part: Sequence[int]) -> list[int]:

@@ -80,13 +80,21 @@ def stops_of(counts: Tensor, length: int) -> list[int]:
 def numbers_of(counts: Tensor) -> list[int]:
     """Return the counts as ints. Waits if they are on a GPU, and only once for all ops that use the
     same tensor, while it is not written to."""
-    read = None if counts.is_cpu or counts.is_inference() else _read.get(counts)
-    if read is not None and read[0] == counts._version:
-        return list(read[1])
-    untyped_counts: Any = counts
-    numbers: list[int] = untyped_counts.tolist()
-    record_numbers(counts, numbers)
+    numbers = known_numbers(counts)
+    if numbers is None:
+        untyped_counts: Any = counts
+        numbers = untyped_counts.tolist()
+        record_numbers(counts, numbers)
     return numbers
+
+
+def known_numbers(counts: Tensor) -> list[int] | None:
+    """Return the counts as ints; None if the host would wait for a GPU to read them."""
+    if counts.is_cpu:
+        untyped_counts: Any = counts
+        return untyped_counts.tolist()
+    read = None if counts.is_inference() else _read.get(counts)
+    return list(read[1]) if read is not None and read[0] == counts._version else None
 
 
 def record_numbers(counts: Tensor, numbers: Sequence[int]) -> None:

@@ -7,7 +7,7 @@
 
 On a rank, N is the number of rows that arrived, and E the number of local experts. Rows from
 counts.sum() on are no rows: results neither read them nor depend on them, and are 0 there. Sums run
-in float32, or float64. If the counts are on the CPU, the host never waits for a GPU after `route`.
+in float32, or float64. If the host knows the counts, it never waits for a GPU after `route`.
 """
 
 # Torch leaves the types of its registration functions and of `torch.ops` open.
@@ -26,6 +26,7 @@ from dtensor.numerics import accumulation_dtype
 from dtensor.sharding.local.grouped_matmul import (
     expert_outer_products,
     expert_products,
+    known_numbers,
     numbers_of,
     record_numbers,
     stops_of,
@@ -68,8 +69,8 @@ def _route(
 def held_route(
     ids: Tensor, num_experts: int, held: list[int], has_spare_id: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the results of `route` for the experts that the rank holds, the counts in host memory.
-    ``held``: intervals of experts as a flat list [start, stop, start, ...]."""
+    """Return the results of `route` for the experts that the rank holds. ``held``: intervals of
+    experts as a flat list [start, stop, start, ...]."""
     counts, expert, slot = _route(ids, num_experts, has_spare_id)
     numbers = numbers_of(counts)
     stops = [0, *accumulate(numbers)]
@@ -78,8 +79,9 @@ def held_route(
     expert, slot = (
         torch.cat([x[stops[lo] : stops[hi]] for lo, hi in spans] or none) for x in (expert, slot)
     )
-    of_experts = [n for lo, hi in spans for n in numbers[lo:hi]]
-    return torch.tensor(of_experts, dtype=torch.int64), expert, slot
+    of_experts = torch.cat([counts[lo:hi] for lo, hi in spans] or none)
+    record_numbers(of_experts, [n for lo, hi in spans for n in numbers[lo:hi]])
+    return of_experts, expert, slot
 
 
 def _take_rows(x: Tensor, slot: Tensor, counts: Tensor, weights: Tensor | None, k: int) -> Tensor:
@@ -103,7 +105,9 @@ def _add_rows(
     positions = _clear_tail(torch.arange(n, device=slot.device), counts, n, n)
     positions = slot.new_full((num_tokens * k,), n).index_copy_(0, slot[:n], positions)
     positions = positions.view(num_tokens, k)
-    if counts.device.type != "cpu" or n < num_tokens * k:  # slots without a row read a row of zeros
+    if (
+        known_numbers(counts) is None or n < num_tokens * k
+    ):  # slots without a row read a row of zeros
         rows = torch.cat([rows[:n], rows.new_zeros(1, rows.shape[1])])
         weights = None if weights is None else weights.masked_fill(positions == n, 0)
     out = rows.new_zeros(0)
@@ -147,11 +151,12 @@ def _expert_sum(grad: Tensor, counts: Tensor, k: int) -> Tensor:
 
 
 def _num_rows(slot: Tensor, counts: Tensor) -> int:
-    """Return the number of rows if the counts are on the CPU, else its bound. Raises IndexError if
+    """Return the number of rows if the host knows the counts, else its bound. Raises IndexError if
     the counts exceed the slots."""
-    if counts.device.type != "cpu":
+    numbers = known_numbers(counts)
+    if numbers is None:
         return slot.shape[0]
-    n = int(counts.sum())
+    n = sum(numbers)
     if n > slot.shape[0]:
         stops_of(counts, slot.shape[0])
     return n
@@ -159,7 +164,7 @@ def _num_rows(slot: Tensor, counts: Tensor) -> int:
 
 def _clear_tail(out: Tensor, counts: Tensor, n: int, value: int = 0) -> Tensor:
     """Set what follows the rows of ``out`` to ``value``. ``n``: see `_num_rows`."""
-    if counts.device.type == "cpu":
+    if known_numbers(counts) is not None:
         out[n:] = value
         return out
     is_row = torch.arange(out.shape[0], device=out.device) < counts.sum()

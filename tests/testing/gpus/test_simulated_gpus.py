@@ -261,6 +261,45 @@ def test_expert_ops_wait_only_for_counts_on_the_gpu(dtype: torch.dtype, counts_d
     assert {wait.what for wait in found} == wanted
 
 
+class _Balanced(torch.nn.Module):
+    """A layer of experts whose router has a bias by the load, as DeepSeek-V3's."""
+
+    bias: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate = torch.nn.Linear(16, 8)
+        self.up = torch.nn.Parameter(torch.randn(8, 16, 16))
+        self.register_buffer("bias", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        ids = (self.gate(x).sigmoid() + self.bias).topk(2).indices
+        rows, route = dt.to_experts(x, ids, 8)
+        with torch.no_grad():
+            load = route.counts.float()
+            self.bias += 0.1 * torch.sign(load.mean() - load)
+        return dt.from_experts(dt.expert_linear(rows, self.up, route), route)
+
+
+@pytest.mark.parametrize("splits", [True, False], ids=["tokens split", "tokens whole"])
+def test_program_reads_counts_of_experts_on_their_gpu(splits: bool) -> None:
+    def bias(mesh: dt.Mesh, device: str, **options: Any) -> Tensor:
+        pins = {"up": dict(ep=dt.Shard(0))} if mesh.shape else {}
+        model = dt.parallelize(_Balanced(), mesh, pins)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = dt.train_step(model, lambda m, x: m(x).square().mean(), optimizer, **options)
+        with dt.launch(mesh, device=device):
+            for _ in range(2):
+                float(step(torch.randn(32, 16, generator=torch.Generator().manual_seed(1))))
+            return dt.gather_state_dict(model)["model"]["bias"]
+
+    options = dict(inputs=dict(ep=dt.Row())) if splits else {}
+    with dt.testing.simulated_gpus(num=2, seed=0):
+        found = bias(dt.Mesh(ep=2), "cuda", **options)
+    assert torch.equal(found, bias(dt.Mesh(), "cpu"))
+
+
 def test_plain_autograd_is_refused_with_train_step_as_fix() -> None:
     with gpus():
         x = torch.ones(2, device="cuda", requires_grad=True)
