@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers.integrations.moe  # noqa: F401  # registers torch.ops.transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -88,8 +89,6 @@ class Sorted(MoE):
     """The same in plain torch, as transformers writes it: rows are sorted with torch.sort."""
 
     def forward(self, x: Tensor) -> Tensor:
-        import transformers.integrations.moe  # noqa: F401  # registers the op
-
         grouped_mm = torch.ops.transformers.grouped_mm_fallback
         weights, ids = self.route(x)
         expert, slot = ids.reshape(-1).sort(stable=True)

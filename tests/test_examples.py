@@ -21,7 +21,7 @@ from tests.training import assert_losses_close
 
 HERE = Path(__file__).parent.parent / "examples" / "parallelisms"
 EXAMPLES = sorted(path.stem for path in HERE.glob("*.py") if path.stem != "model")
-OWN_MODEL = {"huggingface"}
+OWN_MODEL = {"experts", "huggingface"}
 
 
 def run(name: str) -> dict[str, Any]:
@@ -49,6 +49,13 @@ def test_parallelism_example_has_losses_of_one_device(name: str) -> None:
     losses = run(name)["losses"]
     assert_losses_close(losses, single())
     assert losses[-1] < losses[0] - 0.1
+
+
+@pytest.mark.slow
+def test_experts_example_has_losses_of_one_device() -> None:
+    found = run("experts")
+    assert_losses_close(found["losses"], found["whole"])
+    assert found["losses"][-1] < found["losses"][0] - 0.1
 
 
 @pytest.mark.slow

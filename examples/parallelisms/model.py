@@ -21,6 +21,31 @@ def build() -> GPT:
     return GPT(Config(vocab=96, context=16, width=32, heads=4, layers=2))
 
 
+class Experts(nn.Module):
+    """4 experts in place of an MLP; a router sends each token to 2 of them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, 4, bias=False)
+        self.up = nn.Parameter(torch.randn(4, width, 2 * width) * width**-0.5)
+        self.down = nn.Parameter(torch.randn(4, 2 * width, width) * width**-0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        weights, ids = self.router(tokens).softmax(-1).topk(2)
+        rows, route = dt.to_experts(tokens, ids, 4)
+        h = F.gelu(dt.expert_linear(rows, self.up, route))
+        y = dt.from_experts(dt.expert_linear(h, self.down, route), route, weights)
+        return y.view_as(x)
+
+
+def build_with_experts() -> nn.Module:
+    model = build()
+    for block in model.blocks:
+        block.mlp = Experts(32)
+    return model
+
+
 def loss_fn(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 

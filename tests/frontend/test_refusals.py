@@ -113,7 +113,8 @@ def where_alone(x: Tensor) -> Tensor:
     The program depends on a tensor's value, which is not known when it is planned.
       where: a value or size that depends on data
       test_refusals.py:N: return x[torch.where(x > 0)].sum()
-    fix: torch.where(condition, x, 0) with three arguments, or x * condition: a mask
+    fix: torch.where(condition, x, 0) with three arguments, or x * condition: a mask;
+         of the tokens of an expert, dt.to_experts
     """
     return x[torch.where(x > 0)].sum()
 

@@ -543,7 +543,10 @@ def check_forward(module: fx.GraphModule, differentiated: bool) -> None:
             source = source_of_trace(node.meta.get("stack_trace") or "")
             text, fix = (f"{_op_name(node)}: a value or size that depends on data", _FIX)
             if _op_name(node) in _INDICES:
-                fix = "torch.where(condition, x, 0) with three arguments, or x * condition: a mask"
+                fix = (
+                    "torch.where(condition, x, 0) with three arguments, or x * condition: a mask;\n"
+                    "     of the tokens of an expert, dt.to_experts"
+                )
             raise data_error(text, source, fix)
         if is_in_place(node):
             _check_write(node, module)

@@ -157,8 +157,15 @@ def _value_text(flow: Dataflow, value: str, possible: Possible, axis: str) -> st
     """Return the value's name, type and possible placements: ``h: f32[8,4], Shard(0)``."""
     placements = possible.get(value, set[Placement]())
     on_microbatches = axis == MICROBATCH_AXIS
-    words = sorted({_microbatch_text(p) if on_microbatches else repr(p) for p in placements})
+    text_of = _microbatch_text if on_microbatches else _placement_text
+    words = sorted({text_of(p) for p in placements})
     return f"{value}: {flow.metas[value]}" + (f", {' or '.join(words)}" if words else "")
+
+
+def _placement_text(placement: Placement) -> str:
+    """Return the text of a placement on an axis of the mesh."""
+    ragged = placement.ragged if isinstance(placement, Shard) else None
+    return repr(placement) if ragged is None else f"rows split by {ragged.by}"
 
 
 def _microbatch_text(placement: Placement) -> str:
