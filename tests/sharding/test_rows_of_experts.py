@@ -93,7 +93,7 @@ class Experts(nn.Module):
         return dt.from_experts(dt.expert_linear(h, self.down, route), route, weights)
 
 
-def _plan(mesh: dt.Mesh, pins: dict[str, dict[str, dt.Placement]], **inputs: dt.Placement) -> Plan:
+def _plan(mesh: dt.Mesh, pins: Any, **inputs: dt.Placement) -> Plan:
     model = dt.parallelize(Experts(), mesh, pins)
     step = dt.train_step(
         model,
@@ -124,6 +124,35 @@ def test_plan_says_how_often_the_host_waits_for_counts() -> None:
     line = "  on GPUs, the host waits once, for the counts of rows of experts"
     assert line in str(_plan(dt.Mesh(ep=2), on_ep, ep=dt.Row())).splitlines()
     assert "host waits" not in str(_plan(dt.Mesh(ep=2), on_ep))
+
+
+class Single(nn.Module):
+    """Experts that are not stacked. Each computes all tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(64, 4)
+        self.experts = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = self.router(x).softmax(-1)
+        parts = [e(x) * weights[:, i : i + 1] for i, e in enumerate(self.experts)]
+        return torch.stack(parts).sum(0)
+
+
+def test_experts_that_are_not_stacked_are_refused_on_an_axis_of_the_batch() -> None:
+    def planned(pins: Any, mesh: dt.Mesh) -> None:
+        model = dt.parallelize(Single(), mesh, pins)
+        optimizer = torch.optim.SGD(model.parameters())
+        loss = dt.train_step(
+            model, lambda m, x: m(x).square().mean(), optimizer, inputs=dict(ep=dt.Row())
+        )
+        loss.plan(torch.empty(16, 64, device="meta"))
+
+    with pytest.raises(PlanningError, match="would split experts.0.weight, the weight of one"):
+        planned({"experts.*.weight": dict(ep=dt.Shard(0))}, dt.Mesh(ep=2))
+    planned({}, dt.Mesh(ep=2))
+    planned({"experts.*.weight": dict(tp=dt.Shard(0))}, dt.Mesh(ep=2, tp=2))
 
 
 def test_rows_that_return_in_another_order_are_refused() -> None:

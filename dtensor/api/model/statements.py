@@ -12,6 +12,7 @@ parameter without a stated placement keeps the placement that an earlier program
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -45,7 +46,7 @@ from dtensor.sharding.plan.request import OnMisaligned, Request, Search, Trainin
 from dtensor.sharding.plan.storage import Zero
 from dtensor.sharding.redistribute.topology import Topology
 from dtensor.sharding.spec.mesh import Mesh
-from dtensor.sharding.spec.placements import Placement
+from dtensor.sharding.spec.placements import Placement, Shard
 from dtensor.sharding.spec.spec import TensorSpec
 
 Pins = Mapping[str, Mapping[str, Placement]]
@@ -129,6 +130,7 @@ def _request(captured: CapturedCall, stages: StagePlan) -> Request:
     input_placements = _input_pins(captured, flow, stages)
     stated = planner_pins(flow, _parameter_placements(models), input_placements)
     pins, settled = _with_settled(stated.pins, flow, models)
+    _check_stacked(flow, pins, stated.batch)
     _check_results(results, stages)
     num_microbatches, timetable = options.num_microbatches, options.timetable
     if num_microbatches > 1:
@@ -166,6 +168,24 @@ def _request(captured: CapturedCall, stages: StagePlan) -> Request:
     if options.per_microbatch:
         request = per_microbatch(request)
     return aux_per_microbatch(request) if options.aux_per_microbatch else request
+
+
+def _check_stacked(flow: Dataflow, pins: Pins, batch: Collection[str]) -> None:
+    """Raise PlanningError if an axis splits the batch and the weight of a single expert: experts that
+    are not stacked can only be split within each expert."""
+    split = {a for name in batch for a, p in pins.get(name, {}).items() if isinstance(p, Shard)}
+    for item in flow.inputs:
+        if item.kind != "parameter" or not re.search(r"(^|\.)experts\.\d+\.", item.label):
+            continue
+        for axis, placement in pins.get(item.name, {}).items():
+            if axis in split and isinstance(placement, Shard):
+                raise PlanningError(
+                    f"{axis} splits the batch, and it would split {item.label}, the weight of one "
+                    f"expert, so that no token is sent to its expert.\n"
+                    f"fix: stack the weights of the experts as [experts, in, out], state "
+                    f"{axis}=dt.Shard(0) for them and use dt.to_experts, or state {axis} for no "
+                    f"weight of a single expert"
+                )
 
 
 # -- stages ----------------------------------------------------------------------------------------
