@@ -171,8 +171,8 @@ def _request(captured: CapturedCall, stages: StagePlan) -> Request:
 
 
 def _check_stacked(flow: Dataflow, pins: Pins, batch: Collection[str]) -> None:
-    """Raise PlanningError if an axis splits the batch and the weight of a single expert: experts that
-    are not stacked can only be split within each expert."""
+    """Raise PlanningError if an axis splits the batch and the weight of a single expert: without
+    stacked experts, no token would be sent to its expert."""
     split = {a for name in batch for a, p in pins.get(name, {}).items() if isinstance(p, Shard)}
     for item in flow.inputs:
         if item.kind != "parameter" or not re.search(r"(^|\.)experts\.\d+\.", item.label):
