@@ -58,6 +58,11 @@ def is_narrow(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype.itemsize < 4
 
 
+def is_integer(dtype: torch.dtype) -> bool:
+    """Return whether the dtype is an integer dtype; bool is none."""
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+
+
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which kernels accumulate statistics of values of ``dtype``: float64 for
     float64 and complex128, else float32."""

@@ -16,12 +16,11 @@ import torch
 
 from dtensor.private_torch import OpOverload
 from dtensor.sharding.ops.call import OpCall, Operand
+from dtensor.sharding.plan.choose.routes import ROUTE
 from dtensor.sharding.rules.rule import Rule
 from dtensor.sharding.spec.placements import Intervals, Ragged, Shard, cuts_experts, index_sets
 from dtensor.sharding.spec.shards import block
 from dtensor.sharding.spec.spec import TensorSpec
-
-_ROUTE = "dt.route.default"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +94,7 @@ def rows_of_call(
     ragged = None if spec is None else spec.ragged
     if spec is None or ragged is None:
         return None
-    if call.name == _ROUTE:
+    if call.name == ROUTE:
         counts, _, slot = results
     else:
         counts = operands[min(rule.counts)] if rule.counts else None

@@ -95,7 +95,7 @@ def plan_flow(request: Request, flow: Dataflow) -> PlanRecord:
     for axis in inner.axes:
         if inner.axis_size(axis) > 1:
             choices.append(choose_axis(axis_problem, axis, choices))
-    return emit(request, inner, rules, choices)
+    return emit(request, axis_problem, choices)
 
 
 def with_last_passes(plan: PlanRecord, request: Request) -> PlanRecord:

@@ -21,11 +21,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-import torch
-
 from dtensor.collectives import COLLECTIVES
 from dtensor.errors import PlanningError
-from dtensor.numerics import REDUCTIONS
+from dtensor.numerics import REDUCTIONS, is_integer
 from dtensor.sharding.redistribute.topology import Topology, sent_bytes
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
 from dtensor.sharding.spec.placements import (
@@ -293,13 +291,9 @@ def _keeps_rows(spec: TensorSpec, current: Placement, option: Placement) -> bool
     before, after = (p.ragged if isinstance(p, Shard) else None for p in (current, option))
     if before is None and after is None:
         return not spec.is_by_expert or move_kind(current, option) in FREE_KINDS
-    if _is_integer(spec.dtype):  # the slots of rows are numbered on the rank of their tokens
+    if is_integer(spec.dtype):  # the slots of rows are numbered on the rank of their tokens
         return False
     return before is not None and after is not None and before.by != after.by
-
-
-def _is_integer(dtype: torch.dtype) -> bool:
-    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
 
 def _is_early(move: Move, dst: TensorSpec) -> bool:
@@ -317,17 +311,15 @@ def _is_early(move: Move, dst: TensorSpec) -> bool:
     return False
 
 
-def counts_spec(rows: TensorSpec, counts: TensorSpec, axis: str) -> TensorSpec:
-    """Return the spec of the numbers of rows by expert that belong to rows with the spec ``rows``
-    before they are exchanged over ``axis``, or after they have returned. ``counts``: any spec of
-    these numbers, of shape [experts]."""
+def placements_of_counts(rows: TensorSpec, axis: str) -> dict[str, Placement]:
+    """Return the placements of the numbers of rows by expert, i64[experts], that belong to rows
+    with the spec ``rows`` before they are exchanged over ``axis``, or after they have returned."""
     placements: dict[str, Placement] = {}
     for name, p in rows.sharding.items():
         if isinstance(p, Shard) and p.ragged is not None:
             by_token = name == axis or not cuts_experts(p)
             placements[name] = Partial("sum") if by_token else Shard(0, p.blocks, p.unit)
-    full = tuple(placements.get(name, REPLICATE) for name in counts.mesh.axes)
-    return TensorSpec(counts.shape, counts.dtype, counts.mesh, full)
+    return placements
 
 
 def gather_counts(counts: TensorSpec, axis: str) -> Move:

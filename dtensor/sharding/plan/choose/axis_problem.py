@@ -11,8 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from dtensor.sharding.plan.choose.opened_factors import Rules
+from dtensor.sharding.plan.choose.routes import routes
 from dtensor.sharding.plan.dataflow import Dataflow, Op
 from dtensor.sharding.plan.record import Misaligned, Opened
 from dtensor.sharding.plan.request import OnMisaligned, Pin, Request
@@ -51,6 +53,11 @@ class AxisProblem:
     bucketed: bool = False  # whether gradients are reduced in buckets, as for an optimizer
     split_results: bool = False  # whether a result without a stated placement may stay split
     misaligned: OnMisaligned = "redistribute"
+
+    @cached_property
+    def routes(self) -> dict[str, str]:
+        """The counts of the route of each value that is rows of experts, by value."""
+        return routes(self.flow, self.rules)
 
     def labels(self) -> dict[str, str]:
         return {i.name: i.label for i in self.flow.inputs if i.kind in ("parameter", "buffer")}

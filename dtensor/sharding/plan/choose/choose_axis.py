@@ -24,7 +24,6 @@ from dtensor.sharding.plan.choose.annotations import annotation_placements
 from dtensor.sharding.plan.choose.axis_problem import AxisChoice, AxisProblem
 from dtensor.sharding.plan.choose.infeasible import infeasible
 from dtensor.sharding.plan.choose.opened_factors import Reach, reach
-from dtensor.sharding.plan.choose.routes import routes
 from dtensor.sharding.plan.choose.solve import Infeasible, Node, Option, Solution, ValueAt, solve
 from dtensor.sharding.plan.dataflow import Dataflow, Input, Op, layer_group, without_numbers
 from dtensor.sharding.plan.request import Pin
@@ -89,7 +88,7 @@ def choose_axis(axis_problem: AxisProblem, axis: str, earlier: Sequence[AxisChoi
             options = tuple(Option((read,), (), cost) for read, cost in ends)
             nodes.append(Node(name, options, name, "result"))
     if _is_followed(axis_problem.mesh, axis):
-        prices.rows = frozenset(routes(flow, axis_problem.rules))
+        prices.rows = frozenset(axis_problem.routes)
     try:
         solution = solve(nodes, prices.convert)
     except Infeasible:

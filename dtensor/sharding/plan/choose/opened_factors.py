@@ -16,8 +16,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-import torch
-
+from dtensor.numerics import is_integer
 from dtensor.sharding.plan.choose.misaligned import MisalignedPin, MisalignedUse
 from dtensor.sharding.plan.choose.split_through_op import MISALIGNED, around, split_by
 from dtensor.sharding.plan.dataflow import Dataflow
@@ -220,7 +219,7 @@ def _with_pending(
                     if not isinstance(p, Partial)
                 ]
                 only_scaled = all(
-                    math.prod(m.shape) == 1 or _is_index(m.dtype) for m in other_metas
+                    math.prod(m.shape) == 1 or is_integer(m.dtype) for m in other_metas
                 )
                 allowed = only_scaled and all(name in pending for name in summands)
             if allowed:
@@ -231,7 +230,3 @@ def _with_pending(
                     pending.add(name)
         strategies_by_op[op.name] = tuple(dict.fromkeys(strategies))
     return strategies_by_op
-
-
-def _is_index(dtype: torch.dtype) -> bool:
-    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)

@@ -1,6 +1,6 @@
 """Emits the steps of a plan after the strategies of all axes have been chosen.
 
-    emit(request, inner, rules, chosen) -> PlanRecord
+    emit(request, axis_problem, chosen) -> PlanRecord
 
 Ops keep their order; their operands are converted to the specs that they need (values.py). After
 the last microbatch, each output is summed over microbatches and converted to its final spec.
@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from dtensor.numerics import is_narrow
-from dtensor.sharding.plan.choose.axis_problem import AxisChoice
-from dtensor.sharding.plan.choose.routes import check_orders, routes
+from dtensor.sharding.plan.choose.axis_problem import AxisChoice, AxisProblem
+from dtensor.sharding.plan.choose.routes import check_orders
 from dtensor.sharding.plan.dataflow import Input, Output, OutputKind
 from dtensor.sharding.plan.emit.stored_gradients import (
     gather_updated,
@@ -44,23 +44,21 @@ from dtensor.sharding.plan.steps import (
 )
 from dtensor.sharding.plan.storage import stored_spec
 from dtensor.sharding.redistribute.moves import Move, moves
-from dtensor.sharding.rules.rule import Rule
-from dtensor.sharding.spec.mesh import MICROBATCH_AXIS, Mesh
+from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
 from dtensor.sharding.spec.placements import REPLICATE, Partial, Placement, Shard
 from dtensor.sharding.spec.spec import TensorSpec, alike
 
 
-def emit(
-    request: Request, mesh: Mesh, rules: Mapping[str, Rule], chosen: Sequence[AxisChoice]
-) -> PlanRecord:
-    """Return the plan whose steps follow the choices. ``mesh``: the inner mesh, without the stage
-    axis and with the microbatch axis; ``chosen``: the choice on each of its axes."""
-    flow = request.flow
+def emit(request: Request, axis_problem: AxisProblem, chosen: Sequence[AxisChoice]) -> PlanRecord:
+    """Return the plan whose steps follow the choices. ``chosen``: the choice on each axis of the
+    inner mesh."""
+    flow, mesh, rules = request.flow, axis_problem.mesh, axis_problem.rules
     emitter = Emitter(request, mesh, rules, chosen)
     strategies = [choice.strategies for choice in chosen]
     emitter.float32_parts = left_in_float32(flow, rules, strategies, _may_stay_pending(request))
     emitter.names.update(flow.metas)
-    emitter.routes = routes(flow, rules)
+    emitter.routes = axis_problem.routes
+    emitter.counts = frozenset(axis_problem.routes.values())
     inputs: list[PlannedInput] = []
     for item in flow.inputs:
         spec = emitter.spec(item.name, {c.axis: c.inputs[item.name] for c in chosen})

@@ -20,9 +20,9 @@ from dtensor.sharding.plan.request import Request
 from dtensor.sharding.plan.steps import Compute, Redistribute, Step, StepPhase, Transfer, unused
 from dtensor.sharding.redistribute.moves import (
     Move,
-    counts_spec,
     gather_counts,
     moves,
+    placements_of_counts,
     seconds,
 )
 from dtensor.sharding.rules.rule import Rule, fullest_rank
@@ -65,6 +65,7 @@ class Emitter:
     names: set[str] = field(default_factory=set[str])
     float32_parts: frozenset[str] = frozenset()  # values whose parts are left in float32
     routes: Mapping[str, str] = field(default_factory=dict[str, str])  # rows -> their counts
+    counts: frozenset[str] = frozenset()  # the counts of all routes
     gathered: dict[tuple[str, str], Copy] = field(default_factory=dict[tuple[str, str], Copy])
     """The counts of all ranks of an axis, by the copy of the counts of one rank and the axis."""
 
@@ -171,7 +172,7 @@ class Emitter:
         """Return the copies on the stage that can be converted to ``wanted``. Counts of experts
         that are pending are the rows of each rank, so summed counts cannot become pending again."""
         copies = self.copies_on(value, stage)
-        if value in self.routes.values():
+        if value in self.counts:
             return [copy for copy in copies if _sums_are_kept(copy.spec, wanted)]
         return copies
 
@@ -199,7 +200,7 @@ class Emitter:
 
     def move(self, copy: Copy, value: str, move: Move, by: Reader) -> Copy:
         """Emit one move of a copy; return the new copy."""
-        if move.kind == "reduce_scatter" and value in self.routes.values():
+        if move.kind == "reduce_scatter" and value in self.counts:
             return self._hold_counts(copy, value, move, by)
         counts = self._counts_for(value, move, by) if move.is_sized else None
         once = copy.once and _not_split_by_microbatch(move.dst)
@@ -207,20 +208,9 @@ class Emitter:
         result = self.fresh(f"{base}_{move.suffix}")
         # source: for a reduction, the line that left the sum pending; else the line of the reader
         producer = self.request.flow.producers.get(value)
-        self.steps.append(
-            Redistribute(
-                results=(result,),
-                operands=(copy.name,),
-                moves=(move,),
-                phase=by.phase,
-                stage=by.stage,
-                once=once and self.request.num_microbatches > 1,
-                source=producer.source if move.reduces and producer is not None else by.source,
-                why=by.why,
-                counts=counts.name if counts is not None else "",
-                counts_spec=counts.spec if counts is not None else None,
-            )
-        )
+        if move.reduces and producer is not None:
+            by = replace(by, source=producer.source)
+        self._emit_move(result, copy.name, move, by, once, counts)
         return self.add_copy(value, Copy(result, move.dst, by.stage, once, by.phase))
 
     # -- the numbers of rows by expert ---------------------------------------------------------
@@ -228,9 +218,7 @@ class Emitter:
     def _counts_for(self, value: str, move: Move, by: Reader) -> Copy:
         """Return the counts of all ranks of the axis, for an exchange of rows over it."""
         counts = self.routes[value]
-        meta = self.request.flow.metas[counts]
-        whole = TensorSpec(meta.shape, meta.dtype, self.mesh, (REPLICATE,) * len(self.mesh.axes))
-        wanted = counts_spec(move.src, whole, move.axis)
+        wanted = self.spec(counts, placements_of_counts(move.src, move.axis))
         return self._gathered_counts(self.ensure_copy(counts, wanted, by), move.axis, by)
 
     def _gathered_counts(self, counts: Copy, axis: str, by: Reader) -> Copy:
@@ -252,7 +240,15 @@ class Emitter:
         self._emit_move(result, gathered.name, hold, by, copy.once)
         return self.add_copy(value, Copy(result, move.dst, by.stage, copy.once, by.phase))
 
-    def _emit_move(self, result: str, operand: str, move: Move, by: Reader, once: bool) -> None:
+    def _emit_move(
+        self,
+        result: str,
+        operand: str,
+        move: Move,
+        by: Reader,
+        once: bool,
+        counts: Copy | None = None,
+    ) -> None:
         self.steps.append(
             Redistribute(
                 results=(result,),
@@ -263,6 +259,8 @@ class Emitter:
                 once=once and self.request.num_microbatches > 1,
                 source=by.source,
                 why=by.why,
+                counts="" if counts is None else counts.name,
+                counts_spec=None if counts is None else counts.spec,
             )
         )
 
