@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dtensor.errors import PlanningError
 from dtensor.numerics import ReduceOp
 from dtensor.sharding.ops.call import Localizer, Meta
-from dtensor.sharding.rules.rule import Dim, Dims, Rule
+from dtensor.sharding.rules.rule import Dim, Dims, Rule, sized_dim
 
 _TOKEN = re.compile(r"\(([^()]*)\)|(\[[\w! ]+\]|~?[A-Za-z_]\w*!?|1|\.\.\.)")
 
@@ -69,9 +69,7 @@ def parse_rule(
     ragged = {token for tokens in terms for token in tokens if token.startswith("[")}
     experts = min(ragged)[1:-1].split()[0] if ragged else ""
     sized_dims = [
-        ((dim[0][1:],), size)
-        if experts and len(dim[0]) > 1 and dim[0][0] == experts
-        else (dim, size)
+        (sized_dim(dim, experts), size)
         for dims, meta in zip(all_dims, metas, strict=True)
         if meta is not None
         for dim, size in zip(dims, meta.shape, strict=True)

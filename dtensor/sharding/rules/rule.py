@@ -248,7 +248,7 @@ class Rule:
 
     def is_ragged(self, dim: Dim) -> bool:
         """Return whether the dim has a number of rows for each expert: ``[e t k]``."""
-        return bool(self.experts) and len(dim[0]) > 1 and dim[0][0] == self.experts
+        return sized_dim(dim, self.experts) is not dim
 
     def _is_pending(self, result: int, assignment: Assignment) -> bool:
         """Return whether a result that has none of the assigned factors is pending."""
@@ -306,9 +306,7 @@ class Rule:
         return Shard(index, tuple(blocks), unit)
 
     def dim_size(self, dim: Dim) -> int:
-        if self.is_ragged(dim):
-            dim = (dim[0][1:],)
-        return sum(math.prod(self.size[f] for f in product) for product in dim)
+        return sum(math.prod(self.size[f] for f in p) for p in sized_dim(dim, self.experts))
 
     def match(self, dims: Dims, shard: Shard, num: int) -> Assignment | None:
         """Return the factor shardings for which a tensor with these dims is placed as ``shard``;
@@ -481,6 +479,13 @@ class Rule:
                     for factor in group:
                         result[factor] = result.get(factor, frozenset()) | group
         return result
+
+
+def sized_dim(dim: Dim, experts: str) -> Dim:
+    """Return the dim whose factors give its size: for a ragged dim ``[e t k]``, t k. ``experts``:
+    the factor of the experts, "" if no dim is ragged."""
+    is_ragged = bool(experts) and len(dim[0]) > 1 and dim[0][0] == experts
+    return (dim[0][1:],) if is_ragged else dim
 
 
 def leaves_float32(call: OpCall, results: Sequence[TensorSpec | None]) -> bool:

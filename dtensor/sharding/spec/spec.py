@@ -126,6 +126,18 @@ class TensorSpec:
         """Return the global indices of ``dim`` that the rank at ``coordinates`` holds. For rows by
         token, they are positions in the order of tokens; for rows by expert, which are data, as
         many positions as the rank would hold if the experts had equally many rows."""
+        positions, experts = self._positions_and_experts(dim, coordinates)
+        if experts is None or not positions:
+            return positions
+        ragged = self.ragged
+        assert ragged is not None, "experts are split"
+        return ((0, -(-length(positions) * length(experts) // ragged.experts)),)
+
+    def _positions_and_experts(
+        self, dim: int, coordinates: Mapping[str, int]
+    ) -> tuple[Intervals, Intervals | None]:
+        """Return the indices of ``dim`` that the rank holds, without the splits by expert, and the
+        experts that it holds; None for the experts if no axis splits them."""
         size = self.shape[dim]
         result: Intervals = ((0, size),) if size else ()
         experts: Intervals | None = None
@@ -140,10 +152,7 @@ class TensorSpec:
                     result = intersect(result, scaled)
                 else:
                     experts = held if experts is None else intersect(experts, held)
-        ragged = self.ragged
-        if experts is None or ragged is None or not result:
-            return result
-        return ((0, -(-length(result) * length(experts) // ragged.experts)),)
+        return result, experts
 
     @property
     def ragged(self) -> Ragged | None:
@@ -180,17 +189,9 @@ class TensorSpec:
         """Return the number of tokens, and of experts, whose rows the rank holds."""
         ragged = self.ragged
         assert ragged is not None, "the spec has no ragged dim"
-        size = self.shape[self.ragged_dim]
-        experts: Intervals = ((0, ragged.experts),)
-        tokens: Intervals = ((0, size // ragged.slots),)
-        for axis, p in self.sharding.items():
-            if isinstance(p, Shard) and p.ragged is not None:
-                held = index_sets(p, size, self.mesh.axis_size(axis))[coordinates[axis]]
-                if cuts_experts(p):
-                    experts = intersect(experts, held)
-                else:
-                    tokens = intersect(tokens, held)
-        return length(tokens), length(experts)
+        positions, experts = self._positions_and_experts(self.ragged_dim, coordinates)
+        num_experts = ragged.experts if experts is None else length(experts)
+        return length(positions) // ragged.slots, num_experts
 
     @property
     def ragged_dim(self) -> int:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dtensor.sharding.ops import experts as experts  # registers torch.ops.dt
-from dtensor.sharding.ops.call import Local, OpCall
+from dtensor.sharding.ops.call import Local, Localizer, OpCall
 from dtensor.sharding.rules.build import Groups, flatten_intervals, make, retarget
 from dtensor.sharding.rules.registry import Builder
 from dtensor.sharding.rules.rule import Rule
@@ -26,24 +26,34 @@ _ROWS = "[e t k!]"
 
 
 def _rows_rule(
-    text: str, counts: int, *, top_k: int | None = None, linear: Groups = (), flops: str = ""
+    text: str,
+    counts: int,
+    *,
+    top_k: int | None = None,
+    linear: Groups = (),
+    addend: int | None = None,
+    localize: Localizer | None = None,
+    flops: str = "",
 ) -> Builder:
     """Return a builder for an op on rows. ``rows`` in the text stands for the ragged dim. A last
     term after `|` is for the optional operand. ``counts``: the operand with the counts;
-    ``top_k``: the position of the argument k, if the shapes do not determine it."""
+    ``top_k``: the position of the argument k, if the shapes do not determine it; ``addend``: the
+    optional operand that is added to the result, and so is pending with the operands of a group."""
 
     def build(call: OpCall) -> Rule:
         left, right = text.split(" -> ")
-        terms, optional = left.split(" | ") if " | " in left else (left, "")
-        has_optional = bool(optional) and len(call.operands) > terms.count(",") + 1
+        terms, _, optional = left.partition(" | ")
+        num = len(call.operands)
+        has_optional = bool(optional) and num > terms.count(",") + 1
         terms = f"{terms}, {optional}" if has_optional else terms
-        sizes = {} if top_k is None else {"k": int(call.args[top_k])}
-        groups = [g for g in linear if max(g) < len(call.operands)]
+        addends = (addend,) if addend is not None and addend < num else ()
         rule = make(
             call,
             f"{terms} -> {right}".replace("rows", _ROWS),
-            sizes=sizes,
-            linear=groups,
+            sizes={} if top_k is None else {"k": int(call.args[top_k])},
+            linear=[(*group, *addends) for group in linear if max(group) < num],
+            addends=addends,
+            localize=localize,
             flops=flops,
         )
         return replace(rule, counts=frozenset({counts}))
@@ -66,23 +76,8 @@ def _held_route(call: OpCall, local: Local) -> OpCall:
     )
 
 
-def _add_rows(call: OpCall) -> Rule:
-    build = _rows_rule("rows d, rows, e | t k! -> t d", 2, top_k=5, linear=((0,), (3,)))
-    return replace(build(call), localize=_with_local_tokens)
-
-
 def _with_local_tokens(call: OpCall, local: Local) -> OpCall:
     return call.with_arg(4, local.result_shape()[0])
-
-
-def _expert_mm(call: OpCall) -> Rule:
-    build = _rows_rule("rows i, e i o, e | e o -> rows o", 2, top_k=4, flops="t k i o")
-    has_bias = len(call.operands) > 3
-    rule = build(call)
-    linear = (
-        (frozenset({0, 3}), frozenset({1, 3})) if has_bias else (frozenset({0}), frozenset({1}))
-    )
-    return replace(rule, linear=linear, addends=frozenset({3}) if has_bias else frozenset())
 
 
 RULES: dict[str, Builder] = {
@@ -90,12 +85,28 @@ RULES: dict[str, Builder] = {
     "dt.take_rows.default": _rows_rule(
         "t d, rows, e | t k! -> rows d", 2, top_k=4, linear=((0,), (3,))
     ),
-    "dt.add_rows.default": _add_rows,
-    "dt.slot_grads.default": lambda call: replace(
-        _rows_rule("t d, rows d, rows, e -> t k!", 3, top_k=5, linear=((0,), (1,)))(call),
+    "dt.add_rows.default": _rows_rule(
+        "rows d, rows, e | t k! -> t d",
+        2,
+        top_k=5,
+        linear=((0,), (3,)),
         localize=_with_local_tokens,
     ),
-    "dt.expert_mm.default": _expert_mm,
+    "dt.slot_grads.default": _rows_rule(
+        "t d, rows d, rows, e -> t k!",
+        3,
+        top_k=5,
+        linear=((0,), (1,)),
+        localize=_with_local_tokens,
+    ),
+    "dt.expert_mm.default": _rows_rule(
+        "rows i, e i o, e | e o -> rows o",
+        2,
+        top_k=4,
+        linear=((0,), (1,)),
+        addend=3,
+        flops="t k i o",
+    ),
     "dt.expert_outer.default": _rows_rule(
         "rows i, rows o, e -> e i o", 2, top_k=3, linear=((0,), (1,)), flops="t k i o"
     ),
