@@ -13,12 +13,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from dtensor.sharding.local.grouped_matmul import record_numbers
+from dtensor.sharding.local.grouped_matmul import numbers_of, record_numbers
 
 Parts = Sequence[Sequence[int]]
 
@@ -54,7 +53,7 @@ def check_held(ids: Tensor, budget: Budget) -> None:
 
 
 def _check(counts: Tensor, budget: Budget, verb: str, place: str) -> None:
-    every = _numbers(counts)
+    every = numbers_of(counts)
     rows = [sum(every[p] for p in part) for part in budget.parts]
     most = max(rows)
     if most <= budget.rows:
@@ -76,7 +75,7 @@ def pieces_by_expert(
     """Return the rows of this rank's tokens for each member: the rows of the member's experts.
     ``most``: how many rows each member can get if the ids of each token differ. Raises IndexError
     if a member would get more."""
-    lengths = _numbers(counts[member])
+    lengths = numbers_of(counts[member])
     sent = [sum(lengths[p] for p in part) for part in parts]
     if any(n > limit for n, limit in zip(sent, most, strict=True)):
         raise IndexError(
@@ -118,7 +117,7 @@ def rows_by_token(
     """Return the rows of this rank's tokens, from the piece of each member. Zero rows for slots
     without an expert follow, up to ``length`` rows; None if the rank holds rows by expert on
     another axis, without such slots."""
-    own = _numbers(counts[member])
+    own = numbers_of(counts[member])
     chunks: dict[int, Tensor] = {}
     for piece, part in zip(pieces, parts, strict=True):
         chunks.update(zip(part, _chunks(piece, [own[p] for p in part]), strict=True))
@@ -131,18 +130,13 @@ def held_counts(counts: Sequence[Tensor], part: Sequence[int], device: torch.dev
     """Return the numbers of rows of these experts over all members, i64 on ``device``."""
     held = torch.stack(list(counts)).sum(0)[list(part)]
     placed = held.to(device, non_blocking=True)
-    record_numbers(placed, _numbers(held))
+    record_numbers(placed, numbers_of(held))
     return placed
 
 
 def _of_part(counts: Tensor, part: Sequence[int]) -> list[int]:
-    every = _numbers(counts)
+    every = numbers_of(counts)
     return [every[p] for p in part]
-
-
-def _numbers(counts: Tensor) -> list[int]:
-    untyped: Any = counts
-    return untyped.tolist()
 
 
 def _chunks(rows: Tensor, lengths: list[int]) -> Sequence[Tensor]:

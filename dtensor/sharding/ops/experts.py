@@ -86,7 +86,7 @@ def held_route(
 
 def _take_rows(x: Tensor, slot: Tensor, counts: Tensor, weights: Tensor | None, k: int) -> Tensor:
     """Return x[slot // k], times weights[slot] if there are weights."""
-    n = _num_rows(slot, counts)
+    n = _known_rows(slot, counts)
     out = x.new_empty(slot.shape[0], x.shape[1])
     rows, slot = out[:n], slot[:n]
     torch.index_select(x, 0, slot // k, out=rows)
@@ -101,13 +101,12 @@ def _add_rows(
 ) -> Tensor:
     """Return, for each token, the sum of its rows, times their weights, in the order of slots."""
     dtype = accumulation_dtype(rows.dtype)
-    n = _num_rows(slot, counts)
-    positions = _clear_tail(torch.arange(n, device=slot.device), counts, n, n)
+    known = _known_rows(slot, counts)
+    n = slot.shape[0] if known is None else known
+    positions = _clear_tail(torch.arange(n, device=slot.device), counts, known, n)
     positions = slot.new_full((num_tokens * k,), n).index_copy_(0, slot[:n], positions)
     positions = positions.view(num_tokens, k)
-    if (
-        known_numbers(counts) is None or n < num_tokens * k
-    ):  # slots without a row read a row of zeros
+    if known is None or known < num_tokens * k:  # slots without a row read a row of zeros
         rows = torch.cat([rows[:n], rows.new_zeros(1, rows.shape[1])])
         weights = None if weights is None else weights.masked_fill(positions == n, 0)
     out = rows.new_zeros(0)
@@ -124,7 +123,7 @@ def _slot_grads(
 ) -> Tensor:
     """Return dot(grad[t], rows[i]) of each slot, where t is the token of row i; 0 without a row."""
     dtype = accumulation_dtype(rows.dtype)
-    n = _num_rows(slot, counts)
+    n = _known_rows(slot, counts)
     slot = slot[:n]
     grads = grad.index_select(0, slot // k).to(dtype)
     dots = _clear_tail(grads.mul_(rows[:n]).sum(1), counts, n)
@@ -150,21 +149,21 @@ def _expert_sum(grad: Tensor, counts: Tensor, k: int) -> Tensor:
     return out
 
 
-def _num_rows(slot: Tensor, counts: Tensor) -> int:
-    """Return the number of rows if the host knows the counts, else its bound. Raises IndexError if
+def _known_rows(slot: Tensor, counts: Tensor) -> int | None:
+    """Return the number of rows; None if the host does not know the counts. Raises IndexError if
     the counts exceed the slots."""
     numbers = known_numbers(counts)
     if numbers is None:
-        return slot.shape[0]
+        return None
     n = sum(numbers)
     if n > slot.shape[0]:
         stops_of(counts, slot.shape[0])
     return n
 
 
-def _clear_tail(out: Tensor, counts: Tensor, n: int, value: int = 0) -> Tensor:
-    """Set what follows the rows of ``out`` to ``value``. ``n``: see `_num_rows`."""
-    if known_numbers(counts) is not None:
+def _clear_tail(out: Tensor, counts: Tensor, n: int | None, value: int = 0) -> Tensor:
+    """Set what follows the rows of ``out`` to ``value``. ``n``: see `_known_rows`."""
+    if n is not None:
         out[n:] = value
         return out
     is_row = torch.arange(out.shape[0], device=out.device) < counts.sum()
