@@ -14,7 +14,7 @@ by the counts of all ranks, which are gathered before and stay in pieces, one fo
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -294,25 +294,32 @@ def _start_sized(b: RankBuilder, step: Redistribute) -> Started:
     """Emit the code that cuts the rows into a piece for each peer, and start their exchange."""
     (move,), source, name = step.moves, step.source or None, b.value(step.name)
     to_experts, parts = _direction(b, move)
+    by_token, by_expert = (move.src, move.dst) if to_experts else (move.dst, move.src)
+    own, of_members = _most_rows(b, by_token, move.axis, parts)
     segment = b.segment()
     local = [f"{step.name}_to{i}" for i in range(len(parts))]
     flat = [f"{name}.to{i}" for i in range(len(parts))]
     segment.table.update(zip(local, flat, strict=True))
     counts = _pieces_of_counts(b, step.counts, move.axis)
-    budget = experts.budget_of_exchange(b, move.dst if to_experts else move.src, move.axis, parts)
+    budget = experts.budget_of_exchange(b, by_expert, move.axis, parts)
     if budget is not None and to_experts and step.phase == "forward":
         segment.code.apply(check_received, [counts], (), layout=budget, source=source)
-    most: tuple[tuple[int, ...], ...] = ()
-    if to_experts and move.src.ragged is not None:
-        tokens, _ = move.src.tokens_and_experts(b.coordinates)
-        most = (tuple(tokens * min(move.src.ragged.slots, len(part)) for part in parts),)
     segment.code.apply(
         pieces_by_expert if to_experts else pieces_by_token,
-        [step.operands[0], counts], local, b.coordinates[move.axis], parts, *most,
-        is_list=True, source=source,
+        [step.operands[0], counts], local, b.coordinates[move.axis], parts,
+        *([own] if to_experts else []), is_list=True, source=source,
     )  # fmt: skip
-    sent = tuple((piece, buffer) for piece, buffer in zip(flat, _bounds(b, move, sends=True)))
-    received = tuple((f"{name}.{i}", buffer) for i, buffer in enumerate(_bounds(b, move, False)))
+    rest = move.src.local_shape(b.coordinates)[1:]
+
+    def bounded(names: Iterable[str], most: Sequence[int]) -> tuple[tuple[str, Buffer], ...]:
+        rows = most if budget is None else [min(n, budget.rows) for n in most]
+        buffers = (Buffer((n, *rest), move.src.dtype, bounded=True) for n in rows)
+        return tuple(zip(names, buffers, strict=True))
+
+    sent = bounded(flat, own if to_experts else of_members)
+    received = bounded(
+        (f"{name}.{i}" for i in range(len(parts))), of_members if to_experts else own
+    )
     for pieces, spec in ((sent, move.src), (received, move.dst)):  # as long as if balanced
         each = b.shared.nbytes(spec, b.coordinates) // len(parts)
         b.nbytes.update((piece, each) for piece, _ in pieces)
@@ -355,6 +362,19 @@ def _direction(b: RankBuilder, move: Move) -> tuple[bool, tuple[tuple[int, ...],
     return to_experts, _parts(b, experts.split_counts(by_expert), move.axis)
 
 
+def _most_rows(
+    b: RankBuilder, rows: TensorSpec, axis: str, parts: tuple[tuple[int, ...], ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the most rows of this rank's tokens for the experts of each member, and of the tokens
+    of each member for this rank's experts, if no token names an expert twice. ``rows``: the spec of
+    the rows by token; ``parts``: of each member, the positions of its experts."""
+    assert rows.ragged is not None, "rows are split by token"
+    slots, member = rows.ragged.slots, b.coordinates[axis]
+    tokens = [rows.tokens_and_experts(peer)[0] for peer in _peers(b, axis)]
+    own = tuple(tokens[member] * min(slots, len(part)) for part in parts)
+    return own, tuple(n * min(slots, len(parts[member])) for n in tokens)
+
+
 def _parts(b: RankBuilder, counts: TensorSpec, axis: str) -> tuple[tuple[int, ...], ...]:
     """Return, for each rank of the axis, the positions of its experts in the counts of one rank.
     ``counts``: the spec of the counts split over the axis."""
@@ -371,24 +391,6 @@ def _pieces_of_counts(b: RankBuilder, counts: str, axis: str) -> list[str]:
     local = [f"{counts}_of{i}" for i in range(len(_peers(b, axis)))]
     segment.table.update((name, f"{b.value(counts)}.{i}") for i, name in enumerate(local))
     return local
-
-
-def _bounds(b: RankBuilder, move: Move, sends: bool) -> list[Buffer]:
-    """Return the buffer of the piece for each peer, or from each peer."""
-    to_experts, parts = _direction(b, move)
-    by_token = move.src if to_experts else move.dst
-    ragged = by_token.ragged
-    assert ragged is not None
-    me, rest = b.coordinates[move.axis], move.src.local_shape(b.coordinates)[1:]
-    budget = experts.budget_of_exchange(b, move.dst if to_experts else move.src, move.axis, parts)
-
-    def rows(peer: int) -> int:
-        tokens_at, experts_at = (me, peer) if sends == to_experts else (peer, me)
-        tokens, _ = by_token.tokens_and_experts({**b.coordinates, move.axis: tokens_at})
-        most = tokens * min(ragged.slots, len(parts[experts_at]))
-        return most if budget is None else min(most, budget.rows)
-
-    return [Buffer((rows(peer), *rest), move.src.dtype, bounded=True) for peer in range(len(parts))]
 
 
 # -- between stages --------------------------------------------------------------------------------
