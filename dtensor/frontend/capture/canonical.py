@@ -34,8 +34,11 @@ dt: Any = torch.ops.dt
 _ANCHORS = (
     dt.route.default, aten.bmm.default,
     aten.scaled_dot_product_attention.default, aten.layer_norm.default, aten.rms_norm.default,
-    aten.cat.default, aten.softmax.int, aten.rsqrt.default, aten.silu.default, aten.gelu.default,
-    aten.tanh.default, aten.dropout.default,
+    aten.cat.default, aten.softmax.int,
+)  # fmt: skip
+_ELEMENTWISE_ANCHORS = (
+    aten.rsqrt.default, aten.silu.default, aten.gelu.default, aten.tanh.default,
+    aten.dropout.default,
 )  # fmt: skip
 _FACTORIZATIONS = {
     aten.linalg_det.default, aten.det.default, aten._linalg_det.default, aten.logdet.default,
@@ -137,9 +140,10 @@ def _make_contiguous(graph: fx.Graph, node: fx.Node) -> None:
 
 def _has_anchor(graph: fx.Graph) -> bool:
     """Return whether the graph has an op with which a pattern of recognise/ may start."""
-    anchors = (n for t in _ANCHORS for n in graph.find_nodes(op="call_function", target=t))
-    return any(
-        n.target not in _ANCHORS[7:] or _READERS & {u.target for u in n.users} for n in anchors
+    return any(graph.find_nodes(op="call_function", target=t) for t in _ANCHORS) or any(
+        _READERS & {u.target for u in n.users}
+        for t in _ELEMENTWISE_ANCHORS
+        for n in graph.find_nodes(op="call_function", target=t)
     )
 
 
