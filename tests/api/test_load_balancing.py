@@ -232,7 +232,7 @@ def test_wrong_arguments_are_refused_with_their_shapes(change: dict[str, Any], t
         dt.load_balancing_loss(**{**arguments, **change})
 
 
-# -- what is said ----------------------------------------------------------------------------------
+# -- errors of plans -------------------------------------------------------------------------------
 
 
 def refused(axes: Mapping[str, int], num: int, *batch: Tensor, **stated: Any) -> str:

@@ -349,8 +349,8 @@ def _training(options: Options, graph: Graph) -> Training | None:
 
 
 def _zero(models: Models) -> Zero | None:
-    """Return the common ``zero=``, or None. Raises PlanningError if two models
-    state different values."""
+    """Return the common ``zero=``, or None. Raises PlanningError if models state different
+    values."""
     stated = {model.zero for model in models.parts.values() if model.zero is not None}
     if len(stated) > 1:
         texts = " and ".join(sorted(map(str, stated)))

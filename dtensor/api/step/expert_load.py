@@ -119,8 +119,8 @@ def _coordinates(plan: PlanRecord, rank: int, spec: TensorSpec) -> dict[str, int
 
 
 def _counts(plan: PlanRecord, rank: int, load: torch.Tensor | None) -> dict[int, Counts]:
-    """Return the counts of each route of a rank, by the id of the step. ``load``: what the rank
-    returned, the counts of its routes in one vector."""
+    """Return the counts of each route of a rank, by ``id(step)``. ``load``: the counts of the
+    rank's routes in one vector, as the rank returned them; None if it has no route."""
     at = plan.mesh.coordinates(rank)[plan.stage_axis] if plan.stage_axis else 0
     numbers: list[int] = [] if load is None else load.tolist()
     counts: dict[int, Counts] = {}

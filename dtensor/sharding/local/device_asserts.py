@@ -7,7 +7,7 @@ On a CPU an op checks its indices, lengths and probabilities itself. On a GPU it
 after which the process can no longer use the GPU; a few kernels do not check and access memory out
 of bounds. So local code for GPUs checks the operands before each op in `CHECKS`
 (runtime/lower/code.py). A check waits for the GPU. Indices that an op of the program computed, such
-as the index of a maximum, are not checked; those of `topk` are recorded as checked.
+as the index of a maximum, are not checked; the indices of `topk` are recorded as checked.
 """
 
 from __future__ import annotations

@@ -391,21 +391,19 @@ def trained_experts(device: str) -> Mapping[str, Any]:
     net, mesh = Experts(), dt.Mesh(tp=2)
     model = dt.parallelize(net, mesh, {"up": dict(tp=dt.Shard(0)), "down": dict(tp=dt.Shard(0))})
     optimizer = sgd(net)
-    step = dt.train_step(model, _square, optimizer)
+    return _trained_on_tokens(dt.train_step(model, _square, optimizer), 2, device)
+
+
+def _trained_on_tokens(step: dt.TrainStep, num: int, device: str) -> Mapping[str, Any]:
+    """Return the losses and the weights after ``num`` steps on 12 tokens."""
     x = torch.randn(12, 16, generator=torch.Generator().manual_seed(1))
-    with dt.launch(mesh, backend(device), device=device):
-        losses = [float(step(x)) for _ in range(2)]
-        return {"losses": losses, **dt.gather_state_dict(model, optimizer)["model"]}
+    with dt.launch(step.model.mesh, backend(device), device=device):
+        losses = [float(step(x)) for _ in range(num)]
+        return {"losses": losses, **dt.gather_state_dict(step.model, step.optimizer)["model"]}
 
 
-class ExpertLayer(nn.Module):
+class ExpertLayer(Experts):
     """Sends the rows of tokens to their experts, top 2 of 4."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(16, 4)
-        self.up = nn.Parameter(torch.randn(4, 16, 32) / 4)
-        self.down = nn.Parameter(torch.randn(4, 32, 16) / 4)
 
     def forward(self, x: Tensor) -> Tensor:
         weights, ids = self.router(x).softmax(-1).topk(2)
@@ -425,11 +423,7 @@ def experts_step(*, is_split: bool, inputs: Mapping[str, Any]) -> dt.TrainStep:
 
 def expert_layers(*, is_split: bool = True, **inputs: dt.Placement) -> Body:
     def body(device: str) -> Mapping[str, Any]:
-        step = experts_step(is_split=is_split, inputs=inputs)
-        x = torch.randn(12, 16, generator=torch.Generator().manual_seed(1))
-        with dt.launch(step.model.mesh, backend(device), device=device):
-            losses = [float(step(x)) for _ in range(3)]
-            return {"losses": losses, **dt.gather_state_dict(step.model, step.optimizer)["model"]}
+        return _trained_on_tokens(experts_step(is_split=is_split, inputs=inputs), 3, device)
 
     return body
 

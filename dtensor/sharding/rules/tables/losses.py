@@ -177,7 +177,7 @@ def _balance_sums(call: OpCall, *, backward: bool = False) -> Rule:
 
 
 def _local_balance_sums(call: OpCall, local: Local, *, backward: bool) -> OpCall:
-    """Replace the numbers of rows, of ranks and of microbatches by those that this rank holds."""
+    """Give the call the numbers of rows, ranks and microbatches that this rank holds."""
     *args, ranks, num = positional(call)
     num_rows = (call.result if backward else call.operands[0]).shape[0]
     intervals = (local.result_intervals if backward else local.operand_intervals)(0, 0)
