@@ -232,6 +232,7 @@ class LaunchSession(MeshSession):
         zero: Mapping[str, int] | None = None,
         recompute: Sequence[str] | None = None,
         misaligned: str = "redistribute",
+        attention: Mapping[str, str] | None = None,
         inputs: Mapping[str, Any] | None = None,
         schedule: Schedule | None = None,
         ranks: Sequence[int] | None = None,
@@ -244,7 +245,13 @@ class LaunchSession(MeshSession):
         Args:
             topology: the hardware for which the price is computed.
         """
-        options = dict(stages=stages, zero=zero, recompute=recompute, misaligned=misaligned)
+        options = dict(
+            stages=stages,
+            zero=zero,
+            recompute=recompute,
+            misaligned=misaligned,
+            attention=attention,
+        )
         target = SwitchTarget(placements or {}, options, inputs, schedule, ranks, topology)
         with CALL_LOCK:
             return switch_of(self.launch, model, optimizer, mesh, target).plan
@@ -260,6 +267,7 @@ class LaunchSession(MeshSession):
         zero: Mapping[str, int] | None = None,
         recompute: Sequence[str] | None = None,
         misaligned: str = "redistribute",
+        attention: Mapping[str, str] | None = None,
         inputs: Mapping[str, Any] | None = None,
         schedule: Schedule | None = None,
         ranks: Sequence[int] | None = None,
@@ -274,12 +282,18 @@ class LaunchSession(MeshSession):
         Args:
             optimizer: the model's optimizer, whose state moves; a list if it has several; None if
                 none has taken a step.
-            mesh, placements, stages, zero, recompute, misaligned: as for `parallelize`; an omitted
-                argument has its default there, not its earlier value.
+            mesh, placements, stages, zero, recompute, misaligned, attention: as for `parallelize`;
+                an omitted argument has its default there, not its earlier value.
             inputs, schedule: replace those of the model's steps, if they do not suit the mesh.
             ranks: the launch's numbers of the mesh's ranks, if the mesh is not in the launch yet.
         """
-        options = dict(stages=stages, zero=zero, recompute=recompute, misaligned=misaligned)
+        options = dict(
+            stages=stages,
+            zero=zero,
+            recompute=recompute,
+            misaligned=misaligned,
+            attention=attention,
+        )
         target = SwitchTarget(placements or {}, options, inputs, schedule, ranks, None)
         with CALL_LOCK:
             switching = switch_of(self.launch, model, optimizer, mesh, target)

@@ -29,6 +29,7 @@ def restate(model: ParallelModule, other: ParallelModule) -> None:
     model.mesh, model.placements, model.stage_plan = other.mesh, other.placements, other.stage_plan
     model.patterns, model.misaligned = other.patterns, other.misaligned
     model.zero, model.recompute = other.zero, other.recompute
+    model.attention = other.attention
     model.settled, model.settlement = other.settled, model.settlement + other.settlement + 1
 
 

@@ -40,6 +40,7 @@ from dtensor.errors import (
 from dtensor.frontend.graph import named_tensors
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.request import OnMisaligned, dealt
+from dtensor.sharding.plan.sequence import Attention, checked_attention
 from dtensor.sharding.plan.storage import Zero
 from dtensor.sharding.spec.mesh import Mesh, check_mesh
 from dtensor.sharding.spec.placements import REPLICATE, Placement
@@ -57,8 +58,8 @@ class ParallelModule(AsModule):
 
     # Internal attributes:
     # seen: the module's contents at the last `look`. labels: of all tensors that it has or had.
-    # patterns, misaligned, recompute: the arguments of `parallelize`. stage_plan: the parameters of
-    # each stage. initial: sources of the values of parameters on the meta device.
+    # patterns, misaligned, recompute, attention: the arguments of `parallelize`. stage_plan: the
+    # parameters of each stage. initial: sources of the values of parameters on the meta device.
     # settled: label -> the placements that programs chose for a parameter without stated ones.
     # settlement: a count that grows with ``settled``. steps: the number of the next training step,
     # on which random numbers depend. loads: how often `load_state_dict` set tensors on the meta
@@ -77,6 +78,7 @@ class ParallelModule(AsModule):
         recompute: tuple[str, ...] = (),
         misaligned: OnMisaligned = "redistribute",
         patterns: Mapping[str, StatedRoles] | None = None,
+        attention: Attention = (),
     ) -> None:
         self.labels = Labels(module)
         self.seen: ModuleSnapshot = self.labels.snapshot()
@@ -85,6 +87,7 @@ class ParallelModule(AsModule):
         self.misaligned: OnMisaligned = misaligned
         self.recompute = recompute
         self.zero = zero
+        self.attention = attention
         self.initial: InitialValues = InitialValues(module, init, self.seen)
         self.mesh = mesh
         self.placements = placements
@@ -269,6 +272,7 @@ def parallelize(
     zero: Mapping[str, int] | None = None,
     recompute: Sequence[str] | None = None,
     misaligned: str = "redistribute",
+    attention: Mapping[str, str] | None = None,
 ) -> ParallelModule:
     """State placements of a module's parameters, by globs over their names. The module is not
     changed.
@@ -301,10 +305,17 @@ def parallelize(
             up. "error" refuses the placement. "gather" stores the parameter, its gradient and the
             optimizer's state with the placement, gathers the parameter before use, and computes as
             if it were Replicate().
+        attention: axis -> how attention is computed where the axis splits the sequence. "heads"
+            exchanges queries, keys and values to split heads instead (DeepSpeed-Ulysses, Jacobs et
+            al. 2023, arXiv:2309.14509). "gather" splits the queries and gathers keys and values
+            (Llama 3, arXiv:2407.21783). "ring" splits the queries and passes chunks of keys and
+            values from rank to rank (Liu et al. 2023, arXiv:2310.01889). "auto", the default, is
+            the strategy with the least predicted seconds among those that fit in the memory of the
+            topology, or else the one with the least memory; the plan has the alternatives.
 
     Raises:
         PlanningError: a glob without a match, an axis that the mesh lacks, a placement that does
-            not fit its parameter, a parameter in no stage or in two.
+            not fit its parameter, a parameter in no stage or in two, an unknown word.
     """
     if isinstance(module, ParallelModule):
         raise PlanningError("the module is parallelized already; pass the original, model.module")
@@ -330,6 +341,7 @@ def parallelize(
         recomputed,
         cast(OnMisaligned, misaligned),
         dict(placements or {}),
+        checked_attention(attention, mesh, plan.axis),
     )
 
 

@@ -43,6 +43,7 @@ from dtensor.runtime.lower.timetable import ONE_BY_ONE, GridTimetable
 from dtensor.sharding.plan.dataflow import Dataflow, Input
 from dtensor.sharding.plan.planner import plan
 from dtensor.sharding.plan.request import OnMisaligned, Request, Search, Training
+from dtensor.sharding.plan.sequence import Attention
 from dtensor.sharding.plan.storage import Zero
 from dtensor.sharding.redistribute.topology import Topology
 from dtensor.sharding.spec.mesh import Mesh
@@ -162,6 +163,7 @@ def _request(captured: CapturedCall, stages: StagePlan) -> Request:
         zero=zero,
         stored_whole=frozenset() if zero is None else _without_zero(models),
         misaligned=_misaligned(models),
+        attention=_attention(models),
         recompute=_recomputed(models, options, flow),
         auto=stages.patterns if stages.auto else (),
     )
@@ -337,7 +339,7 @@ def returned_leaves(graph: Graph, pinned: Mapping[int, object]) -> dict[int, int
     }
 
 
-# -- training, zero=, misaligned=, recompute= ------------------------------------------------------
+# -- training, zero=, misaligned=, attention=, recompute= ------------------------------------------
 
 
 def _training(options: Options, graph: Graph) -> Training | None:
@@ -376,6 +378,19 @@ def _misaligned(models: Models) -> OnMisaligned:
     if "gather" in stated:
         return "gather"
     return "error" if "error" in stated else "redistribute"
+
+
+def _attention(models: Models) -> Attention:
+    """Return the common ``attention=``. Raises PlanningError if models state different words."""
+    stated: dict[str, str] = {}
+    for model in models.parts.values():
+        for axis, word in model.attention:
+            if stated.setdefault(axis, word) != word:
+                raise PlanningError(
+                    f"the modules of a call state attention={{{axis!r}: {stated[axis]!r}}} and "
+                    f"{{{axis!r}: {word!r}}}.\nfix: state the same for each"
+                )
+    return tuple(stated.items())
 
 
 def _recomputed(models: Models, options: Options, flow: Dataflow) -> frozenset[str]:
