@@ -53,7 +53,7 @@ from .sharding.redistribute.sync_plan import SyncPlan
 from .sharding.redistribute.topology import Topology
 from .sharding.spec.mesh import Mesh
 from .sharding.spec.module_roles import ColumnParallel, RowParallel
-from .sharding.spec.placements import Column, Partial, Placement, Replicate, Row, Shard
+from .sharding.spec.placements import Column, Partial, Placement, Replicate, Row, Shard, Zigzag
 from .sharding.spec.spec import TensorSpec
 
 __version__: str
@@ -103,6 +103,7 @@ __all__ = [
     "Topology",
     "Trace",
     "TrainStep",
+    "Zigzag",
     "annotate",
     "calibrate",
     "check_replicas",

@@ -133,8 +133,8 @@ def one_axis(rule: Rule, num: int) -> Iterator[Strategy]:
 
 def _assignments(rule: Rule) -> Iterator[dict[str, FactorSharding]]:
     """Yield ways to split each factor, together with the factors that are concatenated with it in a
-    dim: evenly, in two blocks, at units of 2, and in blocks of 1 and the other elements; and alone
-    as rows of experts."""
+    dim: evenly, in two blocks, at units of 2, in blocks of 1 and the other elements, and in a
+    zigzag; and alone as rows of experts."""
     for by_token_and_expert in _rows_assignments(rule):
         yield from by_token_and_expert
     for factor in rule.factors():
@@ -146,6 +146,7 @@ def _assignments(rule: Rule) -> Iterator[dict[str, FactorSharding]]:
             yield {f: FactorSharding((s,), 2) for f, s in zip(group, sizes, strict=True)}
         if all(s > 2 for s in sizes):
             yield {f: FactorSharding((1, s - 1)) for f, s in zip(group, sizes, strict=True)}
+            yield {f: FactorSharding((s,), zigzag=True) for f, s in zip(group, sizes, strict=True)}
 
 
 def _rows_assignments(rule: Rule) -> Iterator[list[dict[str, FactorSharding]]]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dtensor.sharding.spec.mesh import Mesh, mesh_of
-from dtensor.sharding.spec.placements import REPLICATE, Partial, Placement, Shard
+from dtensor.sharding.spec.placements import REPLICATE, Partial, Placement, Shard, Zigzag
 from dtensor.sharding.spec.spec import TensorSpec, make_spec
 from dtensor.testing.trials import stated_spec
 
@@ -133,6 +133,7 @@ def _choices(shape: tuple[int, ...], pending: bool) -> list[Placement]:
         choices += [Shard(dim, unit=n) for n in (2, 3) if size and size % n == 0]
         if size > 2:
             choices.append(Shard(dim, blocks=(size - 1, 1)))
+            choices += [Zigzag(dim), Shard(dim, shift=1), Shard(dim, zigzag=True, shift=1)]
         if size % 4 == 0 and size:
             choices.append(Shard(dim, blocks=2, unit=2))
     if pending:

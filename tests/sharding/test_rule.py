@@ -144,12 +144,14 @@ def test_concatenated_dim_splits_all_parts_together_as_blocks() -> None:
     sizes=st.lists(st.sampled_from([1, 2, 3, 4, 6]), min_size=2, max_size=3),
     blocks=st.sampled_from([1, 2]),
     unit=st.sampled_from([1, 2]),
+    zigzag=st.booleans(),
+    shift=st.sampled_from([0, 1]),
     num=st.sampled_from([2, 3]),
     which=st.integers(0, 2),
 )
 @settings(max_examples=200, deadline=None)
 def test_rule_match_inverts_rule_apply(
-    sizes: list[int], blocks: int, unit: int, num: int, which: int
+    sizes: list[int], blocks: int, unit: int, zigzag: bool, shift: int, num: int, which: int
 ):
     names = [f"f{i}" for i in range(len(sizes))]
     text = f"({' '.join(names)}) -> {' '.join(names)}"
@@ -158,7 +160,8 @@ def test_rule_match_inverts_rule_apply(
     size = rule.size[factor]
     if size == 1 or size % blocks or (size // blocks) % unit:
         return
-    assignment = {factor: FactorSharding((size // blocks,) * blocks, unit)}
+    split = FactorSharding((size // blocks,) * blocks, unit, zigzag=zigzag, shift=shift)
+    assignment = {factor: split}
     there = rule.apply(assignment, num)
     assert there is not None
     shard = there.operands[0]

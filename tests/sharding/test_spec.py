@@ -21,6 +21,7 @@ from dtensor.sharding.spec.placements import (
     Placement,
     Row,
     Shard,
+    Zigzag,
     index_sets,
 )
 from dtensor.sharding.spec.shards import assemble, shard_of
@@ -46,6 +47,13 @@ MESH = Mesh(dp=2, tp=2)
         ({"tp": Partial("sum")}, "f32[8,16]{sum@tp}"),
         ({"tp": Partial("max"), "dp": Partial("max")}, "f32[8,16]{max@dp,max@tp}"),
         ({"tp": Partial("sum"), "dp": Row()}, "f32[8@dp,16]{sum@tp}"),
+        ({"tp": Zigzag(1)}, "f32[8,16@tp:zigzag]"),
+        ({"tp": Zigzag(-1, blocks=2, unit=4)}, "f32[8,2*2@tp:zigzag*4]"),
+        ({"tp": Zigzag(1), "dp": Column()}, "f32[8,16@(tp:zigzag,dp)]"),
+        ({"dp": Column(), "tp": Zigzag(1)}, "f32[8,16@(dp,tp:zigzag)]"),
+        ({"tp": Shard(1, shift=1)}, "f32[8,16@tp:shift1]"),
+        ({"tp": Shard(1, shift=2)}, "f32[8,16@tp]"),
+        ({"tp": Shard(1, zigzag=True, shift=1)}, "f32[8,16@tp:zigzag:shift1]"),
     ],
 )
 def test_spec_text_parses_back(placements: dict[str, Placement], text: str) -> None:
@@ -99,10 +107,18 @@ def test_random_spec_parses_back_and_its_shards_assemble_to_tensor(spec: TensorS
 
 
 @settings(deadline=None)
-@given(size=st.integers(0, 24), num=st.integers(1, 5), blocks=st.integers(1, 4))
-def test_index_sets_partition_dim(size: int, num: int, blocks: int) -> None:
+@given(
+    size=st.integers(0, 24),
+    num=st.integers(1, 5),
+    blocks=st.integers(1, 4),
+    zigzag=st.booleans(),
+    shift=st.integers(0, 4),
+)
+def test_index_sets_partition_dim(
+    size: int, num: int, blocks: int, zigzag: bool, shift: int
+) -> None:
     assume(size % blocks == 0)
-    sets = index_sets(Shard(0, blocks), size, num)
+    sets = index_sets(Shard(0, blocks, zigzag=zigzag, shift=shift % num), size, num)
     held = [i for intervals in sets for lo, hi in intervals for i in range(lo, hi)]
     assert sorted(held) == list(range(size))
 
@@ -113,6 +129,30 @@ def test_shard_without_blocks_splits_like_torch_chunk(size: int, num: int) -> No
     chunks = torch.arange(size).chunk(num)
     sets = index_sets(Shard(0), size, num)
     assert [len(c) for c in chunks] == [hi - lo for item in sets for lo, hi in item]
+
+
+@settings(deadline=None)
+@given(size=st.integers(0, 40), num=st.integers(1, 5))
+def test_zigzag_rank_holds_early_and_late_piece(size: int, num: int) -> None:
+    each, more = divmod(size, 2 * num)
+    order = [p for r in range(num) for p in (r, 2 * num - 1 - r)]  # the pieces that are enlarged
+    sizes = {p: each + (i < more) for i, p in enumerate(order)}
+    starts = [sum(sizes[q] for q in range(p)) for p in range(2 * num)]
+    for rank, intervals in enumerate(index_sets(Zigzag(0), size, num)):
+        held = [i for lo, hi in intervals for i in range(lo, hi)]
+        pieces = (rank, 2 * num - 1 - rank)
+        assert held == [starts[p] + i for p in pieces for i in range(sizes[p])]
+
+
+@settings(deadline=None, max_examples=60)
+@given(strategies.specs())
+def test_largest_shard_is_that_of_fullest_rank_for_one_split_per_dim(spec: TensorSpec) -> None:
+    ranks = range(spec.mesh.size)
+    largest = max(spec.local_nbytes(spec.mesh.coordinates(rank)) for rank in ranks)
+    if len({p.dim for p in spec.placements if isinstance(p, Shard)}) == sum(
+        isinstance(p, Shard) for p in spec.placements
+    ):
+        assert spec.max_local_nbytes == largest
 
 
 # -- errors --------------------------------------------------------------------------------------

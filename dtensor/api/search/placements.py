@@ -156,7 +156,7 @@ def _matched(glob: str, names: Sequence[str]) -> set[str]:
 def _written(placement: Placement, matrix: bool) -> str:
     """Return the Python of a placement: ``dt.Row(unit=16)``; dim 1 of a matrix is a Column."""
     match placement:
-        case Shard(dim) if dim == 0 or (dim == 1 and matrix):
+        case Shard(dim, zigzag=False) if dim == 0 or (dim == 1 and matrix):
             return f"dt.{'Row' if dim == 0 else 'Column'}({', '.join(options_of(placement))})"
         case _:
             return f"dt.{placement!r}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -20,7 +21,7 @@ from dtensor.sharding.local.expert_rows import Budget, check_held
 from dtensor.sharding.plan.choose.routes import ROUTE
 from dtensor.sharding.plan.record import PlanRecord
 from dtensor.sharding.plan.steps import Compute
-from dtensor.sharding.spec.placements import REPLICATE, Placement, Shard, cuts_experts
+from dtensor.sharding.spec.placements import REPLICATE, Placement, Shard, cuts_experts, on_dim
 from dtensor.sharding.spec.spec import TensorSpec
 
 LOAD = "expert load"
@@ -31,7 +32,7 @@ _VALUE = "rank.expert_load"
 def split_counts(rows: TensorSpec) -> TensorSpec:
     """Return the spec of the numbers of rows by expert, split as the experts of ``rows``."""
     placements: dict[str, Placement] = {
-        axis: Shard(0, p.blocks, p.unit)
+        axis: on_dim(replace(p, ragged=None), 0)
         for axis, p in rows.sharding.items()
         if isinstance(p, Shard) and cuts_experts(p)
     }

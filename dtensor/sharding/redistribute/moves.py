@@ -18,7 +18,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from dtensor.collectives import COLLECTIVES
@@ -318,7 +318,7 @@ def placements_of_counts(rows: TensorSpec, axis: str) -> dict[str, Placement]:
     for name, p in rows.sharding.items():
         if isinstance(p, Shard) and p.ragged is not None:
             by_token = name == axis or not cuts_experts(p)
-            placements[name] = Partial("sum") if by_token else Shard(0, p.blocks, p.unit)
+            placements[name] = Partial("sum") if by_token else on_dim(replace(p, ragged=None), 0)
     return placements
 
 

@@ -47,20 +47,27 @@ Dims = tuple[Dim, ...]
 
 @dataclass(frozen=True, slots=True)
 class FactorSharding:
-    """How one factor is split over an axis: ``blocks``, ``unit`` and ``ragged`` as in Shard."""
+    """How one factor is split over an axis: the fields are those of Shard."""
 
     blocks: tuple[int, ...]  # sizes, adding up to the factor's, or to its tokens or experts
     unit: int = 1
     ragged: Ragged | None = None
+    zigzag: bool = False
+    shift: int = 0
+
+    def on_dim(self, dim: int, ragged: Ragged | None) -> Shard:
+        """Return the Shard of a dim that is split as the factor."""
+        return Shard(dim, self.blocks, self.unit, ragged, self.zigzag, self.shift)
 
     def with_one_block(self, size: int) -> FactorSharding:
         """Return the sharding in one block of a factor of ``size``, with this unit if it fits."""
-        return FactorSharding((size,), self.unit if size % self.unit == 0 else 1)
+        unit = self.unit if size % self.unit == 0 else 1
+        return replace(self, blocks=(size,), unit=unit, ragged=None)
 
     def minor_sharding(self, num: int) -> FactorSharding:
         """Return the sharding of the same factor over a further, minor axis. Its blocks are the
         pieces that this sharding cuts over ``num`` ranks."""
-        shard_and_num = Shard(0, self.blocks, self.unit), num
+        shard_and_num = self.on_dim(0, None), num
         return FactorSharding(pieces([shard_and_num], sum(self.blocks)), self.unit, self.ragged)
 
 
@@ -281,11 +288,12 @@ class Rule:
                 return None
             by = "expert" if split == experts else "token"
             ragged = Ragged(by, self.size[experts], self.size[slots])
-            return Shard(index, sharding.blocks, sharding.unit, ragged)
+            return sharding.on_dim(index, ragged)
         if sharding.ragged is not None:
             if len(dim) != 1 or self.dim_size(dim) != self.size[assigned[0][0]]:
                 return None
-            return Shard(index, sharding.blocks, sharding.unit, sharding.ragged)
+            return sharding.on_dim(index, sharding.ragged)
+        zigzag, shift = sharding.zigzag, sharding.shift
         blocks: list[int] = []
         units: set[int] = set()
         for product, factors in zip(dim, assigned, strict=True):
@@ -295,6 +303,8 @@ class Rule:
             before = math.prod(self.size[f] for f in product[:position])
             after = math.prod(self.size[f] for f in product[position + 1 :])
             sharding = assignment[factors[0]]
+            if (sharding.zigzag, sharding.shift) != (zigzag, shift):
+                return None
             # Minor factors enlarge each block; each value of the major factors repeats the blocks.
             blocks.extend([size * after for size in sharding.blocks] * before)
             units.add(sharding.unit * after)
@@ -303,7 +313,7 @@ class Rule:
             return None
         if min(blocks, default=0) < 1:
             return None
-        return Shard(index, tuple(blocks), unit)
+        return Shard(index, tuple(blocks), unit, zigzag=zigzag, shift=shift)
 
     def dim_size(self, dim: Dim) -> int:
         return sum(math.prod(self.size[f] for f in p) for p in sized_dim(dim, self.experts))
@@ -322,7 +332,7 @@ class Rule:
             return None
         assignment: dict[str, FactorSharding] = {}
         for product, part in zip(dim, parts, strict=True):
-            choices = list(self._factor_shardings(product, part, shard.unit))
+            choices = list(self._factor_shardings(product, part, shard))
             if len(dim) == 1:  # a plain product: exactly one factor must give the shard's indices
                 for factor, sharding in choices:
                     if self._index_sets(dims, shard.dim, {factor: sharding}, num) == target_sets:
@@ -351,11 +361,11 @@ class Rule:
             if (self.size[experts], self.size[slots]) != (ragged.experts, ragged.slots):
                 return None
             factor = experts if ragged.by == "expert" else tokens
-            return {factor: FactorSharding(blocks, shard.unit)}
+            return {factor: _factor_sharding(blocks, shard.unit, shard)}
         factors = [f for f in dim[0] if self.size[f] > 1] or list(dim[0])  # or one row in all
         if len(dim) > 1 or len(factors) != 1:
             return None
-        return {factors[0]: FactorSharding(blocks, shard.unit, ragged)}
+        return {factors[0]: _factor_sharding(blocks, shard.unit, shard, ragged)}
 
     def _index_sets(self, dims: Dims, index: int, assignment: Assignment, num: int) -> object:
         """Return the index sets of dim ``index`` under the assignment; None if no Shard splits the
@@ -386,10 +396,11 @@ class Rule:
         return None if remaining else parts
 
     def _factor_shardings(
-        self, product: Product, blocks: list[int], unit: int
+        self, product: Product, blocks: list[int], shard: Shard
     ) -> Iterator[tuple[str, FactorSharding]]:
         """Yield factors of a product, major factor first, with the sharding that may split the
-        product into these blocks. `match` checks the candidates exactly."""
+        product into these blocks of ``shard``. `match` checks the candidates exactly."""
+        unit = shard.unit
         for position, factor in enumerate(product):
             size = self.size[factor]
             before = math.prod(self.size[f] for f in product[:position])
@@ -403,7 +414,8 @@ class Rule:
             factor_unit = unit // after if unit % after == 0 else 1
             if any(b // after % factor_unit for b in repeated):
                 continue
-            yield factor, FactorSharding(tuple(b // after for b in repeated), factor_unit)
+            split = tuple(b // after for b in repeated)
+            yield factor, _factor_sharding(split, factor_unit, shard)
 
     def local_call(self, call: OpCall, local: Local) -> OpCall:
         """Return the call that one rank runs, with the rank's shapes and dtypes. ``localize``
@@ -479,6 +491,13 @@ class Rule:
                     for factor in group:
                         result[factor] = result.get(factor, frozenset()) | group
         return result
+
+
+def _factor_sharding(
+    blocks: tuple[int, ...], unit: int, shard: Shard, ragged: Ragged | None = None
+) -> FactorSharding:
+    """Return the sharding of a factor into these blocks, with the zigzag and shift of ``shard``."""
+    return FactorSharding(blocks, unit, ragged, shard.zigzag, shard.shift)
 
 
 def sized_dim(dim: Dim, experts: str) -> Dim:

@@ -3,6 +3,7 @@
     Replicate()          every rank of the axis holds the whole tensor
     Shard(0, blocks=3)   dim 0 is 3 equal blocks end to end, and each is split over the ranks
     Shard(0, unit=16)    dim 0 is cut only at multiples of 16
+    Zigzag(1)            dim 1 is cut into 2n pieces: rank r of n holds pieces r and 2n-1-r
     Partial("sum")       the value is the sum of the local tensors of the axis
 
 A Shard maps each coordinate on the axis to an *index set* of the global dim: a tuple of half-open
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, Never, Protocol, cast
 
@@ -88,6 +89,9 @@ class Shard:
         blocks: the number of equal blocks, or the sizes of the blocks, which add up to the dim's.
         unit: the size of each block is a multiple of it.
         ragged: for the rows of `to_experts`, set by the planner.
+        zigzag: whether each block is split as `Zigzag` describes.
+        shift: rank i of n holds what rank (i - shift) mod n holds without the shift. The planner
+            sets it for keys that travel around a ring of ranks.
 
     Raises PlanningError if ``blocks`` or ``unit`` is not a whole number of at least 1. Using the
     placement for a tensor that it does not fit raises PlanningError there.
@@ -97,6 +101,8 @@ class Shard:
     blocks: int | tuple[int, ...] = 1
     unit: int = 1
     ragged: Ragged | None = None
+    zigzag: bool = False
+    shift: int = 0
 
     def __post_init__(self) -> None:
         blocks = self.blocks
@@ -109,7 +115,9 @@ class Shard:
 
     def __repr__(self) -> str:
         ragged = (f"ragged={self.ragged!r}",) if self.ragged else ()
-        return f"Shard({', '.join((repr(self.dim), *options_of(self), *ragged))})"
+        shift = (f"shift={self.shift}",) if self.shift else ()
+        name = "Zigzag" if self.zigzag else "Shard"
+        return f"{name}({', '.join((repr(self.dim), *options_of(self), *ragged, *shift))})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +164,25 @@ def Column(*, blocks: int | Sequence[int] = 1, unit: int = 1) -> Shard:
     return Shard(-1, blocks, unit)  # type: ignore[arg-type]
 
 
+@checked_call
+def Zigzag(dim: int, *, blocks: int | Sequence[int] = 1, unit: int = 1) -> Shard:
+    """Return the split of a dim that gives each rank an early and a late part of it. Over n ranks
+    the dim is cut into 2n pieces, and rank r holds pieces r and 2n-1-r.
+
+        >>> x = dt.distribute(torch.arange(8), dt.Mesh(cp=2), cp=dt.Zigzag(0))
+        >>> [shard.tolist() for shard in x.local_tensors()]
+        [[0, 1, 6, 7], [2, 3, 4, 5]]
+
+    State it for a sequence under causal attention, where a late query attends to more keys than an
+    early one: every rank then has the same work. If 2n does not divide the dim's size, pieces
+    0, 2n-1, 1, 2n-2, ... have one element more, in this order, so that rank 0 holds the most.
+    ``blocks`` and ``unit`` are those of `Shard`. Raises PlanningError if ``dim`` is not a whole
+    number, or ``blocks`` or ``unit`` is not a whole number of at least 1. Using the placement for a
+    dim with fewer than 2n elements raises PlanningError there.
+    """
+    return Shard(dim, blocks, unit, zigzag=True)  # type: ignore[arg-type]
+
+
 def check_split(stated: object, dim: object, blocks: object, unit: object) -> None:
     """Raise PlanningError, which shows the placement ``stated``, unless its dim is an int and its
     blocks and unit are ints of at least 1."""
@@ -163,7 +190,8 @@ def check_split(stated: object, dim: object, blocks: object, unit: object) -> No
     if isinstance(blocks, list | tuple):
         sizes = list(cast(Sequence[object], blocks))
     if not isinstance(dim, int):
-        raise PlanningError(f"{stated!r}: a dim is a whole number; fix: dt.Shard(0)")
+        name = "Zigzag" if isinstance(stated, Shard) and stated.zigzag else "Shard"
+        raise PlanningError(f"{stated!r}: a dim is a whole number; fix: dt.{name}(0)")
     if not sizes or not all(isinstance(n, int) and n >= 1 for n in (*sizes, unit)):
         raise PlanningError(
             f"{stated!r}: blocks and unit are whole numbers of at least 1; fix: blocks=3, unit=16"
@@ -221,17 +249,30 @@ def units_of(shard: Shard, size: int) -> int:
 
 
 def on_dim(shard: Shard, dim: int) -> Shard:
-    """Return the shard with the same blocks and unit on another dim."""
-    return Shard(dim, shard.blocks, shard.unit, shard.ragged)
+    """Return the shard with another dim."""
+    return Shard(dim, shard.blocks, shard.unit, shard.ragged, shard.zigzag, shard.shift)
 
 
 def with_unit(shard: Shard, unit: int) -> Shard:
-    return Shard(shard.dim, shard.blocks, unit, shard.ragged)
+    return with_cuts(shard, shard.blocks, unit)
 
 
 def one_block(shard: Shard) -> Shard:
-    """Return the shard with the same unit and a single block."""
-    return Shard(shard.dim, 1, shard.unit, shard.ragged)
+    """Return the shard with a single block."""
+    return with_cuts(shard, 1, shard.unit)
+
+
+def with_cuts(shard: Shard, blocks: int | tuple[int, ...], unit: int) -> Shard:
+    """Return the shard with other blocks and another unit."""
+    return Shard(shard.dim, blocks, unit, shard.ragged, shard.zigzag, shard.shift)
+
+
+def with_shift(shard: Shard, shift: int, num: int) -> Shard:
+    """Return the shard with another shift, modulo ``num`` ranks."""
+    shift %= num
+    if shift == shard.shift:
+        return shard
+    return Shard(shard.dim, shard.blocks, shard.unit, shard.ragged, shard.zigzag, shift)
 
 
 def fits(shard: Shard, size: int) -> bool:
@@ -267,18 +308,44 @@ def index_sets(shard: Shard, size: int, num: int) -> tuple[Intervals, ...]:
     """Return the intervals of a dim of ``size`` that each of ``num`` coordinates holds: of indices,
     or of tokens or experts if the dim is ragged. The intervals of a coordinate are ascending, not
     empty and not adjacent."""
+    if shard.shift:
+        home = index_sets(with_shift(shard, 0, num), size, num)
+        return tuple(home[(i - shard.shift) % num] for i in range(num))
+    return tuple(merge_adjacent(item) for item in _pieces_by_coordinate(shard, size, num))
+
+
+@lru_cache(maxsize=65536)
+def _pieces_by_coordinate(shard: Shard, size: int, num: int) -> list[list[tuple[int, int]]]:
+    """Return the pieces of the blocks that each coordinate holds without a shift, in order."""
     result: list[list[tuple[int, int]]] = [[] for _ in range(num)]
-    start = 0
+    cut = _zigzag_pieces if shard.zigzag else _chunk
+    start, unit = 0, shard.unit
     for block in blocks_of(shard, size):
-        if block % shard.unit:
-            raise PlanningError(f"a block of size {block} is not a multiple of unit={shard.unit}")
-        step = -(-(block // shard.unit) // num) * shard.unit  # ceil(units / num) units a rank
+        if block % unit:
+            raise PlanningError(f"a block of size {block} is not a multiple of unit={unit}")
         for i in range(num):
-            lo, hi = min(i * step, block), min((i + 1) * step, block)
-            if lo < hi:
-                result[i].append((start + lo, start + hi))
+            for lo, hi in cut(block // unit, num, i):
+                if lo < hi:
+                    result[i].append((start + lo * unit, start + hi * unit))
         start += block
-    return tuple(merge_adjacent(item) for item in result)
+    return result
+
+
+def _chunk(units: int, num: int, i: int) -> Intervals:
+    """Return the units of a block that coordinate ``i`` of ``num`` holds: ceil(units / num)."""
+    step = -(-units // num)
+    return ((min(i * step, units), min((i + 1) * step, units)),)
+
+
+def _zigzag_pieces(units: int, num: int, i: int) -> Intervals:
+    """Return pieces ``i`` and ``2 num - 1 - i`` of a block of ``units`` units."""
+    each, more = divmod(units, 2 * num)
+
+    def end(pieces: int, longer: int) -> int:  # of this many pieces, counted from one end
+        return pieces * each + min(pieces, longer)
+
+    early, late = more - more // 2, more // 2  # how many pieces of each half have one unit more
+    return (end(i, early), end(i + 1, early)), (units - end(i + 1, late), units - end(i, late))
 
 
 def merge_adjacent(intervals: Sequence[tuple[int, int]]) -> Intervals:
@@ -312,12 +379,14 @@ def length(intervals: Intervals) -> int:
 
 
 def largest_part(cuts: Sequence[tuple[Shard, int]], size: int) -> float:
-    """Return the fraction of a dim's indices that the rank at coordinate 0 of every axis holds, the
-    largest one. ``cuts``: (placement, axis size) of each axis that splits the dim."""
+    """Return the fraction of a dim's indices that the fullest rank holds: without shifts, the rank
+    at coordinate 0 of every axis. ``cuts``: (placement, axis size) of each axis that splits the
+    dim."""
     if len(cuts) == 1:  # a short cut for the common case: one axis splits the dim evenly
         shard, num = cuts[0]
         whole = cut_size(shard, size)
-        if type(shard.blocks) is int and whole % (shard.blocks * shard.unit * num) == 0:
+        units = shard.blocks * shard.unit if type(shard.blocks) is int else 0
+        if units and whole % (units * num * (1 + shard.zigzag)) == 0:
             return 1 / num
     part = 1.0
     for by_experts in (False, True):  # the two cuts of a ragged dim are independent
@@ -325,7 +394,7 @@ def largest_part(cuts: Sequence[tuple[Shard, int]], size: int) -> float:
         whole = cut_size(family[0][0], size) if family and size else 0
         intervals: Intervals = ((0, whole),)
         for shard, num in family if whole else ():
-            intervals = intersect(intervals, index_sets(shard, size, num)[0])
+            intervals = intersect(intervals, index_sets(shard, size, num)[shard.shift])
         part *= length(intervals) / whole if whole else 1.0
     return part
 
@@ -360,12 +429,8 @@ def pieces(majors: Sequence[tuple[Shard, int]], size: int) -> tuple[int, ...]:
     whole = cut_size(majors[0][0], size) if majors else size
     cuts = {0, whole}
     for shard, num in majors:
-        start = 0
-        for block in blocks_of(shard, size):
-            cuts.add(start)
-            start += block
-        for intervals in index_sets(shard, size, num):
-            cuts.update(point for interval in intervals for point in interval)
+        for held in _pieces_by_coordinate(shard, size, num):
+            cuts.update(point for piece in held for point in piece)
     ordered = sorted(cuts)
     return tuple(b - a for a, b in itertools.pairwise(ordered)) or (whole,)
 
@@ -377,7 +442,7 @@ def refine(minor: Shard, majors: Sequence[tuple[Shard, int]], size: int) -> Shar
         return minor
     blocks = pieces(majors, size)
     unit = max(minor.unit, majors[-1][0].unit)
-    return counted(Shard(minor.dim, blocks, unit, minor.ragged), size)
+    return counted(with_cuts(minor, blocks, unit), size)
 
 
 def counted(shard: Shard, size: int) -> Shard:
@@ -385,16 +450,19 @@ def counted(shard: Shard, size: int) -> Shard:
     PlanningError if the blocks do not fill a dim of ``size``."""
     sizes = blocks_of(shard, size)
     equal = len(set(sizes)) == 1
-    return Shard(shard.dim, len(sizes) if equal else sizes, shard.unit, shard.ragged)
+    return with_cuts(shard, len(sizes) if equal else sizes, shard.unit)
 
 
 def simplest(placement: Placement, shape: tuple[int, ...], num: int) -> Placement:
     """Return the simplest placement with the same index sets: its unit is dropped if the same
-    boundaries follow without it, and on one rank it is Replicate."""
+    boundaries follow without it, a zigzag of blocks of one unit is none, and on one rank it is
+    Replicate."""
     if num == 1:
         return REPLICATE
     if isinstance(placement, Shard):
         placement = counted(placement, shape[placement.dim])
+        if placement.zigzag and max(blocks_of(placement, shape[placement.dim])) <= placement.unit:
+            placement = replace(placement, zigzag=False)
         plain = with_unit(placement, 1)
         if placement.unit > 1 and same(plain, placement, shape, num):
             return plain

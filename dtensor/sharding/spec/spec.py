@@ -5,6 +5,8 @@
     f32[8@(tp,dp),16]        dim 0 is split over tp, and each piece is split again over dp
     f32[(64+32+32)@tp,16]    dim 0 is three blocks of these sizes, each split over tp
     f32[4@tp*16,16]          64 rows, cut only at multiples of 16
+    f32[8,512@cp:zigzag]     dim 1 is split as `Zigzag`
+    f32[8,512@cp:shift1]     rank i of cp holds what rank i - 1 holds of 512@cp
     f32[[8@ep 512@dp 2],16]  1024 rows of 8 experts: 512 tokens split over dp, experts over ep
 
 Invariants: one placement for each axis of the mesh; dims are not negative; the placement on an
@@ -43,6 +45,8 @@ from dtensor.sharding.spec.placements import (
     on_dim,
     refine,
     same,
+    with_cuts,
+    with_shift,
 )
 from dtensor.showing import html_table
 
@@ -221,8 +225,11 @@ class TensorSpec:
 
     @property
     def max_local_nbytes(self) -> int:
-        """The bytes of the largest shard, which the rank at coordinate 0 of every axis holds."""
-        return self.local_nbytes(dict.fromkeys(self.mesh.axes, 0))
+        """The bytes of the largest shard. Without shifts, the rank at coordinate 0 of every axis
+        holds it."""
+        return self.local_nbytes(
+            {a: p.shift if isinstance(p, Shard) else 0 for a, p in self.sharding.items()}
+        )
 
     def __str__(self) -> str:
         """Return the text form, which `parse` reads: ``f32[8@tp,16]{sum@dp} on pp=1``."""
@@ -257,22 +264,22 @@ class TensorSpec:
         """Return the text of ``size`` indices, tokens or experts that these axes split."""
         if not splits:
             return str(size)
-        splits = [(axis, Shard(dim, p.blocks, p.unit)) for axis, p in splits]
-        chain = self._chain(splits, size, dim)
+        splits = [(axis, replace(p, ragged=None)) for axis, p in splits]
+        chain = self._chain(splits, size)
         if chain is not None:
-            return _split_text(chain[0][1], size, [axis for axis, _ in chain])
-        return "&".join(_split_text(p, size, [axis]) for axis, p in splits)
+            return _split_text(chain, size)
+        return "&".join(_split_text([split], size) for split in splits)
 
     def _chain(
-        self, splits: list[tuple[str, Shard]], size: int, dim: int
+        self, splits: list[tuple[str, Shard]], size: int
     ) -> tuple[tuple[str, Shard], ...] | None:
         """Return the (axis, placement) pairs in an order in which the blocks of each placement are
         the pieces that the axes before it cut, as in ``8@(tp,dp)``; None if there is none."""
         for order in itertools.permutations(splits):
             majors: list[tuple[Shard, int]] = []
             for axis, shard in order:
-                one_block = Shard(dim, 1, order[0][1].unit)
-                if majors and refine(one_block, majors, size) != shard:
+                in_pieces = with_cuts(shard, 1, order[0][1].unit)
+                if majors and refine(in_pieces, majors, size) != shard:
                     break
                 majors.append((shard, self.mesh.axis_size(axis)))
             else:
@@ -303,9 +310,13 @@ def alike(a: TensorSpec, b: TensorSpec) -> bool:
     )
 
 
-def _split_text(shard: Shard, size: int, axes: Sequence[str]) -> str:
-    """Return the text of a dim that these axes split: ``3*4@(tp,dp)*16``."""
+def _split_text(splits: Sequence[tuple[str, Shard]], size: int) -> str:
+    """Return the text of a dim that these axes split, major first: ``3*4@(tp,dp)*16``."""
+    axes = [
+        axis + ":zigzag" * p.zigzag + (f":shift{p.shift}" if p.shift else "") for axis, p in splits
+    ]
     names = axes[0] if len(axes) == 1 else f"({','.join(axes)})"
+    shard = splits[0][1]
     unit = shard.unit
     tail = f"*{unit}" if unit > 1 else ""
     match shard.blocks:
@@ -330,6 +341,7 @@ def normalize(placement: Placement, shape: tuple[int, ...], num: int) -> Placeme
                     if shape
                     else f"{placement!r} cannot split a scalar; use Replicate()"
                 )
+            placement = with_shift(placement, placement.shift, num)
             placement = counted(on_dim(placement, dim % len(shape)), shape[dim % len(shape)])
             for block in blocks_of(placement, shape[placement.dim]):
                 if block % placement.unit:
@@ -385,14 +397,16 @@ def make_spec(
 #     dim    := cut | "[" cut " " cut " " int "]"          experts, tokens, rows of a token
 #     cut    := int | split ("&" split)*
 #     split  := ((int "*")? int | "(" int ("+" int)* ")") "@" axes ("*" int)?
-#     axes   := axis | "(" axis ("," axis)+ ")"
+#     axes   := name | "(" name ("," name)+ ")"
+#     name   := axis (":zigzag")? (":shift" int)?
 
 _SPEC = re.compile(
     r"\s*(\w+)\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\s*(?:\{([^}]*)\})?\s*(?:on\s+(.+?))?\s*"
 )
+_AXIS = r"\w+(?::zigzag)?(?::shift\d+)?"
 _SPLIT = re.compile(
     r"(?:(?P<count>\d+)\*)?(?:(?P<size>\d+)|\((?P<sizes>\d+(?:\+\d+)*)\))"
-    r"(?:@(?:(?P<axis>\w+)|\((?P<axes>\w+(?:,\w+)+)\)))?(?:\*(?P<unit>\d+))?"
+    rf"(?:@(?:(?P<axis>{_AXIS})|\((?P<axes>{_AXIS}(?:,{_AXIS})+)\)))?(?:\*(?P<unit>\d+))?"
 )
 
 
@@ -481,10 +495,13 @@ def _parse_cut(
         total = size
         axes = match["axes"].split(",") if match["axes"] else [match["axis"]]
         majors: list[tuple[Shard, int]] = []
-        for axis in axes:
-            if axis is None:
+        for name in axes:
+            if name is None:
                 continue
-            shard = refine(Shard(dim, blocks, unit), majors, size)
+            axis, *options = name.split(":")
+            shift = int(options[-1][5:]) if options and options[-1] != "zigzag" else 0
+            stated = Shard(dim, blocks, unit, zigzag="zigzag" in options, shift=shift)
+            shard = refine(stated, majors, size)
             _add_placement(axis, shard, placements, text, mesh)
             if mesh.axis_size(axis) > 1:
                 majors.append((shard, mesh.axis_size(axis)))

@@ -430,9 +430,9 @@ def _as_placement(value: object) -> str:
     match value:
         case Replicate():
             return "dt.Replicate()"
-        case Shard(0, 1, 1):
+        case _ if value == Row():
             return "dt.Row()"
-        case Shard(-1, 1, 1):
+        case _ if value == Column():
             return "dt.Column()"
         case Shard() | Partial() | ColumnParallel() | RowParallel():
             return f"dt.{value!r}"

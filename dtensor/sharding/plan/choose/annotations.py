@@ -16,7 +16,7 @@ from dtensor.sharding.spec.placements import Partial, Placement, Replicate, Shar
 from dtensor.sharding.spec.spec import make_spec
 
 _WORD = re.compile(r"\w+(?:@(\w+|\(\w+(?:,\w+)*\)))?")
-_KEYWORD = re.compile(r"(\w+)=(Shard|Replicate|Partial)\(([^)]*(?:\([^)]*\)[^)]*)?)\)")
+_KEYWORD = re.compile(r"(\w+)=(Shard|Zigzag|Replicate|Partial)\(([^)]*(?:\([^)]*\)[^)]*)?)\)")
 
 
 def annotation_placements(op: Op, mesh: Mesh) -> dict[str, Placement]:
@@ -72,11 +72,11 @@ def _parse_keywords(text: str, where: str) -> dict[str, Placement]:
             case "Partial":
                 stated[axis] = Partial(arguments.strip("'\"") or "sum")
             case _:
-                stated[axis] = _parse_shard(arguments)
+                stated[axis] = _parse_shard(arguments, kind == "Zigzag")
     return stated
 
 
-def _parse_shard(arguments: str) -> Shard:
+def _parse_shard(arguments: str, zigzag: bool) -> Shard:
     """Return the Shard whose repr has ``arguments`` between its parentheses: "0, blocks=3"."""
     dim = re.match(r"-?\d+", arguments)
     assert dim is not None, "dt.annotate writes a Shard as its repr"
@@ -86,4 +86,4 @@ def _parse_shard(arguments: str) -> Shard:
     if blocks:
         numbers = tuple(int(n) for n in re.findall(r"\d+", blocks[1]))
         sizes = numbers if "(" in blocks[1] else numbers[0]
-    return Shard(int(dim[0]), sizes, int(unit[1]) if unit else 1)
+    return Shard(int(dim[0]), sizes, int(unit[1]) if unit else 1, zigzag=zigzag)
