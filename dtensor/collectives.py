@@ -29,6 +29,8 @@ class CollectiveKind:
         divided: a member has a different input for each member, instead of the same inputs for all.
         bucket: a member may have any number of inputs.
         rooted: only the first member has inputs.
+        rotates: a member sends all its inputs to one member, at the distance that the collective
+            states, and receives as many from another.
     """
 
     exchanges: Callable[[int], int]
@@ -37,11 +39,12 @@ class CollectiveKind:
     divided: bool = False
     bucket: bool = False
     rooted: bool = False
+    rotates: bool = False
 
     def launches(self, num: int) -> int:
         """Return the number of ops that the host of one of `num` members launches: one for each
         peer of an exchange (send, receive and addition), and one for the start and the wait."""
-        return 1 + self.exchanges(num) * (num - 1)
+        return 1 + self.exchanges(num) * (1 if self.rotates else num - 1)
 
     def takes(self, num_inputs: int, at: int, size: int) -> bool:
         """Return whether member ``at`` of ``size`` members may have this number of inputs."""
@@ -95,6 +98,12 @@ COLLECTIVES: dict[str, CollectiveKind] = {
         exchanges=lambda num: 1,
         bytes_sent=lambda nbytes, num: nbytes,
         rooted=True,
+    ),
+    "shift": CollectiveKind(
+        exchanges=lambda num: 1,
+        bytes_sent=lambda nbytes, num: nbytes if num > 1 else 0,
+        bucket=True,
+        rotates=True,
     ),
 }
 """Kinds of collectives by name."""

@@ -25,7 +25,6 @@ from dtensor.daft.run.transport import (
     Pending,
     Transport,
     combined,
-    contribution,
     copied,
 )
 from dtensor.numerics import Reduction
@@ -113,8 +112,8 @@ class StoreTransport(Transport):
                 me = group.index(rank)
 
                 def finish() -> tuple[Tensor, ...]:
-                    brought = (self._read(f"{name} of {member}") for member in group)
-                    parts = [contribution(start, each, me) for each in brought]
+                    brought = [self._read(f"{name} of {member}") for member in group]
+                    parts = [start.given(each, of, me) for of, each in enumerate(brought)]
                     return tuple(map(copied, combined(start, parts)))
 
                 return Later(finish)

@@ -38,11 +38,15 @@ from dtensor.daft import (
 from tests.daft.programs import program
 
 B = Buffer((2,), torch.float32)
+SHIFTS = "s"
+"""The channel of shifts: a queue has operations of one kind. A shift has at most three members:
+with more, a wait over NCCL needs fewer starts than the verifier assumes."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Transfer:
-    """A send (two members, from the first to the second) or a collective of its members."""
+    """A send (two members, from the first to the second), or a sum ("reduce") or a shift of its
+    members."""
 
     kind: str
     members: tuple[int, ...]
@@ -70,12 +74,7 @@ def built(transfers: Sequence[Transfer], orders: Sequence[Order]) -> Program:
             elif own.kind == "send":
                 items.append(Recv(f"v{number}", own.members[0], own.channel, B))
             else:
-                name = f"v{number}"
-                items.append(
-                    Collective(
-                        "all_reduce", own.members, ("x",), (name,), (B,), (B,), "sum", own.channel
-                    )
-                )
+                items.append(collective(own, "x", f"v{number}"))
         lists.append(items)
     made = [
         tuple(
@@ -87,6 +86,13 @@ def built(transfers: Sequence[Transfer], orders: Sequence[Order]) -> Program:
     ]
     fed = ("x", *(f"x{n}" for n in range(len(transfers))))
     return program(*lists, inputs=[fed] * len(orders), outputs=made)
+
+
+def collective(own: Transfer, given: str, made: str, buffer: Buffer = B) -> Collective:
+    words = own.members, (given,), (made,), (buffer,), (buffer,)
+    if own.kind == "shift":
+        return Collective("shift", *words, None, own.channel, distance=1)
+    return Collective("all_reduce", *words, "sum", own.channel)
 
 
 def can_hang(transfers: Sequence[Transfer], orders: Sequence[Order], buffered: bool) -> bool:
@@ -180,6 +186,7 @@ def exhaustive(ranks: int, count: int, channels: str = "c") -> Iterator[Made]:
             for c in channels
         ),
         *(Transfer("reduce", g, c) for g in groups for c in channels),
+        *(Transfer("shift", g, SHIFTS) for g in groups if len(g) < 4),
     ]
     for transfers in itertools.combinations_with_replacement(kinds, count):
         if {r for t in transfers for r in t.members} != set(range(ranks)):
@@ -209,7 +216,9 @@ def drawn(draw: random.Random) -> Made:
             )
         else:
             group = tuple(sorted(draw.sample(range(ranks), draw.randint(2, ranks))))
-            transfers.append(Transfer("reduce", group, draw.choice("cd")))
+            shifts = len(group) < 4 and draw.random() < 0.4
+            kind, channels = ("shift", SHIFTS) if shifts else ("reduce", "cd")
+            transfers.append(Transfer(kind, group, draw.choice(channels)))
     tidy = draw.random()  # random orders of all ranks nearly always hang: mostly one order for all
     common = list(range(len(transfers)))
     orders: list[Order] = []

@@ -22,7 +22,6 @@ from typing import Literal, TypeAlias
 
 from dtensor.daft import (
     Call,
-    Collective,
     Instruction,
     Program,
     ProgramError,
@@ -32,7 +31,7 @@ from dtensor.daft import (
     interference,
     verify,
 )
-from tests.daft.explore import B, Transfer, drawn
+from tests.daft.explore import B, Transfer, collective, drawn
 from tests.daft.explore import exhaustive as transfers_alone
 from tests.daft.programs import function, program
 
@@ -81,7 +80,7 @@ def built(small: Small) -> Program:
                             items.append(call("take", carried, name, output=f"a{number}"))
                             carried = f"a{number}"
                         continue
-                    if sends or own.kind == "reduce":
+                    if sends or own.kind != "send":
                         items.append(call("copy", carried, output=f"x{n}"))
                     if sends:
                         items.append(Send(name, own.members[1], own.channel, B))
@@ -112,7 +111,7 @@ def built(small: Small) -> Program:
 def _receiving(own: Transfer, given: str, name: str) -> Instruction:
     if own.kind == "send":
         return Recv(name, own.members[0], own.channel, B)
-    return Collective("all_reduce", own.members, (given,), (name,), (B,), (B,), "sum", own.channel)
+    return collective(own, given, name)
 
 
 def outcomes(
@@ -168,6 +167,8 @@ def outcomes(
                         continue
                     if not is_sender:
                         givers = posted[n][:1] if kind == "send" else posted[n]
+                        if kind == "shift":
+                            givers = (posted[n][members.index(rank) - 1],)
                         got = _term("take", own, *(terms[place] for terms in givers))
                         values = _put(carried, rank, _put(carried[rank], run, got))
                 case "read":
@@ -274,6 +275,7 @@ def with_state() -> list[Small]:
         Transfer("send", both, "d"),
         Transfer("send", (1, 0), "c"),
         Transfer("reduce", both, "c"),
+        Transfer("shift", both, "s"),
     )
     bare: tuple[Step, ...] = (("start", 0), ("wait", 0))
     words: tuple[Literal["read", "write", "set"], ...] = ("read", "write", "set")

@@ -154,6 +154,10 @@ class Collectives:
             self._collective("all_to_all", None, pieces, received)
             whole = values(0, 4, 2, dtype=dtype)
             self._collective("broadcast", None, [[whole]] + [[]] * (n - 1), [[whole]] * n)
+            for distance in range(1, n):
+                passed = [[values(r, r, 3, dtype=dtype), values(r, 2)] for r in g]
+                received = [passed[r - distance] for r in g]
+                self._collective("shift", None, passed, received, distance=distance)
         for dtype in (F32, torch.bfloat16, torch.int64):
             given = [[values(r * n + to, to, 2, dtype=dtype) for to in g] for r in g]
             for made in (dtype, F32) if dtype == torch.bfloat16 else (dtype,):
@@ -224,6 +228,7 @@ class Collectives:
         results: Sequence[Sequence[Tensor]],
         sizes: Sizes | None = None,
         inputs: tuple[str, ...] = (),
+        distance: int = 0,
     ) -> None:
         """Add a collective, and its wait. ``inputs``: earlier results that it sends."""
         number, self._count = self._count, self._count + 1
@@ -250,6 +255,7 @@ class Collectives:
                     tuple(map(buffer, results[rank])),
                     op,  # type: ignore[arg-type]
                     f"channel{number % 2}",
+                    distance=distance,
                     sizes=sizes,
                 ),
                 Wait(outs[:1]),

@@ -24,7 +24,7 @@ from dtensor.daft import Collective, Program, ProgramError, Recv, Send, Wait, ve
 from dtensor.daft.ir.instructions import Key, key_of
 from dtensor.daft.ray.transports.slots import Arena, lay_out
 from dtensor.daft.verification.pairing import starts_of_waits
-from tests.daft.explore import Made, built, drawn, exhaustive
+from tests.daft.explore import SHIFTS, Made, built, drawn, exhaustive
 from tests.daft.programs import parts_of
 
 PIECES = 2
@@ -87,7 +87,10 @@ class Explored:
             (i, key) for i, each in enumerate(laid) for key in each.lanes
         ]
         self.members = [key[0] for _, key in self.lanes]
-        self.together = [key[2] == "collective" and len(key[0]) > 2 for _, key in self.lanes]
+        self.together = [
+            sort == "collective" and len(members) > 2 and channel != SHIFTS
+            for _, (members, channel, sort) in self.lanes
+        ]
         self.slots = [laid[i].lanes[key].slots - rules.fewer_slots for i, key in self.lanes]
         self.ops: list[list[Op]] = [[] for _ in ranks]
         # by rank, after how many of its ops: of how many starts it has told each other; which

@@ -262,6 +262,8 @@ def test_collective_refuses_wrong_op_or_buffers() -> None:
         ("broadcast", bounded, dict(sizes=Sizes(("n",), ((0,),))), "Only an all_to_all is sized"),
         ("all_to_all", bounded, dict(sizes=Sizes((), ())), "one vector of counts for each member"),
         ("broadcast", buffer, dict(on_host=True), "Only an all_gather of equal buffers"),
+        ("broadcast", buffer, dict(distance=1), "The distance of broadcast is 0, got 1"),
+        ("shift", buffer, {}, "The distance of shift is at least 1, got 0"),
     ):
         with pytest.raises(ValueError, match=words):
             Collective(kind, (0,), ("a",), ("b",), (own,), (own,), None, "c", **more)  # type: ignore
@@ -269,6 +271,21 @@ def test_collective_refuses_wrong_op_or_buffers() -> None:
         Sizes(("m", "n"), ((0,),))
     with pytest.raises(ValueError, match="one buffer per value"):
         Collective("broadcast", (0,), ("a",), ("b",), (), (buffer,), None, "c")
+
+
+def test_shift_text_parses_back() -> None:
+    sent, received = (Buffer((2, n), torch.float32) for n in (3, 5))
+    group, values = (4, 0, 2), (("k", "v"), ("k1", "v1"))
+    made = Collective(
+        *("shift", group, *values, (sent, sent), (received, received), None, "cp"), distance=2
+    )
+    assert_expected_inline(
+        text := format_instruction(made),
+        """k1, v1 = shift(k, v) over (4, 0, 2) by 2 on cp : f32[2,3], f32[2,3] => f32[2,5], f32[2,5]""",  # noqa: E501
+    )
+    assert parse_instructions(text) == (made,)
+    assert [made.given("kv", 0, to) for to in range(3)] == [(), (), "kv"]
+    assert [made.got(0, of) for of in range(3)] == [(), (received, received), ()]
 
 
 def test_softmax_all_reduce_text_parses_back() -> None:

@@ -199,7 +199,7 @@ def test_sampled_program_pairs_with_state_match_brute_force() -> None:
         count[interference(built(first), built(second)).commutes] += 1
         count[spoilt(first, second)] += 1
     # Ranks that do not agree on the order give wrong results whatever the verdict.
-    assert count == {False: 167, True: 33, HANGS: 193, "other values": 7}
+    assert count == {False: 271, True: 41, HANGS: 245, "other values": 67}
 
 
 def test_sampled_program_pairs_with_two_transfers_match_brute_force() -> None:

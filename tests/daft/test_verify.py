@@ -253,6 +253,31 @@ def test_verifier_refuses_gather_of_mismatched_pieces() -> None:
     assert "do not fit together" in text
 
 
+@pytest.mark.parametrize(
+    ("second", "distances", "words"),
+    [
+        (((3,), (2,)), (1, 1), ""),
+        (((3,), (3,)), (1, 1), "do not fit together"),
+        (((2,), (3,)), (1, 1), "do not fit together"),
+        (((3,), (2,)), (1, 3), "differ in kind, op or distance"),
+    ],
+)
+def test_verifier_compares_each_member_of_shift_with_next_one(
+    second: Sequence[tuple[int, ...]], distances: tuple[int, int], words: str
+) -> None:
+    """Rank 0 sends f32[2] and receives f32[3]; the second rank has the stated shapes."""
+    lists = [
+        [Collective("shift", (0, 1), ("x",), ("s",), *own, None, "g", distance=n), Wait(("s",))]
+        for n, shapes in zip(distances, (((2,), (3,)), second), strict=True)
+        for own in [[(Buffer(shape, torch.float32),) for shape in shapes]]
+    ]
+    stated = dict(inputs=[("x",)] * 2, outputs=[("s",)] * 2)
+    if words:
+        assert words in refusal(*lists, **stated)
+    else:
+        verify(program(*lists, **stated))
+
+
 COUNTS = Buffer((4,), torch.int64)
 ROWS = Buffer((8, 3), torch.float32, bounded=True)
 GATHER = Collective(
@@ -407,8 +432,8 @@ def test_verifier_refuses_hosts_that_do_not_cover_ranks() -> None:
 
 def test_verifier_agrees_with_brute_force_on_all_two_transfer_programs() -> None:
     found = list(exhaustive(2, 2, "cd"))
-    assert len(found) == 756
-    assert sum(can_hang(*each, buffered=False) for each in found) == 30
+    assert len(found) == 1008
+    assert sum(can_hang(*each, buffered=False) for each in found) == 42
     for each in found:
         assert disagreement(*each) is None, each
 

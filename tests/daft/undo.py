@@ -35,7 +35,7 @@ from dtensor.daft import (
     verify,
 )
 from dtensor.daft.ir.instructions import WORD
-from tests.daft.explore import Transfer, can_hang, drawn
+from tests.daft.explore import Transfer, can_hang, collective, drawn
 from tests.daft.programs import function, program
 
 # -- of clusters -----------------------------------------------------------------------------------
@@ -102,10 +102,7 @@ def built(small: Small) -> Program:
                     elif own.kind == "send":
                         items.append(Recv(name, own.members[0], own.channel, WORD))
                     else:
-                        words = ((word,), (name,), (WORD,), (WORD,))
-                        items.append(
-                            Collective("all_reduce", own.members, *words, "sum", own.channel)
-                        )
+                        items.append(collective(own, word, name, WORD))
                     if what == "start" and not sends:
                         outputs.append(name)
                 case "call":
@@ -308,6 +305,7 @@ FAMILIES: dict[str, tuple[list[Transfer], list[list[Step]]]] = {
     "a sum, no commit on a rank": ([BOTH], [[VOTE, WRITE], [VOTE, COMMIT, WRITE]]),
     "a sum, no vote of a rank": ([BOTH], [[COMMIT, WRITE], [VOTE, COMMIT, WRITE]]),
     "a send": ([Transfer("send", (0, 1), "c")], [[VOTE, COMMIT, WRITE]] * 2),
+    "a shift": ([Transfer("shift", (0, 1), "s")], [[VOTE, COMMIT, WRITE]] * 2),
 }
 
 

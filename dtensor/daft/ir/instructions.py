@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import ClassVar, Literal, TypeAlias, assert_never
+from typing import ClassVar, Literal, TypeAlias, TypeVar, assert_never
 
 import torch
 
@@ -28,6 +28,7 @@ from dtensor.numerics import DTYPE_NAMES, DTYPES, REDUCTIONS, ReduceOp
 Kind: TypeAlias = str
 """A name in `COLLECTIVES`."""
 Op: TypeAlias = ReduceOp
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +209,8 @@ class Collective:
     - all_to_all: one input for each member, one output from each. `sizes`: the numbers of their
       rows are data, and all buffers are bounded.
     - broadcast: 1 input on `group[0]` and none elsewhere, 1 output everywhere.
+    - shift: n inputs, which go to the member `distance` places later in the group, cyclically, and
+      n outputs, from the member as many places earlier. Shapes may differ by rank.
 
     The sum of 16-bit floats is accumulated in float32 and may be returned so; the sum of float32
     values may be returned rounded to a narrower dtype. `on_host`: an all_gather delivers its
@@ -222,6 +225,7 @@ class Collective:
     out_buffers: tuple[Buffer, ...]
     op: Op | None
     channel: str
+    distance: int = field(default=0, kw_only=True)
     sizes: Sizes | None = field(default=None, kw_only=True)
     on_host: bool = field(default=False, kw_only=True)
     label: Label | None = field(default=None, kw_only=True)
@@ -232,6 +236,20 @@ class Collective:
     def does(self) -> CollectiveKind:
         """The properties of the collective's kind."""
         return COLLECTIVES[self.kind]
+
+    def given(self, values: Sequence[T], source: int, to: int) -> Sequence[T]:
+        """Return the part of the inputs of member ``source``, `values`, that member ``to``
+        receives."""
+        if self.distance:
+            return values if (source + self.distance - to) % len(self.group) == 0 else ()
+        return self.does.given(values, to)
+
+    def got(self, at: int, of: int) -> Sequence[Buffer]:
+        """Return the buffers of the pieces that this member, at position ``at``, receives from
+        member ``of``."""
+        if self.distance:
+            return self.given(self.out_buffers, of, at)
+        return self.does.got(self.in_buffers, self.out_buffers, at, of)
 
     def __post_init__(self) -> None:
         """Raise ValueError if kind, op, values and buffers do not fit together."""
@@ -260,6 +278,9 @@ class Collective:
                 f"The members of {self.kind} must know its sizes before it runs, got "
                 f"{', '.join(map(str, buffers))}."
             )
+        if self.does.rotates != (self.distance > 0):
+            needed = "at least 1" if self.does.rotates else "0"
+            raise ValueError(f"The distance of {self.kind} is {needed}, got {self.distance}.")
         sized = self.sizes is not None
         if any(buffer.bounded != sized for buffer in buffers):
             raise ValueError(

@@ -5,8 +5,8 @@ instruction = [ outputs "=" ] start | "send" name "to" rank "on" name ":" buffer
             | "wait" names | "free" names | "commit" name
 start       = "call" fn "(" names ")" [ "writes" names ] | "vote"
             | ( "recv" | "borrow" ) "from" rank "on" name ":" buffer
-            | kind [ "." op ] "(" names ")" "over" "(" ranks ")" "on" name
-              [ sized | "on" "host" ] ":" buffers "=>" buffers
+            | kind [ "." op ] "(" names ")" "over" "(" ranks ")" [ "by" distance ]
+              "on" name [ sized | "on" "host" ] ":" buffers "=>" buffers
 sized       = "sized" "by" "(" names ")" "parts" "(" parts ")" [ "returned" ] [ "limit" rows ]
 parts       = parts with "," between them, each of numbers and ranges, "-" if empty: 0-3 7, 4-6, -
 buffer      = dtype "[" [ "<=" ] sizes | "*" "]"       e.g. f32[2,3], f32[<=512,64], u8[*]
@@ -74,6 +74,7 @@ def format_instruction(
             kind = i.kind if i.op is None else f"{i.kind}.{i.op}"
             text = f"{names_of(i.outputs)} = {kind}({names_of(i.inputs)})"
             text += f" over ({', '.join(map(str, i.group))})"
+            text += f" by {i.distance}" if i.distance else ""
             text += "" if brief else f" on {_name(i.channel)}"
             if i.sizes is not None:
                 text += f" sized by ({names_of(i.sizes.counts)})"
@@ -240,6 +241,10 @@ class _Parser:
         inputs = self._parenthesised()
         self._expect("over")
         group = tuple(map(int, self._parenthesised()))
+        distance = 0
+        if self._peek() == "by":
+            self._expect("by")
+            distance = int(self._word())
         self._expect("on")
         channel = self._word()
         sizes = self._sizes() if self._peek() == "sized" else None
@@ -253,6 +258,7 @@ class _Parser:
         outs = self._buffers()
         return Collective(
             *(kind, group, inputs, outputs, ins, outs, op or None, channel),
+            distance=distance,
             sizes=sizes,
             on_host=on_host,
             **self._tail(),

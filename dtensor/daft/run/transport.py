@@ -260,17 +260,12 @@ def exchange(collective: Collective, parts: Sequence[Sequence[Tensor]]) -> list[
         return [first, *(tuple(map(copied, first)) for _ in parts[1:])]
     results: list[tuple[Tensor, ...]] = []
     for member in range(len(parts)):
-        contributions = [contribution(collective, part, member) for part in parts]
+        contributions = [collective.given(part, of, member) for of, part in enumerate(parts)]
         combined_values = combined(collective, contributions)
         results.append(
             combined_values if collective.op is not None else tuple(map(copied, combined_values))
         )
     return results
-
-
-def contribution(collective: Collective, values: Sequence[Tensor], member: int) -> Sequence[Tensor]:
-    """Return the inputs of a rank that go to the member at this position of the group."""
-    return collective.does.given(values, member)
 
 
 def combined(collective: Collective, parts: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:

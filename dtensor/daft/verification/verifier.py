@@ -419,8 +419,8 @@ def _check_collective(program: Program, sites: Sequence[Site]) -> None:
         member = instruction_at(program, site)
         assert isinstance(member, Collective)
         members.append(member)
-    if len({(member.kind, member.op) for member in members}) != 1:
-        raise _mismatch(program, sites, "differ in kind or op")
+    if len({(member.kind, member.op, member.distance) for member in members}) != 1:
+        raise _mismatch(program, sites, "differ in kind, op or distance")
     first = members[0]
     if len({member.on_host for member in members}) != 1:
         raise _mismatch(program, sites, "differ in whether they deliver on the host")
@@ -495,10 +495,11 @@ def _buffers_fit(
         return False
     if not kind.bucket and not (_one_dtype(chain(*ins)) and _one_dtype(chain(*outs))):
         return False
-    if not kind.divided and any(buffers != outs[0] for buffers in outs):
+    results_are_equal = not (kind.divided or kind.rotates)
+    if results_are_equal and any(buffers != outs[0] for buffers in outs):
         return False
-    for to in range(size) if kind.divided else (0,):
-        parts = [tuple(kind.given(buffers, to)) for buffers in ins]
+    for to in (0,) if results_are_equal else range(size):
+        parts = [tuple(collective.given(own, source, to)) for source, own in enumerate(ins)]
         if collective.sizes is not None:  # the members' bounds may differ
             fits = len({buffer.with_rows(0) for buffer in chain(outs[to], *parts)}) == 1
             fits = fits and len(outs[to]) == size

@@ -30,7 +30,6 @@ from dtensor.daft.run.transport import (
     Pending,
     Transport,
     combined,
-    contribution,
     copied,
 )
 from dtensor.numerics import REDUCTIONS, fold
@@ -152,13 +151,14 @@ class ExchangeTransport(Transport):
         """Exchange contributions with all other members in one message each, and combine them when
         all have arrived."""
         position = collective.group.index(rank)
-        packed = None if collective.does.divided else pack_bytes(values)
+        all_get_all = not (collective.does.divided or collective.does.rotates)
+        packed = pack_bytes(values) if all_get_all else None
         sends: dict[int, Tensor] = {}
         data: dict[int, Tensor] = {}
         for m, member in enumerate(collective.group):
             if m != position:
-                contributed = contribution(collective, values, m)
-                sends[member] = pack_bytes(contributed) if packed is None else packed
+                sent = collective.given(values, position, m)
+                sends[member] = pack_bytes(sent) if packed is None else packed
                 nbytes = sum(buffer.nbytes for buffer in expected(collective, position, m, rows))
                 data[member] = self._wire.empty(nbytes)
 
@@ -170,12 +170,8 @@ class ExchangeTransport(Transport):
                 else ()
                 for m, member in enumerate(collective.group)
             ]
-            contributed = contribution(collective, values, position)
-            parts[position] = (
-                contributed
-                if collective.op is not None
-                else [copied(value) for value in contributed]
-            )
+            own = collective.given(values, position, position)
+            parts[position] = own if collective.op is not None else list(map(copied, own))
             return combined(collective, parts)
 
         return _Posted(self._post(key, sends, data), finish, sends)
@@ -295,7 +291,7 @@ def expected(
 ) -> Sequence[Buffer]:
     """Return the buffers that position `me` of a group receives from position `member`. `rows`: the
     number of rows from each member, if the collective is sized."""
-    buffers = collective.does.got(collective.in_buffers, collective.out_buffers, me, member)
+    buffers = collective.got(me, member)
     return [buffer.with_rows(rows[member]) for buffer in buffers] if rows else buffers
 
 

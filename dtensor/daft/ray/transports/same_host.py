@@ -39,7 +39,6 @@ from dtensor.daft.run.transport import (
     Prepared,
     Transport,
     combined,
-    contribution,
     copied,
 )
 from dtensor.daft.verification.pairing import Site, instruction_at
@@ -401,10 +400,10 @@ class _Begin:
             case Collective():
                 if views.pieces:
                     return self._fold_together(start, views)
-                parts = [contribution(start, part, member.me) for part in views.parts]
+                parts = [start.given(part, m, member.me) for m, part in enumerate(views.parts)]
                 for m, num in enumerate(rows):
                     parts[m] = [memory.narrow(0, 0, num) for memory in parts[m]]
-                parts[member.me] = contribution(start, values, member.me)
+                parts[member.me] = start.given(values, member.me, member.me)
                 folded = combined(start, parts)
                 return folded if start.op is not None else tuple(map(copied, folded))
             case Recv(lent=lent):
