@@ -33,6 +33,7 @@ DP2 = Placed(axes=dict(dp=2), inputs=ROWS)
 DP4 = Placed(axes=dict(dp=4), inputs=ROWS)
 BOTH = dict(dp=dt.Row(), ep=dt.Row())
 DP2_EP2 = Placed(axes=dict(dp=2, ep=2), inputs=BOTH)
+NO_LATENCY = dt.Topology(latency=0.0)
 
 
 def run_of(level: int, placed: Placed = DP2, **options: Any) -> Run:
@@ -98,14 +99,17 @@ def test_zero_levels_are_bitwise_equal_with_uneven_cuts(name: str, dtype: torch.
 @pytest.mark.default("inputs0")
 @pytest.mark.parametrize("inputs", [BOTH, ROWS])
 def test_zero_levels_over_two_axes_are_bitwise_equal_with_uneven_cuts(inputs: Any) -> None:
+    """Without latency, gradients are scattered over one axis, reduced over the other, gathered."""
     data = [(torch.randn(4, 37), torch.zeros(4, 37)) for _ in range(2)]
     placed = Placed(axes=dict(dp=2, ep=2), inputs={"ep": dt.Replicate(), **inputs})
     found: list[Any] = []
-    for level in range(4):
-        run = run_of(level, placed, module=Uneven(), clip=None, loss=square_error)
+    for level, topology in ((0, None), (0, NO_LATENCY), (1, None), (2, None), (3, None)):
+        run = run_of(
+            level, placed, module=Uneven(), clip=None, loss=square_error, topology=topology
+        )
         with dt.launch(run.mesh):
             found.append((run.step.gradients(*data[0]), run.losses(data), run.state()))
-        assert_same_bits(found[level], found[0], f"level {level}")
+        assert_same_bits(found[-1], found[0], f"level {level}")
 
 
 @pytest.mark.slow
@@ -197,6 +201,33 @@ def test_zero_over_two_axes_trains_as_torch(name: str, level: int) -> None:
     on_ep = ("dp",) if name == "pinned" else ("dp", "ep")
     assert stored["blocks.0.mlp.up.weight"] == on_ep
     assert stored["norm.weight"] == ("dp", "ep")
+
+
+SEQUENCE = dict(dp=dt.Row(), cp=dt.Shard(1))
+OVER_SEVERAL: dict[str, tuple[Placed, dict[str, Any]]] = {
+    "pp2 dp2 cp2": (
+        Placed(axes=dict(pp=2, dp=2, cp=2), inputs=SEQUENCE, stages=TWO_STAGES),
+        dict(schedule=dt.OneFOneB(2)),
+    ),
+    "tp2 dp2 cp2": (
+        Placed(axes=dict(tp=2, dp=2, cp=2), pins=MEGATRON, inputs=SEQUENCE),
+        dict(schedule=dt.GPipe(1)),
+    ),
+    "dp3 cp2": (Placed(axes=dict(dp=3, cp=2), inputs=SEQUENCE), dict(schedule=dt.GPipe(2))),
+}
+
+
+@pytest.mark.default("pp2 dp2 cp2-inprocess")
+@pytest.mark.parametrize("backend", ["inprocess", pytest.param("ray", marks=pytest.mark.ray)])
+@pytest.mark.parametrize("name", OVER_SEVERAL)
+def test_gradients_scattered_over_one_axis_and_reduced_over_another_train_as_torch(
+    name: str, backend: str
+) -> None:
+    """With clipping, and with a tied embedding over stages."""
+    placed, stated = OVER_SEVERAL[name]
+    run = assert_trains_as_torch(placed, clip=0.3, topology=NO_LATENCY, backend=backend, **stated)
+    plan = run.step.plan(*batches(1)[0])
+    assert any(s.kind == "all_gather" for s in plan.steps if s.reduces_gradients)
 
 
 @pytest.mark.default("1")

@@ -4,6 +4,7 @@ paper.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from functools import cache
 from typing import Any
@@ -138,6 +139,26 @@ def test_zero_over_two_axes_sends_most_over_fastest_axis(
     assert order[:2] == [first, second]
     order = [c.axis for c in plan.collectives if c.kind == "all_gather"]
     assert order[:2] == [second, first]
+
+
+SIZES = [(2, 2), (2, 4), (4, 2), (3, 2), (2, 2, 2)]
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_gradients_pending_over_several_axes_send_as_over_one(
+    sizes: tuple[int, ...], microbatches: int
+) -> None:
+    """Each bucket sends at most 1.05 x 2 P (N-1)/N for P bytes over N ranks. Messages that take
+    longer than their bytes stay all_reduces: they are fewer."""
+    axes = tuple(zip(("dp", "ep", "cp"), sizes))
+    plans = [plan_of(0, microbatches, axes, dt.Topology(latency=s)) for s in (0.0, 1e-3)]
+    for plan in plans:
+        plan.verify()
+    most = 1.05 * 2 * 3 * 1024 * (1 - 1 / math.prod(sizes))
+    sums = [[c for c in plan.collectives if c.bytes_sent > 100] for plan in plans]
+    assert sum(c.bytes_sent * c.times for c in sums[0]) <= most
+    assert [c.kind for c in sums[1]] == ["all_reduce"] * len(sizes)
 
 
 @pytest.mark.parametrize("level", [1, 2, 3])

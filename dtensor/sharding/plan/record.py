@@ -281,14 +281,19 @@ class PlanTerms:
 
     def scatter_order(self, axes: Sequence[str]) -> tuple[str, ...]:
         """Return ``axes`` with the ZeRO axes among them in the order in which gradients are
-        scattered over them: the fastest first because it sends the most bytes, then the smallest,
-        then the order of the mesh. Parameters are gathered in the reverse order."""
+        scattered over them. Parameters are gathered in the reverse order."""
         zero_axes = () if self.zero is None else self.zero.axes
         if len(zero_axes) < 2:
             return tuple(axes)
-        key = {a: (-self.topology.bandwidth_of(a), self.mesh.axis_size(a)) for a in zero_axes}
-        ordered = iter(sorted(zero_axes, key=key.__getitem__))
+        ordered = iter(self.fastest_first(zero_axes))
         return tuple(next(ordered) if axis in zero_axes else axis for axis in axes)
+
+    def fastest_first(self, axes: Sequence[str]) -> tuple[str, ...]:
+        """Return the axes in the order in which gradients are scattered over them: the fastest
+        first because it sends the most bytes, then the smallest, then the order of the mesh."""
+        axes = sorted(axes, key=self.mesh.index)
+        key = {a: (-self.topology.bandwidth_of(a), self.mesh.axis_size(a)) for a in axes}
+        return tuple(sorted(axes, key=key.__getitem__))
 
     def terms(self) -> Mapping[str, Any]:
         """Return the fields of `PlanTerms` by name."""

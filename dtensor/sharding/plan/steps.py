@@ -85,7 +85,7 @@ class _Step:
 
     @property
     def reduces_gradients(self) -> bool:
-        """Whether the step reduces gradients at the end of a training step."""
+        """Whether the step reduces gradients at the end of a training step, or gathers them."""
         return False
 
     @property
@@ -192,8 +192,8 @@ class Redistribute(_Step):
 
     - One value, which an op or an output needs under another spec; ``why`` gives the reason.
     - A ``bucket``: one message for several values, whose labels are ``of``. It reduces gradients,
-      or gathers the parameters of a layer that are stored split. A gather starts where the step
-      stands; ranks wait for it at the first use.
+      gathers gradients that were scattered to be reduced, or gathers the parameters of a layer that
+      are stored split. A gather starts where the step stands; ranks wait for it at the first use.
     - A bucket without ``results`` gathers updated parameters in place. Its operands are inputs of
       the plan: each rank has updated its slice, and the gathered values are written to the inputs.
       ``into`` are the specs of the inputs if the moves gather only a part of each value.
@@ -254,7 +254,8 @@ class Redistribute(_Step):
     @property
     def noun(self) -> str:
         """The word for a value of the bucket: "parameter" or "gradient"."""
-        return "parameter" if self.kind == "all_gather" else "gradient"
+        is_gather = self.kind == "all_gather" and not self.reduces_gradients
+        return "parameter" if is_gather else "gradient"
 
     @property
     def is_alone(self) -> bool:

@@ -50,11 +50,11 @@ def stored_spec(spec: TensorSpec, axes: Sequence[str]) -> TensorSpec | None:
     stored = spec
     for axis in axes:
         if axis in spec.mesh.axes and spec.placement(axis) == REPLICATE:
-            stored = _split_over(stored, axis, spec)
+            stored = split_over(stored, axis, spec)
     return None if stored is spec else stored
 
 
-def _split_over(stored: TensorSpec, axis: str, spec: TensorSpec) -> TensorSpec:
+def split_over(stored: TensorSpec, axis: str, spec: TensorSpec) -> TensorSpec:
     """Return ``stored`` also split over the axis, or itself if that makes no shard smaller.
     ``spec``: the spec without ZeRO."""
     best: tuple[int, bool, int] | None = None

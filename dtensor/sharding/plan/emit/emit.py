@@ -4,9 +4,10 @@
 
 Ops keep their order; their operands are converted to the specs that they need (values.py). After
 the last microbatch, each output is summed over microbatches and converted to its final spec.
-Reductions of gradients over one axis share buckets; gradients of a parameter that several stages
-use are summed over these stages. The norm and the updates come last. Gradients of parameters that
-are stored split are handled in stored_gradients.py.
+Reductions of gradients over one axis share buckets. A bucket that is pending over several axes is
+scattered over all axes but the last, reduced over the last, and gathered, where that is faster.
+Gradients of a parameter that several stages use are summed over these stages. The norm and the
+updates come last. Gradients of parameters that are stored split are handled in stored_gradients.py.
 """
 
 from __future__ import annotations
@@ -42,8 +43,9 @@ from dtensor.sharding.plan.steps import (
     fill_buckets,
     over_stages,
 )
-from dtensor.sharding.plan.storage import stored_spec
-from dtensor.sharding.redistribute.moves import Move, moves
+from dtensor.sharding.plan.storage import split_over, stored_spec
+from dtensor.sharding.redistribute.moves import FREE_KINDS, Move, moves
+from dtensor.sharding.redistribute.topology import Topology
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
 from dtensor.sharding.spec.placements import REPLICATE, Partial, Placement, Shard
 from dtensor.sharding.spec.spec import TensorSpec, alike
@@ -114,13 +116,15 @@ def _planned_input(
 @dataclass(slots=True)
 class _PendingOutput:
     """An output that is being converted to its final spec. ``name`` and ``spec`` are its present
-    value, ``path`` the moves that remain, and ``of`` the label of an input, or "result 0"."""
+    value, ``path`` the moves that remain, and ``of`` the label of an input, or "result 0".
+    ``scattered``: whether the path reduces a gradient by scattering and gathering it."""
 
     output: Output
     name: str
     path: tuple[Move, ...]
     spec: TensorSpec
     of: str
+    scattered: bool = False
 
 
 @dataclass(slots=True)
@@ -139,6 +143,8 @@ class Outputs:
         if self.emitter.request.stores_split:
             self.scattered = scatter_early(self.emitter, self.inputs)
         pending = [self._start(output) for output in self.emitter.request.flow.outputs]
+        if self._trains():
+            self._choose_reductions(pending)
         while any(item.path for item in pending):
             self._advance(pending)
         return self._finish(pending)
@@ -212,6 +218,29 @@ class Outputs:
                 self._move(item, item.path[0])
         return item
 
+    def _choose_reductions(self, pending: Sequence[_PendingOutput]) -> None:
+        """Replace the paths of gradients that end with all_reduces over several axes: each bucket
+        is scattered over as many of the axes as is fastest. Each choice sums over the axes in the
+        same order, so the choice changes no bit of a sum."""
+        request = self.emitter.request
+        groups: dict[tuple[tuple[str, ...], int, object], list[_PendingOutput]] = {}
+        for item in pending:
+            axes = [move.axis for move in item.path if move.kind == "all_reduce"]
+            last_moves = item.path[len(item.path) - len(axes) :]
+            are_last = all(move.kind == "all_reduce" for move in last_moves)
+            if item.output.kind == "gradient" and len(axes) > 1 and are_last:
+                key = (request.fastest_first(axes), item.output.stage, item.spec.dtype)
+                groups.setdefault(key, []).append(item)
+        for (axes, *_), items in groups.items():
+            for bucket in fill_buckets(items, [item.spec.max_local_nbytes for item in items]):
+                choices = [
+                    [_reduced_over(item.path, axes, num) for item in bucket]
+                    for num in range(len(axes))
+                ]
+                paths = min(choices, key=lambda paths: _bucket_seconds(paths, request.topology))
+                for item, path in zip(bucket, paths, strict=True):
+                    item.path, item.scattered = path, path[-1].kind == "all_gather"
+
     def _advance(self, pending: list[_PendingOutput]) -> None:
         """Emit the next move of each output; reductions of gradients on one axis share buckets."""
         buckets: dict[tuple[object, ...], list[_PendingOutput]] = {}
@@ -219,7 +248,8 @@ class Outputs:
             if not item.path:
                 continue
             move = item.path[0]
-            if item.output.kind == "gradient" and move.reduces and self._trains():
+            trained = item.output.kind == "gradient" and self._trains()
+            if trained and (move.reduces or (item.scattered and move.kind == "all_gather")):
                 key = (move.axis, item.output.stage, item.spec.dtype, move.kind)
                 buckets.setdefault(key, []).append(item)
             else:
@@ -338,6 +368,40 @@ class Outputs:
 
         if self.emitter.request.stores_split:
             gather_updated(self.emitter, self.inputs, grads)
+
+
+def _reduced_over(path: Sequence[Move], axes: Sequence[str], num: int) -> tuple[Move, ...]:
+    """Return the path with other moves for its all_reduces over ``axes``, which are its last moves:
+    the gradient is scattered over the first ``num`` axes, reduced over the others, and gathered. An
+    axis whose split makes no shard smaller is reduced."""
+    start = path[-len(axes)].src
+    spec, new_moves, scattered = start, list(path[: -len(axes)]), list[str]()
+    for at, axis in enumerate(axes):
+        dst, kind = split_over(spec, axis, start) if at < num else spec, "reduce_scatter"
+        if dst is spec:
+            dst, kind = spec.with_placements(**{axis: REPLICATE}), "all_reduce"
+        else:
+            scattered.insert(0, axis)
+        new_moves.append(Move(kind, axis, spec, dst))
+        spec = dst
+    for axis in scattered:
+        new_moves.append(Move("all_gather", axis, spec, spec.with_placements(**{axis: REPLICATE})))
+        spec = new_moves[-1].dst
+    return reduce_in_float32(new_moves)
+
+
+def _bucket_seconds(paths: Sequence[Sequence[Move]], topology: Topology) -> float:
+    """Return the seconds of the messages of one bucket, whose gradients take these paths."""
+    sent: dict[tuple[int, str, str, int], int] = {}
+    for path in paths:
+        for at, move in enumerate(path):
+            if move.kind not in FREE_KINDS:
+                key = (at, move.kind, move.axis, move.src.mesh.axis_size(move.axis))
+                sent[key] = sent.get(key, 0) + move.bytes_sent
+    return sum(
+        topology.collective_seconds(kind, axis, num=num, bytes_sent=nbytes)
+        for (_, kind, axis, num), nbytes in sent.items()
+    )
 
 
 def _phase(output: Output) -> StepPhase:

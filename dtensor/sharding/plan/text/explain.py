@@ -174,7 +174,8 @@ def _producer_lines(index: PlanIndex, step: Step, name: str) -> list[str]:
         case Redistribute() if step.bucket:
             at = step.results.index(name)
             move = step.moves[at]
-            why = "pending on" if step.noun == "gradient" else "stored split over"
+            gathered = "scattered" if step.reduces_gradients else "stored split"
+            why = f"{gathered} over" if step.kind == "all_gather" else "pending on"
             sent = f"{size_text(move.bytes_sent)} sent"
             return [
                 f"{step.name}: {step.kind} of {len(step.of)} {step.noun}s on {step.axis} in one "
