@@ -275,11 +275,12 @@ function collectiveIcon(plan, row) {
   const at = (i) => 4 + (i * 20) / (num - 1);
   const svg = h("svg", { width: 28, height: 16, viewBox: "0 0 28 16", class: "glyph",
     "aria-hidden": "true" });
+  const meets = { transfer: (i, j) => i === 0 && j === 1, shift: (i, j) => j === (i + 1) % num };
   for (let i = 0; i < num; i++) for (let j = 0; j < num; j++)
-    if (row.v !== "transfer" || (i === 0 && j === 1))
+    if ((meets[row.v] || (() => true))(i, j))
       svg.append(h("line", { x1: at(i), y1: 3, x2: at(j), y2: 13, style: `stroke:${color}` }));
   for (let i = 0; i < num; i++) for (const y of [3, 13]) {
-    const gives = row.v === "reduce_scatter" || row.v === "all_to_all" || y === 13;
+    const gives = y === 13 || ["reduce_scatter", "all_to_all", "shift"].includes(row.v);
     svg.append(h("circle", { cx: at(i), cy: y, r: 2, style: `stroke:${color};fill:${
       gives ? color : "var(--panel)"}` }));
   }

@@ -9,17 +9,29 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
+from expecttest import assert_expected_inline
+from torch import Tensor, nn
 
+import dtensor as dt
+from dtensor import daft
 from dtensor.daft import Call, Collective, Program, ProgramError, Recv, Send, Wait
+from dtensor.daft.verification.pairing import starts_of_waits
 from dtensor.daft.verification.verifier import verify
 from dtensor.runtime.lower.program import lower
 from dtensor.runtime.lower.rank_builder import MAX_LINES, Roles
+from dtensor.runtime.lower.timetable import ONE_BY_ONE
 from dtensor.runtime.schedule import OneFOneB
+from dtensor.runtime.simulate.simulator import simulate
 from dtensor.sharding.plan.plan import Plan
+from dtensor.sharding.plan.steps import Compute, Redistribute
+from dtensor.sharding.redistribute.moves import Move
 from dtensor.sharding.spec.mesh import Mesh
+from dtensor.sharding.spec.placements import Shard, with_shift
+from dtensor.sharding.spec.shards import shard_of
+from dtensor.sharding.spec.spec import TensorSpec
 from tests.models import GPT, batch, loss_fn
 from tests.plans import MEGATRON, mean_square, plan_model
+from tests.runtime.test_overlap import SLOW
 from tests.training import TWO_STAGES
 
 TP2_PP2 = Mesh(pp=2, tp=2)
@@ -115,3 +127,111 @@ def test_verifier_refuses_wait_for_gradient_before_sending_activation() -> None:
     verify(program, ((0,), (1,)))
     with pytest.raises(ProgramError, match="waits for"):
         verify(broken, ((0,), (1,)))
+
+
+# -- shifts ----------------------------------------------------------------------------------------
+
+RING = Mesh(cp=4)
+VALUES = {"k": torch.randn(11, 2), "v": torch.arange(5), "x": torch.randn(64, 64)}
+CUTS = {"k": dt.Zigzag(0), "v": Shard(0), "x": Shard(0)}
+
+
+def shift(operands: dict[str, TensorSpec], results: tuple[str, ...], by: int) -> Redistribute:
+    """Return a step that sends the shards of all operands to the coordinate ``by`` ranks later."""
+    moves: list[Move] = []
+    for spec in operands.values():
+        cut = spec.placement("cp")
+        assert isinstance(cut, Shard)
+        moved = spec.with_placements(cp=with_shift(cut, cut.shift + by, 4))
+        moves.append(Move("shift", "cp", spec, moved))
+    names = tuple(operands)
+    return Redistribute(
+        results=results,
+        operands=names,
+        moves=tuple(moves),
+        phase="forward",
+        stage=0,
+        why="they travel",
+    )
+
+
+@pytest.fixture(scope="module")
+def shifted() -> Plan:
+    """Return a plan of two products, in which k and v are shifted by 1 before the first product and
+    by 2 before the second. The results are the shifted values."""
+
+    def products(k: Tensor, v: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+        for _ in range(2):
+            x = x @ torch.ones(64, 64)
+        return k, v, x
+
+    given = [dt.distribute(VALUES[name], RING, cp=cut) for name, cut in CUTS.items()]
+    found = dt.compile(products, RING, topology=SLOW).plan(*given)
+    ones, first, second, *_ = (step for step in found.steps if isinstance(step, Compute))
+    specs = {name: spec for name, spec in found.value_specs().items() if name in ("k", "v")}
+    one = shift(specs, ("k1", "v1"), 1)
+    two = shift(dict(zip(one.results, (m.dst for m in one.moves), strict=True)), ("k3", "v3"), 2)
+    outputs = [
+        replace(output, values=((0, name),), spec=spec)
+        for output, (_, name, spec) in zip(found.outputs, two.gives_as(), strict=False)
+    ]
+    steps = (ones, one, first, two, second)
+    found = replace(found, steps=steps, outputs=tuple(outputs), timetable=ONE_BY_ONE)
+    found.verify()
+    return found
+
+
+def test_shift_sends_uneven_shards_to_rank_at_its_distance(shifted: Plan) -> None:
+    program = lower(shifted, None)
+    verify(program)
+    specs = shifted.value_specs()
+    given = [
+        {name: shard_of(x, specs[name], RING.coordinates(rank)) for name, x in VALUES.items()}
+        for rank in range(4)
+    ]
+    with daft.launch_cluster(4) as cluster:
+        results = cluster.run(cluster.load(program), given).get()
+    for rank, result in enumerate(results):
+        for output, name in zip(shifted.outputs, VALUES, strict=False):
+            expected = shard_of(VALUES[name], output.spec, RING.coordinates(rank))
+            assert torch.equal(result[f"result {output.of}"], expected), (rank, name)
+
+
+def test_shift_is_in_flight_during_computation_and_predicted_so(shifted: Plan) -> None:
+    instructions = lower(shifted, None).ranks[0].instructions
+    waits = starts_of_waits(instructions)
+    for wait, starts in waits.items():
+        for start in starts:
+            if str(instructions[start].label).startswith("F0 stage 0: shift"):
+                assert any(isinstance(i, Call) for i in instructions[start:wait])
+    trace = simulate(shifted, None)
+    assert shifted.cost.seconds == pytest.approx(trace.seconds, rel=1e-9)
+    assert trace.hidden(0) > 0
+
+
+def test_plan_prints_each_shift_on_one_line(shifted: Plan) -> None:
+    assert [(c.key, c.bytes_sent) for c in shifted.collectives] == [("shift@cp", 48)] * 2
+    lines = [" ".join(line.split()) for line in str(shifted).splitlines() if "= shift(" in line]
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
+* k1, v1 = shift(k, v, cp by 1) f32[11@cp:zigzag:shift1,2], i64[5@cp:shift1] 48 B sent
+* k3, v3 = shift(k1, v1, cp by 2) f32[11@cp:zigzag:shift3,2], i64[5@cp:shift3] 48 B sent""",
+    )
+    (_, line, _) = shifted.explain("v3").splitlines()
+    assert line.endswith("from i64[5@cp:shift1] to i64[5@cp:shift3], 48 B sent: they travel")
+
+
+def test_plan_with_wrong_shift_is_refused(shifted: Plan) -> None:
+    step = next(s for s in shifted.steps if isinstance(s, Redistribute))
+    first, second = step.moves
+    cut = second.dst.placement("cp")
+    for placement, words in (
+        (replace(cut, zigzag=True), "no shift over cp"),
+        (replace(cut, shift=2), "one kind, one axis and one distance"),
+    ):
+        moved = replace(second, dst=second.src.with_placements(cp=placement))
+        wrong = replace(step, moves=(first, moved))
+        steps = tuple(wrong if s is step else s for s in shifted.steps)
+        with pytest.raises(AssertionError, match=words):
+            replace(shifted, steps=steps).verify()

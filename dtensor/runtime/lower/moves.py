@@ -7,7 +7,8 @@ A collective becomes local code that cuts a block for each peer, the start, the 
 that joins the received blocks. The blocks follow from the index sets of the two specs, so uneven
 shards need no special case. A value that is one block is cut and joined without a copy. A bucket
 sends each peer one flat buffer with the blocks of all its values; the reduction in rank order then
-gives each element the same value as separate messages would. Exchanges of rows of experts are sized
+gives each element the same value as separate messages would. A shift sends local tensors as they
+are. Exchanges of rows of experts are sized
 by the counts of all ranks, which are gathered before and stay in pieces, one for each rank.
 """
 
@@ -112,7 +113,7 @@ def _start(b: RankBuilder, step: Redistribute) -> Started:
             return _start_sized(b, step)
         case "all_gather" if step.moves[0].gathers_counts:
             return _start_counts(b, step)
-        case "all_reduce":
+        case "all_reduce" | "shift":
             sent = tuple(b.named_buffer(name, move.src) for name, move in operands)
         case "all_gather":
             sent = (
@@ -126,8 +127,9 @@ def _start(b: RankBuilder, step: Redistribute) -> Started:
             raise AssertionError(f"{kind} does not communicate")
     results, op = _output_buffers(b, step), _reduction_of(step.moves[0].src, step.axis)
     label = b.collective(
-        kind, axis, sent, results, step.label, op=op, source=source, wait=False, of=step
-    )
+        kind, axis, sent, results, step.label, op=op, source=source, wait=False, of=step,
+        distance=step.moves[0].distance,
+    )  # fmt: skip
     return Started(step, tuple(name for name, _ in results), label, source)
 
 

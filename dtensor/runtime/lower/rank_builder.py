@@ -413,6 +413,7 @@ class RankBuilder:
         source: str | None = None,
         wait: bool = True,
         of: Step | None = None,
+        distance: int = 0,
         sizes: Sizes | None = None,
         on_host: bool = False,
     ) -> Label:
@@ -424,7 +425,7 @@ class RankBuilder:
                 axis.
             group: the members; by default the rank's group along the axis.
             of: the plan's step whose only message this is, for its price.
-            sizes, on_host: see `Collective`.
+            distance, sizes, on_host: see `Collective`.
 
         Returns the label of the collective.
         """
@@ -438,6 +439,7 @@ class RankBuilder:
             tuple(buffer for _, buffer in outputs),
             op,
             channel,
+            distance=distance,
             sizes=sizes,
             on_host=on_host,
             label=label,

@@ -188,7 +188,7 @@ class Compute(_Step):
 class Redistribute(_Step):
     """Changes the specs of values: one move for each, all of the same kind and on the same axis.
 
-    There are five forms:
+    There are six forms:
 
     - One value, which an op or an output needs under another spec; ``why`` gives the reason.
     - A ``bucket``: one message for several values, whose labels are ``of``. It reduces gradients,
@@ -199,6 +199,8 @@ class Redistribute(_Step):
       ``into`` are the specs of the inputs if the moves gather only a part of each value.
     - ``tied``: sums the gradients of one parameter over the stages that use it, one operand from
       each. The specs of the moves have the stage axis too (`over_stages`).
+    - A shift: sends the shards of one or more values, such as keys and values of attention, to the
+      next rank in one message. Their dtypes may differ.
     - With ``counts``: exchanges rows between tokens and experts. ``counts`` is the value with the
       numbers of rows by expert of all ranks, from which each rank knows all sizes.
 
@@ -232,7 +234,7 @@ class Redistribute(_Step):
 
     @property
     def name(self) -> str:
-        """The name of the bucket, or of the only result."""
+        """The name of the bucket, or of the first result."""
         return self.bucket or self.results[0]
 
     @property
@@ -245,7 +247,9 @@ class Redistribute(_Step):
 
     @property
     def label(self) -> str:
-        return f"the gradients of {self.of[0]}" if self.tied else self.bucket or self.operands[0]
+        if self.tied:
+            return f"the gradients of {self.of[0]}"
+        return self.bucket or ", ".join(self.operands)
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -259,7 +263,8 @@ class Redistribute(_Step):
 
     @property
     def is_alone(self) -> bool:
-        """Whether the step moves one value, which an op or an output needs under another spec."""
+        """Whether the step moves a value that an op or an output needs under another spec, or in a
+        shift several values."""
         return not self.bucket and not self.tied
 
     @property

@@ -33,7 +33,14 @@ from dtensor.sharding.plan.steps import (
 from dtensor.sharding.redistribute.moves import Move, gather_counts, move_kind
 from dtensor.sharding.rules.rule import Rule, Strategy
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
-from dtensor.sharding.spec.placements import REPLICATE, Partial, Shard, same, splits_rows
+from dtensor.sharding.spec.placements import (
+    REPLICATE,
+    Partial,
+    Shard,
+    same,
+    splits_rows,
+    with_shift,
+)
 from dtensor.sharding.spec.spec import TensorSpec, alike
 
 
@@ -109,8 +116,10 @@ def _faults(defined: _DefinedValues, step: Step) -> Iterator[str]:
         case Compute():
             yield from _compute_faults(defined, step)
         case Redistribute():
-            if len({(move.kind, move.axis, move.src.dtype) for move in step.moves}) != 1:
-                yield "the moves of a bucket are of one kind, one axis and one dtype"
+            if len({(move.kind, move.axis, move.distance) for move in step.moves}) != 1:
+                yield "the moves of a message are of one kind, one axis and one distance"
+            if step.kind != "shift" and len({move.src.dtype for move in step.moves}) != 1:
+                yield "the moves of a bucket are of one dtype"
             if len(set(step.tied)) != len(step.tied):
                 yield "a stage is counted twice"
             for move in step.moves:
@@ -154,6 +163,12 @@ def _move_faults(move: Move) -> Iterator[str]:
     before, after = src.placements[at], dst.placements[at]
     if move.kind == "relabel":
         possible = same(before, after, src.shape, src.mesh.axis_size(axis))
+    elif move.kind == "shift":
+        possible = (
+            isinstance(before, Shard)
+            and isinstance(after, Shard)
+            and before != after == with_shift(before, after.shift, src.mesh.axis_size(axis))
+        )
     else:
         possible = move_kind(before, after) == move.kind
         possible &= not splits_rows(len(src.shape), (before, after))

@@ -5,6 +5,7 @@
     Shard -> Replicate   all_gather         Partial -> Replicate   all_reduce
     Shard -> Shard'      all_to_all         Partial -> Shard       reduce_scatter
     Replicate -> Shard   slice (free)       Replicate -> Partial   fill (free)
+    Shard -> Shard of the same cut with another shift: shift, which the planner states
 
 Any axis can change alone, because the index sets of a placement do not depend on the other axes.
 A fill keeps the value on rank 0 and puts the reduction's identity on the other ranks; a reduction
@@ -77,6 +78,14 @@ class Move:
         return self.kind == "all_to_all" and any(isinstance(p, Shard) and p.ragged for p in ends)
 
     @property
+    def distance(self) -> int:
+        """In a shift, each rank sends to the coordinate that is as much larger, cyclically; 0 for
+        other kinds."""
+        ends = self.src.placement(self.axis), self.dst.placement(self.axis)
+        before, after = (p.shift if isinstance(p, Shard) else 0 for p in ends)
+        return (after - before) % self.src.mesh.axis_size(self.axis) * (self.kind == "shift")
+
+    @property
     def gathers_counts(self) -> bool:
         """Whether the move gives every rank the numbers of rows by expert of all ranks."""
         return self.kind == "all_gather" and self.src.shape != self.dst.shape
@@ -89,7 +98,8 @@ class Move:
     @property
     def bytes_sent(self) -> int:
         """The bytes that the rank which sends most sends: (n-1)/n of the value for all_gather and
-        reduce_scatter, 2(n-1)/n for all_reduce, the blocks that change ranks for all_to_all."""
+        reduce_scatter, 2(n-1)/n for all_reduce, the blocks that change ranks for all_to_all, the
+        largest shard for shift."""
         return _bytes_sent(self)
 
     @property
@@ -392,6 +402,9 @@ MOVES: dict[MoveKind, MoveType] = {
         suffix="scattered", between=(Partial, Shard), sends=_sent_by_exchange
     ),
     "all_to_all": MoveType(suffix="exchanged", between=(Shard, Shard), sends=_sent_by_exchange),
+    "shift": MoveType(
+        suffix="shifted", between=None, sends=lambda move, at: move.src.max_local_nbytes
+    ),
     "slice": MoveType(suffix="sliced", between=(Replicate, Shard)),
     "fill": MoveType(suffix="pending", between=(Replicate, Partial)),
     "relabel": MoveType(suffix="same", between=None, copies=False),
@@ -406,7 +419,9 @@ _KIND_BY_CLASSES = {
 
 def _all_ranks_send_equally(move: Move) -> bool:
     """Return whether all ranks surely send the same number of bytes: all shards have equal sizes,
-    and the move is not an exchange within one dim."""
+    and the move is not an exchange within one dim. A shift has the bytes of the largest shard."""
+    if move.kind == "shift":
+        return True
     src, dst = move.src.placement(move.axis), move.dst.placement(move.axis)
     if isinstance(src, Shard) and isinstance(dst, Shard) and src.dim == dst.dim:
         return False

@@ -138,7 +138,7 @@ class Topology:
         ``bytes_sent`` in all, as `sent_bytes` counts them.
 
         Args:
-            kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", or "transfer".
+            kind: a name in `COLLECTIVES`, or "transfer".
         """
         exchanges = 1 if kind == "transfer" else COLLECTIVES[kind].exchanges(num)
         if exchanges == 2 and bytes_sent * num <= 2 * (num - 1) * SMALL_ALL_REDUCE:

@@ -94,8 +94,10 @@ class StepMessage:
         if self.axis not in to.sizes:
             return replace(self, sent=sent)
         num, planned = to.sizes[self.axis], to.planned[self.axis]
-        # each of n ranks sends (n - 1) / n of the value
-        ratio = (num - 1) / num * (planned / (planned - 1))  # bytes sent, new over planned
+        # bytes sent, new over planned: each of n ranks sends (n - 1) / n of the value, or a shard
+        ratio = planned / num
+        if self.kind != "shift":
+            ratio *= (num - 1) / (planned - 1)
         return replace(
             self, num=num, sent=tuple(replace(each, number=each.number * ratio) for each in sent)
         )

@@ -170,7 +170,10 @@ class UnitPricing:
                 return self.uses[label]
             case Redistribute(of=labels) if step.in_place:
                 return tuple(sorted({u for label in labels for u in self.uses.get(label, ())}))
-            case Redistribute(operands=(operand,), bucket="") | Accumulate(operand=operand):
+            case (
+                Redistribute(operands=(operand, *_), bucket="", tied=())
+                | Accumulate(operand=operand)
+            ):
                 return self.units_of_value.get(operand, ())
             case _:
                 return ()

@@ -29,7 +29,7 @@ from dtensor.sharding.plan.steps import (
     Transfer,
     Update,
 )
-from dtensor.sharding.plan.text.words import call_text, op_text, size_text
+from dtensor.sharding.plan.text.words import call_text, distance_text, op_text, size_text
 from dtensor.sharding.rules.rule import Strategy
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
 from dtensor.sharding.spec.placements import Partial, Placement, Replicate, Shard
@@ -285,22 +285,24 @@ def _reader_lines(index: PlanIndex, name: str) -> list[str]:
 
 
 def _conversion(plan: PlanRecord, step: Redistribute | Transfer) -> str:
-    """Return the text of a step that converts or transfers one value."""
+    """Return the text of a step that converts, shifts or transfers values."""
     times = step_times(plan, step)
     times_text = f" x{times}" if times > 1 else ""
     if isinstance(step, Transfer):
         sent = f"{size_text(step.spec.max_local_nbytes)} sent{times_text}"
         where = f"{plan.stage_axis} {step.stage} -> {step.to_stage}"
         return f"{step.result} = transfer({step.operand}, {where}), {sent}"
-    (move,), (operand,) = step.moves, step.operands
-    sent = "free" if step.is_free else f"{size_text(move.bytes_sent)} sent{times_text}"
+    sent = f"{size_text(sum(move.bytes_sent for move in step.moves))} sent{times_text}"
+    sent = "free" if step.is_free else sent
     if step.counts:
         sent += (
-            f" if the experts have equally many rows, at most {size_text(move.most_bytes_sent)}; "
-            f"sized by {step.counts}"
+            f" if the experts have equally many rows, at most "
+            f"{size_text(step.moves[0].most_bytes_sent)}; sized by {step.counts}"
         )
-    text = f"{step.name} = {move.kind}({operand}, {move.axis})"
-    return f"{text} from {move.src} to {move.dst}, {sent}"
+    ends = (f"from {move.src} to {move.dst}" for move in step.moves)
+    where = f"{', '.join(step.operands)}, {step.axis}{distance_text(step)}"
+    text = f"{', '.join(step.results)} = {step.kind}({where})"
+    return f"{text} {', '.join(ends)}, {sent}"
 
 
 def _stages(step: Redistribute) -> str:

@@ -40,6 +40,7 @@ from dtensor.sharding.plan.text.words import (
     call_text,
     collapse,
     cost_text,
+    distance_text,
     flop_text,
     seconds_text,
     size_text,
@@ -172,14 +173,16 @@ def _compute_line(step: Compute) -> Line:
 
 
 def _move_line(plan: PlanRecord, step: Redistribute, stage: int) -> Line:
-    """Return the line of a step that moves one value, or that sums a gradient over tied stages."""
-    at = step.tied.index(stage) if step.tied else 0
+    """Return the line of a step that moves one value, that shifts values, or that sums a gradient
+    over tied stages."""
+    own = [step.tied.index(stage)] if step.tied else range(len(step.results))
     over = f" stages {', '.join(map(str, step.tied))}" if step.tied else ""
     return Line(
         "" if step.is_free else "*",
-        step.results[at],
-        f"{step.kind}({step.operands[at]}, {step.axis}{over}{sized_text(step)})",
-        str(next(spec for on, _, spec in step.gives_as() if on == stage)),
+        ", ".join(step.results[at] for at in own),
+        f"{step.kind}({', '.join(step.operands[at] for at in own)}, {step.axis}{over}"
+        f"{distance_text(step)}{sized_text(step)})",
+        ", ".join(str(spec) for on, _, spec in step.gives_as() if on == stage),
         _sent_text(plan, step, stage),
         step.source or ", ".join(step.of),
     )

@@ -19,6 +19,7 @@ import torch
 from dtensor.numerics import dtype_name
 from dtensor.sharding.ops.call import OpCall, Operand, target_name
 from dtensor.sharding.plan.record import Cost
+from dtensor.sharding.plan.steps import Redistribute
 
 _NUMBER = re.compile(r"\d+")
 # Keyword arguments that are not printed: placements decide where and how a result is stored, and
@@ -77,6 +78,11 @@ def op_name(target: Callable[..., Any]) -> str:
     """Return ``mm`` for aten.mm.default, ``dt.attention`` for dt.attention.default."""
     parts = target_name(target).split(".")
     return ".".join(parts[1:2] if parts[0] == "aten" else parts[:2])
+
+
+def distance_text(step: Redistribute) -> str:
+    """Return the text about the distance of a shift; "" for other kinds."""
+    return f" by {step.moves[0].distance}" if step.kind == "shift" else ""
 
 
 def call_text(call: OpCall, operands: Sequence[str]) -> str:
