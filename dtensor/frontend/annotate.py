@@ -23,7 +23,7 @@ def annotate(x: torch.Tensor, text: str | None = None, /, **placements: object) 
 
     Args:
         x: a value in forward. Use the returned value in its place: ``x = dt.annotate(x, ...)``.
-        text: a name for each dim, with the axes that split it: "b@dp t d@tp".
+        text: a name for each dim, with the axes that split it: "b@dp t d@tp", "b t@cp:zigzag d".
         placements: by axis, instead of a text: ``tp=dt.Replicate()``.
 
     The planner chooses the placement on axes that are not named. Raises TypeError unless either a

@@ -3,8 +3,8 @@
     enumerate_placements({"x": x, "w": w}, Mesh(a=2, b=2), 12)    # 12 dicts: name: axis: placement
 
 The first trials place one tensor and leave the others to the planner; later trials place several.
-A dim is sharded evenly or not, in two blocks, and at units of two; two axes shard different dims or
-one dim, in both orders. The same seed gives the same placements.
+A dim is sharded evenly or not, in two blocks, at units of two, and in a zigzag; two axes shard
+different dims or one dim, in both orders. The same seed gives the same placements.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dtensor.api.model.stating.stated_placements import Stated, check_fit
 from dtensor.errors import PlanningError
 from dtensor.sharding.ops.call import Meta
 from dtensor.sharding.spec.mesh import Mesh
-from dtensor.sharding.spec.placements import REPLICATE, Placement, Replicate, Shard
+from dtensor.sharding.spec.placements import REPLICATE, Placement, Replicate, Shard, Zigzag
 from dtensor.sharding.spec.spec import TensorSpec, make_spec
 
 Pins = dict[str, Placement]
@@ -31,6 +31,8 @@ def choices(shape: tuple[int, ...]) -> list[Placement]:
     for dim, size in enumerate(shape):
         if size > 1:
             placements.append(Shard(dim))
+        if size >= 4:
+            placements.append(Zigzag(dim))
         if size >= 4 and size % 2 == 0:
             placements += [Shard(dim, blocks=2), Shard(dim, unit=2)]
     return placements

@@ -19,7 +19,7 @@ from dtensor.api.model.stating.stated_placements import input_pins, resolve_plac
 from dtensor.errors import PlanningError
 from dtensor.sharding.ops.call import Meta
 from dtensor.sharding.spec.mesh import Mesh
-from dtensor.sharding.spec.placements import Column, Partial, Row, Shard
+from dtensor.sharding.spec.placements import Column, Partial, Row, Shard, Zigzag
 from tests.models import GPT, MLP
 
 MESH = Mesh(pp=2, dp=2, tp=2)
@@ -191,6 +191,15 @@ dp=Shard(1) does not fit labels: it has 1 dim, and dim 1 is not there.
   labels: i64[8]
   stated by inputs
 fix: dt.Row() splits 8""",
+    )
+    short = {"tokens": Meta((8, 3), torch.int64)}
+    assert_expected_inline(
+        refused(input_pins, short, dict(dp=Zigzag(1)), MESH),
+        """\
+dp=Zigzag(1) cuts dim 1 into 4 pieces, 2 for each of 2 ranks, but dim 1 has only 3 elements.
+  tokens: i64[8,3]
+  stated by inputs
+fix: dp=dt.Shard(1), or at least 4 elements""",
     )
     assert_expected_inline(
         refused(input_pins, arguments, {"tokens": dict(dp=Row()), "dp": Row()}, MESH),

@@ -172,6 +172,10 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: planned(lambda x: dt.annotate(x, 3)), r"annotate's text is 3 \(int\)"),
     (lambda: planned(lambda x: dt.annotate(x, tp="row")), "annotate's tp is 'row'"),
     (lambda: planned(lambda x: dt.annotate(x, "tp=Shrd(0)")), r"'tp=Shrd\(0\)' is no placement"),
+    (
+        lambda: planned(lambda x: dt.annotate(x[:3], "b@tp:zigzag t")),
+        r"dim 0 has only \d elements.\n  test_mistakes.py:\d+: .*\nfix: tp=dt.Shard\(0\), or",
+    ),
     (lambda: dt.simulate(step(), TOKENS, TARGETS, topology=3), "topology is 3"),
     (lambda: dt.calibrate(TP2, dtype="f32"), "matrices of f32"),
     (lambda: dt.compare(3, loss_fn, {"a": (TP2, {})}), "the first argument of compare is 3"),

@@ -32,7 +32,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "model": ("gpt", "untied", "llama", "odd", "conv"),
     "placement": (
         "single", "dp2", "tp2", "pp2", "dp4", "tp3", "tp2_pp2", "dp2_tp2", "pp2_dp2",
-        "vocabulary", "sequence", "free",
+        "vocabulary", "sequence", "free", "zigzag",
     ),
     "schedule": (
         "whole", "gpipe2", "1f1b4", "looped4", "interleaved4", "zbh1_4", "zbh2_4", "zbv4",
@@ -46,6 +46,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "clip": ("none", "small"),
     "backend": ("inprocess", "ray"),
 }  # fmt: skip
+TOKENS = {"vocabulary", "sequence", "zigzag"}
 PIPELINES = {"pp2", "tp2_pp2", "pp2_dp2"}
 TWO_STAGES_A_RANK = {"looped4", "interleaved4", "zbv4", "dualpipev4", "searched4"}
 SCHEDULES: dict[str, dt.Schedule] = {
@@ -70,7 +71,9 @@ AXES: dict[str, dict[str, int]] = {
     "vocabulary": dict(tp=3),
     "sequence": dict(tp=2),
     "free": dict(tp=2),
+    "zigzag": dict(cp=3),  # 8 tokens in 6 pieces
 }
+INPUTS: dict[str, dt.Placement] = dict(dp=dt.Row(), cp=dt.Zigzag(1))
 LIMITS: dict[str, dict[str, float]] = {
     "f32": dict(limit=2e-6, atol=5e-5),
     "f64": dict(limit=1e-13, atol=1e-9),
@@ -99,7 +102,7 @@ def conflict(row: Row) -> bool:
         )
         or (get("zero", "0") != "0" and placement is not None and "dp" not in placement)
         # A vocabulary, a sequence and ignored targets are those of a model of tokens.
-        or (not tokens and (placement in ("vocabulary", "sequence") or get("data") == "ignored"))
+        or (not tokens and (placement in TOKENS or get("data") == "ignored"))
     )
 
 
@@ -225,7 +228,8 @@ def case_of(row: Row) -> Case:
     stages = stages_of(model, count) if placement in PIPELINES else None
     in_16_bits = dtype in ("bf16", "masters")
     parameters = {"f64": torch.float64}.get(dtype, torch.bfloat16 if in_16_bits else torch.float32)
-    pins = {} if placement in ("free", "single", "dp2", "dp4", "pp2", "pp2_dp2") else PINS[model]
+    unpinned = ("free", "single", "dp2", "dp4", "pp2", "pp2_dp2", "zigzag")
+    pins = {} if placement in unpinned else PINS[model]
     if placement == "vocabulary":
         pins = VOCABULARY
     elif placement == "tp3" and tokens:  # 4 heads are whole; 64 hidden units are 22, 22, 20
@@ -258,7 +262,10 @@ def case_of(row: Row) -> Case:
 
     return Case(
         placed=Placed(
-            axes=axes, pins=pins, stages=stages, inputs=dict(dp=dt.Row()) if "dp" in axes else None
+            axes=axes,
+            pins=pins,
+            stages=stages,
+            inputs={axis: INPUTS[axis] for axis in axes if axis in INPUTS} or None,
         ),
         data=[data_of(row, seed, parameters) for seed in range(3)],
         build=build,

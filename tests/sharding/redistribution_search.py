@@ -39,6 +39,7 @@ from dtensor.sharding.spec.placements import (
     Placement,
     Replicate,
     Shard,
+    Zigzag,
     index_sets,
     same,
 )
@@ -81,6 +82,7 @@ KINDS: tuple[Placement, ...] = (REPLICATE, SUM, *SHARDS, Shard(0, blocks=3, unit
 UNEVEN: tuple[Placement, ...] = (REPLICATE, SUM, Shard(0), Shard(1), Shard(0, blocks=(4, 3)))
 FEW: tuple[Placement, ...] = (REPLICATE, SUM, Shard(0), Shard(1))
 
+ZIGZAG = (REPLICATE, SUM, Shard(0), Zigzag(0), Shard(0, shift=1), Shard(0, zigzag=True, shift=1))
 TRIPLES: tuple[Placement, ...] = (REPLICATE, SOFTMAX, Shard(0), Shard(1))
 
 FAMILIES = (
@@ -97,6 +99,8 @@ FAMILIES = (
     Family(Mesh(a=2, b=2, c=2), (7, 5), FEW),
     Family(Mesh(a=3), (7, 3), TRIPLES, torch.float64),
     Family(Mesh(a=2, b=2), (5, 3), TRIPLES, torch.float64),
+    Family(Mesh(a=3), (13, 2), ZIGZAG),
+    Family(Mesh(a=2, b=2), (9, 2), (*FEW, Zigzag(0))),
 )
 
 

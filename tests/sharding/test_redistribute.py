@@ -75,7 +75,7 @@ SWEPT = [pytest.param(number, 1000, marks=pytest.mark.sweep) for number in range
 
 
 @pytest.mark.parametrize(
-    ("number", "sources"), [*((number, 4) for number in (0, 1, 2, 3, 7, 11, 12)), *SWEPT]
+    ("number", "sources"), [*((number, 4) for number in (0, 1, 2, 3, 7, 11, 12, 13, 14)), *SWEPT]
 )
 def test_redistribution_path_is_cheapest_by_brute_force(number: int, sources: int) -> None:
     specs = FAMILIES[number].specs()

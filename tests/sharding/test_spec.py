@@ -48,7 +48,7 @@ MESH = Mesh(dp=2, tp=2)
         ({"tp": Partial("max"), "dp": Partial("max")}, "f32[8,16]{max@dp,max@tp}"),
         ({"tp": Partial("sum"), "dp": Row()}, "f32[8@dp,16]{sum@tp}"),
         ({"tp": Zigzag(1)}, "f32[8,16@tp:zigzag]"),
-        ({"tp": Zigzag(-1, blocks=2, unit=4)}, "f32[8,2*2@tp:zigzag*4]"),
+        ({"tp": Zigzag(-1, blocks=2, unit=2)}, "f32[8,2*4@tp:zigzag*2]"),
         ({"tp": Zigzag(1), "dp": Column()}, "f32[8,16@(tp:zigzag,dp)]"),
         ({"dp": Column(), "tp": Zigzag(1)}, "f32[8,16@(dp,tp:zigzag)]"),
         ({"tp": Shard(1, shift=1)}, "f32[8,16@tp:shift1]"),
@@ -165,6 +165,11 @@ def test_largest_shard_is_that_of_fullest_rank_for_one_split_per_dim(spec: Tenso
         (Shard(0, blocks=3), "a dim of size 8 is not 3 equal blocks"),
         (Shard(0, blocks=(4, 2)), "blocks=(4, 2) add up to 6, but the dim has size 8"),
         (Shard(0, unit=3), "a block of size 8 is not a multiple of unit=3"),
+        (Zigzag(0, blocks=4), "a block of dim 0 has only 2 elements"),
+        (
+            Zigzag(1, unit=2),
+            "dim 1 has only 3 units of 2.\nfix: tp=dt.Shard(1, unit=2), or at least",
+        ),
     ],
 )
 def test_invalid_placements_for_shape_are_refused(placement: Placement, message: str) -> None:

@@ -299,6 +299,21 @@ def misfit(shard: Shard, size: int, dim: str) -> tuple[str, str]:
     return f"{dim}{whole} is not a multiple of unit={unit}", f"unit={nearest}"
 
 
+def check_zigzag(stated: Shard, shard: Shard, size: int, axis: str, num: int) -> None:
+    """Raise PlanningError if a dim of ``size`` is too short for a zigzag over an axis of ``num``
+    ranks. ``shard`` is ``stated`` with the blocks that the axes before it leave."""
+    units = units_of(shard, size)
+    if not shard.zigzag or units >= 2 * num:
+        return
+    cut = f"dim {shard.dim}" if shard.blocks == 1 else f"a block of dim {shard.dim}"
+    words = "elements" if shard.unit == 1 else f"units of {shard.unit}"
+    raise PlanningError(
+        f"{axis}={stated!r} cuts {cut} into {2 * num} pieces, 2 for each of {num} ranks, but {cut} "
+        f"has only {units} {words}.\n"
+        f"fix: {axis}=dt.{replace(stated, zigzag=False)!r}, or at least {2 * num} {words}"
+    )
+
+
 def _nearest_divisor(size: int, wanted: int) -> int:
     return min((d for d in range(1, size + 1) if size % d == 0), key=lambda d: (abs(d - wanted), d))
 
@@ -394,7 +409,7 @@ def largest_part(cuts: Sequence[tuple[Shard, int]], size: int) -> float:
         whole = cut_size(family[0][0], size) if family and size else 0
         intervals: Intervals = ((0, whole),)
         for shard, num in family if whole else ():
-            intervals = intersect(intervals, index_sets(shard, size, num)[shard.shift])
+            intervals = intersect(intervals, index_sets(shard, size, num)[shard.shift % num])
         part *= length(intervals) / whole if whole else 1.0
     return part
 
@@ -460,7 +475,7 @@ def simplest(placement: Placement, shape: tuple[int, ...], num: int) -> Placemen
     if num == 1:
         return REPLICATE
     if isinstance(placement, Shard):
-        placement = counted(placement, shape[placement.dim])
+        placement = counted(with_shift(placement, placement.shift, num), shape[placement.dim])
         if placement.zigzag and max(blocks_of(placement, shape[placement.dim])) <= placement.unit:
             placement = replace(placement, zigzag=False)
         plain = with_unit(placement, 1)

@@ -37,6 +37,7 @@ from dtensor.sharding.spec.placements import (
     Replicate,
     Shard,
     blocks_of,
+    check_zigzag,
     counted,
     cuts_experts,
     index_sets,
@@ -367,7 +368,8 @@ def make_spec(
     """Return a spec from placements by axis name.
 
     The placement on an axis that is not named is Replicate. If two axes split one dim, the axis
-    named first is major: the blocks of the second become the pieces that the first cuts.
+    named first is major: the blocks of the second become the pieces that the first cuts. Raises
+    PlanningError if a placement does not fit the shape.
     """
     shape = tuple(shape)
     refined: dict[str, Placement] = {}
@@ -379,7 +381,10 @@ def make_spec(
                 for a, p in refined.items()
                 if isinstance(p, Shard) and p.dim == placement.dim and mesh.axis_size(a) > 1
             ]
-            placement = refine(placement, majors, shape[placement.dim])
+            dim, size = placement.dim, shape[placement.dim]
+            placement = refine(placement, majors, size)
+            if mesh.axis_size(axis) > 1 and isinstance(stated, Shard):
+                check_zigzag(on_dim(stated, dim), placement, size, axis, mesh.axis_size(axis))
         refined[axis] = placement
     return TensorSpec(
         shape,

@@ -39,6 +39,7 @@ from dtensor.sharding.spec.placements import (
     Replicate,
     Row,
     Shard,
+    Zigzag,
     fits,
     index_sets,
     misfit,
@@ -395,7 +396,10 @@ def _check_blocks_kept(name: str, meta: Meta, stated: Stated, statement: str, me
     try:
         minor = _axis_without_blocks(meta, stated, mesh)
     except PlanningError as error:
-        raise PlanningError(f"{error}\n  {name}: {meta}\n  stated by {statement}") from error
+        fact, *fix = str(error).partition("\nfix: ")
+        raise PlanningError(
+            f"{fact}\n  {name}: {meta}\n  stated by {statement}{''.join(fix)}"
+        ) from error
     if minor is None:
         return
     other_placements = {axis: p for axis, p in stated.items() if axis != minor}
@@ -446,6 +450,8 @@ def _as_placement(value: object) -> str:
             return "dt.Replicate()"
         case _ if value is Column:
             return "dt.Column()"
+        case _ if value is Zigzag:
+            return "dt.Zigzag(0)"
         case _ if value is Replicate:
             return "dt.Replicate()"
         case type() if value in (ColumnParallel, RowParallel):
@@ -457,8 +463,8 @@ def _as_placement(value: object) -> str:
 
 
 def show(value: object) -> str:
-    if value is Row or value is Column:
-        return "Row without ()" if value is Row else "Column without ()"
+    if value is Row or value is Column or value is Zigzag:
+        return f"{value.__name__} without ()"
     return shown(value)
 
 

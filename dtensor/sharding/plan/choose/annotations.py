@@ -1,8 +1,9 @@
 """Parses the text of `dt.annotate`: dims with axes, as in "b@dp t d@tp".
 
 Each word is one dim of the activation; `@axis` splits the dim over the axis, `@(a,b)` over two
-axes. A word without an axis is not split on the axes that the text names; axes that the text does
-not name stay free. Placements by keyword have the form "tp=Shard(1), dp=Replicate()".
+axes, `@axis:zigzag` as `Zigzag`. A word without an axis is not split on the axes that the text
+names; axes that the text does not name stay free. Placements by keyword have the form
+"tp=Shard(1), dp=Replicate()".
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import Partial, Placement, Replicate, Shard
 from dtensor.sharding.spec.spec import make_spec
 
-_WORD = re.compile(r"\w+(?:@(\w+|\(\w+(?:,\w+)*\)))?")
+_AXIS = r"\w+(?::zigzag)?"
+_WORD = re.compile(rf"\w+(?:@({_AXIS}|\({_AXIS}(?:,{_AXIS})*\)))?")
 _KEYWORD = re.compile(r"(\w+)=(Shard|Zigzag|Replicate|Partial)\(([^)]*(?:\([^)]*\)[^)]*)?)\)")
 
 
@@ -34,7 +36,12 @@ def annotation_placements(op: Op, mesh: Mesh) -> dict[str, Placement]:
             raise PlanningError(
                 f"{where}: {axis!r} is not an axis of {mesh}\n  {op.source}: {op.source_text}"
             )
-    placements = make_spec(meta.shape, meta.dtype, mesh, stated).sharding
+    try:
+        placements = make_spec(meta.shape, meta.dtype, mesh, stated).sharding
+    except PlanningError as error:
+        fact, *fix = str(error).partition("\nfix: ")
+        line = f"  {op.source}: {op.source_text}"
+        raise PlanningError(f"{fact}\n{line}{''.join(fix)}") from error
     return {axis: p for axis, p in placements.items() if axis in stated or not stated}
 
 
@@ -49,11 +56,12 @@ def _parse_dims(text: str, num_dims: int, where: str) -> dict[str, Placement]:
         match = _WORD.fullmatch(word)
         if match is None:
             raise PlanningError(f"{where}: {word!r} is not a dim; write for example 'd@tp'")
-        for axis in (match[1] or "").strip("()").split(","):
+        for name in (match[1] or "").strip("()").split(","):
+            axis, _, zigzag = name.partition(":")
             if axis:
                 if axis in stated:
                     raise PlanningError(f"{where}: axis {axis!r} is named twice")
-                stated[axis] = Shard(dim)
+                stated[axis] = Shard(dim, zigzag=bool(zigzag))
     return stated
 
 
