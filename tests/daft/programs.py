@@ -155,7 +155,10 @@ class Collectives:
             whole = values(0, 4, 2, dtype=dtype)
             self._collective("broadcast", None, [[whole]] + [[]] * (n - 1), [[whole]] * n)
             for distance in range(1, n):
-                passed = [[values(r, r, 3, dtype=dtype), values(r, 2)] for r in g]
+                more = [
+                    [values(r, 2)] if dtype != F32 else [] for r in g
+                ]  # else rank 0 sends nothing
+                passed = [[values(r, r, 3, dtype=dtype), *more[r]] for r in g]
                 received = [passed[r - distance] for r in g]
                 self._collective("shift", None, passed, received, distance=distance)
         for dtype in (F32, torch.bfloat16, torch.int64):
