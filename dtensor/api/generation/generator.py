@@ -29,7 +29,7 @@ from dtensor.api.generation.disaggregated_prefill import (
     check_length,
     refuse_no_prefill,
 )
-from dtensor.api.generation.forwards import evaluating, forward_of
+from dtensor.api.generation.forwards import Forward, evaluating, forward_of
 from dtensor.api.generation.programs import (
     axes_of_slots,
     caches_of,
@@ -39,6 +39,7 @@ from dtensor.api.generation.programs import (
     prefill_program,
     reset_caches,
     settle_caches,
+    split_of_positions,
 )
 from dtensor.api.generation.requests import (
     Eos,
@@ -124,9 +125,10 @@ class Generator:
         if rows_per_rank > 1:
             rows_per_rank = -(-rows_per_rank // SLOTS_MULTIPLE) * SLOTS_MULTIPLE
         self.rows: int = pieces * rows_per_rank  # the slots, and spare ones that pad them
-        self.caches: ParallelModule = caches_of(model, forward, self.rows, length, self.rows_over)
-        self._decode = decode_program(forward, model.mesh, self.rows_over, topology)
-        self._prefill = prefill_program(forward, model.mesh, self.rows_over, topology)
+        self.split = split = split_of_positions(model, length)
+        self._decode = decode_program(forward, model.mesh, self.rows_over, topology, split)
+        self._prefill = prefill_program(forward, model.mesh, self.rows_over, topology, split)
+        self.caches: ParallelModule = self._new_caches(forward)
         self._disaggregated = None
         if prefill is not None:
             self._disaggregated = DisaggregatedPrefill(
@@ -256,11 +258,16 @@ class Generator:
             plan = self._decode.plan(self.model, self.caches, live)
             copies = copies_of_heads(plan) if self._disaggregated is None else {}
             if copies and not self._shares_graphs:
-                sizes, (forward, _) = (self.rows, self.length), self._forward_and_contents
-                self.caches = caches_of(self.model, forward, *sizes, self.rows_over, copies)
+                self.caches = self._new_caches(self._forward_and_contents[0], copies)
                 plan = self._decode.plan(self.model, self.caches, live)
             settle_caches(self.caches, plan)
             self._caches_settled = True
+
+    def _new_caches(
+        self, forward: Forward, copies: Mapping[int, Sequence[int]] | None = None
+    ) -> ParallelModule:
+        sizes = self.rows, self.length, self.rows_over
+        return caches_of(self.model, forward, *sizes, copies, self.split)
 
     # -- all at once ------------------------------------------------------------------------------
 

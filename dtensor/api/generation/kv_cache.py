@@ -43,7 +43,8 @@ class LayerShape:
 class KVSlots(nn.Module):
     """The buffers of ``rows`` slots of ``length`` positions. ``request``: each slot's seed and
     top_k; ``knobs``: its temperature and top_p; ``copies``: for layers whose heads are stored
-    several times, the head at each index of dim 1."""
+    several times, the head at each index of dim 1; ``positions``: the size of the buffers' dim of
+    positions, which is ``length``, or more so that it can be split."""
 
     request: Tensor
     knobs: Tensor
@@ -54,16 +55,19 @@ class KVSlots(nn.Module):
         rows: int,
         length: int,
         copies: Mapping[int, Sequence[int]] | None = None,
+        positions: int | None = None,
     ) -> None:
-        """Register zeros [rows, heads, length, head dim] as k0, v0, ..., and sampling options."""
+        """Register zeros [rows, heads, positions, head dim] as k0, v0, ..., and sampling
+        options."""
         super().__init__()
         self.rows: int = rows
         self.length: int = length
+        self.positions: int = length if positions is None else positions
         self.copies: dict[int, list[int]] = {n: list(c) for n, c in (copies or {}).items()}
         for number, layer in layers.items():
             for name, (heads, dim) in (("k", layer.keys), ("v", layer.values)):
                 heads = len(self.copies.get(number, range(heads)))
-                empty = torch.zeros(rows, heads, length, dim, dtype=layer.dtype)
+                empty = torch.zeros(rows, heads, self.positions, dim, dtype=layer.dtype)
                 self.register_buffer(f"{name}{number}", empty)
         self.register_buffer("request", torch.zeros(rows, 2, dtype=torch.int64))
         self.register_buffer("knobs", torch.zeros(rows, 2))
@@ -87,7 +91,7 @@ class Decoding:
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Write the token's keys and values [rows, heads, 1, dim]. Return the keys and values
-        of all positions, [rows, heads, length, dim]."""
+        of all positions, [rows, heads, positions, dim]."""
         updated: list[Tensor] = []
         for name, x in (("k", k), ("v", v)):
             buffer, new = self.slots.get_buffer(f"{name}{layer}"), self.slots.copy_heads(layer, x)
@@ -102,10 +106,10 @@ class Decoding:
         return updated[0], updated[1]
 
     def mask(self, window: int | None = None) -> Tensor:
-        """Return bool[rows, 1, 1, length], True where a query attends: up to its position, and at
+        """Return bool[rows, 1, 1, positions], True where a query attends: up to its position, and at
         most ``window`` positions."""
         if window not in self._masks:
-            key = torch.arange(self.slots.length)
+            key = torch.arange(self.slots.positions)
             live = key <= self.pos
             if window is not None and window < self.slots.length:
                 live = live & (key > self.pos - window)
@@ -131,8 +135,9 @@ class Prefill:
         """Write the keys and values [b, heads, num, dim] into the prompts' rows. Return them."""
         for name, x in (("k", k), ("v", v)):
             buffer, new = self.slots.get_buffer(f"{name}{layer}"), self.slots.copy_heads(layer, x)
-            cut = new if new.shape[2] <= self.slots.length else new[:, :, : self.slots.length]
-            padded = F.pad(cut, (0, 0, 0, self.slots.length - cut.shape[2]))
+            size = self.slots.positions
+            cut = new if new.shape[2] <= size else new[:, :, :size]
+            padded = F.pad(cut, (0, 0, 0, size - cut.shape[2]))
             buffer.index_copy_(0, self.row, padded.to(buffer.dtype))
         return k, v
 

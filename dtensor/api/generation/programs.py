@@ -7,11 +7,13 @@
 ``live`` is each slot's last token and its position, the only input of the next run. The caches are
 placed like the model: slots are split over every axis that splits no weight, heads like the
 attention's projections, and a layer's cache is on the stage of its attention. With fewer KV heads
-than ranks, each rank keeps copies of the heads that its query heads use.
+than ranks, each rank keeps copies of the heads that its query heads use. Axes of ``attention=``
+split positions instead of slots (split_cache.py), and the tokens of a prefill.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,13 +21,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from dtensor.api.eager.compiled import CompiledFunction, compile
+from dtensor.api.eager.compiled import CompiledFunction
 from dtensor.api.generation.forwards import Forward
 from dtensor.api.generation.kv_cache import Decoding, KVSlots, Prefill
 from dtensor.api.model.parallel import ParallelModule, chosen_placements, parallelize
+from dtensor.api.model.statements import Options
 from dtensor.api.model.stating.stages import StagePlan
 from dtensor.api.store.session import MeshSession
 from dtensor.errors import PlanningError
+from dtensor.frontend.dataflow.split_cache import BLOCK, SplitCache
 from dtensor.sharding.ops import sampling as sampling  # registers torch.ops.dt.next_tokens
 from dtensor.sharding.ops.heads import copies_for
 from dtensor.sharding.plan.plan import Plan
@@ -33,7 +37,7 @@ from dtensor.sharding.plan.request import dealt
 from dtensor.sharding.plan.steps import Compute
 from dtensor.sharding.redistribute.topology import Topology
 from dtensor.sharding.spec.mesh import Mesh
-from dtensor.sharding.spec.placements import Placement, Replicate, Row, index_sets
+from dtensor.sharding.spec.placements import Placement, Replicate, Row, Shard, index_sets
 from dtensor.sharding.spec.spec import TensorSpec, make_spec
 
 CACHES = "kv_cache."
@@ -44,10 +48,14 @@ Split = Mapping[str, Placement]  # by axis
 
 
 def decode_program(
-    forward: Forward, mesh: Mesh, over: Split, topology: Topology | None = None
+    forward: Forward,
+    mesh: Mesh,
+    over: Split,
+    topology: Topology | None = None,
+    split: SplitCache | None = None,
 ) -> CompiledFunction:
     """Return the program that makes one token for every slot. ``over``: the placement of slots;
-    ``topology``: the hardware by which the planner prices."""
+    ``topology``: the hardware by which the planner prices; ``split``: the split of positions."""
 
     def decode(model: nn.Module, kv_cache: KVSlots, live: Tensor) -> dict[str, Tensor]:
         """Write the key and value of each slot's last token, and return its next token."""
@@ -60,15 +68,20 @@ def decode_program(
         return {"live": after, "token": token, "logprob": logprob}
 
     out: Mapping[str, Split] = dict.fromkeys(("live", "token", "logprob"), over)
-    return compile(decode, mesh, out=out, topology=topology)
+    return CompiledFunction(decode, mesh, out, Options(topology=topology, cache=split), False)
 
 
 def prefill_program(
-    forward: Forward, mesh: Mesh, over: Split, topology: Topology | None = None
+    forward: Forward,
+    mesh: Mesh,
+    over: Split,
+    topology: Topology | None = None,
+    split: SplitCache | None = None,
 ) -> CompiledFunction:
     """Return the program that writes prompts into slots and makes their first tokens. Its inputs
     are ``where``: int64[b, 2], the row and the length of each prompt, and ``request`` and
     ``knobs``: [b, 2], as in `KVSlots`. A prompt may be repeated, as padding."""
+    tokens_over = {axis: Shard(1) for axis in split.axes} if split else {}
 
     def prefill(
         model: nn.Module,
@@ -89,7 +102,8 @@ def prefill_program(
         after = live.index_copy(0, row, torch.stack([token, at], 1))
         return {"live": after, "token": token, "logprob": logprob}
 
-    return compile(prefill, mesh, out={"live": over}, topology=topology)
+    options = Options(topology=topology, inputs={"tokens": tokens_over})
+    return CompiledFunction(prefill, mesh, {"live": over}, options, False)
 
 
 def _sample(logits: Tensor, at: Tensor, request: Tensor, knobs: Tensor) -> tuple[Tensor, Tensor]:
@@ -110,11 +124,39 @@ def live_spec(model: ParallelModule, rows: int, over: Split) -> TensorSpec:
 
 
 def axes_of_slots(model: ParallelModule) -> dict[str, Placement]:
-    """Return the axes over which slots are split: axes without stages that split no weight."""
+    """Return the axes over which slots are split: axes without stages that split no weight, and
+    that ``attention=`` does not name."""
+    words = dict(model.attention)
+    return {axis: Row() for axis in _axes_without_weights(model) if axis not in words}
+
+
+def split_of_positions(model: ParallelModule, length: int) -> SplitCache | None:
+    """Return the split of ``length`` positions, rounded up to equal parts, over the axes of
+    ``attention=`` that hold no stages and split no weight; None if there are none."""
+    words = dict(model.attention)
+    axes = tuple(axis for axis in _axes_without_weights(model) if axis in words)
+    num = math.prod(model.mesh.axis_size(axis) for axis in axes)
+    return SplitCache(-(-length // (BLOCK * num)) * BLOCK * num, num, axes) if axes else None
+
+
+def _axes_without_weights(model: ParallelModule) -> list[str]:
     split = {model.stage_plan.axis}
     for stated in model.placements:
         split |= {axis for axis, p in stated.placements.items() if p != Replicate()}
-    return {axis: Row() for axis, n in model.mesh.shape.items() if n > 1 and axis not in split}
+    return [axis for axis, n in model.mesh.shape.items() if n > 1 and axis not in split]
+
+
+def _over_positions(split: SplitCache | None, mesh: Mesh) -> dict[str, Placement]:
+    """Return the placements of a cache [rows, heads, positions, dim] on the axes that split its
+    positions."""
+    if split is None:
+        return {}
+    placements: dict[str, Placement] = {}
+    blocks = split.positions // (BLOCK * split.num)
+    for axis in split.axes:
+        placements[axis] = Shard(2, blocks=blocks)
+        blocks *= mesh.axis_size(axis)
+    return placements
 
 
 def caches_of(
@@ -124,16 +166,23 @@ def caches_of(
     length: int,
     over: Split,
     copies: Mapping[int, Sequence[int]] | None = None,
+    split: SplitCache | None = None,
 ) -> ParallelModule:
     """Return the module of KV caches. It is on the meta device, so each rank makes its own zeros.
-    ``copies``: as in `KVSlots`."""
+    ``copies``: as in `KVSlots`; ``split``: the split of positions."""
+    positions = length if split is None else split.positions
 
     def build() -> KVSlots:
-        return KVSlots(forward.layers, rows, length, copies)
+        return KVSlots(forward.layers, rows, length, copies, positions)
 
     with torch.device("meta"):
         slots = build()
-    caches = parallelize(slots, model.mesh, {"*": over} if over else {}, init=build)
+    over_positions = _over_positions(split, model.mesh)
+    placements = {
+        name: {**over, **(over_positions if buffer.dim() == 4 else {})}
+        for name, buffer in slots.named_buffers()
+    }
+    caches = parallelize(slots, model.mesh, placements, init=build)
     caches.stage_plan = _stages_of_caches(model.stage_plan, forward)
     return caches
 

@@ -37,6 +37,7 @@ from dtensor.api.model.stating.stated_placements import (
 from dtensor.errors import PlanningError
 from dtensor.frontend.dataflow.aux_per_microbatch import aux_per_microbatch
 from dtensor.frontend.dataflow.per_microbatch import per_microbatch
+from dtensor.frontend.dataflow.split_cache import SplitCache, split_cache
 from dtensor.frontend.dataflow.to_dataflow import dataflow
 from dtensor.frontend.graph import Arg, Graph, Mutation, Param, Result
 from dtensor.runtime.lower.timetable import ONE_BY_ONE, GridTimetable
@@ -63,7 +64,8 @@ class Options:
     pins may stay sharded. training: the optimizer, with all parameters that it trains. each_call:
     the function is captured at each call. per_microbatch: batch norm takes its statistics over each
     microbatch. aux_per_microbatch: so do load-balancing losses. capacity: the budget of rows by
-    expert, as a multiple of the balanced rows of a rank.
+    expert, as a multiple of the balanced rows of a rank. cache: the split of the positions
+    of the KV caches that attention reads.
     """
 
     inputs: Mapping[str, Any] | InputPins | None = None
@@ -79,6 +81,7 @@ class Options:
     each_call: bool = False
     per_microbatch: bool = False
     aux_per_microbatch: bool = False
+    cache: SplitCache | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +127,7 @@ def _request(captured: CapturedCall, stages: StagePlan) -> Request:
     options = captured.options
     stage_of = _argument_stages(captured, stages)
     flow = dataflow(graph, stages.held, stages.num_stages, stages.homes, stage_of)
+    flow = flow if options.cache is None else split_cache(flow, options.cache)
     results = options.results(graph, flow) if options.results else {}
     if returned := returned_leaves(graph, results):
         needed = (o for o in flow.outputs if o.kind != "result" or o.of not in returned)
@@ -163,7 +167,7 @@ def _request(captured: CapturedCall, stages: StagePlan) -> Request:
         zero=zero,
         stored_whole=frozenset() if zero is None else _without_zero(models),
         misaligned=_misaligned(models),
-        attention=_attention(models),
+        attention=_attention(models) if options.cache is None else (),
         recompute=_recomputed(models, options, flow),
         auto=stages.patterns if stages.auto else (),
     )

@@ -42,12 +42,16 @@ class _NoExpansion(Exception):
 @lru_cache(maxsize=4096)
 def expansion(call: OpCall) -> Expansion | None:
     """Return the expansion of a call into ops that all have rules; None if there is none."""
+    decomposition: Any = _DECOMPOSITIONS.get(call.target) or table().get(call.target)
+    return None if decomposition is None else traced(call, decomposition)
+
+
+def traced(call: OpCall, decomposition: Callable[..., Any]) -> Expansion | None:
+    """Return the expansion of a call by a function of its arguments; None if an op of the function
+    has no rule, or the function returns None."""
     # Imported here because it loads torch's compiler, and triton if that is installed.
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    decomposition: Any = _DECOMPOSITIONS.get(call.target) or table().get(call.target)
-    if decomposition is None:
-        return None
     mode = FakeTensorMode()
     with mode:
         fakes = [torch.empty(m.shape, dtype=m.dtype) for m in call.operands]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dtensor.sharding.local.in_range import check_range
-from dtensor.sharding.local.local_forms import Pieces
+from dtensor.sharding.local.local_forms import Pieces, stride_of
 
 Write = Literal[
     "index_add", "index_copy", "index_fill", "index_put", "index_put_add", "scatter", "scatter_add"
@@ -133,6 +133,12 @@ def _padded_positions(index: Tensor, pieces: Pieces, size: int) -> Tensor:
 
 def local_positions(index: Tensor, pieces: Pieces) -> tuple[Tensor, Tensor]:
     """Return (whether each global index is in the pieces, its position in them or 0)."""
+    if len(pieces) > 1 and (stride := stride_of(pieces)):
+        lo, hi = pieces[0]
+        piece = (index - lo).div(stride, rounding_mode="floor")
+        offset = index - lo - piece * stride
+        is_local = (piece >= 0) & (piece < len(pieces)) & (offset < hi - lo)
+        return is_local, torch.where(is_local, piece * (hi - lo) + offset, 0)
     is_local = torch.zeros_like(index, dtype=torch.bool)
     local = torch.zeros_like(index)
     offset = 0

@@ -10,6 +10,7 @@ mean is the local sum divided by the *global* count, forward and backward.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -68,11 +69,23 @@ def arange_pieces(
     device: torch.device | str | None = None,
 ) -> Tensor:
     """Return start + step * i for the global positions i in the intervals ``pieces``."""
+    if len(pieces) > 1 and (stride := stride_of(pieces)):
+        first = torch.arange(*pieces[0], dtype=torch.int64, device=device)
+        starts = torch.arange(0, stride * len(pieces), stride, device=device)
+        return ((starts[:, None] + first).flatten() * step + start).to(dtype)
     parts = [torch.arange(lo, hi, dtype=torch.int64, device=device) for lo, hi in pieces]
     if not parts:
         return torch.empty(0, dtype=dtype, device=device)
     positions = parts[0] if len(parts) == 1 else torch.cat(parts)
     return (positions * step + start).to(dtype)
+
+
+def stride_of(pieces: Pieces) -> int:
+    """Return the distance of the starts of intervals of equal lengths and distances; 0 for other
+    intervals."""
+    (lo, hi), stride = pieces[0], pieces[1][0] - pieces[0][0]
+    shifted = ([lo + i * stride, hi + i * stride] for i in range(len(pieces)))
+    return stride if all(map(operator.eq, map(list, pieces), shifted)) else 0
 
 
 def triangle(x: Tensor, upper: bool, diagonal: int, rows: Pieces, columns: Pieces) -> Tensor:

@@ -127,7 +127,7 @@ def _zero_and_minus_infinity(dtype: torch.dtype, device: torch.device) -> tuple[
     )
 
 
-def _attention_masked(
+def attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Run the kernel of the device and head dim; return the output and its log-sum-exp."""
@@ -213,7 +213,7 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tuple[
 
 define(
     "attention_masked(Tensor q, Tensor k, Tensor v, Tensor mask, float scale) -> (Tensor, Tensor)",
-    _attention_masked,
+    attend,
     _fake,
 )
 define(

@@ -7,6 +7,7 @@ A process that only names an op (an actor, or `dt.kernel("dt::rope", "cuda")`) i
 from dtensor.sharding.ops import attention as attention
 from dtensor.sharding.ops import attention_masked as attention_masked
 from dtensor.sharding.ops import batch_norm as batch_norm
+from dtensor.sharding.ops import cache_attention as cache_attention
 from dtensor.sharding.ops import cross_entropy as cross_entropy
 from dtensor.sharding.ops import experts as experts
 from dtensor.sharding.ops import gates as gates

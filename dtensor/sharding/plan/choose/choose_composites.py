@@ -18,6 +18,7 @@ from dataclasses import replace
 
 from dtensor.collectives import COLLECTIVES
 from dtensor.errors import PlanningError
+from dtensor.sharding.ops.call import OpCall
 from dtensor.sharding.plan.cost.totals import PlanTotals
 from dtensor.sharding.plan.dataflow import Dataflow, Expansion, Op
 from dtensor.sharding.plan.record import PlanRecord
@@ -92,16 +93,25 @@ def _is_gathered(name: str, producers: dict[str, Step]) -> bool:
 
 def _expand_kinds(flow: Dataflow, kinds: dict[Kind, None]) -> Dataflow:
     """Return the program with the composite ops of these kinds expanded."""
+    expanded = {op.name: op.expand for op in flow.ops if op.expand and _kind(op) in kinds}
+    return expand_ops(flow, lambda op: expanded.get(op.name))
+
+
+def expand_ops(
+    flow: Dataflow, expander: Callable[[Op], Callable[[OpCall], Expansion | None] | None]
+) -> Dataflow:
+    """Return the program with ops expanded. ``expander``: returns the function that expands an op's
+    call; None for an op that stays."""
     ops: list[Op] = []
     metas = dict(flow.metas)
     used_names = {*flow.metas, *(op.name for op in flow.ops)}
     for op in flow.ops:
-        expands = op.expand is not None and _kind(op) in kinds
+        expand = expander(op)
         # an expanded op makes float32 statistics of 16-bit values, so operands may change dtype
         operands = tuple(metas[name] for name in op.operands)
         if operands != op.call.operands:
             op = replace(op, call=replace(op.call, operands=operands))
-        expansion = op.expand(op.call) if expands and op.expand is not None else None
+        expansion = None if expand is None else expand(op.call)
         new_ops = [op] if expansion is None else list(_ops_of(op, expansion, used_names))
         for new_op in new_ops:
             results = zip(new_op.results, new_op.call.results, strict=True)

@@ -53,7 +53,7 @@ _OPS_BY_DTYPES: dict[Dtypes, str] = {
         _native_batch_norm_legit_functional _native_batch_norm_legit_no_training""",
     Half((0, 1, 2)): "_scaled_dot_product_flash_attention_for_cpu",
     Half((0, 1, 2, 3, 4)): "dt.attention_backward",
-    Half((0, 1, 2), free=(3,)): "dt.attention_masked",
+    Half((0, 1, 2), free=(3,)): "dt.attention_masked dt.cache_attention",
     Half((0, 1, 2, 3, 5), free=(4,)): "dt.attention_masked_backward",
 }
 DTYPES: dict[str, Dtypes] = {

@@ -4,6 +4,7 @@
     addmm       "n, m k, k n -> m n"        k split: the addend must be pending, to be added once
     attention   "b (g r) t! e!, b g s! e!, b g s! f! -> b (g r) t! f!, b (g r) t!"
     pick_heads  "b c! s d -> b h s d"       c is split if it has copies for each rank
+    cache_attention   "b h t e!, b g (m! p c!) e!, b g (m! p c!) f!, ... -> p b h t x!"
     _grouped_mm "m! k, g k n, o! -> m! n"   g, the experts, split: the rows are summed
 
 The queries (t) of `dt.attention` are whole, because a causal mask depends on their positions. Under
@@ -19,6 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 import dtensor.sharding.ops.attention_masked  # noqa: F401  # pyright: ignore[reportUnusedImport]
+import dtensor.sharding.ops.cache_attention  # noqa: F401  # pyright: ignore[reportUnusedImport]
 from dtensor.errors import PlanningError
 from dtensor.sharding.local import local_forms
 from dtensor.sharding.ops.call import Local, Localizer, OpCall
@@ -83,7 +85,7 @@ def _by_heads(build: Callable[[OpCall, str, str], Rule], q: int) -> Builder:
         if call.operands[q].shape[1] == call.operands[q + 1].shape[1]:
             return build(call, "g", "g")
         grouped, cut = build(call, "(g r)", "g"), build(call, "h", "g!")
-        return replace(grouped, fallback=cut, localize=_with_used_heads(q))
+        return replace(grouped, fallback=cut, localize=_with_used_heads(q, grouped.localize))
 
     return with_kind("attention", by_heads)
 
@@ -131,18 +133,40 @@ def _mask_term(call: OpCall, mask: int, heads: str, queries: str = "t") -> str:
     return " ".join("1" if n == 1 else f for f, n in zip(factors, shape, strict=True))
 
 
+def _cache_attention(call: OpCall, h: str, g: str) -> Rule:
+    """Return the rule (q, k, v, mask) -> parts, which are split with the positions."""
+    num, block = call.args[5:7]
+    s = "(m! p c!)"
+    mask = _mask_term(call, 3, h).replace("s!", s)
+    text = f"b {h} t e!, b {g} {s} e!, b {g} {s} f!, {mask} -> p b {h} t x!"
+    positions = call.operands[1].shape[2]
+    sizes = {**_groups(call, 0, 1), "m": positions // (num * block), "p": num, "c": block}
+
+    def localize(call: OpCall, local: Local) -> OpCall:
+        return call.with_arg(5, local.result_shape()[0])
+
+    rule = make(call, text, sizes=sizes, localize=localize)
+    return replace(rule, flops=_attention_flops(rule) * positions)
+
+
+def _cache_attention_fold(call: OpCall) -> Rule:
+    return make(call, f"p! b h t x!{', h' if len(call.operands) > 1 else ''} -> b h t x!")
+
+
 def _groups(call: OpCall, q: int, k: int) -> dict[str, int]:
     """Return the sizes of h = g * r query heads: g key heads, each used by r query heads."""
     heads, groups = call.operands[q].shape[1], call.operands[k].shape[1]
     return {"h": heads, "g": groups, "r": heads // max(1, groups)}
 
 
-def _with_used_heads(q: int) -> Localizer:
-    """Return a localizer that passes only the key heads that the rank's query heads use."""
+def _with_used_heads(q: int, before: Localizer | None = None) -> Localizer:
+    """Return a localizer that passes only the key heads that the rank's query heads use, after
+    ``before``."""
 
     def localize(call: OpCall, local: Local) -> OpCall:
         """Return a call with ``used``, for each query head the position of its key head among those
         that the rank holds; the call itself if it uses all of them in order."""
+        call = call if before is None else before(call, local)
         group = call.operands[q].shape[1] // max(1, call.operands[q + 1].shape[1])
         key_heads = [i for lo, hi in local.operand_intervals(q + 1, 1) for i in range(lo, hi)]
         query_heads = [i for lo, hi in local.operand_intervals(q, 1) for i in range(lo, hi)]
@@ -349,6 +373,8 @@ RULES: dict[str, Builder] = {
     "dt.attention_backward.default": _by_heads(_attention_backward, 1),
     "dt.attention_masked.default": _by_heads(_attention_masked, 0),
     "dt.attention_masked_backward.default": _by_heads(_attention_masked_backward, 1),
+    "dt.cache_attention.default": _by_heads(_cache_attention, 0),
+    "dt.cache_attention_fold.default": _cache_attention_fold,
     "dt.pick_heads.default": with_kind("view", _pick_heads),
     "aten._scaled_dot_product_flash_attention_for_cpu.default": _flash_attention,
     "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": _flash_attention_backward,

@@ -1,0 +1,78 @@
+"""Rewrite attention to a KV cache whose positions are split, so that ranks exchange its results.
+
+    out, lse = attention_masked(q, k, v, mask, scale)          k, v [b g s d]: the cache
+    ->  parts = cache_attention(q, k, v, mask, scale, num, block)     [num b h 1 d+1]
+        folded = cache_attention_fold(parts)                          parts are gathered here
+
+Without the rewriting, ranks would gather keys and values, or exchange the statistics of a softmax
+three times. Attention whose mask is stated by comparisons gets a mask of [b 1 1 s].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import dtensor.sharding.ops.cache_attention  # noqa: F401  (registers the ops)
+from dtensor.frontend.dataflow.composites import traced
+from dtensor.sharding.ops.call import OpCall
+from dtensor.sharding.plan.choose.choose_composites import expand_ops
+from dtensor.sharding.plan.dataflow import Dataflow, Expansion, Op
+
+BLOCK = 256
+"""The positions of a block. Blocks are dealt to the ranks in turn, so that a short text already
+uses all ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class SplitCache:
+    """KV caches of ``positions`` positions, whose blocks of `BLOCK` are dealt to ``num`` parts, the
+    ranks of ``axes``."""
+
+    positions: int
+    num: int
+    axes: tuple[str, ...]
+
+
+def split_cache(flow: Dataflow, cache: SplitCache) -> Dataflow:
+    """Return the program with attention of single queries to the caches as parts and a fold."""
+
+    def expander(op: Op) -> Callable[[OpCall], Expansion | None] | None:
+        if op.call.target not in _DECOMPOSITIONS:
+            return None
+        q, k = op.call.operands[:2]
+        reads_cache = q.shape[2] == 1 and k.shape[2] == cache.positions
+        return partial(_expansion, num=cache.num) if reads_cache else None
+
+    return expand_ops(flow, expander)
+
+
+@lru_cache(maxsize=64)
+def _expansion(call: OpCall, num: int) -> Expansion | None:
+    return traced(call, partial(_DECOMPOSITIONS[call.target], num))
+
+
+def _in_parts(
+    num: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the output and the log-sum-exp of masked attention."""
+    parts = torch.ops.dt.cache_attention(q, k, v, mask, scale, num, BLOCK, softcap)
+    folded = torch.ops.dt.cache_attention_fold(parts, sinks)
+    return folded[..., :-1].to(q.dtype), folded[..., -1]
+
+
+_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    torch.ops.dt.attention_masked.default: _in_parts,
+}
