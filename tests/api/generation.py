@@ -30,6 +30,8 @@ MESHES: Mapping[str, Mapping[str, int]] = {
     "pp2": {"pp": 2},
     "tp2pp2": {"pp": 2, "tp": 2},
     "dp2": {"dp": 2},
+    "cp2": {"cp": 2},
+    "tp2cp2": {"tp": 2, "cp": 2},
 }
 VOCAB = 96
 _STAGES = {
@@ -54,7 +56,7 @@ _PLACEMENTS: dict[str, dict[str, dict[str, dt.Placement]]] = {
 }
 
 
-def build(family: str) -> nn.Module:
+def build(family: str, length: int = 128) -> nn.Module:
     """Return the model in eval mode, always with the same weights."""
     import transformers as hf
 
@@ -65,7 +67,7 @@ def build(family: str) -> nn.Module:
     )  # fmt: skip
     decoder: dict[str, Any] = dict(
         hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=128, **sizes,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=length, **sizes,
     )  # fmt: skip
     torch.manual_seed(0)
     match family:
@@ -89,7 +91,9 @@ def placed(family: str, where: str, model: nn.Module | None = None) -> ParallelM
     axes = MESHES[where]
     pins = _PLACEMENTS.get(family, _PLACEMENTS[""]) if "tp" in axes else {}
     stages = {"pp": _STAGES.get(family, _STAGES[""])} if "pp" in axes else None
-    return dt.parallelize(model or build(family), dt.Mesh(**axes), pins, stages=stages)
+    attention = {"cp": "gather"} if "cp" in axes else None
+    mesh = dt.Mesh(**axes)
+    return dt.parallelize(model or build(family), mesh, pins, stages=stages, attention=attention)
 
 
 def by_transformers(model: Any, prompts: Sequence[Sequence[int]], num: int) -> list[list[int]]:

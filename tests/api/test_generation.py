@@ -15,6 +15,7 @@ import torch
 
 import dtensor as dt
 from dtensor.api.eager.tensor import DTensor
+from dtensor.api.generation import programs
 from dtensor.api.generation.generator import Generator
 from dtensor.api.generation.requests import TextRequest
 from dtensor.api.store.session import session_for
@@ -52,15 +53,23 @@ def drive(gen: Generator, asked: Sequence[dict[str, Any]], rng: random.Random) -
 
 
 @pytest.mark.slow
-@pytest.mark.sample("llama-single-6", "qwen3-tp2-6", "gpt2-pp2-6", "llama-tp2pp2-6", "gemma2-dp2-6")
+@pytest.mark.sample(
+    "llama-single-6",
+    "qwen3-tp2-6",
+    "gpt2-pp2-6",
+    "llama-tp2pp2-6",
+    "gemma2-dp2-6",
+    "llama-tp2cp2-6",
+)
 @pytest.mark.parametrize("num", [6, 64])
 @pytest.mark.parametrize("where", MESHES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_and_logprobs_match_transformers_generate(
-    family: str, where: str, num: int
+    family: str, where: str, num: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Four requests share three slots, so one starts late. Logprobs equal those of one forward over
-    the whole text."""
+    the whole text. Split positions are dealt in blocks of 8."""
+    monkeypatch.setattr(programs, "BLOCK", 8)
     model: Any = build(family)
     want = by_transformers(model, PROMPTS, num)
     gen = dt.generator(placed(family, where), slots=3, length=96, buckets=(24,))
@@ -115,6 +124,45 @@ def test_generator_refuses_unsupported_models_by_name() -> None:
         with pytest.raises(PlanningError, match=why) as raised:
             dt.generator(dt.parallelize(model, dt.Mesh(), {}), slots=2, length=16)
         assert type(model).__name__ in str(raised.value) and "fix: " in str(raised.value)
+
+
+# -- split positions -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("axes", [dict(cp=2), dict(cp=2, cp2=2)])
+def test_cache_positions_are_split_and_ranks_gather_their_parts_of_attention(
+    axes: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Texts cross blocks of 4 positions. A token sends (n-1) * rows * heads * (dim + 1) float32
+    numbers for each layer."""
+    monkeypatch.setattr(programs, "BLOCK", 4)
+    num = math.prod(axes.values())
+    mesh = dt.Mesh(**axes)
+    model = dt.parallelize(writer(), mesh, {}, attention=dict.fromkeys(axes, "gather"))
+    gen = dt.generator(model, slots=2, length=30, buckets=(10,), prefill_batch=2)
+    prompts = [[5, 17, 3, 9, 8, 7, 1, 2], [9], [4, 30, 2]]
+    found = gen(prompts, max_new_tokens=14)
+    assert [list(text.tokens) for text in found] == [greedy(writer(), p, 14) for p in prompts]
+    decode, (cache,) = gen.plan("decode"), gen.summary().caches
+    assert cache == ("f32[2,4,4*8@cp,8]" if num == 2 else "f32[2,4,2*16@(cp,cp2),8]")
+    assert gen.summary().kv_bytes == (2 * 4 * 32 * 8 * 4 * 4 // num,) * num
+    assert decode.totals.bytes_sent == 2 * (num - 1) * 2 * 4 * (8 + 1) * 4
+    (tokens,) = (i.spec for i in gen.plan("prefill").inputs if i.label == "tokens")
+    assert str(tokens).startswith("i64[2,16@")
+    with pytest.raises(PlanningError, match=r"attention= splits positions over cp(.|\n)*fix: "):
+        dt.generator(model, slots=2, length=30, prefill=model)
+
+
+@pytest.mark.slow
+def test_greedy_tokens_of_32768_split_positions_equal_those_of_one_rank() -> None:
+    model: Any = build("llama", 32768)
+    prompt = torch.randint(VOCAB, (9000,), generator=torch.Generator().manual_seed(1)).tolist()
+    found = {}
+    for where in ("single", "cp2", "tp2cp2"):
+        gen = dt.generator(placed("llama", where, model), slots=1, length=32768, buckets=(9000,))
+        (found[where],) = gen([prompt], max_new_tokens=64)
+        assert max(gen.summary().kv_bytes) == 4 * 32768 * 2 * 16 * 4 // gen.model.mesh.size
+    assert found["cp2"].tokens == found["tp2cp2"].tokens == found["single"].tokens
 
 
 # -- a model of one's own --------------------------------------------------------------------------
@@ -502,12 +550,16 @@ def test_generator_drops_pending_requests_at_end_of_launch(single: Generator) ->
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
-@pytest.mark.sample("llama")
+@pytest.mark.sample("llama-tp2", "llama-tp2cp2")
+@pytest.mark.parametrize("where", ["tp2", "tp2cp2"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_generation_on_ray_equals_in_process_and_transformers(family: str) -> None:
+def test_generation_on_ray_equals_in_process_and_transformers(
+    family: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Greedy tokens equal those of transformers; sampled tokens are bitwise equal to those in
-    process."""
-    gen = dt.generator(placed(family, "tp2"), slots=2, length=96, buckets=(24,), ahead=1)
+    process. Split positions are dealt in blocks of 8."""
+    monkeypatch.setattr(programs, "BLOCK", 8)
+    gen = dt.generator(placed(family, where), slots=2, length=96, buckets=(24,), ahead=1)
     drawn: dict[str, Any] = dict(max_new_tokens=5, temperature=[0, 1.0, 0, 0.7], seed=3)
     with dt.launch(gen.model.mesh):
         want = gen(PROMPTS, **drawn)

@@ -42,6 +42,7 @@ NEITHER: dict[str, object] = {
     "dt.add_rms_norm.default": "promote",
     "dt.bias_gelu_backward.default": "same",
     "dt.attention_masked.default": Half((0, 1, 2), free=(3,)),
+    "dt.cache_attention.default": Half((0, 1, 2), free=(3,)),
     "dt.attention_masked_backward.default": Half((0, 1, 2, 3, 5), free=(4,)),
     "dt.bn_sums.default": "promote",
     "dt.gated_backward.default": "same",

@@ -222,7 +222,8 @@ class Generator:
     def summary(self) -> Summary:
         """Return the bytes of the caches on each rank, and the communication for a token."""
         decode = self.plan("decode")
-        return summary_of(repr(self), decode, self.slots, self.rows, self.length, self.buckets)
+        sizes = self.slots, self.rows, self.length, self.buckets
+        return summary_of(repr(self), decode, *sizes, "" if self.split is None else str(self.split))
 
     def _count_switches(self) -> int:
         prefill = 0 if self._disaggregated is None else self._disaggregated.other.switches
@@ -658,6 +659,12 @@ def generator(
         raise PlanningError(
             f"prefill_batch={prefill_batch} with prefill=: on its own mesh a prompt is prefilled "
             f"alone.\nfix: leave prefill_batch out"
+        )
+    split = [s for m in (model, prefill) if m is not None and (s := split_of_positions(m, length))]
+    if prefill is not None and split:
+        raise PlanningError(
+            f"prefill= sends the first positions of a slot to another mesh, and attention= splits "
+            f"positions over {', '.join(split[0].axes)}.\nfix: leave prefill= out"
         )
     sizes = _buckets(buckets, length)
     return Generator(

@@ -106,8 +106,8 @@ class Decoding:
         return updated[0], updated[1]
 
     def mask(self, window: int | None = None) -> Tensor:
-        """Return bool[rows, 1, 1, positions], True where a query attends: up to its position, and at
-        most ``window`` positions."""
+        """Return bool[rows, 1, 1, positions], True where a query attends: up to its position, and
+        at most ``window`` positions."""
         if window not in self._masks:
             key = torch.arange(self.slots.positions)
             live = key <= self.pos

@@ -29,7 +29,7 @@ from dtensor.api.model.statements import Options
 from dtensor.api.model.stating.stages import StagePlan
 from dtensor.api.store.session import MeshSession
 from dtensor.errors import PlanningError
-from dtensor.frontend.dataflow.split_cache import BLOCK, SplitCache
+from dtensor.frontend.dataflow.split_cache import SplitCache
 from dtensor.sharding.ops import sampling as sampling  # registers torch.ops.dt.next_tokens
 from dtensor.sharding.ops.heads import copies_for
 from dtensor.sharding.plan.plan import Plan
@@ -43,6 +43,10 @@ from dtensor.sharding.spec.spec import TensorSpec, make_spec
 CACHES = "kv_cache."
 """The prefix of the caches' names in the programs."""
 _KEYS = re.compile(rf"{re.escape(CACHES)}k(\d+)")
+
+BLOCK = 256
+"""The positions of a block. Blocks are dealt to the ranks in turn, so that texts that are shorter
+than a slot use all ranks."""
 
 Split = Mapping[str, Placement]  # by axis
 
@@ -136,7 +140,8 @@ def split_of_positions(model: ParallelModule, length: int) -> SplitCache | None:
     words = dict(model.attention)
     axes = tuple(axis for axis in _axes_without_weights(model) if axis in words)
     num = math.prod(model.mesh.axis_size(axis) for axis in axes)
-    return SplitCache(-(-length // (BLOCK * num)) * BLOCK * num, num, axes) if axes else None
+    positions = -(-length // (BLOCK * num)) * BLOCK * num
+    return SplitCache(positions, num, BLOCK, axes) if axes else None
 
 
 def _axes_without_weights(model: ParallelModule) -> list[str]:
@@ -152,7 +157,7 @@ def _over_positions(split: SplitCache | None, mesh: Mesh) -> dict[str, Placement
     if split is None:
         return {}
     placements: dict[str, Placement] = {}
-    blocks = split.positions // (BLOCK * split.num)
+    blocks = split.positions // (split.block * split.num)
     for axis in split.axes:
         placements[axis] = Shard(2, blocks=blocks)
         blocks *= mesh.axis_size(axis)

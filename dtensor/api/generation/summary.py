@@ -25,7 +25,7 @@ class Summary:
     """The result of `Generator.summary`. ``kv_bytes``: the bytes of the caches on each rank;
     ``caches``: their specs; ``collectives``: how many a run of decode has, by (kind, axis);
     ``bytes_sent``: in a run of decode, by the rank that sends most; ``rows``: the slots, and spare
-    ones that make them divisible."""
+    ones that make them divisible; ``positions``: how positions are split, "" if they are not."""
 
     head: str
     slots: int
@@ -36,6 +36,7 @@ class Summary:
     caches: tuple[str, ...]
     collectives: dict[tuple[str, str], int]
     bytes_sent: int
+    positions: str = ""
 
     def __str__(self) -> str:
         sizes = sorted(set(self.kv_bytes), reverse=True)
@@ -48,15 +49,24 @@ class Summary:
             f"  cache      {per_rank} on each rank, of {', '.join(self.caches)}",
             f"  a token    {', '.join(collectives) or 'no communication'}{bytes_text}",
         ]
+        if self.positions:
+            lines.append(f"  positions  {self.positions}")
         if self.rows > self.slots:
             lines.append(f"  rows       {self.rows}, so that they divide")
         return "\n".join(lines)
 
 
 def summary_of(
-    head: str, decode: Plan, slots: int, rows: int, length: int, buckets: tuple[int, ...]
+    head: str,
+    decode: Plan,
+    slots: int,
+    rows: int,
+    length: int,
+    buckets: tuple[int, ...],
+    positions: str,
 ) -> Summary:
-    """Return the summary of a generator, from its plan of decode. ``head``: the first line."""
+    """Return the summary of a generator, from its plan of decode. ``head``: the first line;
+    ``positions``: as in `Summary`."""
     kv_bytes = [0] * decode.mesh.size
     caches: dict[str, None] = {}
     mesh = None
@@ -84,4 +94,5 @@ def summary_of(
         caches=tuple(caches),
         collectives=dict(collectives),
         bytes_sent=decode.totals.bytes_sent,
+        positions=positions,
     )

@@ -24,19 +24,20 @@ from dtensor.sharding.ops.call import OpCall
 from dtensor.sharding.plan.choose.choose_composites import expand_ops
 from dtensor.sharding.plan.dataflow import Dataflow, Expansion, Op
 
-BLOCK = 256
-"""The positions of a block. Blocks are dealt to the ranks in turn, so that a short text already
-uses all ranks."""
-
 
 @dataclass(frozen=True, slots=True)
 class SplitCache:
-    """KV caches of ``positions`` positions, whose blocks of `BLOCK` are dealt to ``num`` parts, the
-    ranks of ``axes``."""
+    """KV caches of ``positions`` positions. Blocks of ``block`` positions are dealt in turn to
+    ``num`` parts, the ranks of ``axes``."""
 
     positions: int
     num: int
+    block: int
     axes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        axes = ", ".join(self.axes)
+        return f"{self.positions}, in blocks of {self.block} dealt in turn over {axes}"
 
 
 def split_cache(flow: Dataflow, cache: SplitCache) -> Dataflow:
@@ -47,18 +48,19 @@ def split_cache(flow: Dataflow, cache: SplitCache) -> Dataflow:
             return None
         q, k = op.call.operands[:2]
         reads_cache = q.shape[2] == 1 and k.shape[2] == cache.positions
-        return partial(_expansion, num=cache.num) if reads_cache else None
+        return partial(_expansion, num=cache.num, block=cache.block) if reads_cache else None
 
     return expand_ops(flow, expander)
 
 
 @lru_cache(maxsize=64)
-def _expansion(call: OpCall, num: int) -> Expansion | None:
-    return traced(call, partial(_DECOMPOSITIONS[call.target], num))
+def _expansion(call: OpCall, num: int, block: int) -> Expansion | None:
+    return traced(call, partial(_DECOMPOSITIONS[call.target], num, block))
 
 
 def _in_parts(
     num: int,
+    block: int,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -68,7 +70,7 @@ def _in_parts(
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the output and the log-sum-exp of masked attention."""
-    parts = torch.ops.dt.cache_attention(q, k, v, mask, scale, num, BLOCK, softcap)
+    parts = torch.ops.dt.cache_attention(q, k, v, mask, scale, num, block, softcap)
     folded = torch.ops.dt.cache_attention_fold(parts, sinks)
     return folded[..., :-1].to(q.dtype), folded[..., -1]
 

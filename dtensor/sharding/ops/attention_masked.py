@@ -127,9 +127,7 @@ def _zero_and_minus_infinity(dtype: torch.dtype, device: torch.device) -> tuple[
     )
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Run the kernel of the device and head dim; return the output and its log-sum-exp."""
     lse_dtype = accumulation_dtype(q.dtype)
     if is_empty(q, k):

@@ -40,11 +40,13 @@ def _cache_attention(
     softcap: float = 0.0,
 ) -> Tensor:
     """Return attention to each of ``num`` parts of the positions, with its log-sum-exp."""
-    parts = [
-        _part(q, *(_positions_of_part(x, i, num, block) for x in (k, v, mask.mT)), scale, softcap)
-        for i in range(num)
-    ]
-    return torch.stack(parts) if parts else _fake(q, k, v, mask, scale, num, block)
+    if not num or q.numel() == 0:
+        return _fake(q, k, v, mask, scale, num, block)
+    parts: list[Tensor] = []
+    for i in range(num):
+        ki, vi, seen = (_positions_of_part(x, i, num, block) for x in (k, v, mask.mT))
+        parts.append(_part(q, ki, vi, seen.mT, scale, softcap))
+    return torch.stack(parts)
 
 
 def _positions_of_part(x: Tensor, part: int, num: int, block: int) -> Tensor:
@@ -56,8 +58,8 @@ def _positions_of_part(x: Tensor, part: int, num: int, block: int) -> Tensor:
 
 def _part(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float) -> Tensor:
     """Return [b h t f+1]: attention to these positions, and its log-sum-exp, -inf for a query that
-    sees none of them. ``mask``: [b h s t]."""
-    mask, dtype = mask.mT, accumulation_dtype(q.dtype)
+    sees none of them."""
+    dtype = accumulation_dtype(q.dtype)
     if softcap or k.shape != v.shape:
         out, lse = _written_out(q, k, v, mask, scale, softcap)
     else:

@@ -50,6 +50,7 @@ UNCHECKED = {
     "dt.attention_backward.default",
     "dt.attention_masked.default",
     "dt.attention_masked_backward.default",
+    "dt.cache_attention.default",
     "aten._scaled_dot_product_flash_attention_for_cpu.default",
     "aten._scaled_dot_product_flash_attention_for_cpu_backward.default",
     "aten._embedding_bag.default",

@@ -107,6 +107,12 @@ def _attention_masked(heads: int, groups: int, mask: str) -> Sample:
     return of(f"b {heads} t 4", f"b {groups} s 4", f"b {groups} s 4", mask, 0.5)
 
 
+def _cache_attention(heads: int, groups: int, mask: str, softcap: float, width: int) -> Sample:
+    """3 parts of 2 blocks of 2 positions."""
+    k, v = f"b {groups} 12 4", f"b {groups} 12 {width}"
+    return of(f"b {heads} t 4", k, v, mask, 0.5, 3, 2, softcap)
+
+
 def _pick_heads(have: list[int], heads: list[int]) -> Sample:
     """Keys or values in which the heads of one group are equal."""
     return lambda d: call(d(f"b {max(have) + 1} s 4")[:, have], have, heads)
@@ -148,6 +154,13 @@ MATMUL: dict[str, list[Sample]] = {
     "dt.attention_masked_backward.default": [
         lambda d, m=m: _attention_masked_backward(d, *m) for m in _MASKS
     ],
+    "dt.cache_attention.default": [
+        _cache_attention(4, 4, "?b 1 1 12", 0.0, 4),
+        _cache_attention(6, 3, "b 1 t 12", 0.0, 4),
+        _cache_attention(6, 2, "?b 1 t 12", 2.0, 4),
+        _cache_attention(2, 2, "?1 1 t 12", 0.0, 3),
+    ],
+    "dt.cache_attention_fold.default": [of("3 b h t 5"), of("3 b h t 5", "h")],
     "dt.pick_heads.default": [
         _pick_heads([0, 1], [0, 0, 0, 1, 1, 1]),
         _pick_heads([0, 0, 1, 0, 1], [0, 0, 0, 1, 1, 1]),  # the copies of 3 ranks

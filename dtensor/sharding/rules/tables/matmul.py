@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import dtensor.sharding.ops.attention_masked  # noqa: F401  # pyright: ignore[reportUnusedImport]
+import dtensor.sharding.ops.attention_masked  # pyright: ignore[reportUnusedImport]
 import dtensor.sharding.ops.cache_attention  # noqa: F401  # pyright: ignore[reportUnusedImport]
 from dtensor.errors import PlanningError
 from dtensor.sharding.local import local_forms
