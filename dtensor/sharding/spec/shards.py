@@ -13,6 +13,7 @@ These functions do not communicate. Generated code on actors calls `block`, `joi
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -163,9 +164,13 @@ def block(x: torch.Tensor, where: Where) -> torch.Tensor:
 
 def join(pieces: Sequence[torch.Tensor], shape: Sequence[int], *wheres: Where) -> torch.Tensor:
     """Return a tensor of ``shape`` with ``pieces[i]`` at the global indices ``wheres[i]``."""
-    dim = _cat_dim(shape, wheres)
-    if dim is not None:
-        return torch.cat(list(pieces), dim)
+    partial = [
+        dim for dim, size in enumerate(shape) if any(where[dim] != ((0, size),) for where in wheres)
+    ]
+    if len(partial) == 1:
+        runs = _runs(pieces, partial[0], [where[partial[0]] for where in wheres])
+        if runs:
+            return torch.cat(runs, partial[0])
     result = pieces[0].new_empty(list(shape))
     for piece, where in zip(pieces, wheres, strict=True):
         if piece.numel():
@@ -173,32 +178,38 @@ def join(pieces: Sequence[torch.Tensor], shape: Sequence[int], *wheres: Where) -
     return result
 
 
-def _cat_dim(shape: Sequence[int], wheres: Sequence[Where]) -> int | None:
-    """Return the dim along which `torch.cat` joins blocks at these indices; None if there is none:
-    the blocks differ in several dims, or are not consecutive intervals of one dim."""
-    partial = [
-        dim for dim, size in enumerate(shape) if any(where[dim] != ((0, size),) for where in wheres)
-    ]
-    if len(partial) != 1:
-        return None
-    position = 0
-    for where in wheres:
-        intervals = where[partial[0]]
-        if not intervals:
-            continue
-        if len(intervals) != 1 or intervals[0][0] != position:
-            return None
-        position = intervals[0][1]
-    return partial[0]
+def _runs(
+    pieces: Sequence[torch.Tensor], dim: int, held: Sequence[Intervals]
+) -> list[torch.Tensor]:
+    """Return the parts of the pieces in the order of the indices of ``dim``, for `torch.cat`; none
+    if the parts do not follow each other from index 0. ``held``: the intervals of each piece."""
+    runs: list[tuple[int, int, torch.Tensor]] = []
+    for piece, intervals in zip(pieces, held, strict=True):
+        offset = 0
+        for lo, hi in intervals:
+            part = piece if len(intervals) == 1 else piece.narrow(dim, offset, hi - lo)
+            runs.append((lo, hi, part))
+            offset += hi - lo
+    runs.sort(key=lambda run: run[0])
+    follow = all(hi == lo for (_, hi, _), (lo, _, _) in itertools.pairwise(runs))
+    return [part for _, _, part in runs] if follow and runs and runs[0][0] == 0 else []
 
 
 def write(result: torch.Tensor, piece: torch.Tensor, where: Where) -> None:
     """Copy ``piece`` into the block ``where`` of ``result``."""
-    if all(len(intervals) == 1 for intervals in where):
+    several = [dim for dim, intervals in enumerate(where) if len(intervals) != 1]
+    if len(several) < 2:
         for dim, intervals in enumerate(where):
-            lo, hi = intervals[0]
-            result = result.narrow(dim, lo, hi - lo)
-        result.copy_(piece)
+            if dim not in several:
+                lo, hi = intervals[0]
+                result = result.narrow(dim, lo, hi - lo)
+        if not several:
+            result.copy_(piece)
+            return
+        offset, dim = 0, several[0]
+        for lo, hi in where[dim]:
+            result.narrow(dim, lo, hi - lo).copy_(piece.narrow(dim, offset, hi - lo))
+            offset += hi - lo
         return
     index: list[torch.Tensor] = []
     for dim, intervals in enumerate(where):

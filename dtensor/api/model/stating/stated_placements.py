@@ -463,8 +463,9 @@ def _as_placement(value: object) -> str:
 
 
 def show(value: object) -> str:
-    if value is Row or value is Column or value is Zigzag:
-        return f"{value.__name__} without ()"
+    for function in (Row, Column, Zigzag):
+        if value is function:
+            return f"{function.__name__} without ()"
     return shown(value)
 
 
