@@ -10,7 +10,8 @@ three times. Attention whose mask is stated by comparisons gets a mask of [b 1 1
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -68,13 +69,53 @@ def _in_parts(
     scale: float,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return the output and the log-sum-exp of masked attention."""
+) -> tuple[Tensor, Tensor] | None:
+    """Return the output and the log-sum-exp of masked attention; None if the mask is the same for
+    all keys."""
+    mask = mask[(None,) * (4 - mask.dim())]
+    if mask.shape[3] != k.shape[2]:
+        return None
     parts = torch.ops.dt.cache_attention(q, k, v, mask, scale, num, block, softcap)
     folded = torch.ops.dt.cache_attention_fold(parts, sinks)
     return folded[..., :-1].to(q.dtype), folded[..., -1]
 
 
+def _compared_in_parts(
+    num: int,
+    block: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool,
+    scale: float,
+    window: Sequence[int] = (),
+    softcap: float = 0.0,
+    query_values: Sequence[Tensor] | None = None,
+    key_values: Sequence[Tensor] | None = None,
+    comparisons: Sequence[str] | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor] | None:
+    """Return the output and the log-sum-exp of attention whose mask is stated by comparisons; None
+    if the places of keys in the cache count, which are no places in a text."""
+    if is_causal or window:
+        return None
+    mask: Tensor | None = None
+    queries = iter(query_values or ())
+    for key, word in zip(key_values or (), comparisons or (), strict=True):
+        keys = key[:, None, None, :]
+        is_visible = keys if word == "key" else getattr(operator, word)(_column(queries), keys)
+        mask = is_visible if mask is None else mask & is_visible
+    if mask is None:
+        mask = torch.ones(1, 1, 1, k.shape[2], dtype=torch.bool, device=k.device)
+    return _in_parts(num, block, q, k, v, mask, scale, softcap, sinks)
+
+
+def _column(values: Iterator[Tensor]) -> Tensor:
+    """Return the next values of queries [b t] as [b 1 t 1]."""
+    return next(values)[:, None, :, None]
+
+
 _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    torch.ops.dt.attention.default: _compared_in_parts,
     torch.ops.dt.attention_masked.default: _in_parts,
 }
