@@ -149,8 +149,10 @@ def test_cache_positions_are_split_and_ranks_gather_their_parts_of_attention(
     assert decode.totals.bytes_sent == 2 * (num - 1) * 2 * 4 * (8 + 1) * 4
     (tokens,) = (i.spec for i in gen.plan("prefill").inputs if i.label == "tokens")
     assert str(tokens).startswith("i64[2,16@")
+    actor = dt.replica(model, dt.Mesh(name="play", cp=2), attention=dict(cp="gather"))
+    assert dt.generator(actor, slots=2, length=30).summary().caches == ("f32[2,4,4*8@cp,8]",)
     with pytest.raises(PlanningError, match=r"attention= splits positions over cp(.|\n)*fix: "):
-        dt.generator(model, slots=2, length=30, prefill=model)
+        dt.generator(actor, slots=2, length=30, prefill=model)
 
 
 @pytest.mark.slow

@@ -50,12 +50,13 @@ def replica(
     placements: Mapping[str, StatedRoles] | None = None,
     *,
     stages: Stages | None = None,
+    attention: Mapping[str, str] | None = None,
 ) -> ParallelModule:
     """Return a replica of the policy on another mesh, which has no values until the first `sync`.
 
     Args:
         policy: the parallelized module.
-        placements, stages: as for `parallelize`, for ``mesh``; stages cannot be "auto".
+        placements, stages, attention: as for `parallelize`, for ``mesh``; stages cannot be "auto".
 
     A replica can be used like a parallelized module, but `train_step` cannot train it. Raises
     PlanningError as `parallelize` does, for a replica of a replica, and for the policy's own mesh.
@@ -74,7 +75,8 @@ def replica(
             f"the policy is on {policy.mesh}, and a replica lives on another mesh.\n"
             f"fix: dt.Mesh({text}) is another one, which may share the ranks"
         )
-    actor = parallelize(_meta_copy(policy.module), mesh, placements, stages=stages)
+    module = _meta_copy(policy.module)
+    actor = parallelize(module, mesh, placements, stages=stages, attention=attention)
     if actor.stage_plan.waiting:
         raise PlanningError(
             f"stages={stages!r}: a program chooses them when it first runs, and a replica's values "
