@@ -86,8 +86,9 @@ def write_shard_in_place(
     """Run the op ``kind`` in place on the rank's shard x, writing only the rows that the indices
     name.
 
-    On a GPU this waits for the number of indices that the rank holds. Ops that add are computed out
-    of place and copied: without the other ranks' rows, 16-bit sums would be added in another order.
+    On a GPU this waits for the number of indices that the rank holds, unless a scatter has a single
+    index along the dim. Ops that add are computed out of place and copied: without the other ranks'
+    rows, 16-bit sums would be added in another order.
     """
     if kind in ("index_add", "index_put_add", "scatter_add"):
         x.copy_(write_shard(kind, x, dim, index, source, pieces, size, alpha))
@@ -95,6 +96,12 @@ def write_shard_in_place(
     check_range(index, size, -size)
     index = torch.where(index < 0, index + size, index).long()
     is_local, local = local_positions(index, pieces)
+    if kind == "scatter" and index.shape[dim] == 1 and x.shape[dim]:
+        # no two indices name one element, so the other ranks' indices may write what is there
+        if isinstance(source, Tensor) and source.dim():
+            source = source[tuple(slice(n) for n in index.shape)]
+        x.scatter_(dim, local, torch.where(is_local, source, x.gather(dim, local)).to(x.dtype))
+        return
     if kind == "scatter":  # an index for each element
         local_elements = is_local.nonzero(as_tuple=True)
         positions: list[Tensor | None] = [*local_elements]
