@@ -8,7 +8,8 @@ The functions have the arguments and results of the dt ops of these names, local
 kernel, because the backward reads the forward's lse.
 
 Invariants: the op computes what flash does not support: float32 and float64, head sizes above 256
-or not divisible by 8, and a causal mask that is not square, which flash aligns at the other corner.
+or not divisible by 8, values of another width than keys, and a causal mask that is not square,
+which flash aligns at the other corner.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return out[b h t d] with q's layout and lse[b h t] in float32; q[b h t d], k, v[b g s d]."""
-    if not _is_supported(q, k, is_causal):
+    if not _is_supported(q, k, v, is_causal):
         return torch.ops.dt.attention(q, k, v, is_causal, scale)
     q_rows, k_rows, v_rows = map(_aligned_rows, (q, k, v))
     out, lse, *_ = _aten._scaled_dot_product_flash_attention(
@@ -48,7 +49,7 @@ def attention_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq[b h t d], dk[b g s d] and dv[b g s d] with the layouts of q, k and v."""
-    if not _is_supported(q, k, is_causal):
+    if not _is_supported(q, k, v, is_causal):
         args = (grad, q, k, v, out, lse, is_causal, scale)
         return torch.ops.dt.attention_backward(*args)
     # The operator requires the random state of dropout, which is not used.
@@ -62,7 +63,7 @@ def attention_backward(
     return laid_as(q, dq), laid_as(k, dk), laid_as(v, dv)
 
 
-def _is_supported(q: Tensor, k: Tensor, is_causal: bool) -> bool:
+def _is_supported(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
     """Return whether torch's flash kernels support these operands on this GPU."""
     d = q.shape[-1]
     capability = _capability(q.device)
@@ -70,6 +71,7 @@ def _is_supported(q: Tensor, k: Tensor, is_causal: bool) -> bool:
         capability >= (8, 0)
         and q.dtype in (torch.float16, torch.bfloat16)
         and d % 8 == 0
+        and v.shape[-1] == d
         and d <= (192 if capability in _SMALL_SHARED_MEMORY else 256)
         and (q.shape[2] == k.shape[2] or not is_causal)
         and q.numel() > 0

@@ -22,10 +22,11 @@ from dtensor.daft import Backend, Call, launch_cluster
 from dtensor.daft.run import worker
 from dtensor.daft.run.engine import Engine
 from dtensor.runtime.optimizer.shard_optimizer import ShardOptimizer, Updated, absent
-from dtensor.sharding.ops.attention import (
-    _attention_math,
-    _attention_math_backward,
+from dtensor.sharding.local.attention_kernels import (
     aligned,
+    attention_math,
+    attention_math_backward,
+    causal_mask,
     rows_first,
 )
 from tests.daft.programs import Collectives, function, program, same_bits
@@ -249,8 +250,9 @@ def test_attention_kernel_matches_reference_on_device(
     grads = torch.ops.dt.attention_backward(grad, q, k, v, out, lse, is_causal, 0.3)
     results = [(out, lse, *grads)]
     if shape[1] == shape[2]:  # what CUDA uses for float64 and for rows its kernel does not take
-        out, lse = _attention_math(q, k, v, is_causal, 0.3)
-        grads = _attention_math_backward(grad, q, k, v, out, lse, is_causal, 0.3)
+        mask = causal_mask(q, k) if is_causal else None
+        out, lse = attention_math(q, k, v, mask, 0.3)
+        grads = attention_math_backward(grad, q, k, v, out, lse, mask, 0.3)
         results.append((out, lse, *grads))
     for found in results:
         for a, b in zip(found, expected, strict=True):

@@ -11,7 +11,7 @@ pytest.importorskip("transformers", reason=missing("transformers"))
 
 from dtensor.api.rule import op_overloads
 from dtensor.sharding.rules.dtypes import Dtypes, Half, same_float_dtype
-from dtensor.sharding.rules.tables.dtypes import DTYPES
+from dtensor.sharding.rules.tables.dtypes import DTYPES, VALUES
 from dtensor.testing.oracle import call_of
 from tests.certify.dtypes import disagreements, varied_operands
 from tests.certify.samples import SAMPLES, Draw
@@ -41,6 +41,10 @@ NEITHER: dict[str, object] = {
     "dt.add_layer_norm.default": "same",
     "dt.add_rms_norm.default": "promote",
     "dt.bias_gelu_backward.default": "same",
+    "dt.attention.default": Half((0, 1, 2), free=VALUES),
+    "dt.attention_backward.default": Half((0, 1, 2, 3, 4), free=VALUES[3:]),
+    "dt.attention_part.default": Half((0, 1, 2), free=VALUES),
+    "dt.attention_part_backward.default": Half((0, 1, 2, 3), free=VALUES[1:]),
     "dt.attention_masked.default": Half((0, 1, 2), free=(3,)),
     "dt.cache_attention.default": Half((0, 1, 2), free=(3,)),
     "dt.attention_masked_backward.default": Half((0, 1, 2, 3, 5), free=(4,)),

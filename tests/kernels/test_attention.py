@@ -90,12 +90,12 @@ def test_attention_falls_back_to_op_if_flash_does_not_support_call(
             attention.attention_backward(q, q, k, k, out, lse, is_causal, 0.1)
         assert called.names[0] == "dt::attention", what
         assert "dt::attention_backward" in called.names, what
-    long = (heads(4, 32, 256), heads(2, 32, 256), False)
+    long = (heads(4, 32, 256), heads(2, 32, 256), heads(2, 32, 256), False)
     assert attention._is_supported(*long)
     monkeypatch.setattr(attention, "_capability", lambda device: (8, 9))
     assert not attention._is_supported(*long)
     monkeypatch.setattr(attention, "_capability", lambda device: (7, 5))
-    assert not attention._is_supported(heads(4, 32), heads(2, 32), False)
+    assert not attention._is_supported(heads(4, 32), heads(2, 32), heads(2, 32), False)
 
 
 def test_attention_on_cpu_uses_op() -> None:
@@ -133,7 +133,7 @@ def test_flash_attention_on_gpu_matches_cpu_float32(groups: int, is_causal: bool
     shape = {"q": 8, "k": groups, "v": groups, "grad": 8}
     wide = {n: torch.randn(2, h, 160, 64, generator=made) for n, h in shape.items()}
     q, k, v, grad = (x.bfloat16().cuda() for x in wide.values())
-    assert attention._is_supported(q, k, is_causal)
+    assert attention._is_supported(q, k, v, is_causal)
     out, lse = attention.attention(q, k, v, is_causal, 0.125)
     grads = attention.attention_backward(grad, q, k, v, out, lse, is_causal, 0.125)
     q, k, v, grad = (x.cpu().float() for x in (q, k, v, grad))

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-import dtensor.sharding.ops.attention_masked as attention_masked
+import dtensor.sharding.ops.attention_masked
 import dtensor.sharding.ops.batch_norm  # noqa: F401  (registers the ops)
 import dtensor.sharding.ops.norms as norms
 import dtensor.sharding.ops.rope as rope
@@ -29,6 +29,7 @@ from dtensor.frontend.capture.decompose import has_rule, table
 from dtensor.frontend.capture.simplify import simplify
 from dtensor.frontend.graph import op_call
 from dtensor.private_torch import FakeTensorMode, pytree
+from dtensor.sharding.local import attention_kernels
 from dtensor.sharding.ops.call import OpCall, Operand
 from dtensor.sharding.plan.dataflow import Expansion
 
@@ -288,8 +289,8 @@ _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     torch.ops.dt.rms_norm_backward.default: norms.rms_norm_backward,
     torch.ops.dt.add_rms_norm.default: norms.add_rms_norm,
     torch.ops.dt.add_layer_norm.default: _add_layer_norm,
-    torch.ops.dt.attention_masked.default: attention_masked.written_out,
-    torch.ops.dt.attention_masked_backward.default: attention_masked.written_out_backward,
+    torch.ops.dt.attention_masked.default: attention_kernels.written_out,
+    torch.ops.dt.attention_masked_backward.default: attention_kernels.written_out_backward,
     torch.ops.dt.rope.default: rope.rope,
     torch.ops.dt.rope_backward.default: rope.rope_backward,
     **_BATCH_NORMS,

@@ -243,7 +243,8 @@ class CodeBuilder:
             case _ if isinstance(value, _LITERAL_TYPES):
                 return repr(value)
             case OpOverload() if value in PLAIN and self.device.type != "meta":
-                return self.bind("constant", PLAIN[value])  # which another function calls
+                kernel = kernel_of(value, self.device)  # which another function calls
+                return self.bind("constant", kernel.function if kernel else PLAIN[value])
             case _:
                 return self.bind("constant", value)
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dtensor.numerics import accumulation_dtype, is_narrow
@@ -249,9 +250,20 @@ _flash_attention = flash_attention_for_cpu  # calling it is faster than calling 
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, is_causal: bool, attn_mask: Tensor | None, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Call the CPU kernel of attention, which is right only if the last dim has stride 1."""
+    """Call the CPU kernel of attention, which is right only if the last dim has stride 1. If keys
+    and values have different widths, which it does not take, they are padded with zeros."""
+    width = v.shape[-1]
+    if q.shape[-1] != width:
+        q, k, v = _of_one_width(q, k, v)
     q, k, v = [x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v)]
-    return _flash_attention(q, k, v, 0.0, is_causal, attn_mask=attn_mask, scale=scale)
+    out, lse = _flash_attention(q, k, v, 0.0, is_causal, attn_mask=attn_mask, scale=scale)
+    return out if out.shape[-1] == width else out[..., :width], lse
+
+
+def _of_one_width(*tensors: Tensor) -> list[Tensor]:
+    """Return the tensors with their last dims padded with zeros to the largest one."""
+    width = max(x.shape[-1] for x in tensors)
+    return [F.pad(x, (0, width - x.shape[-1])) for x in tensors]
 
 
 def flash_attention_backward(
@@ -265,13 +277,18 @@ def flash_attention_backward(
     attn_mask: Tensor | None,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Call the backward of the CPU kernel. It also needs a last dim of stride 1, and assumes that
-    lse [b h t] has the memory of a contiguous [b t h], as its forward returns it."""
+    """Call the backward of the CPU kernel. It also needs a last dim of stride 1 and one width, and
+    assumes that lse [b h t] has the memory of a contiguous [b t h], as its forward returns it."""
+    widths = [x.shape[-1] for x in (q, k, v)]
+    if widths[0] != widths[2]:
+        grad, q, k, v, out = _of_one_width(grad, q, k, v, out)
     grad, q, k, v, out = (x if x.stride(-1) == 1 else x.contiguous() for x in (grad, q, k, v, out))
     lse = lse.transpose(1, 2).contiguous().transpose(1, 2)
     dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
         grad, q, k, v, out, lse, 0.0, is_causal, attn_mask=attn_mask, scale=scale
     )
+    if dq.shape[-1] != widths[0] or dv.shape[-1] != widths[2]:
+        dq, dk, dv = (dx[..., :n] for dx, n in zip((dq, dk, dv), widths, strict=True))
     return dq, dk, dv
 
 

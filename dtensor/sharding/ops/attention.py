@@ -1,6 +1,6 @@
 """Ops of the namespace ``dt``: attention, embedding of row shards, marks and checks.
 
-    attention(q[b h t d], k[b g s d], v[b g s d]) -> out[b h t d], lse[b h t]        h = g * r
+    attention(q[b h t e], k[b g s e], v[b g s f]) -> out[b h t f], lse[b h t]        h = g * r
     embedding_shard(weight[r d], ids[...]) -> out[... d]  the sum over row shards is the embedding
     annotate(x[...], text) -> x[...]                      states placements, does nothing
     linalg_checked(x[... m n], info[...]) -> x[... m n]   raises torch's error if an info is not 0
@@ -17,7 +17,6 @@ Invariants of all dt ops: they do not alias or mutate inputs; they are right if 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,8 +25,15 @@ from torch import Tensor
 from torch.fx.node import has_side_effect
 
 from dtensor.numerics import accumulation_dtype
+from dtensor.sharding.local import attention_kernels, split_attention
+from dtensor.sharding.local.attention_kernels import Gradients, like_output
 from dtensor.sharding.local.in_range import check_range
-from dtensor.sharding.local.local_forms import flash_attention, flash_attention_backward
+from dtensor.sharding.local.split_attention import (
+    COMPARISONS,
+    KEY,
+    attention_over,
+    attention_over_backward,
+)
 from dtensor.sharding.ops import (
     cross_entropy as cross_entropy,  # registers the ops of cross entropy
 )
@@ -36,174 +42,161 @@ from dtensor.sharding.ops.library import LIBRARY, define, laid_as, local_index
 
 # -- attention ---------------------------------------------------------------------------------
 
+_MASK_OPTIONS = (
+    "int[] window=[], float softcap=0.0, Tensor[]? query_values=None, Tensor[]? key_values=None, "
+    "str[]? comparisons=None"
+)
+"""The options of all attention ops, which follow their other arguments:
 
-def repeat_groups(x: Tensor, num_heads: int) -> Tensor:
-    """Return k or v [b g s d] with each group repeated for its query heads, [b h s d]."""
-    groups = x.shape[1]
-    return x if groups == num_heads else x.repeat_interleave(num_heads // groups, dim=1)
+window: [before, after]: a query sees the keys at its position - before, ..., position + after; -1
+    is no limit. ``is_causal`` hides the keys at later positions. Positions of queries and of keys
+    count from 0.
+softcap: scores x become softcap * tanh(x / softcap), before keys are hidden; 0: they stay.
+comparisons: conditions for a key to be visible: ``query_values[j] eq key_values[i]``, or ne, lt,
+    le, gt, ge; "key": ``key_values[i]``, a bool, alone, and query_values has no tensor for it.
+query_values, key_values: of each token: [b t] or [1 t], [b s] or [1 s].
 
-
-def sum_groups(grad: Tensor, num_groups: int) -> Tensor:
-    """Return the gradient of `repeat_groups`: [b h s d] -> [b g s d], summed over query heads."""
-    b, h, s, d = grad.shape
-    if h == num_groups:
-        return grad
-    return grad.reshape(b, num_groups, h // num_groups, s, d).sum(2)
-
-
-def _scores(q: Tensor, k: Tensor, is_causal: bool, scale: float) -> Tensor:
-    """Return q k^T * scale [b h t s], in float32 for 16-bit dtypes; -inf where s > t if causal."""
-    scores = (q @ k.mT) * scale
-    if is_causal:
-        mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
-        scores = scores.masked_fill(~mask, float("-inf"))
-    return scores.to(accumulation_dtype(scores.dtype))
-
-
-def efficient_on_cuda(q: Tensor) -> bool:
-    """Return whether CUDA's memory-efficient kernel takes this head dim: rows of 16 bytes."""
-    return q.dtype != torch.float64 and (q.shape[-1] * q.element_size()) % 16 == 0
-
-
-def aligned(x: Tensor) -> Tensor:
-    """Return x, or a contiguous copy if its rows do not start on multiples of 16 bytes or have a
-    stride other than 1, which CUDA's kernel does not take."""
-    starts = (x.data_ptr(), *(step * x.element_size() for step in x.stride()[:-1]))
-    is_aligned = x.stride(-1) == 1 and all(start % 16 == 0 for start in starts)
-    return x if is_aligned else x.clone(memory_format=torch.contiguous_format)
-
-
-def rows_first(out: Tensor) -> Tensor:
-    """Return out[b h t d] with the memory of a [b t h d], as CUDA's backward kernel assumes."""
-    return aligned(out.transpose(1, 2).contiguous()).transpose(1, 2)
-
-
-def _attention_math(
-    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Return attention and its log-sum-exp by plain ops. k and v have as many heads as q."""
-    scores = _scores(q, k, is_causal, scale)
-    lse = scores.logsumexp(-1)
-    return (scores - lse[..., None]).exp().to(v.dtype) @ v, lse
-
-
-def _attention_math_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    is_causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of `_attention_math` with respect to q, k and v."""
-    # dS = P * (grad v^T - sum(grad * out)); dq = scale dS k; dk = scale dS^T q; dv = P^T grad
-    p = (_scores(q, k, is_causal, scale) - lse[..., None]).exp()
-    row_sums = (grad.to(p.dtype) * out.to(p.dtype)).sum(-1, keepdim=True)
-    ds = (p * ((grad @ v.mT).to(p.dtype) - row_sums) * scale).to(q.dtype)
-    return ds @ k, ds.mT @ q, p.to(grad.dtype).mT @ grad
-
-
-def is_empty(q: Tensor, k: Tensor) -> bool:
-    return q.numel() == 0 or k.numel() == 0
-
-
-def efficient_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor,
-    is_causal: bool, scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Call the backward of CUDA's memory-efficient kernel. k and v have as many heads as q."""
-    padded_lse = lse.new_full((*lse.shape[:2], -(-q.shape[2] // 32) * 32), math.inf)
-    padded_lse[..., : lse.shape[2]] = lse  # the weights of a row with an lse of inf are 0
-    no_seed = torch.empty((), dtype=torch.int64, device=q.device)
-    dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-        aligned(grad), aligned(q), aligned(k), aligned(v), bias, rows_first(out), padded_lse,
-        no_seed, no_seed, 0.0, (True, True, True, False), is_causal, scale=scale,
-    )  # fmt: skip
-    return dq, dk, dv
-
-
-def _attention(
-    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Run the kernel of the device and head dim; return the output and its log-sum-exp."""
-    lse_dtype = accumulation_dtype(q.dtype)
-    if is_empty(q, k):
-        lse = torch.full(q.shape[:3], float("-inf"), dtype=lse_dtype, device=q.device)
-        return torch.zeros_like(q), lse
-    if q.device.type == "cpu":  # its kernel takes grouped heads
-        out, lse = flash_attention(q, k, v, is_causal, None, scale)
-    elif efficient_on_cuda(q):
-        k, v = repeat_groups(k, q.shape[1]), repeat_groups(v, q.shape[1])
-        out, lse, _, _ = torch.ops.aten._scaled_dot_product_efficient_attention(
-            aligned(q), aligned(k), aligned(v), None, True, 0.0, is_causal, scale=scale
-        )
-        lse = lse[..., : q.shape[2]]  # the kernel pads the row dim
-    else:
-        k, v = repeat_groups(k, q.shape[1]), repeat_groups(v, q.shape[1])
-        out, lse = _attention_math(q, k, v, is_causal, scale)
-    # the kernels return dense results: if the strides are q's, they are also empty_like(q)'s
-    out = out if out.stride() == q.stride() else laid_as(q, out)
-    return out, lse.to(lse_dtype).contiguous()
+``sinks``: one more logit of each query head [h], without a value. The lse counts it.
+"""
 
 
 def check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise ValueError unless these are q[b h t d], k[b g s d], v[b g s d] with h = g * r."""
-    b, h, _, d = q.shape
-    if k.dim() != 4 or k.shape != v.shape or k.shape[0] != b or k.shape[3] != d:
+    """Raise ValueError unless these are q[b h t e], k[b g s e], v[b g s f] with h = g * r."""
+    b, h, _, e = q.shape
+    if k.dim() != 4 or k.shape[:3] != v.shape[:3] or k.shape[0] != b or k.shape[3] != e:
         raise ValueError(
-            f"attention takes q[b h t d], k[b g s d], v[b g s d]; got {list(q.shape)}, "
+            f"attention takes q[b h t e], k[b g s e], v[b g s f]; got {list(q.shape)}, "
             f"{list(k.shape)}, {list(v.shape)}"
         )
     if h != k.shape[1] and (k.shape[1] == 0 or h % k.shape[1] != 0):
         raise ValueError(f"attention splits {h} heads evenly over groups; got {k.shape[1]} groups")
 
 
-def _attention_fake(
-    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Return empty tensors like the output and its log-sum-exp."""
-    check_heads(q, k, v)
-    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
-
-
-def _attention_backward(
-    grad: Tensor,
+def check_options(
     q: Tensor,
     k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    is_causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v, with the strides of q, k and v."""
-    groups = k.shape[1]
-    if is_empty(q, k):
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    num = groups if q.device.type == "cpu" else q.shape[1]
-    ks, vs = repeat_groups(k, num), repeat_groups(v, num)
-    if q.device.type == "cpu":
-        dq, dk, dv = flash_attention_backward(grad, q, ks, vs, out, lse, is_causal, None, scale)
-    elif efficient_on_cuda(q):
-        dq, dk, dv = efficient_backward(grad, q, ks, vs, None, out, lse, is_causal, scale)
-    else:
-        dq, dk, dv = _attention_math_backward(grad, q, ks, vs, out, lse, is_causal, scale)
-    dk, dv = sum_groups(dk, groups), sum_groups(dv, groups)
-    pairs = ((q, dq), (k, dk), (v, dv))
-    dq, dk, dv = (laid_as(x, dx.to(x.dtype)) for x, dx in pairs)
+    window: Sequence[int] = (),
+    softcap: float = 0.0,
+    query_values: Sequence[Tensor] | None = None,
+    key_values: Sequence[Tensor] | None = None,
+    comparisons: Sequence[str] | None = None,
+    sinks: Tensor | None = None,
+) -> None:
+    """Raise ValueError if an option does not fit the queries q[b h t e] and the keys k[b g s e]."""
+    if len(window) not in (0, 2) or any(n < -1 for n in window) or softcap < 0:
+        raise ValueError(
+            f"window=[before, after] has two numbers of at least -1, and softcap is at least 0; "
+            f"got window={list(window)}, softcap={softcap}"
+        )
+    query_values, key_values, comparisons = query_values or (), key_values or (), comparisons or ()
+    unknown = [word for word in comparisons if word != KEY and word not in COMPARISONS]
+    num_queries = sum(word != KEY for word in comparisons)
+    if unknown or (len(query_values), len(key_values)) != (num_queries, len(comparisons)):
+        raise ValueError(
+            f"each comparison is one of {', '.join((*COMPARISONS, KEY))}, and has one of "
+            f"key_values and, but for {KEY!r}, one of query_values; got {list(comparisons)}, "
+            f"{len(query_values)} query_values, {len(key_values)} key_values"
+        )
+    for name, values, x in (("query", query_values, q), ("key", key_values, k)):
+        for each in values:
+            if (
+                each.dim() != 2
+                or each.shape[0] not in (1, q.shape[0])
+                or each.shape[1] != x.shape[2]
+            ):
+                fits = [q.shape[0], x.shape[2]]
+                raise ValueError(
+                    f"{name}_values of {fits} tokens are wanted; got {list(each.shape)}"
+                )
+    if sinks is not None and sinks.shape != q.shape[1:2]:
+        raise ValueError(f"sinks have one logit a head: [{q.shape[1]}]; got {list(sinks.shape)}")
+
+
+def laid_as_output(q: Tensor, v: Tensor, out: Tensor) -> Tensor:
+    """Return the output with the strides of `like_output`."""
+    if q.shape[3] == v.shape[3]:
+        # kernels return dense results: if the strides are q's, they are also empty_like(q)'s
+        return out if out.stride() == q.stride() else laid_as(q, out)
+    like = like_output(q.to("meta"), v.to("meta"))
+    return (
+        out if out.stride() == like.stride() else out.transpose(1, 2).contiguous().transpose(1, 2)
+    )
+
+
+def laid_as_operands(q: Tensor, k: Tensor, v: Tensor, grads: Gradients) -> Gradients:
+    """Return the gradients of q, k and v with their strides and dtypes."""
+    dq, dk, dv = (laid_as(x, dx.to(x.dtype)) for x, dx in zip((q, k, v), grads, strict=True))
     return dq, dk, dv
 
 
+def empty_results(q: Tensor, v: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    """Return empty tensors like the output, in q's dtype or ``dtype``, and its log-sum-exp."""
+    out = torch.empty_like(like_output(q, v), dtype=dtype or q.dtype)
+    return out, q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
+
+
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, *options: Any
+) -> tuple[Tensor, Tensor]:
+    """Return the output and its log-sum-exp."""
+    *mask_options, sinks = _with_defaults(options)
+    if _is_plain(*mask_options) and sinks is None:
+        out, lse = attention_kernels.attention(q, k, v, is_causal, scale)
+    else:
+        run = attention_kernels.attention
+        positions = _all_positions(q), _all_positions(k)
+        out, lse = attention_over(q, k, v, run, *positions, is_causal, scale, sinks, *mask_options)
+    return laid_as_output(q, v, out), lse
+
+
+def _attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, is_causal: bool,
+    scale: float, *options: Any,
+) -> Gradients:  # fmt: skip
+    """Return the gradients of q, k and v, with the strides of q, k and v."""
+    run, positions = attention_kernels.attention_backward, (_all_positions(q), _all_positions(k))
+    if _is_plain(*options):
+        grads = run(grad, q, k, v, out, lse, is_causal, scale)
+    else:
+        results = out, lse
+        grads = attention_over_backward(
+            grad, q, k, v, run, *positions, *results, is_causal, scale, *options
+        )
+    return laid_as_operands(q, k, v, grads)
+
+
+def _all_positions(x: Tensor) -> tuple[tuple[int, int], ...]:
+    return ((0, x.shape[2]),) if x.shape[2] else ()
+
+
+def _with_defaults(options: Sequence[Any]) -> Sequence[Any]:
+    """Return the mask options and the sinks, with defaults for those that are left out."""
+    return (*options, *((), 0.0, None, None, None, None)[len(options) :])
+
+
+def _is_plain(*options: Any) -> bool:
+    """Return whether no mask option is given."""
+    return not any(options)
+
+
+def _attention_fake(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, *options: Any
+) -> tuple[Tensor, Tensor]:
+    """Return empty tensors like the output and its log-sum-exp."""
+    check_heads(q, k, v)
+    check_options(q, k, *options)
+    return empty_results(q, v)
+
+
 define(
-    "attention(Tensor q, Tensor k, Tensor v, bool is_causal, float scale) -> (Tensor, Tensor)",
+    f"attention(Tensor q, Tensor k, Tensor v, bool is_causal, float scale, {_MASK_OPTIONS}, "
+    "Tensor? sinks=None) -> (Tensor, Tensor)",
     _attention,
     _attention_fake,
 )
 define(
     "attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    "bool is_causal, float scale) -> (Tensor, Tensor, Tensor)",
+    f"bool is_causal, float scale, {_MASK_OPTIONS}) -> (Tensor, Tensor, Tensor)",
     _attention_backward,
     lambda grad, q, k, v, *_: (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)),
 )
@@ -211,24 +204,111 @@ define(
 
 def _attention_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     """Save the tensors of the backward; the log-sum-exp is not differentiable."""
-    q, k, v, ctx.is_causal, ctx.scale = inputs
+    q, k, v, ctx.is_causal, ctx.scale, *options = inputs
+    window, softcap, query_values, key_values, comparisons, sinks = options
     out, lse = output
     ctx.mark_non_differentiable(lse)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, out, lse)
+    ctx.options, ctx.num_values = (window, softcap, comparisons), len(query_values or ())
+    ctx.no_grads = tuple(map(_no_grad, inputs[3:10]))
+    ctx.save_for_backward(q, k, v, out, lse, sinks, *(query_values or ()), *(key_values or ()))
 
 
 def _attention_grad(ctx: Any, grad: Tensor | None, _lse: None) -> tuple[Any, ...]:
-    """Return the gradients of q, k and v, and None for is_causal and scale."""
+    """Return the gradients of q, k, v and the sinks, and None for the other inputs."""
+    num_inputs = len(ctx.needs_input_grad)  # without those that have their default value
     if grad is None:
-        return (None,) * 5
-    q, k, v, out, lse = ctx.saved_tensors
-    grads = torch.ops.dt.attention_backward(grad, q, k, v, out, lse, ctx.is_causal, ctx.scale)
-    return (*grads, None, None)
+        return (None, None, None, *ctx.no_grads, None)[:num_inputs]
+    q, k, v, out, lse, sinks, *values = ctx.saved_tensors
+    window, softcap, comparisons = ctx.options
+    options: tuple[Any, ...] = (window, softcap)
+    if comparisons:
+        options = (*options, values[: ctx.num_values], values[ctx.num_values :], comparisons)
+    op = torch.ops.dt.attention_backward
+    grads = op(grad, q, k, v, out, lse, ctx.is_causal, ctx.scale, *options)
+    sinks_grad = None if sinks is None else _sinks_grad(sinks, grad, out, lse)
+    return (*grads, *ctx.no_grads, sinks_grad)[:num_inputs]
+
+
+def _no_grad(value: Any) -> Any:
+    """Return None in the structure that torch wants for the gradient of this argument."""
+    is_tensors = isinstance(value, list) and all(isinstance(x, Tensor) for x in value)
+    return [None] * len(value) if is_tensors else None
+
+
+def _sinks_grad(sinks: Tensor, grad: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+    """Return the gradient of the sinks [h]: minus their weights exp(sink - lse), each times the
+    gradient of the output in the direction of the output, summed over queries."""
+    row_sums = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    weights = (sinks.to(lse.dtype)[None, :, None] - lse).exp()
+    return -(weights * row_sums).sum((0, 2)).to(sinks.dtype)
 
 
 torch.library.register_autograd(
     "dt::attention", _attention_grad, setup_context=_attention_setup, lib=LIBRARY
+)
+
+
+# -- parts of the keys, for a ring ----------------------------------------------------------------
+
+
+def _part(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tensor | None, is_causal: bool,
+    scale: float, shift: int, is_last: bool, *options: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the fold of ``out`` and ``lse`` (None: of nothing, or of the sinks) with attention to
+    these keys. Until ``is_last`` the output is in the accumulation dtype, and the lse of queries
+    without a key is -inf. The rank at r of an axis that splits the tokens holds the keys of the
+    rank r - ``shift``."""
+    *mask_options, sinks = _with_defaults(options)
+    fold = _all_positions(q), _all_positions(k), out, lse
+    run = attention_kernels.attention
+    out, lse = split_attention.attention_part(
+        q, k, v, run, *fold, is_causal, scale, is_last, sinks, *mask_options
+    )
+    return laid_as_output(q, v, out), lse
+
+
+def _part_fake(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tensor | None, is_causal: bool,
+    scale: float, shift: int, is_last: bool, *options: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    check_heads(q, k, v)
+    check_options(q, k, *options)
+    return empty_results(q, v, q.dtype if is_last else accumulation_dtype(q.dtype))
+
+
+def _part_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dq: Tensor | None,
+    is_causal: bool, scale: float, shift: int, *options: Any,
+) -> Gradients:  # fmt: skip
+    """Return ``dq`` (None: 0) plus the gradient of q from these keys, in the accumulation dtype,
+    and the gradients of these keys and values; ``out`` and ``lse`` are those of all keys."""
+    fold = _all_positions(q), _all_positions(k), out, lse, dq
+    run = attention_kernels.attention_backward
+    dq, dk, dv = split_attention.attention_part_backward(
+        grad, q, k, v, run, *fold, is_causal, scale, *options
+    )
+    return laid_as(q, dq), laid_as(k, dk), laid_as(v, dv)
+
+
+define(
+    "attention_part(Tensor q, Tensor k, Tensor v, Tensor? out, Tensor? lse, bool is_causal, "
+    f"float scale, int shift, bool is_last, {_MASK_OPTIONS}, Tensor? sinks=None) "
+    "-> (Tensor, Tensor)",
+    _part,
+    _part_fake,
+)
+define(
+    "attention_part_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    f"Tensor? dq, bool is_causal, float scale, int shift, {_MASK_OPTIONS}) "
+    "-> (Tensor, Tensor, Tensor)",
+    _part_backward,
+    lambda grad, q, k, v, *_: (
+        torch.empty_like(q, dtype=accumulation_dtype(q.dtype)),
+        torch.empty_like(k),
+        torch.empty_like(v),
+    ),
 )
 
 

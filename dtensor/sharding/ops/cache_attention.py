@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from dtensor.numerics import accumulation_dtype
-from dtensor.sharding.ops.attention_masked import attend
+from dtensor.sharding.local.attention_kernels import attention_masked
 from dtensor.sharding.ops.library import define
 
 
@@ -63,7 +63,7 @@ def _part(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: 
     if softcap or k.shape != v.shape:
         out, lse = _written_out(q, k, v, mask, scale, softcap)
     else:
-        out, lse = attend(q, k, v, mask, scale)
+        out, lse = attention_masked(q, k, v, mask, scale)
         sees_key = (mask if mask.dtype == torch.bool else mask > -math.inf).any(-1)
         lse = torch.where(sees_key, lse, -math.inf)
     return torch.cat([out.to(dtype), lse[..., None]], -1)

@@ -104,14 +104,16 @@ class Strategy:
         return any(isinstance(p, Shard) for p in (*self.operands, *self.results))
 
 
-def fullest_rank(
-    call: OpCall, strategies: Sequence[tuple[Strategy, int]]
-) -> tuple[float, list[float]]:
+Strategies = Sequence[tuple[Strategy, int]]
+"""The strategy of an op on each axis, with the axis' size."""
+
+
+def fullest_rank(call: OpCall, rule: Rule, strategies: Strategies) -> tuple[float, list[float]]:
     """Return the fraction of the op's work that the fullest rank does, and the fraction of each
     operand and result that it holds, 0 for a result that the op does not return.
 
-    ``strategies``: the strategy on each axis, with the axis' size. An axis that splits a factor
-    reduces the work once, by its share of the first dim with the factor.
+    An axis that splits a factor reduces the work once, by its share of the first dim with the
+    factor; `Rule.imbalance` corrects it if the work is not proportional to the indices.
     """
     metas = (*call.operands, *call.results)
     cuts: list[dict[int, dict[int, tuple[Shard, int]]]] = [{} for _ in metas]  # by dim, by axis
@@ -134,7 +136,13 @@ def fullest_rank(
                 work *= share
                 uncounted.difference_update(by_axis)
         fractions.append(fraction)
-    return work, fractions
+    return work if rule.imbalance is None else work * rule.imbalance(strategies), fractions
+
+
+def fullest_over_mean(call: OpCall, rule: Rule, strategies: Strategies) -> float:
+    """Return the work of the fullest rank over the mean of all ranks among which it is split."""
+    work, _ = fullest_rank(call, rule, strategies)
+    return work * math.prod(num for strategy, num in strategies if strategy.shards_work)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +160,8 @@ class Rule:
     reduce: the reduction that combines the parts of a contracted factor.
     localize: rewrites the call for one rank if the local call differs from the global one.
     flops: floating-point operations of the global call, 0 if memory traffic dominates.
+    imbalance: the share of the work of the fullest rank over its share of the indices; None if work
+        is proportional to indices.
     kind, dtypes, parts: see `Kind`, dtypes.py and `Parts`.
     of_loss: sums over a split factor are parts of a loss, one number a row, and stay pending.
     fallback: the rule for a shard that does not line up with the factors of this rule; it is
@@ -173,6 +183,7 @@ class Rule:
     reduce: ReduceOp = "sum"
     localize: Localizer | None = None
     flops: int = 0
+    imbalance: Callable[[Strategies], float] | None = None
     kind: Kind = "compute"
     dtypes: Dtypes = "promote"
     of_loss: bool = False

@@ -15,7 +15,7 @@ from torch import Tensor
 from dtensor.frontend.capture import capture
 from dtensor.private_torch import cuda_bindings, pytree
 from dtensor.runtime.lower import state_writes
-from dtensor.sharding.ops import attention_masked
+from dtensor.sharding.local import attention_kernels
 from dtensor.testing.gpus.host import VisibleGpu, device_wait, here, host_wait
 from dtensor.testing.gpus.tensors import SimTensor
 from dtensor.testing.gpus.world import Clock, Kernel
@@ -258,9 +258,9 @@ PATCHES: tuple[tuple[Any, str, Any], ...] = (
     (state_writes, "is_alias_of", is_alias_of),
     (capture, "_capture_graph", capture_alone),
     (
-        attention_masked,
+        attention_kernels,
         "_zero_and_minus_infinity",
-        cached_by_gpu(attention_masked._zero_and_minus_infinity.__wrapped__),  # pyright: ignore
+        cached_by_gpu(attention_kernels._zero_and_minus_infinity.__wrapped__),  # pyright: ignore
     ),
     (Tensor, "pin_memory", pin_memory),
     (Tensor, "is_pinned", lambda x, *_: getattr(x, "_dtensor_pinned", False)),

@@ -48,6 +48,8 @@ UNCHECKED = {
     "aten.lu_unpack.default",
     "dt.attention.default",
     "dt.attention_backward.default",
+    "dt.attention_part.default",
+    "dt.attention_part_backward.default",
     "dt.attention_masked.default",
     "dt.attention_masked_backward.default",
     "dt.cache_attention.default",

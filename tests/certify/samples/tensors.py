@@ -96,6 +96,55 @@ def _attention_backward(d: Draw, heads: int, groups: int, causal: bool) -> Call:
     return call(d(f"b {heads} t e"), q, k, v, out, lse, causal, 0.5)
 
 
+def _attention_of(
+    d: Draw, heads: int, groups: int, options: str, keys: str = "t", part: bool = False
+) -> tuple[list[Any], list[Any]]:
+    """Return q, k, v and the options of an attention op. ``options`` has letters: c is_causal, w a
+    window, s a softcap, d documents, p padding, k sinks. Values are wider than keys."""
+    tensors = [d(f"b {heads} t 4"), d(f"b {groups} {keys} 4"), d(f"b {groups} {keys} 6")]
+    values: list[tuple[Any, str, Any]] = []
+    if "d" in options:
+        values.append((d.ints("b t", 2), "eq", d.ints(f"b {keys}", 2)))
+    if "p" in options:
+        values.append((None, "key", d.bools(f"1 {keys}")))
+    window = [0, 0] if part else [2, -1] if "w" in options else []
+    queries = [q for q, _, _ in values if q is not None]
+    mask = [window, 0.7 if "s" in options else 0.0, queries, [k for _, _, k in values]]
+    sinks = d(str(heads)) if "k" in options else None
+    return tensors, ["c" in options, 0.5, *mask, [word for _, word, _ in values], sinks]
+
+
+def _attention_with(d: Draw, heads: int, groups: int, options: str) -> Call:
+    tensors, others = _attention_of(d, heads, groups, options, "s")
+    return call(*tensors, *others)
+
+
+def _attention_with_backward(d: Draw, heads: int, groups: int, options: str) -> Call:
+    tensors, others = _attention_of(d, heads, groups, options, "s")
+    results = torch.ops.dt.attention(*tensors, *others)
+    return call(d(f"b {heads} t 6"), *tensors, *results, *others[:-1])
+
+
+def _attention_part(d: Draw, heads: int, groups: int, options: str, begins: bool) -> Call:
+    """A query sees only its own key, so that parts with a shift of 0 have all pairs; parts of other
+    shifts are tested together (tests/sharding/test_split_attention.py)."""
+    tensors, (causal, scale, *others) = _attention_of(d, heads, groups, options, part=True)
+    fold = (None, None) if begins else (d(f"b {heads} t 6"), d(f"b {heads} t"))
+    return call(*tensors, *fold, causal, scale, 0, not begins, *others)
+
+
+def _attention_part_backward(d: Draw, heads: int, groups: int, options: str, begins: bool) -> Call:
+    tensors, others = _attention_of(d, heads, groups, options, part=True)
+    results = torch.ops.dt.attention(*tensors, *others)
+    dq = None if begins else d(f"b {heads} t 4")
+    grads = d(f"b {heads} t 6"), *tensors, *results, dq
+    return call(*grads, *others[:2], 0, *others[2:-1])
+
+
+_OPTIONS = ((4, 4, "cw"), (6, 2, "dk"), (6, 3, "cps"), (4, 1, "cwdpsk"))
+_PARTS = ((4, 4, "c", True), (6, 2, "dk", False), (6, 3, "cps", False))
+
+
 def _attention_masked_backward(d: Draw, heads: int, groups: int, mask: str) -> Call:
     (q, k, v, seen, scale), _ = _attention_masked(heads, groups, mask)(d)
     out, lse = torch.ops.dt.attention_masked(q, k, v, seen, scale)
@@ -145,10 +194,16 @@ MATMUL: dict[str, list[Sample]] = {
     "dt.attention.default": [
         of(f"b {heads} t e", f"b {groups} t e", f"b {groups} t e", causal, 0.5)
         for heads, groups, causal in ((4, 4, True), (6, 2, False), (6, 3, True))
-    ],
+    ]
+    + [lambda d, how=how: _attention_with(d, *how) for how in _OPTIONS],
     "dt.attention_backward.default": [
         lambda d, how=how: _attention_backward(d, *how)
         for how in ((4, 4, True), (6, 2, False), (3, 3, True))
+    ]
+    + [lambda d, how=how: _attention_with_backward(d, *how) for how in _OPTIONS],
+    "dt.attention_part.default": [lambda d, how=how: _attention_part(d, *how) for how in _PARTS],
+    "dt.attention_part_backward.default": [
+        lambda d, how=how: _attention_part_backward(d, *how) for how in _PARTS
     ],
     "dt.attention_masked.default": [_attention_masked(*m) for m in _MASKS],
     "dt.attention_masked_backward.default": [

@@ -448,7 +448,7 @@ class Prices:
         strategies.append((self.axis, strategy))
         metas = (*op.call.operands, *op.call.results)
         work, fractions = fullest_rank(
-            op.call, [(s, mesh.axis_size(axis)) for axis, s in strategies]
+            op.call, rule, [(s, mesh.axis_size(axis)) for axis, s in strategies]
         )
         bytes_moved = sum(
             math.prod(meta.shape) * meta.dtype.itemsize * fraction

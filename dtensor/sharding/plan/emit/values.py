@@ -102,7 +102,7 @@ class Emitter:
             s is None or _not_split_by_microbatch(s) for s in results
         )
         sizes = [(s, self.mesh.axis_size(axis)) for axis, s in strategies.items()]
-        work, _ = fullest_rank(op.call, sizes)
+        work, _ = fullest_rank(op.call, self.rules[op.name], sizes)
         self.steps.append(
             Compute(
                 op=op,

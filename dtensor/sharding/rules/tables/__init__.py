@@ -5,6 +5,7 @@ from __future__ import annotations
 from dtensor.sharding.rules.build import with_dtypes, with_parts
 from dtensor.sharding.rules.registry import register
 from dtensor.sharding.rules.tables import (
+    attention,
     conv,
     create,
     diagonals,
@@ -28,6 +29,7 @@ from dtensor.sharding.rules.tables.dtypes import DTYPES, parts_of
 from dtensor.sharding.rules.tables.unsplittable import Unsplittable
 
 TABLES = (
+    attention,
     conv,
     create,
     diagonals,

@@ -22,11 +22,14 @@ from dtensor.sharding.rules.build import full_names, retarget
 from dtensor.sharding.rules.dtypes import Dtypes, Half, same_float_dtype
 from dtensor.sharding.rules.rule import Parts
 
+VALUES = tuple(range(3, 32))
+"""The operands of attention after q, k and v: values of tokens, sinks, folds of parts."""
+
 # Backwards of norms are missing: torch's meta kernels state bfloat16 for their float32 statistics.
 _OPS_BY_DTYPES: dict[Dtypes, str] = {
     "same": """
         mm bmm mv dot addmm baddbmm addbmm addmv linear convolution convolution_backward
-        dt.attention dt.add_layer_norm dt.bias_gelu_backward dt.dropout_add dt.gated_backward
+        dt.add_layer_norm dt.bias_gelu_backward dt.dropout_add dt.gated_backward
         _adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward _cdist_forward
         _cdist_backward _pdist_backward _fused_rms_norm_backward _histogramdd_from_bin_tensors
         _linalg_solve_ex _softmax_backward_data _log_softmax_backward_data _prelu_kernel
@@ -52,7 +55,9 @@ _OPS_BY_DTYPES: dict[Dtypes, str] = {
         _batch_norm_with_update_functional _native_batch_norm_legit.no_stats
         _native_batch_norm_legit_functional _native_batch_norm_legit_no_training""",
     Half((0, 1, 2)): "_scaled_dot_product_flash_attention_for_cpu",
-    Half((0, 1, 2, 3, 4)): "dt.attention_backward",
+    Half((0, 1, 2), free=VALUES): "dt.attention dt.attention_part",
+    Half((0, 1, 2, 3, 4), free=VALUES[3:]): "dt.attention_backward",
+    Half((0, 1, 2, 3), free=VALUES[1:]): "dt.attention_part_backward",
     Half((0, 1, 2), free=(3,)): "dt.attention_masked dt.cache_attention",
     Half((0, 1, 2, 3, 5), free=(4,)): "dt.attention_masked_backward",
 }
