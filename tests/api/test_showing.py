@@ -141,7 +141,7 @@ longest       mm  models.py:26   x6  15.4 ns
               mm  models.py:28   x6  15.4 ns
               mm  models.py:51   x6  12.3 ns
               mm  models.py:100  x3   7.7 ns
-computes      372.74 kFLOP
+computes      360.19 kFLOP
 predicted     7.33 ms a step (H100 SXM bf16, NVLink), host-bound
               compute 193.3 ns, communication 168.17 us, host 7.16 ms""",
     )

@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import dtensor.sharding.ops.attention  # noqa: F401
-import dtensor.sharding.ops.attention_masked as attention_masked
+import dtensor.sharding.ops.attention
+import dtensor.sharding.ops.attention_masked  # noqa: F401
 from dtensor.numerics import fold
+from dtensor.sharding.local import attention_kernels
 from dtensor.sharding.ops.cross_entropy import PIECE_ELEMENTS
 from tests.frontend.eager import close
 
@@ -116,9 +117,9 @@ def test_attention_masked_matches_torch_with_gradients(
         close(a, b, 3e-6)
     assert lse.is_contiguous() and not lse.requires_grad and lse.isfinite().all()
     plain = [x.detach() for x in (q, k, v)]
-    for a, b in zip(attention_masked.written_out(*plain, given, 0.3), (out, lse), strict=True):
+    for a, b in zip(attention_kernels.written_out(*plain, given, 0.3), (out, lse), strict=True):
         close(a, b)
-    written = attention_masked.written_out_backward(
+    written = attention_kernels.written_out_backward(
         cotangent, *plain, given, out.detach(), lse, 0.3
     )
     for a, b in zip(written, grads, strict=True):
