@@ -142,13 +142,16 @@ class WriterBlock(nn.Module):
         q, k, v = (
             f(h).view(b, t, self.heads, -1).transpose(1, 2) for f in (self.q, self.k, self.v)
         )
-        if cache is None:
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        else:
+        if cache is not None:
             k, v = cache.update(self.number, k, v)
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=cache.mask())
+        y = self.attend(q, k, v, cache)
         x = x + self.o(y.transpose(1, 2).reshape(b, t, width))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: Any) -> Tensor:
+        if cache is None:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=cache.mask())
 
 
 def writer() -> Writer:

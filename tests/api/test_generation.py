@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import dtensor as dt
 from dtensor.api.eager.tensor import DTensor
@@ -26,6 +27,7 @@ from tests.api.generation import (
     FAMILIES,
     MESHES,
     VOCAB,
+    WriterBlock,
     alone,
     build,
     by_transformers,
@@ -153,6 +155,26 @@ def test_cache_positions_are_split_and_ranks_gather_their_parts_of_attention(
     assert dt.generator(actor, slots=2, length=30).summary().caches == ("f32[2,4,4*8@cp,8]",)
     with pytest.raises(PlanningError, match=r"attention= splits positions over cp(.|\n)*fix: "):
         dt.generator(actor, slots=2, length=30, prefill=model)
+
+
+def test_split_positions_keep_windows_softcap_and_sinks_of_attention(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The mask is stated by comparisons, as the capture of a Hugging Face model states it."""
+
+    def attend(self: WriterBlock, q: Tensor, k: Tensor, v: Tensor, cache: Any) -> Tensor:
+        pos, keys = (torch.arange(x.shape[2])[None] for x in (q, k))
+        pos = pos if cache is None else cache.pos
+        values = [pos, pos - 5], [keys, keys], ["ge", "lt"]
+        return torch.ops.dt.attention(q, k, v, False, 0.3, [], 2.0, *values, torch.ones(4))[0]
+
+    monkeypatch.setattr(programs, "BLOCK", 4)
+    monkeypatch.setattr(WriterBlock, "attend", attend)
+    model = dt.parallelize(writer(), dt.Mesh(cp=2), {}, attention=dict(cp="gather"))
+    gen = dt.generator(model, slots=1, length=24, buckets=(8,))
+    (text,) = gen([[5, 17, 3, 9, 8, 7]], max_new_tokens=14)
+    assert list(text.tokens) == greedy(writer(), [5, 17, 3, 9, 8, 7], 14)
+    assert gen.plan("decode").totals.bytes_sent == 2 * 4 * (8 + 1) * 4
 
 
 @pytest.mark.slow
