@@ -53,7 +53,8 @@ class CollectiveKind:
         return num_inputs == (size if self.divided else at == 0 if self.rooted else 1)
 
     def given(self, inputs: Sequence[T], to: int) -> Sequence[T]:
-        """Return the part of a member's inputs that member ``to`` receives."""
+        """Return the part of a member's inputs that member ``to`` receives, if the kind does not
+        rotate."""
         return inputs[to : to + 1] if self.divided else inputs
 
     def got(self, inputs: Sequence[T], outputs: Sequence[T], at: int, of: int) -> Sequence[T]:
