@@ -1,5 +1,5 @@
-"""Tests which attention masks capture removes or keeps, which heads it groups, and which
-attention it leaves as written.
+"""Tests which attention masks capture removes, replaces by terms or keeps, which heads it groups,
+and which attention it leaves as written.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dtensor.frontend.capture.capture import capture
 from dtensor.frontend.capture.recognise import constants
-from dtensor.frontend.graph import Graph
+from dtensor.frontend.graph import Graph, bound
 from tests.frontend.eager import check
 
 B, H, G, T, D = 2, 4, 2, 6, 8
@@ -36,6 +36,13 @@ def masks(graph: Graph) -> list[tuple[int, ...]]:
     """Return the mask shape of each dt.attention_masked of the graph."""
     found = (n for n in graph.nodes if n.target is torch.ops.dt.attention_masked.default)
     return [tuple(n.args[3].meta["val"].shape) for n in found]
+
+
+def terms(graph: Graph) -> tuple[bool, list[int], list[str]]:
+    """Return is_causal, the window and the comparisons of the only dt.attention of the graph."""
+    (node,) = (n for n in graph.nodes if n.target is torch.ops.dt.attention.default)
+    a = bound(node)
+    return bool(a["is_causal"]), list(a["window"] or ()), list(a["comparisons"] or ())
 
 
 def captured(fn: Callable[..., Tensor], *args: Tensor) -> Graph:
@@ -133,13 +140,17 @@ def test_causal_mask_of_a_large_batch_is_computed_for_one_row(
     assert attentions(captured(fn, heads())) == [True]
 
 
-def test_values_narrower_than_keys_are_padded() -> None:
+@pytest.mark.parametrize("width", [5, 11])
+def test_values_of_another_width_reach_the_op(width: int) -> None:
     """Latent attention (DeepSeek-V3) has such values."""
 
-    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return squares(F.scaled_dot_product_attention(q, k, v[..., :5], is_causal=True))
+    def fn(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+        seen = (torch.arange(T) <= lengths[:, None])[:, None, None]
+        values = torch.cat([v, v], -1)[..., :width]
+        return squares(F.scaled_dot_product_attention(q, k, values, seen))
 
-    assert attentions(captured(fn, heads(), heads(seed=1), heads(seed=2))) == [True]
+    graph = captured(fn, heads(), heads(seed=1), heads(seed=2), torch.tensor([2, 5]))
+    assert terms(graph) == (False, [], ["key"])
 
 
 class Masked(nn.Module):
@@ -219,30 +230,104 @@ def dropping(q: Tensor, lengths: Tensor) -> Tensor:
 
 
 LENGTHS = torch.tensor([T, 3])
+DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 2, 3]])
+RESTARTS = torch.tensor([[0, 1, 2, 0, 1, 2], [5, 6, 0, 1, 0, 0]])
+LOWEST = torch.finfo(torch.float32).min
 Program = tuple[Callable[..., Tensor], tuple[Tensor, ...]]
-MASKED: dict[str, tuple[Program, tuple[int, ...]]] = {
-    "argument": ((by_argument, (heads(), LENGTHS)), (B, 1, 1, T)),
-    "expanded": ((expanded_padding, (heads(), LENGTHS)), (B, 1, 1, T)),
-    "all hidden": ((hidden, (heads(), LENGTHS)), (B, 1, T, T)),
-    "lowest": ((lowest, (heads(), LENGTHS)), (B, 1, 1, T)),
-    "frozen parameter": ((Masked(is_parameter=True), (heads(),)), (T, T)),
-    "buffer": ((Masked(is_parameter=False), (heads(),)), (T, T)),
-    "closure": ((by_closure, (heads(),)), (T, T)),
-    "in place": ((written_later, (heads(),)), (T, T)),
-    "window": ((windowed, (heads(),)), (T, T)),
-    "bias": ((distance, (heads(),)), (T, T)),
-    "heads": ((by_head, (heads(), torch.rand(H))), (1, H, T, T)),
-    "by chance": ((by_chance, (heads(),)), (T, T)),
-}
+
+
+def masked_by(mask: Callable[..., Tensor], *args: Tensor) -> Program:
+    """Return a program whose mask is ``mask(i[t 1], j[1 s], *args)``."""
+
+    def fn(q: Tensor, *args: Tensor) -> Tensor:
+        i, j = positions(q, q)
+        return squares(F.scaled_dot_product_attention(q, q, q, mask(i, j, *args)))
+
+    return fn, (heads(), *args)
+
+
+def same(x: Tensor) -> Tensor:
+    return (x[:, :, None] == x[:, None, :])[:, None]
+
+
+def in_documents(i: Tensor, j: Tensor, x: Tensor) -> Tensor:
+    """Return the mask of transformers for packed sequences, with a window of 3 tokens."""
+    documents = (torch.diff(x, prepend=x[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+    rows, at, to = torch.arange(B)[:, None, None, None], i[None, None], j[None, None]
+    query, key = x[rows, at], x[rows, to]
+    seen = query.new_ones((), dtype=torch.bool) & (key > query - 3) & (key <= query)
+    return seen & (documents[rows, at] == documents[rows, to])
+
+
+Terms = tuple[bool, list[int], list[str]]
+TERMS: dict[str, tuple[Program, Terms]] = {
+    "padding": ((by_argument, (heads(), LENGTHS)), (False, [], ["key"])),
+    "expanded": ((expanded_padding, (heads(), LENGTHS)), (False, [], ["key"])),
+    "all hidden": ((hidden, (heads(), LENGTHS)), (True, [], ["key"])),
+    "window": ((windowed, (heads(),)), (True, [1, 0], [])),
+    "distance": (masked_by(lambda i, j: (i - j).abs() <= 2), (False, [2, 2], [])),
+    "offset": (masked_by(lambda i, j: (j + 3 > i) & (i + 1 >= j)), (False, [2, 1], [])),
+    "earlier": (masked_by(lambda i, j: i > j), (False, [], ["gt"])),
+    "chunks": (masked_by(lambda i, j: i // 4 == j // 4), (False, [], ["eq"])),
+    "documents": (masked_by(lambda i, j, x: same(x) & (j <= i), DOCUMENTS), (True, [], ["eq"])),
+    "restarts": (masked_by(in_documents, RESTARTS), (True, [2, 0], ["eq"])),
+    "unequal": (masked_by(lambda i, j, x: ~same(x) & (j <= i), DOCUMENTS), (True, [], ["ne"])),
+    "not or": (masked_by(lambda i, j, x: ~(~same(x) | (j > i)), DOCUMENTS), (True, [], ["eq"])),
+    "lowest": (
+        masked_by(lambda i, j, x: torch.where(same(x) & (j <= i), 0.0, LOWEST), DOCUMENTS),
+        (True, [], ["eq"]),
+    ),
+    "infinite": (
+        masked_by(
+            lambda i, j, x: torch.zeros(B, 1, T, T).masked_fill(~same(x), -INFINITY), DOCUMENTS
+        ),
+        (False, [], ["eq"]),
+    ),
+    "sum": (
+        masked_by(
+            lambda i, j, x: torch.where(same(x), 0.0, LOWEST) + torch.where(j > i, LOWEST, 0.0),
+            DOCUMENTS,
+        ),
+        (True, [], ["eq"]),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TERMS, ids=TERMS)
+def test_conjunction_of_comparisons_becomes_terms(case: str) -> None:
+    (fn, args), expected = TERMS[case]
+    graph = captured(fn, *args)
+    assert terms(graph) == expected
+    forward = [n.meta["val"] for n in graph.nodes if n.meta["phase"] == "forward"]
+    assert not any(x.shape[-2:] == (T, T) for x in forward if isinstance(x, Tensor))
+
+
+MANY = "no conjunction of comparisons"
+MASKED: dict[str, tuple[Program, tuple[int, ...], str]] = {
+    "lowest": ((lowest, (heads(), LENGTHS)), (B, 1, 1, T), "gives the mean of all values"),
+    "frozen parameter": ((Masked(is_parameter=True), (heads(),)), (T, T), "adds numbers"),
+    "buffer": ((Masked(is_parameter=False), (heads(),)), (T, T), "adds numbers"),
+    "closure": ((by_closure, (heads(),)), (T, T), MANY),
+    "in place": ((written_later, (heads(),)), (T, T), "is changed in place"),
+    "bias": ((distance, (heads(),)), (T, T), "adds numbers"),
+    "heads": ((by_head, (heads(), torch.rand(H))), (1, H, T, T), "differs between heads"),
+    "by chance": ((by_chance, (heads(),)), (T, T), MANY),
+    "or": (
+        masked_by(lambda i, j, x: (j <= i) | (j < x[:, None, None, None]), LENGTHS),
+        (B, 1, T, T),
+        MANY,
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", MASKED, ids=MASKED)
-def test_needed_mask_is_passed_to_attention_masked(case: str) -> None:
-    (fn, args), shape = MASKED[case]
+def test_other_mask_is_passed_to_attention_masked_with_reason(case: str) -> None:
+    (fn, args), shape, reason = MASKED[case]
     graph = captured(fn, *args)
     assert attentions(graph) == [] and masks(graph) == [shape]
     (found,) = graph.recognised
-    assert (found.what, found.op, found.reason) == ("attention", "dt.attention_masked", "")
+    assert (found.what, found.op) == ("attention", "dt.attention_masked")
+    assert reason in found.reason, found.reason
 
 
 SLOPES = torch.rand(H).requires_grad_()
@@ -277,7 +362,8 @@ def test_boolean_mask_from_trained_number_needs_no_gradient() -> None:
         seen = torch.arange(T) < limit
         return squares(F.scaled_dot_product_attention(q, q, q, seen[None])) + limit * 2
 
-    assert masks(captured(fn, heads(), torch.tensor(3.5, requires_grad=True))) == [(1, T)]
+    graph = captured(fn, heads(), torch.tensor(3.5, requires_grad=True))
+    assert terms(graph) == (False, [], ["key"])
 
 
 def test_autocast_casts_additive_mask_to_16_bits() -> None:
@@ -349,7 +435,8 @@ def test_repeated_heads_become_grouped_query_attention_under_mask(
 
     q = heads(length=length)
     graph = captured(fn, q, heads(G, seed=1), heads(G, seed=2), torch.tensor([2, 5]))
-    (node,) = (n for n in graph.nodes if n.target is torch.ops.dt.attention_masked.default)
+    op = torch.ops.dt.attention if length == T else torch.ops.dt.attention_masked
+    (node,) = (n for n in graph.nodes if n.target is op.default)
     assert [tuple(x.meta["val"].shape)[1] for x in node.args[:3]] == [H, G, G]
 
 
@@ -388,14 +475,15 @@ def test_one_broadcast_key_head_is_one_group() -> None:
         return squares(F.scaled_dot_product_attention(q, k, v, seen))
 
     graph = captured(fn, heads(), heads(1, seed=1), heads(1, seed=2), torch.tensor([2, 5]))
-    assert masks(graph) == [(B, 1, 1, T)]
+    assert terms(graph) == (False, [], ["key"])
 
 
 def test_attention_left_as_written_with_narrow_values_applies_its_mask() -> None:
-    """The values are narrower than the keys, so the attention is not recognised."""
+    """No op takes values narrower than the keys with a mask that has no terms."""
 
     def fn(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
-        seen = (torch.arange(T) <= lengths[:, None])[:, None, None]
+        i, j = positions(q, k)
+        seen = ((j <= lengths[:, None, None]) | (j <= i))[:, None]
         return squares(F.scaled_dot_product_attention(q, k, v[..., : D // 2], seen))
 
     graph = captured(fn, heads(), heads(seed=1), heads(seed=2), torch.tensor([2, 5]))

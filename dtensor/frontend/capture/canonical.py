@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
+import dtensor.frontend.capture.transformers_attention
 import dtensor.sharding.ops.attention
 import dtensor.sharding.ops.experts  # noqa: F401  (likewise)
 from dtensor.frontend.capture.forward_mode import nodes_inside_jvp
@@ -67,6 +68,10 @@ def canonicalise(
     matches += _recognise(module.graph) if _has_anchor(module.graph) and not in_jvp else []
     for node in list(module.graph.nodes):
         if is_idle_dropout(node):
+            node.replace_all_uses_with(node.args[0])
+            module.graph.erase_node(node)
+            continue
+        if node.target is dt.written_attention.default:  # it was not recognised
             node.replace_all_uses_with(node.args[0])
             module.graph.erase_node(node)
             continue

@@ -50,6 +50,7 @@ from dtensor.frontend.capture.thread_patches import (
     patch_attributes,
     patch_flags,
 )
+from dtensor.frontend.capture.transformers_attention import attention_patches
 from dtensor.frontend.capture.transformers_experts import experts_patches
 from dtensor.frontend.capture.transformers_losses import loss_patches
 from dtensor.frontend.graph import type_text
@@ -100,6 +101,7 @@ def patched(*, below: FunctionType) -> Iterator[list[AppliedFunctions]]:
             "_checkpoint_without_reentrant_generator",
             lambda _: _checkpoint_generator(numbers),
         ),
+        *attention_patches(),
         *experts_patches(),
     ]
     originals = [vars(owner).get(name, print) for owner, name, _ in replacements]

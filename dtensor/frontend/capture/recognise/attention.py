@@ -22,82 +22,47 @@ from torch import Tensor, fx
 
 import dtensor.sharding.ops.attention_masked
 import dtensor.sharding.ops.heads  # noqa: F401  (registers the op)
-from dtensor.frontend.capture.recognise.constants import Constants, NotConstant, Writes
-from dtensor.frontend.capture.recognise.matching import NoMatch
-from dtensor.frontend.graph import Writer, bound
+from dtensor.frontend.capture.recognise.constants import Writes
+from dtensor.frontend.capture.recognise.mask_terms import MaskTerms, Terms
+from dtensor.frontend.capture.recognise.matching import NoMatch, erase_unused
+from dtensor.frontend.graph import Writer, bound, op_text
 
 aten: Any = torch.ops.aten
 dt: Any = torch.ops.dt
-_MASKED = dt.attention_masked.default
 
 _RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
 _COPIES = (aten.contiguous.default, aten.clone.default, aten.alias.default, aten.detach.default)
 
 
-Mask = tuple[fx.Node, int, int]
-"""A mask, the number of queries and the number of keys."""
-
-
-def simplify_mask(node: fx.Node, constants: Constants, mask_kinds: dict[Mask, bool | None]) -> None:
-    """Remove a mask that hides nothing; replace one that hides only later keys by `is_causal`.
-
-    ``mask_kinds``: earlier results, because layers share a mask, and computing a mask of thousands
-    of tokens takes a second.
-    """
+def simplify_mask(node: fx.Node, masks: MaskTerms) -> None:
+    """Remove a mask that hides nothing; replace one that hides only later keys by `is_causal`."""
     a = bound(node)
-    mask = a["attn_mask"]
-    if mask is None or a["is_causal"]:
+    if a["attn_mask"] is None or a["is_causal"]:
         return
-    key = (mask, a["query"].meta["val"].shape[-2], a["key"].meta["val"].shape[-2])
-    if key not in mask_kinds:
-        mask_kinds[key] = _mask_kind(*key, constants)
-    is_causal = mask_kinds[key]
-    if is_causal is None:
+    try:
+        terms = _terms(a, masks)
+    except NoMatch:
         return
-    a.update(attn_mask=None, is_causal=is_causal)
+    if terms.options():
+        return
+    a.update(attn_mask=None, is_causal=terms.is_causal)
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     node.args = tuple(a.pop(name) for name in names)
     node.kwargs = a
 
 
-def _mask_kind(mask: fx.Node, queries: int, keys: int, constants: Constants) -> bool | None:
-    """Return True for a causal mask, False for a mask that hides nothing, and None for others."""
-    try:
-        visible = _visible_keys(constants.value(mask))
-    except NotConstant:
-        return None
-    if visible is None or 0 in visible.shape or len(visible.shape) < 2:
-        return None
-    if bool(visible.all()):
-        return False
-    if tuple(visible.shape[-2:]) == (queries, keys) and bool(
-        (visible == _causal(queries, keys)).all()
-    ):
-        return True
-    return None
+def _terms(a: dict[str, Any], masks: MaskTerms) -> Terms:
+    """Return the terms of an attention's mask. Raises NoMatch with the reason if it has none."""
+    mask = a["attn_mask"]
+    terms = masks.of(mask, a["query"].meta["val"].shape[2], a["key"].meta["val"].shape[2])
+    if mask.meta["val"].is_floating_point() and not terms.sees_itself:
+        raise NoMatch("its mask gives the mean of all values to a query that sees no key")
+    return terms
 
 
-def _causal(queries: int, keys: int) -> Tensor:
-    """Return torch's causal mask: aligned to the first position if the two numbers differ."""
-    return torch.ones(queries, keys, dtype=torch.bool).tril()
-
-
-def _visible_keys(mask: Tensor) -> Tensor | None:
-    """Return which keys each query sees; None if the mask does more than hide keys."""
-    for dim in range(mask.dim() - 2):
-        if mask.stride(dim) == 0:
-            mask = mask.narrow(dim, 0, min(1, mask.shape[dim]))
-    if mask.dtype == torch.bool:
-        return mask
-    visible = mask == 0
-    # The lowest number of a dtype has the effect of -inf if the query sees at least one key.
-    hidden = (mask == -math.inf) | (mask == torch.finfo(mask.dtype).min)
-    return visible if bool((visible | hidden).all()) and bool(visible.any(-1).all()) else None
-
-
-def rewrite_attention(graph: fx.Graph, node: fx.Node, writes: Writes) -> str:
-    """Rewrite the attention in place as one dt op, and return the op's name. Call `simplify_mask`
-    before. Raises NoMatch with the reason if no dt op fits."""
+def rewrite_attention(graph: fx.Graph, node: fx.Node, masks: MaskTerms) -> tuple[str, str]:
+    """Rewrite the attention in place as one dt op. Return the op's name, and why the mask stays an
+    operand, or "". Call `simplify_mask` before. Raises NoMatch with the reason if no dt op fits."""
     a = bound(node)
     q, k, v = (a[name].meta["val"] for name in ("query", "key", "value"))
     out = node.meta["val"]
@@ -105,36 +70,65 @@ def rewrite_attention(graph: fx.Graph, node: fx.Node, writes: Writes) -> str:
         raise NoMatch("it drops weights, each by a number of its own")
     if not q.dim() == k.dim() == v.dim() == 4:
         raise NoMatch(f"its queries have {q.dim()} dims and not 4")
-    is_unequal = (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]) or k.shape[:3] != v.shape[:3]
-    narrower = q.shape[3] - v.shape[3]  # in latent attention, which is padded if no cache is read
-    if is_unequal or narrower < 0 or (narrower and a["attn_mask"] is not None):
+    if (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]) or k.shape[:3] != v.shape[:3]:
         raise NoMatch("its queries, keys and values have different sizes")
     is_grouped = k.shape[1] == 1 or (a["enable_gqa"] and q.shape[1] % k.shape[1] == 0)
     if q.shape[1] != k.shape[1] and not is_grouped:
         raise NoMatch("its queries and keys have different numbers of heads")
+    terms, reason = Terms(is_causal=a["is_causal"]), ""
     if a["attn_mask"] is not None:
         if a["is_causal"]:  # torch raises where it runs
             raise NoMatch("it has a mask and is_causal")
         if source := _differentiable_source(a["attn_mask"]):
             raise NoMatch(f"its mask depends on {source}, which wants a gradient")
-    keys, values = _before_repeat(node, a["key"], a["value"], writes)
+        try:
+            terms = _terms(a, masks)
+        except NoMatch as why:
+            reason = str(why)
+    if reason and q.shape[3] != v.shape[3]:
+        raise NoMatch(f"its values have another width than its keys, and {reason}")
+    keys, values = _before_repeat(node, a["key"], a["value"], masks.writes)
     call = Writer(graph, node)
     scale = a["scale"] if a["scale"] is not None else 1 / math.sqrt(q.shape[-1])
     tensors = [
         call.cast(x, val.dtype, out.dtype) for x, val in ((a["query"], q), (keys, k), (values, v))
     ]
-    if narrower:
-        tensors[2] = call(aten.constant_pad_nd.default, tensors[2], [0, narrower])
-    if a["attn_mask"] is None:
-        op, pair = "dt.attention", call(dt.attention.default, *tensors, a["is_causal"], scale)
+    if not reason:
+        op = dt.attention.default
+        pair = call(op, *tensors, terms.is_causal, scale, **terms.options())
     else:
-        mask = _before_expand(a["attn_mask"], node, writes)
+        op, mask = dt.attention_masked.default, a["attn_mask"]
+        mask = _before_expand(mask, node, masks.writes)
         if mask.meta["val"].dtype != torch.bool and q.dtype != out.dtype:
             mask = call.cast(mask, mask.meta["val"].dtype, out.dtype)  # autocast casts it, too
-        op, pair = "dt.attention_masked", call(_MASKED, *tensors, mask, scale)
-    padded = call(operator.getitem, pair, 0)
-    call.replace(call(aten.slice.Tensor, padded, 3, 0, v.shape[3]) if narrower else padded)
-    return op
+        pair = call(op, *tensors, mask, scale)
+    call.replace(call(operator.getitem, pair, 0))
+    return op_text(pair), reason
+
+
+def rewrite_written(graph: fx.Graph, node: fx.Node, masks: MaskTerms) -> tuple[str, str]:
+    """Rewrite an attention that a model of transformers writes out as dt.attention. Raises NoMatch
+    with the reason if its mask has no terms."""
+    a = bound(node)
+    q, k, v = (a[name].meta["val"] for name in ("q", "k", "v"))
+    mask, out = a["mask"], node.meta["val"]
+    if q.shape[2] != k.shape[2]:
+        raise NoMatch("its queries and keys have different lengths")
+    terms = Terms() if mask is None else masks.of(mask, q.shape[2], k.shape[2])
+    call = Writer(graph, node)
+    tensors = [
+        call.cast(a[name], x.dtype, out.dtype) for name, x in zip("qkv", (q, k, v), strict=True)
+    ]
+    options: dict[str, Any] = terms.options()
+    if a["softcap"]:
+        options["softcap"] = a["softcap"]
+    if a["sinks"] is not None:
+        options["sinks"] = a["sinks"]
+    pair = call(dt.attention.default, *tensors, terms.is_causal, a["scale"], **options)
+    rows = call(aten.transpose.int, call(operator.getitem, pair, 0), 1, 2)
+    call.replace(call(aten.contiguous.default, rows))
+    erase_unused(graph, a["written"])
+    return op_text(pair), ""
 
 
 def pick_repeated_heads(graph: fx.Graph) -> None:

@@ -35,6 +35,11 @@ _ELEMENTWISE = (
     aten.__and__.Tensor, aten.__or__.Tensor, aten.__xor__.Tensor,
 )  # fmt: skip
 """Elementwise ops without torch's tag `pointwise`."""
+_FILLS = {
+    aten.new_ones.default: 1, aten.ones_like.default: 1,
+    aten.new_zeros.default: 0, aten.zeros_like.default: 0,
+}  # fmt: skip
+"""Ops that read only the shape, dtype and device of their operand; and the elements."""
 
 
 class NotConstant(Exception):
@@ -55,12 +60,12 @@ class Constants:
         Raises NotConstant if the value may differ between calls.
         """
         nodes = self._ancestors(node)
-        remaining_reads = Counter(x for n in nodes for x in n.all_input_nodes)
+        remaining_reads = Counter(x for n in nodes for x in _reads(n))
         values: dict[fx.Node, Any] = {}
         with unset_fake_temporarily(), torch.no_grad():
             for current in nodes:
                 values[current] = _compute(current, values)
-                for read in current.all_input_nodes:
+                for read in _reads(current):
                     remaining_reads[read] -= 1
                     if not remaining_reads[read]:
                         del values[read]
@@ -76,7 +81,7 @@ class Constants:
             if current not in self._constant_nodes:
                 self._check(current)
                 is_changed |= current not in self._positions or current in self.writes.changed
-            for read in current.all_input_nodes:
+            for read in _reads(current):
                 if read not in ancestors:
                     ancestors[read] = None
                     waiting.append(read)
@@ -101,6 +106,11 @@ class Constants:
             raise NotConstant(f"it depends on what {target} computes")
 
 
+def _reads(node: fx.Node) -> list[fx.Node]:
+    """Return the operands whose values an op reads."""
+    return [] if node.target in _FILLS else node.all_input_nodes
+
+
 class Writes:
     """The in-place writes of a graph. ``changed``: the values whose memory is written."""
 
@@ -118,6 +128,15 @@ class Writes:
                 while isinstance(value, fx.Node) and value not in self.changed:
                     self.changed.add(value)
                     value = value.args[0] if _is_view(value) else None
+
+    def is_changed(self, node: fx.Node) -> bool:
+        """Return whether the memory of a value is written."""
+        value: Any = node
+        while isinstance(value, fx.Node):
+            if value in self.changed:
+                return True
+            value = value.args[0] if value.op == "call_function" and _is_view(value) else None
+        return False
 
     def between(self, first: fx.Node, last: fx.Node) -> bool:
         """Return whether any op between ``first`` and ``last`` writes in place."""
@@ -155,6 +174,9 @@ def _is_view(node: fx.Node) -> bool:
 def _compute(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
     """Run the op of a node. An elementwise op runs once for dims in which all operands repeat."""
     target: Any = node.target
+    if target in _FILLS:
+        val = node.meta["val"]
+        return torch.full((), _FILLS[target], dtype=val.dtype).expand(val.shape)
     args = fx.map_arg(node.args, values.__getitem__)
     kwargs = fx.map_arg(node.kwargs, values.__getitem__)
     if target is operator.getitem:

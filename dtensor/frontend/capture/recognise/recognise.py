@@ -20,14 +20,15 @@ from torch import fx
 from dtensor.frontend.capture.memory_rewrites import keep_strides
 from dtensor.frontend.capture.names import module_calls
 from dtensor.frontend.capture.recognise.attention import (
-    Mask,
     pick_repeated_heads,
     rewrite_attention,
+    rewrite_written,
     simplify_mask,
 )
 from dtensor.frontend.capture.recognise.constants import Constants, Writes
 from dtensor.frontend.capture.recognise.dropout import rewrite_dropout_add
 from dtensor.frontend.capture.recognise.gates import rewrite_gate
+from dtensor.frontend.capture.recognise.mask_terms import MaskTerms
 from dtensor.frontend.capture.recognise.matching import CASTS, NoMatch, PatternMatch, is_op, users
 from dtensor.frontend.capture.recognise.norms import rewrite_layer_norm, rewrite_rms_norm
 from dtensor.frontend.capture.recognise.rope import rewrite_rope
@@ -38,6 +39,7 @@ from dtensor.sharding.plan.dataflow import Recognised
 aten: Any = torch.ops.aten
 
 _ATTENTION = aten.scaled_dot_product_attention.default
+_WRITTEN = torch.ops.dt.written_attention.default
 
 
 Rewrite = Callable[[fx.Graph, fx.Node, Writes], tuple[str, fx.Node]]
@@ -100,18 +102,21 @@ def _attentions(
     """Rewrite all attentions; yield the position of each in the program, and its match."""
     pick_repeated_heads(graph)
     attentions = graph.find_nodes(op="call_function", target=_ATTENTION)
-    mask_kinds: dict[Mask, bool | None] = {}
+    masks = MaskTerms(graph, constants)
     for node in attentions:
-        simplify_mask(node, constants, mask_kinds)
+        simplify_mask(node, masks)
     views = bool(graph.find_nodes(op="call_function", target=aten.view.default))
     for node in attentions:
         if views:
             keep_strides(graph, node)
-        try:
-            op, reason_text = rewrite_attention(graph, node, constants.writes), ""
-        except NoMatch as reason:
-            op, reason_text = "", str(reason)
-        yield order[node], PatternMatch("attention", op, reason_text, node.meta)
+    rewrites = ((_ATTENTION, rewrite_attention), (_WRITTEN, rewrite_written))
+    for target, rewrite in rewrites:
+        for node in graph.find_nodes(op="call_function", target=target):
+            try:
+                op, reason_text = rewrite(graph, node, masks)
+            except NoMatch as reason:
+                op, reason_text = "", str(reason)
+            yield order[node], PatternMatch("attention", op, reason_text, node.meta)
 
 
 def _is_attention_softmax(softmax: fx.Node) -> bool:
