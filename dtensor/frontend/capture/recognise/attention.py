@@ -1,14 +1,13 @@
-"""Rewrite scaled_dot_product_attention as one dt op; drop masks and repeated heads if possible.
+"""Rewrite attention as one dt op; drop repeated heads, and masks if they have terms.
 
     sdpa(q[b h t d], k, v, i[None] <= i[:, None])   ->  dt.attention(q, k, v, True, scale)[0]
-    sdpa(q[b h t d], k, v, mask[b 1 1 s])           ->  dt.attention_masked(q, k, v, mask, scale)[0]
+    sdpa(q[b h t d], k, v, mask[b 1 t s])           ->  dt.attention_masked(q, k, v, mask, scale)[0]
     k[b g s d] repeated to [b h s d]                ->  both take k[b g s d]
-    sdpa(q[b h t d], k, v[b h s e]), e < d          ->  dt.attention of v padded with zeros
+    dt.written_attention(out, q, k, v, mask, ...)   ->  dt.attention with softcap or sinks, or out
 
-A mask that is the same at every call (constants.py) is dropped if it hides nothing, and becomes
-`is_causal` if it hides exactly the later keys. A mask that requires grad is not rewritten, because
-its gradient needs all scores. Repeated keys and values are read before the repetition. Results are
-equal up to the rounding of another kernel.
+mask_terms.py decomposes masks. A mask that requires grad is not rewritten, because its gradient
+needs all scores. Repeated keys and values are read before the repetition. Results are equal up to
+the rounding of another kernel.
 """
 
 from __future__ import annotations

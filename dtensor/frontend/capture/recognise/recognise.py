@@ -1,7 +1,7 @@
 """Replace patterns of an exported forward graph by the dt ops that compute the same.
 
-    sdpa(q, k, v, mask of what comes later)  ->  dt.attention(q, k, v, True, scale)[0]
-    sdpa(q, k, v, any other mask)            ->  dt.attention_masked(q, k, v, mask, scale)[0]
+    sdpa(q, k, v, mask with terms)   ->  dt.attention(q, k, v, True, scale, window=[3, 0])[0]
+    sdpa(q, k, v, any other mask)    ->  dt.attention_masked(q, k, v, mask, scale)[0]
 
 This runs before differentiation, because dt ops have their own backward, and before random ops are
 numbered. `Plan.recognised` reports all matches and the reasons for failed ones. A pattern whose
