@@ -19,9 +19,11 @@ from dtensor.gc_pause import collector_paused
 from dtensor.numerics import dtype_name
 from dtensor.sharding.ops.call import Meta
 from dtensor.sharding.plan.choose.axis_problem import AxisChoice, axis_problem_of, inner_mesh
+from dtensor.sharding.plan.choose.choose_attention import choose_attention
 from dtensor.sharding.plan.choose.choose_axis import choose_axis
 from dtensor.sharding.plan.choose.choose_composites import choose_composites
 from dtensor.sharding.plan.choose.routes import size_fills
+from dtensor.sharding.plan.choose.sequence_axes import sequence_axes, with_repeated_keys
 from dtensor.sharding.plan.cost.totals import PlanTotals
 from dtensor.sharding.plan.dataflow import Dataflow, Op
 from dtensor.sharding.plan.emit.emit import emit
@@ -38,6 +40,7 @@ from dtensor.sharding.rules.dtypes import accepts
 from dtensor.sharding.rules.registry import NoRule, rule_for
 from dtensor.sharding.rules.rule import Rule
 from dtensor.sharding.rules.tables.views import with_repeat_fallback
+from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
 
 _RESHAPES = ("aten.reshape.default", "aten.view.default", "aten._unsafe_view.default")
 
@@ -58,6 +61,18 @@ def plan(request: Request) -> Plan:
 def _candidate(request: Request) -> PlanRecord:
     """Return the plan of the request with its ``search``, after all passes."""
     flow = training_flow(request)
+    problem = axis_problem_of(replace(request, flow=flow), inner_mesh(request), rules_of(flow))
+    sequence = sequence_axes(problem)
+    governed = {name for ops in sequence.values() for name in ops}
+    if governed:  # their strategies are chosen here, so no other form of them is compared
+        ops = (replace(op, expand=None) if op.name in governed else op for op in flow.ops)
+        flow = replace(flow, ops=tuple(ops))
+    return choose_attention(request, sequence, lambda request: _planned(request, flow))
+
+
+def _planned(request: Request, flow: Dataflow) -> PlanRecord:
+    """Return the plan of ``flow``, after all passes, in which attention has the strategies of
+    ``request.sequence``."""
     if any(op.expand is not None for op in flow.ops):
         split = request.search != "free"
         planned = choose_composites(flow, lambda flow: plan_flow(request, flow), keep_split=split)
@@ -82,8 +97,9 @@ def training_flow(request: Request) -> Dataflow:
 
 def plan_flow(request: Request, flow: Dataflow) -> PlanRecord:
     """Return the plan of ``flow``, without the last passes. Strategies are chosen axis by axis, in
-    mesh order with the microbatch axis last; the choice on each axis is optimal given the axes
-    before it. Then the steps and the conversions between them are emitted."""
+    mesh order, then the axes that split a sequence, and the microbatch axis last; the choice on
+    each axis is optimal given the axes before it. Then the steps and the conversions between them
+    are emitted."""
     rules = rules_of(flow)
     sized = size_fills(flow, rules)
     if sized is not flow:
@@ -91,10 +107,17 @@ def plan_flow(request: Request, flow: Dataflow) -> PlanRecord:
     request = replace(request, flow=flow)
     inner = inner_mesh(request)
     axis_problem = axis_problem_of(request, inner, rules)
+    words = {choice.axis: choice.word for choice in request.sequence}
+    sequence = sequence_axes(axis_problem) if words else {}
+    repeated = with_repeated_keys(axis_problem, sequence, words)
+    if repeated is not flow:
+        request = replace(request, flow=repeated)
+        axis_problem = axis_problem_of(request, inner, rules_of(repeated))
     choices: list[AxisChoice] = []
-    for axis in inner.axes:
+    for axis in sorted(inner.axes, key=lambda axis: (axis == MICROBATCH_AXIS, axis in sequence)):
         if inner.axis_size(axis) > 1:
-            choices.append(choose_axis(axis_problem, axis, choices))
+            governed = (words[axis], sequence[axis]) if axis in sequence else None
+            choices.append(choose_axis(axis_problem, axis, choices, governed))
     return emit(request, axis_problem, choices)
 
 

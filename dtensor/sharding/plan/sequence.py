@@ -13,12 +13,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dtensor.errors import PlanningError, check_word
+from dtensor.sharding.ops.call import OpCall
 from dtensor.sharding.spec.mesh import Mesh
 
 Attention = tuple[tuple[str, str], ...]
 """The stated strategy of each axis, as (axis, word)."""
 STRATEGIES = ("heads", "gather", "ring")
 """The words of the strategies: exchange to split heads; gather keys; pass chunks of keys on."""
+HEADS, TOKENS = 1, 2
+"""The dims of heads and of tokens of q, k, v, of the output and of their gradients."""
 WORDS = (*STRATEGIES, "auto")
 
 
@@ -31,6 +34,7 @@ class Alternative:
     seconds: float = 0.0
     memory: int = 0
     refused: str = ""
+    again: bool = False  # whether the backward gathers keys again
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,7 @@ def checked_attention(
     attention: Mapping[str, str] | None, mesh: Mesh, stage_axis: str | None
 ) -> Attention:
     """Return the words of ``attention=``. Raises PlanningError for an unknown word or axis."""
-    if attention is not None and not isinstance(attention, Mapping):
+    if not isinstance(attention, Mapping | None):  # pyright: ignore[reportUnnecessaryIsInstance]
         axis = next((a for a in mesh.axes if a != stage_axis), "cp")
         raise PlanningError(
             f"attention={attention!r} is not a mapping of an axis to a word; "
@@ -68,3 +72,11 @@ def checked_attention(
                 f"and splits no sequence; fix: leave {axis!r} out of attention="
             )
     return tuple((attention or {}).items())
+
+
+def part_shift(call: OpCall) -> int:
+    """Return the shift of a part of a ring, 0 for other calls."""
+    name = call.name.removeprefix("dt.attention_part")
+    if name == call.name:
+        return 0
+    return call.args[9 if "backward" in name else 7]

@@ -233,6 +233,8 @@ def _allows(rule: Rule, strategy: Strategy, num: int) -> bool:
             return strategy in rule.fixed_strategies
         case "stated":
             return rule.kind == "mark"
+        case "ring":  # the steps of its body have rules of their own
+            return False
         case "split":
             tensors = enumerate((*strategy.operands, *strategy.results))
             return any(

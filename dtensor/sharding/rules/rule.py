@@ -82,7 +82,7 @@ Parts = Literal["carried"] | Callable[[OpCall], OpCall] | None
 """How an op of 16 bits returns its part of a pending sum in float32: "carried" if its result is
 float32 whenever an operand is; a function that replaces the local call; None if it cannot."""
 
-StrategyKind = Literal["replicate", "linear", "split", "stated"]
+StrategyKind = Literal["replicate", "linear", "split", "stated", "ring"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,8 @@ class Strategy:
     """One way to run an op on one axis: a placement for each operand and each result.
 
     ``kind``: "replicate": nothing is split; "linear": pending sums pass through; "split":
-    ``factors`` are split; "stated": the placements that the user stated on a mark.
+    ``factors`` are split; "stated": the placements that the user stated on a mark; "ring": the
+    queries and keys of attention are split alike, and several steps carry it out (emit/ring.py).
     """
 
     operands: tuple[Placement, ...]

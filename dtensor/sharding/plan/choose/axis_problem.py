@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from dtensor.sharding.plan.choose.annotations import annotation_placements
 from dtensor.sharding.plan.choose.opened_factors import Rules
 from dtensor.sharding.plan.choose.routes import routes
 from dtensor.sharding.plan.dataflow import Dataflow, Op
@@ -58,6 +59,22 @@ class AxisProblem:
     def routes(self) -> dict[str, str]:
         """The counts of the route of each value that is rows of experts, by value."""
         return routes(self.flow, self.rules)
+
+    def pins_on(self, axis: str) -> dict[str, Pin]:
+        """Return the pins on the axis, including the pins that annotations in the program state."""
+        pins = dict(self.pins.get(axis, {}))
+        for op in self.flow.ops:
+            if self.is_mark(op):
+                stated = annotation_placements(op, self.mesh)
+                if axis in stated:
+                    assert op.results[0] is not None
+                    pins[op.results[0]] = Pin(
+                        value=op.results[0],
+                        placement=stated[axis],
+                        by=f"annotate at {op.source}",
+                        until_contraction=True,
+                    )
+        return pins
 
     def labels(self) -> dict[str, str]:
         return {i.name: i.label for i in self.flow.inputs if i.kind in ("parameter", "buffer")}

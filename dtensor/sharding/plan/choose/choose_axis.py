@@ -20,13 +20,18 @@ from dataclasses import replace
 import torch
 
 from dtensor.sharding.ops.call import Meta
-from dtensor.sharding.plan.choose.annotations import annotation_placements
 from dtensor.sharding.plan.choose.axis_problem import AxisChoice, AxisProblem
 from dtensor.sharding.plan.choose.infeasible import infeasible
 from dtensor.sharding.plan.choose.opened_factors import Reach, reach
+from dtensor.sharding.plan.choose.sequence_axes import (
+    Governed,
+    attention_strategy,
+    first_query,
+)
 from dtensor.sharding.plan.choose.solve import Infeasible, Node, Option, Solution, ValueAt, solve
 from dtensor.sharding.plan.dataflow import Dataflow, Input, Op, layer_group, without_numbers
 from dtensor.sharding.plan.request import Pin
+from dtensor.sharding.plan.sequence import HEADS
 from dtensor.sharding.redistribute.moves import move_kind, seconds
 from dtensor.sharding.rules.rule import Strategy, fullest_rank
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS, Mesh
@@ -43,17 +48,25 @@ from dtensor.sharding.spec.placements import (
 )
 from dtensor.sharding.spec.spec import TensorSpec
 
+GovernedBy = tuple[str, Governed]
+"""A word of ``attention=``, and the attention ops that it governs on an axis."""
 _PENDING_SECONDS = 20e-9
 """Seconds added for each op that reads a pending sum, so that a sum is reduced early if that costs
 the same."""
 
 
-def choose_axis(axis_problem: AxisProblem, axis: str, earlier: Sequence[AxisChoice]) -> AxisChoice:
-    """Return the cheapest choice on ``axis``, given the choices on ``earlier`` axes. Raises
-    PlanningError if no choice connects the program."""
+def choose_axis(
+    axis_problem: AxisProblem,
+    axis: str,
+    earlier: Sequence[AxisChoice],
+    governed: GovernedBy | None = None,
+) -> AxisChoice:
+    """Return the cheapest choice on ``axis``, given the choices on ``earlier`` axes. ``governed``:
+    the strategy word of an axis that splits a sequence, and its attention ops. Raises PlanningError
+    if no choice connects the program, or if the word does not apply to an op."""
     num = axis_problem.mesh.axis_size(axis)
     flow = axis_problem.flow
-    pins = _with_annotations(axis_problem, axis)
+    pins = axis_problem.pins_on(axis)
     reached = reach(
         flow,
         axis_problem.rules,
@@ -65,6 +78,8 @@ def choose_axis(axis_problem: AxisProblem, axis: str, earlier: Sequence[AxisChoi
         labels=axis_problem.labels(),
     )
     pins = {value: pin for value, pin in pins.items() if value not in reached.misaligned}
+    if governed is not None:
+        reached = _with_attention(axis_problem, reached, governed, axis, earlier)
     canonical = Canonical(flow, num)
     strategies = _allowed_strategies(axis_problem, reached, pins, axis, num)
     prices = Prices(axis_problem, axis, earlier)
@@ -87,7 +102,7 @@ def choose_axis(axis_problem: AxisProblem, axis: str, earlier: Sequence[AxisChoi
                 ]
             options = tuple(Option((read,), (), cost) for read, cost in ends)
             nodes.append(Node(name, options, name, "result"))
-    if _is_followed(axis_problem.mesh, axis):
+    if _is_followed(axis_problem.mesh, axis, earlier):
         prices.rows = frozenset(axis_problem.routes)
     try:
         solution = solve(nodes, prices.convert)
@@ -110,30 +125,38 @@ def choose_axis(axis_problem: AxisProblem, axis: str, earlier: Sequence[AxisChoi
     )
 
 
-def _is_followed(mesh: Mesh, axis: str) -> bool:
+def _is_followed(mesh: Mesh, axis: str, earlier: Sequence[AxisChoice]) -> bool:
     """Return whether a later axis of ranks may split rows by expert."""
-    later = mesh.axes[mesh.index(axis) + 1 :]
-    return any(a != MICROBATCH_AXIS and mesh.axis_size(a) > 1 for a in later)
+    done = {axis, MICROBATCH_AXIS, *(choice.axis for choice in earlier)}
+    return any(a not in done and mesh.axis_size(a) > 1 for a in mesh.axes)
 
 
 # -- options -----------------------------------------------------------------------------------
 
 
-def _with_annotations(axis_problem: AxisProblem, axis: str) -> dict[str, Pin]:
-    """Return the pins on the axis, including the pins that annotations in the program state."""
-    pins = dict(axis_problem.pins.get(axis, {}))
+def _with_attention(
+    axis_problem: AxisProblem,
+    reached: Reach,
+    governed: GovernedBy,
+    axis: str,
+    earlier: Sequence[AxisChoice],
+) -> Reach:
+    """Return the closure in which each attention op of a split sequence has one strategy, which
+    the word states."""
+    word, ops = governed
+    strategies = dict(reached.strategies)
     for op in axis_problem.flow.ops:
-        if axis_problem.is_mark(op):
-            stated = annotation_placements(op, axis_problem.mesh)
-            if axis in stated:
-                assert op.results[0] is not None
-                pins[op.results[0]] = Pin(
-                    value=op.results[0],
-                    placement=stated[axis],
-                    by=f"annotate at {op.source}",
-                    until_contraction=True,
-                )
-    return pins
+        if op.name in ops:
+            q = first_query(op)
+            placed = [(c.strategies[op.name].operands[q], c.axis) for c in earlier]
+            heads = [
+                (p, axis_problem.mesh.axis_size(a))
+                for p, a in placed
+                if isinstance(p, Shard) and p.dim == HEADS
+            ]
+            rule, num = axis_problem.rules[op.name], axis_problem.mesh.axis_size(axis)
+            strategies[op.name] = (attention_strategy(op, rule, word, ops[op.name], num, heads),)
+    return replace(reached, strategies=strategies)
 
 
 def _allowed_strategies(

@@ -6,7 +6,8 @@ A pin splits one dim of a value over an axis. Each op that touches the value the
 other tensors, according to its rule, and so on, until a contraction or an op that cannot be split
 there. Nothing outside the closure is split on the axis, so Megatron's pins give Megatron's
 collectives and no others. Pins of 1-D parameters are not propagated; an annotation is propagated up
-to the next contraction. A pin that does not line up with an op ends there (misaligned.py).
+to the next contraction, and through attention. A pin that does not line up with an op ends there
+(misaligned.py).
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ class _Closure:
                 if strategy == MISALIGNED:
                     misaligned.append((op, value, split))
                     continue
-                ends = pin.until_contraction and self.rules[op.name].flops > 0
+                rule = self.rules[op.name]
+                ends = pin.until_contraction and rule.flops > 0 and rule.kind != "attention"
                 if strategy is None or ends:
                     continue
                 if strategy not in self.strategies.setdefault(op.name, {}):
@@ -159,6 +161,17 @@ def reach(
         tuple(opened),
         stored,
     )
+
+
+def closure_of(
+    flow: Dataflow, rules: Rules, pins: Sequence[Pin], num: int
+) -> dict[str, tuple[Shard, ...]]:
+    """Return the splits of each value that the pins reach on an axis of ``num`` ranks."""
+    closure = _Closure(flow, rules, num)
+    for pin in pins:
+        if pin.opens and isinstance(pin.placement, Shard):
+            closure.propagate(pin)
+    return {value: tuple(splits.values()) for value, splits in closure.shardings.items()}
 
 
 def crooked(flow: Dataflow, rules: Rules, pins: Sequence[Pin], num: int) -> MisalignedUse | None:

@@ -20,6 +20,7 @@ from dtensor.numerics import is_narrow
 from dtensor.sharding.plan.choose.axis_problem import AxisChoice, AxisProblem
 from dtensor.sharding.plan.choose.routes import check_orders
 from dtensor.sharding.plan.dataflow import Input, Output, OutputKind
+from dtensor.sharding.plan.emit.ring import emit_op
 from dtensor.sharding.plan.emit.stored_gradients import (
     gather_updated,
     scatter_early,
@@ -68,7 +69,7 @@ def emit(request: Request, axis_problem: AxisProblem, chosen: Sequence[AxisChoic
         for stage in item.stages:
             emitter.add_copy(item.name, Copy(item.name, spec, stage, True, "forward"))
     for op in flow.ops:
-        emitter.compute(op, op.results, op.stage, op.phase)
+        emit_op(emitter, op)
     outputs = Outputs(emitter, {i.label: i for i in inputs}).emit()
     if emitter.routes:
         check_orders(emitter.steps)
@@ -78,7 +79,11 @@ def emit(request: Request, axis_problem: AxisProblem, chosen: Sequence[AxisChoic
         inputs=tuple(inputs),
         steps=tuple(emitter.steps),
         outputs=outputs,
-        opened=tuple((c.axis, c.opened) for c in chosen if c.axis != MICROBATCH_AXIS),
+        opened=tuple(
+            (c.axis, c.opened)
+            for c in sorted(chosen, key=lambda c: mesh.index(c.axis))
+            if c.axis != MICROBATCH_AXIS
+        ),
         pinned=tuple(
             (axis, value, request.pinned_by.get(value, value))
             for value, placements in request.pins.items()

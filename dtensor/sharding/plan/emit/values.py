@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from dtensor.sharding.ops.call import Meta
 from dtensor.sharding.plan.choose.axis_problem import AxisChoice
 from dtensor.sharding.plan.dataflow import Op
 from dtensor.sharding.plan.precision import round_after_sum, sum_spec
@@ -25,7 +26,7 @@ from dtensor.sharding.redistribute.moves import (
     placements_of_counts,
     seconds,
 )
-from dtensor.sharding.rules.rule import Rule, fullest_rank
+from dtensor.sharding.rules.rule import Rule, Strategy, fullest_rank
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS, Mesh
 from dtensor.sharding.spec.placements import REPLICATE, Partial, Placement
 from dtensor.sharding.spec.spec import TensorSpec, alike
@@ -75,7 +76,10 @@ class Emitter:
 
     def spec(self, value: str, placements: Mapping[str, Placement]) -> TensorSpec:
         """Return the spec of the value with these placements, replicated on other axes."""
-        meta = self.request.flow.metas[value]
+        return self.spec_of(self.request.flow.metas[value], placements)
+
+    def spec_of(self, meta: Meta, placements: Mapping[str, Placement]) -> TensorSpec:
+        """Return the spec of a tensor with these placements, replicated on other axes."""
         full = tuple(placements.get(axis, REPLICATE) for axis in self.mesh.axes)
         return TensorSpec(meta.shape, meta.dtype, self.mesh, full)
 
@@ -85,42 +89,89 @@ class Emitter:
         self, op: Op, result_names: tuple[str | None, ...], stage: int, phase: StepPhase
     ) -> None:
         """Emit the op on ``stage``, after the conversions of its operands."""
-        strategies = {c.axis: c.strategies[op.name] for c in self.chosen}
-        by = Reader(stage, phase, op.source, f"{op.name} needs it")
-        operands: list[Copy] = []
-        for index, value in enumerate(op.operands):
-            needed_spec = self.spec(value, {a: s.operands[index] for a, s in strategies.items()})
-            operands.append(self.ensure_copy(value, needed_spec, by))
+        strategies = self.strategies_of(op)
+        operands = self.operands_of(op, stage, phase)
         results = tuple(
             None if v is None else self.spec(v, {a: s.results[i] for a, s in strategies.items()})
             for i, v in enumerate(op.results)
         )
         if op.results[0] in self.float32_parts and self._makes_float32(op, operands):
             results = tuple(None if s is None else sum_spec(s) for s in results)
+        made = self.emit_op(
+            op, self.rules[op.name], strategies, operands, results, result_names, stage, phase
+        )
+        for value, copy in zip(op.results, made, strict=True):
+            if value is not None and copy is not None:
+                self.add_copy(value, copy)
+
+    def strategies_of(self, op: Op) -> dict[str, Strategy]:
+        """Return the strategy of the op on each axis."""
+        return {choice.axis: choice.strategies[op.name] for choice in self.chosen}
+
+    def operands_of(self, op: Op, stage: int, phase: StepPhase) -> list[Copy]:
+        """Return the operands as the op's strategies read them; emit their conversions."""
+        strategies = self.strategies_of(op)
+        by = Reader(stage, phase, op.source, f"{op.name} needs it")
+        operands: list[Copy] = []
+        for index, value in enumerate(op.operands):
+            needed_spec = self.spec(value, {a: s.operands[index] for a, s in strategies.items()})
+            hidden = self._gathered_in_forward(value, op) if phase == "backward" else []
+            for copy in hidden:
+                self.copies[value].remove(copy)
+            operands.append(self.ensure_copy(value, needed_spec, by))
+            self.copies[value] += hidden
+        return operands
+
+    def _gathered_in_forward(self, value: str, op: Op) -> list[Copy]:
+        """Return the copies of an operand of attention that the forward gathered over an axis and
+        that the backward gathers again."""
+        axes = [c.axis for c in self.request.sequence if c.gathers_again]
+        if not axes or self.rules[op.name].kind != "attention":
+            return []
+        first, *others = self.copies[value]
+
+        def is_gathered(copy: Copy, axis: str) -> bool:
+            return copy.spec.placement(axis) == REPLICATE != first.spec.placement(axis)
+
+        return [c for c in others if c.phase == "forward" and any(is_gathered(c, a) for a in axes)]
+
+    def emit_op(
+        self,
+        op: Op,
+        rule: Rule,
+        strategies: Mapping[str, Strategy],
+        operands: Sequence[Copy],
+        results: tuple[TensorSpec | None, ...],
+        result_names: Sequence[str | None],
+        stage: int,
+        phase: StepPhase,
+    ) -> list[Copy | None]:
+        """Emit an op that reads these copies; return the copies that it makes."""
         # it runs once per training step if no operand and no result differs between microbatches
         once = all(copy.once for copy in operands) and all(
             s is None or _not_split_by_microbatch(s) for s in results
         )
         sizes = [(s, self.mesh.axis_size(axis)) for axis, s in strategies.items()]
-        work, _ = fullest_rank(op.call, self.rules[op.name], sizes)
+        work, _ = fullest_rank(op.call, rule, sizes)
         self.steps.append(
             Compute(
                 op=op,
-                rule=self.rules[op.name],
+                rule=rule,
                 operands=tuple(copy.name for copy in operands),
                 operand_specs=tuple(copy.spec for copy in operands),
-                results=result_names,
+                results=tuple(result_names),
                 result_specs=results,
                 phase=phase,
                 stage=stage,
                 once=once and self.request.num_microbatches > 1,
                 strategies=tuple(strategies.items()),
-                flops=round(self.rules[op.name].flops * work),
+                flops=round(rule.flops * work),
             )
         )
-        for value, name, spec in zip(op.results, result_names, results, strict=True):
-            if value is not None and name is not None and spec is not None:
-                self.add_copy(value, Copy(name, spec, stage, once, phase))
+        return [
+            None if name is None or spec is None else Copy(name, spec, stage, once, phase)
+            for name, spec in zip(result_names, results, strict=True)
+        ]
 
     def _makes_float32(self, op: Op, operands: Sequence[Copy]) -> bool:
         """Return whether the op makes float32 parts, or reads an operand in float32 parts."""

@@ -209,7 +209,7 @@ class _Recompute:
         communicated = {  # result of communication -> its region
             result: self.regions.get(operand)
             for step in plan.steps
-            if isinstance(step, Redistribute) and not step.is_free
+            if isinstance(step, Redistribute) and not step.is_free and step.phase == "forward"
             for operand, result in zip(step.operands, step.results)
         }
         originals = {new: old for old, new in self.repeated_names.items()}

@@ -131,7 +131,13 @@ def _split_parameters(plan: PlanRecord, axis: str) -> tuple[list[str], float]:
     elements = {i.label: prod(i.base.shape) for i in plan.inputs if i.kind == "parameter"}
     labels = [item.label for item in split if item.label in elements]
     share = sum(elements[label] for label in labels) / max(sum(elements.values()), 1)
-    return labels, 1.0 if _splits_argument(plan, axis) else share
+    return labels, 1.0 if _splits_argument(plan, axis) or _is_annotated(plan, axis) else share
+
+
+def _is_annotated(plan: PlanRecord, axis: str) -> bool:
+    """Return whether an annotation in the program splits a value over the axis."""
+    annotated = {op.results[0] for op in plan.flow.ops if op.call.name == "dt.annotate.default"}
+    return any(on == axis and o.label in annotated for on, all_ in plan.opened for o in all_)
 
 
 def _splits_argument(plan: PlanRecord, axis: str) -> bool:

@@ -34,6 +34,7 @@ from dtensor.sharding.plan.steps import (
     updates_of,
 )
 from dtensor.sharding.plan.storage import LEVELS
+from dtensor.sharding.plan.text.attention import attention_lines
 from dtensor.sharding.plan.text.notices import notices_of, split_ends
 from dtensor.sharding.plan.text.view import UPDATED, axis_splits, steps_by_section
 from dtensor.sharding.plan.text.words import (
@@ -85,6 +86,7 @@ def render(
         _head(plan),
         *(f"autocast    list of {name}" for name in plan.flow.autocast),
         *_axes(totals),
+        *attention_lines(plan),
         *split_ends(plan),
         *_stored_lines(plan),
         *_statistics(plan),
