@@ -38,7 +38,7 @@ Governed = Mapping[str, Shard]
 
 def sequence_axes(axis_problem: AxisProblem) -> dict[str, Governed]:
     """Return the axes that split a sequence, with the attention ops concerned."""
-    attention = [op for op in axis_problem.flow.ops if is_attention(axis_problem.rules[op.name])]
+    attention = [op for op in axis_problem.flow.ops if is_attention(op)]
     axes: dict[str, Governed] = {}
     for axis in axis_problem.mesh.axes if attention else ():
         if axis == MICROBATCH_AXIS or axis_problem.mesh.axis_size(axis) == 1:
@@ -48,8 +48,9 @@ def sequence_axes(axis_problem: AxisProblem) -> dict[str, Governed]:
     return axes
 
 
-def is_attention(rule: Rule) -> bool:
-    return rule.kind == "attention"
+def is_attention(op: Op) -> bool:
+    """Return whether the op is attention of queries and keys, not of a cache that is split."""
+    return op.call.name.startswith("dt.attention")
 
 
 def first_query(op: Op | OpCall) -> int:
@@ -214,7 +215,7 @@ def _repeats(
             pins = list(axis_problem.pins_on(axis).values())
             shardings = closure_of(axis_problem.flow, axis_problem.rules, pins, num)
             for op in axis_problem.flow.ops:
-                if is_attention(axis_problem.rules[op.name]):
+                if is_attention(op):
                     queries = shardings.get(op.operands[first_query(op)], ())
                     if any(shard.dim == HEADS for shard in queries):
                         split[op.name] = split.get(op.name, 1) * num
