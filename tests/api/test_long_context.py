@@ -238,3 +238,40 @@ def test_ring_of_fewer_keys_than_queries_is_refused() -> None:
     with pytest.raises(PlanningError, match="there are 32 queries and 16 keys"):
         step_of(Cross(), dt.Mesh(cp=2), {"cp": "ring"}).plan(X)
     assert step_of(Cross(), dt.Mesh(cp=2), None).plan(X).sequence[0].word != "ring"
+
+
+class Packed(Block):
+    """Causal attention in a window of a document, to tokens that are no padding."""
+
+    def forward(self, x: Tensor, documents: Tensor, is_token: Tensor) -> Tensor:
+        q, k, v = self.project(x)
+        age = torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1])
+        visible = (age >= 0) & (age < 12) & is_token[:, None, None, :]
+        visible = visible & (documents[:, None, :, None] == documents[:, None, None, :])
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
+        return x + self.o(out.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("num", [2, 3])
+def test_options_of_attention_hold_under_each_strategy(num: int) -> None:
+    torch.manual_seed(0)
+    x, documents = torch.randn(BATCH, TOKENS, WIDTH), torch.arange(TOKENS).expand(BATCH, -1) // 20
+    is_token = torch.arange(TOKENS) < torch.tensor([[TOKENS], [TOKENS - 5]])
+    state = Packed().state_dict()
+
+    def losses(mesh: dt.Mesh, word: str | None) -> list[float]:
+        (block := Packed()).load_state_dict(state)
+        model = dt.parallelize(block, mesh, attention=word and {"cp": word})
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        step = dt.train_step(
+            model, lambda model, *args: model(*args).square().mean(), optimizer,
+            inputs=dict(cp=dt.Zigzag(1)) if word else {},
+        )  # fmt: skip
+        assert "attention_masked" not in str(step.plan(x, documents, is_token))
+        with dt.launch(mesh):
+            return [float(step(x, documents, is_token)) for _ in range(3)]
+
+    expected = losses(dt.Mesh(), None)
+    assert expected[0] - expected[2] > 1e-2
+    for word in ("gather", "ring") if num == 3 else ("heads", "gather", "ring"):
+        assert losses(dt.Mesh(cp=num), word) == pytest.approx(expected, abs=1e-5)

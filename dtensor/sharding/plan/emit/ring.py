@@ -30,7 +30,7 @@ from dtensor.sharding.plan.steps import Redistribute
 from dtensor.sharding.redistribute.moves import Move
 from dtensor.sharding.rules.registry import rule_for
 from dtensor.sharding.rules.rule import Rule, Strategy
-from dtensor.sharding.rules.tables.attention import visible_shifts
+from dtensor.sharding.rules.tables.attention import OPTIONS, arguments_of, visible_shifts
 from dtensor.sharding.spec.placements import Shard, same, with_shift
 
 _dt: Any = torch.ops.dt
@@ -71,15 +71,14 @@ class _Ring:
     def _forward(self) -> Sequence[Copy | None]:
         """Fold the parts of the output and the log-sum-exp."""
         call = self.op.call
-        is_causal, scale = call.args[3:5]
         out_meta, lse_meta = call.results
         wide = Meta(call.result.shape, accumulation_dtype(call.result.dtype))
         out = lse = None
         for part, is_last in self._parts(1):
-            args = (*self._tensors(3), out, lse, is_causal, scale, self.shift, is_last)
+            args = (*self._tensors(3), out, lse, *self._scores(), self.shift, is_last)
             names = self.op.results if is_last else self._names(f"part{part}")
             metas = (out_meta if is_last else wide, lse_meta)
-            kwargs = self._kwargs() | ({"sinks": None} if part else {})
+            kwargs = self._options("sinks") if part == 0 else self._options()
             out, lse = self._compute(_dt.attention_part.default, args, kwargs, metas, names)
         return out, lse
 
@@ -87,17 +86,16 @@ class _Ring:
         """Add the parts of the gradients: of the queries here, of keys and values at home."""
         call = self.op.call
         q_meta, k_meta, v_meta = call.operands[1:4]
-        is_causal, scale = call.args[6:8]
         wide = Meta(q_meta.shape, accumulation_dtype(q_meta.dtype))
         dq: Copy | None = None
         part = 0
         sums: list[Copy] = []
         arriving: list[Copy] = []
         for part, _ in self._parts(2):
-            args = (*self._tensors(6), dq, is_causal, scale, self.shift)
+            args = (*self._tensors(6), dq, *self._scores(), self.shift)
             names, metas = self._names(f"part{part}"), (wide, k_meta, v_meta)
             target = _dt.attention_part_backward.default
-            dq, *gradients = self._compute(target, args, self._kwargs(), metas, names)
+            dq, *gradients = self._compute(target, args, self._options(), metas, names)
             sums = self._added(sums, arriving, part - 1)
             if self.shift:
                 home = self._names(f"home{part}")[1:]
@@ -155,17 +153,23 @@ class _Ring:
 
     def _token_values(self) -> list[int]:
         """Return the indices of the operands that are values of the key tokens."""
-        values = dict(self.op.call.kwargs).get("key_values") or ()
-        return [operand.index for operand in values]
+        return [value.index for value in arguments_of(self.op.call)["key_values"] or ()]
+
+    def _scores(self) -> tuple[Any, Any]:
+        """Return ``is_causal`` and ``scale``."""
+        arguments = arguments_of(self.op.call)
+        return arguments["is_causal"], arguments["scale"]
 
     def _tensors(self, num: int) -> list[Copy]:
         """Return the first operands, with the present chunk."""
         return [self.chunk.get(at, self.operands[at]) for at in range(num)]
 
-    def _kwargs(self) -> dict[str, Any]:
-        """Return the options of the op, with copies for operands and the present chunk."""
-        copies = self._tensors(len(self.operands))
-        return pytree.tree_map_only(Operand, lambda o: copies[o.index], dict(self.op.call.kwargs))
+    def _options(self, *others: str) -> dict[str, Any]:
+        """Return the given options and ``others``, with copies for operands and the present
+        chunk."""
+        copies, arguments = self._tensors(len(self.operands)), arguments_of(self.op.call)
+        given = {name: arguments[name] for name in (*OPTIONS, *others) if arguments[name]}
+        return pytree.tree_map_only(Operand, lambda o: copies[o.index], given)
 
     def _names(self, what: str) -> tuple[str, ...]:
         names = (name or self.op.name for name in self.op.results)

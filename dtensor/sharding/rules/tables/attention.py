@@ -101,7 +101,7 @@ def _groups(call: OpCall, q: int, k: int) -> dict[str, int]:
 # -- attention by positions ------------------------------------------------------------------------
 
 
-def _arguments(call: OpCall) -> dict[str, Any]:
+def arguments_of(call: OpCall) -> dict[str, Any]:
     """Return the arguments of the call by the names of the schema, with defaults."""
     schema = cast(OpOverload, call.target)._schema  # pyright: ignore[reportPrivateUsage]
     return {a.name: value for a, value in zip(schema.arguments, positional(call), strict=True)}
@@ -116,7 +116,7 @@ def _left(call: OpCall, terms: Mapping[str, str]) -> str:
     """Return the left side of a rule, from the term of each argument. Values of tokens [1 t] are
     shared by the batch."""
     operands = [""] * len(call.operands)
-    for name, value in _arguments(call).items():
+    for name, value in arguments_of(call).items():
         for item in value if isinstance(value, (tuple, list)) else (value,):  # pyright: ignore
             if isinstance(item, Operand):
                 is_shared = name.endswith("_values") and call.operands[item.index].shape[0] == 1
@@ -169,7 +169,7 @@ def _part_backward(call: OpCall, h: str, g: str) -> Rule:
 def _with_shift(call: OpCall, results: Sequence[int]) -> Callable[[Strategy, int], Strategy]:
     """Return the field ``narrow`` of a part: if the tokens are split, keys, values and values of
     keys are shifted, and so are these ``results``."""
-    args = _arguments(call)
+    args = arguments_of(call)
     keys = [x.index for x in (args["k"], args["v"], *(args["key_values"] or ()))]
     moving = {*keys, *(len(call.operands) + result for result in results)}
 
@@ -208,10 +208,10 @@ _FORMS: dict[object, tuple[Callable[..., Any], Any]] = {
 def _over(call: OpCall, local: Local) -> OpCall:
     """Return a call of the local form with the positions of the rank's queries and keys; the call
     itself if they are all positions and it has no options."""
-    args = _arguments(call)
+    args = arguments_of(call)
     q = _queries(args)
     queries, keys = local.operand_intervals(q, 2), local.operand_intervals(q + 1, 2)
-    options = [args.pop(name) for name in _OPTIONS]
+    options = [args.pop(name) for name in OPTIONS]
     sinks, shift = args.pop("sinks", None), args.pop("shift", None)
     given = [sinks, *options] if "grad" not in args else options
     while given and not given[-1]:
@@ -224,7 +224,8 @@ def _over(call: OpCall, local: Local) -> OpCall:
     return retarget(call, form, *tensors, run, queries, keys, *args.values(), *given)
 
 
-_OPTIONS = ("window", "softcap", "query_values", "key_values", "comparisons")
+OPTIONS = ("window", "softcap", "query_values", "key_values", "comparisons")
+"""The options of all attention ops, which say what a query sees."""
 
 
 # -- counts ----------------------------------------------------------------------------------------
@@ -233,7 +234,7 @@ _OPTIONS = ("window", "softcap", "query_values", "key_values", "comparisons")
 def _counted(call: OpCall, rule: Rule, q: int, products: int) -> Rule:
     """Return the rule with the FLOP of this many products of queries and keys (alternately of head
     size e and f), for the pairs that positions leave, and with the imbalance of these pairs."""
-    args, sizes = _arguments(call), rule.size
+    args, sizes = arguments_of(call), rule.size
     band = band_of(args["is_causal"], args["window"])
     num_queries, num_keys = (call.operands[i].shape[2] for i in (q, q + 1))
     pairs = visible_pairs(((0, num_queries),), ((0, num_keys),), band)
@@ -291,7 +292,7 @@ def _held(cuts: Cuts, at: Sequence[int], size: int) -> tuple[Span, ...]:
 def visible_shifts(call: OpCall, shard: Shard, num: int) -> tuple[int, ...]:
     """Return the shifts i for which a rank r of ``num`` sees keys of rank r - i, under is_causal
     and the window of the attention ``call``. ``shard``: how dim 2 of queries and keys is split."""
-    args = _arguments(call)
+    args = arguments_of(call)
     band = band_of(args["is_causal"], args["window"])
     sets = index_sets(shard, call.operands[_queries(args)].shape[2], num)
     return tuple(
