@@ -51,7 +51,8 @@ KEY = "key"
 """The comparison without a value of the query: the key's value, a bool, says if it is visible."""
 
 _MAX_ROWS, _MIN_ROWS = 1024, 256
-_MAX_SCORES = 1 << 24  # that plain ops make at once
+_MAX_SCORES = 1 << 25  # that plain ops make at once
+_MAX_SCORES_ON_CPU = 1 << 19  # they fit into a cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +74,8 @@ class _Seen:
         if self.softcap:
             num_keys = sum(stop - start for start, stop in self.keys)
             by_row = q.shape[0] * q.shape[1] * num_keys
-            rows = min(rows, max(1, _MAX_SCORES // max(1, by_row)))
+            most = _MAX_SCORES_ON_CPU if q.device.type == "cpu" else _MAX_SCORES
+            rows = min(rows, max(1, most // max(1, by_row)))
         masked = bool(self.softcap or self.comparisons)
         return cut(self.queries, self.keys, self.band, rows, masked)
 

@@ -34,16 +34,22 @@ def _check_rows(*tensors: Tensor) -> None:
 
 
 def _weights(
-    q: Tensor, k: Tensor, bias: Tensor | None, is_causal: bool, scale: float
+    q: Tensor,
+    k: Tensor,
+    bias: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    given: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the attention weights p[b h t s] and lse[b h t], in float32."""
+    """Return the attention weights p[b h t s] and lse[b h t], in float32. ``given``: the lse of a
+    backward, which may count further keys; None: that of these keys."""
     scores = (q.float() @ k.float().mT) * scale
     if bias is not None:
         scores = scores + bias.float()
     if is_causal:
         is_visible = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
         scores = scores.masked_fill(~is_visible, -math.inf)
-    lse = scores.logsumexp(-1)
+    lse = scores.logsumexp(-1) if given is None else given
     p = (scores - lse[..., None]).exp()
     return p.where(lse[..., None] > -math.inf, 0), lse  # 0 for rows that are all masked
 
@@ -85,7 +91,7 @@ def _efficient_backward(
     assert not dropout and not mask[3], "neither dropout nor a mask's gradient is simulated"
     _check_rows(grad, q, k, v)
     by = q.shape[-1] ** -0.5 if scale is None else scale
-    p, _ = _weights(q, k, bias, is_causal, by)
+    p, _ = _weights(q, k, bias, is_causal, by, lse[..., : q.shape[2]])
     gradients = _backward(grad, q, k, v, p, out, by)
     return (*(_in_rows(x, q) for x in gradients), None)
 
@@ -115,7 +121,7 @@ def _flash_backward(
     by = q.shape[-1] ** -0.5 if scale is None else scale
     groups, repeated = k.shape[1], q.shape[1] // k.shape[1]
     keys, values = k.repeat_interleave(repeated, 1), v.repeat_interleave(repeated, 1)
-    p, _ = _weights(q, keys, None, is_causal, by)
+    p, _ = _weights(q, keys, None, is_causal, by, lse)
     dq, dk, dv = _backward(grad, q, keys, values, p, out, by)
     folded = [x.reshape(x.shape[0], groups, repeated, *x.shape[2:]).sum(2) for x in (dk, dv)]
     return tuple(_in_rows(x, q) for x in (dq, *folded))

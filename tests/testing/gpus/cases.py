@@ -428,6 +428,41 @@ def expert_layers(*, is_split: bool = True, **inputs: dt.Placement) -> Body:
     return body
 
 
+class Attends(nn.Module):
+    """Attention of tokens to their documents and to earlier tokens, with sinks; bf16 or float32."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.qkv, self.sinks = nn.Linear(32, 64), nn.Parameter(torch.randn(4))
+        self.dtype = dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        documents = (torch.arange(x.shape[1], device=x.device) // 5)[None]
+        q, k, v = self.qkv(x).to(self.dtype).unflatten(-1, (8, 8)).split((4, 2, 2), -2)
+        q, k, v = (y.transpose(1, 2) for y in (q, k, v))
+        causal, _ = torch.ops.dt.attention(q, k, v, True, 0.3)
+        by_document, _ = torch.ops.dt.attention(
+            q, k, v, True, 0.3, [], 0.0, [documents], [documents], ["eq"], self.sinks
+        )
+        return (causal.float() + by_document.float()).transpose(1, 2).flatten(2)
+
+
+def split_tokens(dtype: torch.dtype, placement: dt.Placement) -> Body:
+    """Train attention whose tokens are split over cp."""
+
+    def body(device: str) -> Mapping[str, Any]:
+        torch.manual_seed(0)
+        net = Attends(dtype)
+        model = dt.parallelize(net, dt.Mesh(cp=2), {})
+        step = dt.train_step(model, _square, sgd(net), inputs=dict(cp=placement))
+        x = torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(1))
+        with dt.launch(model.mesh, backend(device), device=device):
+            losses = [float(step(x)) for _ in range(2)]
+            return {"losses": losses, **dt.gather_state_dict(model, step.optimizer)["model"]}
+
+    return body
+
+
 def _sorted_rows(x: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
     return x[ids.argsort(stable=True)], (ids[:, None] == torch.arange(4, device=ids.device)).sum(0)
 
@@ -567,6 +602,8 @@ def cases() -> Iterator[Case]:
     yield Case("experts, tokens split", 2, expert_layers(ep=dt.Row()), 2e-5)
     yield Case("experts, tokens whole", 2, expert_layers(), 2e-5)
     yield Case("experts whole, tokens split", 2, expert_layers(is_split=False, ep=dt.Row()), 2e-5)
+    yield Case("attention, tokens split", 2, split_tokens(torch.float32, dt.Shard(1)), 1e-5)
+    yield Case("attention in bf16, zigzag", 2, split_tokens(torch.bfloat16, dt.Zigzag(1)), 1e-2)
     yield Case("rows to ranks and back", 2, routed_rows)
     yield Case("profile and trace", 2, timed)
     yield Case("failed steps", 2, failed)

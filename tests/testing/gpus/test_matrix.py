@@ -41,6 +41,7 @@ FEW = [
     "grouped product, by expert",
     "rows to ranks and back",
     "experts, tokens split",
+    "attention, tokens split",
     "experts, tokens whole",
     "experts whole, tokens split",
 ]
