@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -222,16 +222,23 @@ def batch(
 
 
 class DropoutGPT(nn.Module):
-    """A GPT with dropout where GPT-2 has it: on embeddings, attention weights, residuals."""
+    """A GPT with dropout where GPT-2 has it: on embeddings, attention weights, residuals.
+    ``attend``: attention as a function of q, k, v [b h t e] and p; torch's by default."""
 
     def __init__(
-        self, p: float = 0.1, vocab: int = 32, width: int = 16, heads: int = 4, layers: int = 2
+        self,
+        p: float = 0.1,
+        vocab: int = 32,
+        width: int = 16,
+        heads: int = 4,
+        layers: int = 2,
+        attend: Any = None,
     ) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocab, width)
         self.positions = nn.Embedding(16, width)
         self.drop = nn.Dropout(p)
-        self.blocks = nn.ModuleList(DropoutBlock(p, width, heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(DropoutBlock(p, width, heads, attend) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocab, bias=False)
 
@@ -244,9 +251,9 @@ class DropoutGPT(nn.Module):
 
 
 class DropoutBlock(nn.Module):
-    def __init__(self, p: float, width: int, heads: int) -> None:
+    def __init__(self, p: float, width: int, heads: int, attend: Any = None) -> None:
         super().__init__()
-        self.p, self.heads = p, heads
+        self.p, self.heads, self.function = p, heads, attend
         self.norm1 = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
         self.proj = nn.Linear(width, width)
@@ -263,7 +270,10 @@ class DropoutBlock(nn.Module):
         b, t, _ = qkv.shape
         q, k, v = (y.view(b, t, self.heads, -1).transpose(1, 2) for y in qkv.chunk(3, dim=-1))
         p = self.p if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=p)
+        if self.function is not None:
+            y = self.function(q, k, v, p)
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=p)
         return y.transpose(1, 2).reshape(b, t, -1)
 
 

@@ -25,6 +25,9 @@ PINS: dict[str, Any] = {
 STAGES = {"pp": [["embed*", "positions*", "blocks.0.*"], ["blocks.1.*", "norm*", "head*"]]}
 
 
+SPLITS = dict(dp=dt.Row(), cp=dt.Shard(1))
+
+
 def train(mesh: dt.Mesh, microbatches: int = 1, steps: int = 20) -> list[float]:
     dt.manual_seed(3)
     torch.manual_seed(0)
@@ -38,7 +41,7 @@ def train(mesh: dt.Mesh, microbatches: int = 1, steps: int = 20) -> list[float]:
         model,
         loss_fn,
         torch.optim.AdamW(model.parameters(), lr=3e-3),
-        inputs=dict(dp=dt.Row()) if "dp" in mesh.shape else None,
+        inputs={axis: p for axis, p in SPLITS.items() if axis in mesh.shape} or None,
         schedule=dt.OneFOneB(microbatches=microbatches),
     )
     return [float(step(*batch(i, size=12))) for i in range(steps)]
@@ -57,6 +60,9 @@ def reference() -> list[float]:
         (dt.Mesh(dp=2), 2),
         (dt.Mesh(dp=3), 1),
         (dt.Mesh(dp=2, tp=2), 1),
+        (dt.Mesh(cp=3), 1),
+        (dt.Mesh(cp=2, tp=2), 1),
+        (dt.Mesh(dp=2, cp=2), 2),
         (dt.Mesh(pp=2), 1),
         (dt.Mesh(pp=2), 2),
         (dt.Mesh(pp=2), 4),

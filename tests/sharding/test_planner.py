@@ -8,20 +8,25 @@ emitter and lowering are all right.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import dtensor as dt
 from benchmarks import planner_loss
 from dtensor.errors import PlanningError
+from dtensor.frontend.capture.capture import capture
+from dtensor.frontend.dataflow.to_dataflow import dataflow
 from dtensor.runtime.lower.program import argument_spec
 from dtensor.sharding.ops.call import Meta, OpCall, Operand, RunNumber
 from dtensor.sharding.plan.choose import choose_axis, split_through_op
 from dtensor.sharding.plan.choose.solve import Node, Price, Solution, solve
+from dtensor.sharding.plan.dataflow import layer_groups
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.planner import plan as plan_again
 from dtensor.sharding.rules import registry, rule_for
@@ -30,7 +35,7 @@ from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import PARTIAL, Placement, Shard
 from dtensor.sharding.spec.spec import make_spec
 from dtensor.testing.execute import planned, reference, run, trace
-from tests.models import GPT, batch, loss_fn
+from tests.models import GPT, DropoutGPT, batch, loss_fn
 from tests.plans import MEGATRON, plan_model
 from tests.sharding.programs import (
     Program,
@@ -194,6 +199,17 @@ def test_sharing_work_between_repeated_layers_does_not_change_plan(
     monkeypatch.setattr(choose_axis, "solve", alone)
     assert _planned() == found
     assert sizes and min(sizes) > 0  # some work was shared
+
+
+@pytest.mark.parametrize("model", [GPT(layers=3), DropoutGPT(layers=3)], ids=["gpt", "dropout"])
+def test_ops_that_share_a_choice_are_of_different_layers(model: nn.Module) -> None:
+    """Equal calls of one module, as the products for dq and dv are, choose separately."""
+    flow = dataflow(capture(loss_fn, (model, *batch()), grads="loss"))
+    groups = layer_groups(flow)
+    counts = Counter((groups[op.name], op.module) for op in flow.ops if op.module)
+    assert max(counts.values()) == 1
+    layers = Counter(group for group, _ in counts)
+    assert Counter(layers.values())[3] > 50
 
 
 def _full(value: object) -> OpCall:

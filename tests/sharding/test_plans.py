@@ -7,9 +7,11 @@ sends 2(w-1)/w N in an all_reduce. Shoeybi et al. 2019, arXiv:1909.08053, sectio
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtensor.frontend.annotate import annotate
@@ -17,7 +19,17 @@ from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.steps import Redistribute, Transfer
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import Shard
-from tests.models import GPT, MLP, Block, CausalSelfAttention, Llama, SwiGLU, batch, loss_fn
+from tests.models import (
+    GPT,
+    MLP,
+    Block,
+    CausalSelfAttention,
+    DropoutGPT,
+    Llama,
+    SwiGLU,
+    batch,
+    loss_fn,
+)
 from tests.plans import (
     ATTENTION_PINS,
     LLAMA,
@@ -147,6 +159,59 @@ def test_data_parallel_gradients_are_each_reduced_once_in_buckets(
     others = [c for c in plan.collectives if c not in buckets]  # loss, accuracy, count of targets
     assert max(c.bytes_sent for c in others) <= ring(4, ranks)
     assert kinds(plan, "backward") == {}
+
+
+# -- attention that the user's code writes out, over a split sequence ------------------------------
+
+
+def scores_of(q: Tensor, k: Tensor) -> Tensor:
+    """Return the scores of causal attention."""
+    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
+    return scores.masked_fill(~mask, float("-inf"))
+
+
+def by_softmax(q: Tensor, k: Tensor, v: Tensor, p: float) -> Tensor:
+    return F.dropout(scores_of(q, k).softmax(-1), p) @ v
+
+
+def by_log_softmax(q: Tensor, k: Tensor, v: Tensor, p: float) -> Tensor:
+    return F.dropout(scores_of(q, k).log_softmax(-1).exp(), p) @ v
+
+
+def with_sink(q: Tensor, k: Tensor, v: Tensor, p: float) -> Tensor:
+    scores = torch.cat([scores_of(q, k), torch.zeros_like(q[..., :1])], -1)
+    return F.dropout(scores.softmax(-1)[..., :-1], p) @ v
+
+
+def unmasked(q: Tensor, k: Tensor, v: Tensor, p: float) -> Tensor:
+    return F.dropout((q @ k.mT).softmax(-1), p) @ v
+
+
+def of_grouped_heads(q: Tensor, k: Tensor, v: Tensor, p: float) -> Tensor:
+    k, v = (x[:, ::2].repeat_interleave(2, 1) for x in (k, v))
+    return torch.einsum("bhts,bhse->bhte", F.dropout(scores_of(q, k).softmax(-1), p), v)
+
+
+WRITTEN_OUT = (by_softmax, by_log_softmax, with_sink, unmasked, of_grouped_heads)
+
+
+@pytest.mark.default(*(f"{attend.__name__}-2" for attend in WRITTEN_OUT))
+@both_sizes
+@pytest.mark.parametrize("attend", WRITTEN_OUT, ids=lambda attend: attend.__name__)
+def test_written_out_attention_gathers_keys_and_values_but_no_scores(
+    attend: Any, ranks: int
+) -> None:
+    """Queries stay split; the gradients of keys and values are reduce-scattered. A head is narrower
+    than a rank's part of the sequence, else scores would have fewer bytes than keys."""
+    length = 13
+    plan = plan_model(
+        DropoutGPT(heads=8, attend=attend), loss_fn, batch(length=length), Mesh(cp=ranks), {},
+        inputs=dict(cp=Shard(1)),
+    )  # fmt: skip
+    moved = [m for s in plan.steps if s.in_microbatch and s.sends for m in s.moves]
+    assert [str(m) for m in moved if sum(n in (length, length + 1) for n in m.src.shape) > 1] == []
+    assert set(kinds(plan)) == {"all_gather@cp", "reduce_scatter@cp", "all_reduce@cp"}
 
 
 # -- pipelines -------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ Dataflow does not depend on a mesh or on torch.fx.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -184,28 +185,30 @@ class Dataflow:
 # -- repeated layers -------------------------------------------------------------------------------
 
 
-def layer_group(op: Op, flow: Dataflow) -> Hashable:
-    """Return a key that is equal for the same op of repeated layers; the op's name if the op is not
-    in a repeated layer.
+def layer_groups(flow: Dataflow) -> dict[str, Hashable]:
+    """Return a key for each op by name. The key is equal for the same op of repeated layers; it is
+    the op's name if the op is not in a repeated layer.
 
     The planner makes one choice for each group, so the problem size does not grow with the number
-    of layers. Ops are in one group if their calls are equal and their module paths differ only in
-    numbers. A sum of gradients belongs to no module; the modules whose gradients it adds count.
+    of layers. Ops are in one group if their calls are equal, their module paths differ only in
+    numbers, and each is the n-th such op of its module. A sum of gradients belongs to no module;
+    the modules whose gradients it adds count.
     """
-    paths = (without_numbers(op.module),)
-    if paths == (op.module,):
-        sums_gradients = op.phase == "backward" and not op.module
-        paths = _operand_modules(op, flow) if sums_gradients else ()
-        if not any("*" in path for path in paths):
-            return op.name
-    call = op.call
-    return (paths, op.phase, op.source, call.name, call.operands, call.results, repr(call.args))
-
-
-def _operand_modules(op: Op, flow: Dataflow) -> tuple[str, ...]:
-    """Return the module paths of the ops that produce the operands, without layer numbers."""
-    producers = (flow.producers.get(name) for name in op.operands)
-    return tuple("" if p is None else without_numbers(p.module) for p in producers)
+    groups: dict[str, Hashable] = {}
+    counts: Counter[Hashable] = Counter()
+    for op in flow.ops:
+        paths = (op.module,)
+        if op.phase == "backward" and not op.module:
+            paths = tuple(p.module if (p := flow.producers.get(v)) else "" for v in op.operands)
+        layer = tuple(map(without_numbers, paths))
+        groups[op.name] = op.name
+        if layer != paths:
+            call = op.call
+            metas = (call.operands, call.results)
+            key = (layer, op.phase, op.source, call.name, *metas, repr(call.args))
+            groups[op.name] = (*key, counts[paths, key])
+            counts[paths, key] += 1
+    return groups
 
 
 def without_numbers(path: str) -> str:

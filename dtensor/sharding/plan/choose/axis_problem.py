@@ -9,14 +9,14 @@ second axis cuts the pieces of the first; and a batch is also split over microba
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 from dtensor.sharding.plan.choose.annotations import annotation_placements
 from dtensor.sharding.plan.choose.opened_factors import Rules
 from dtensor.sharding.plan.choose.routes import routes
-from dtensor.sharding.plan.dataflow import Dataflow, Op
+from dtensor.sharding.plan.dataflow import Dataflow, Op, layer_groups
 from dtensor.sharding.plan.record import Misaligned, Opened
 from dtensor.sharding.plan.request import OnMisaligned, Pin, Request
 from dtensor.sharding.redistribute.topology import Topology
@@ -75,6 +75,11 @@ class AxisProblem:
                         until_contraction=True,
                     )
         return pins
+
+    @cached_property
+    def layer_groups(self) -> dict[str, Hashable]:
+        """The group of each op by name: one choice is made for all ops of a group."""
+        return layer_groups(self.flow)
 
     def labels(self) -> dict[str, str]:
         return {i.name: i.label for i in self.flow.inputs if i.kind in ("parameter", "buffer")}

@@ -29,7 +29,7 @@ from dtensor.sharding.plan.choose.sequence_axes import (
     first_query,
 )
 from dtensor.sharding.plan.choose.solve import Infeasible, Node, Option, Solution, ValueAt, solve
-from dtensor.sharding.plan.dataflow import Dataflow, Input, Op, layer_group, without_numbers
+from dtensor.sharding.plan.dataflow import Dataflow, Input, Op, without_numbers
 from dtensor.sharding.plan.request import Pin
 from dtensor.sharding.plan.sequence import HEADS
 from dtensor.sharding.redistribute.moves import move_kind, seconds
@@ -280,7 +280,7 @@ def _op_node(op: Op, strategies: Sequence[Strategy], canonical: Canonical, price
         reads_pending = any(isinstance(p, Partial) for p in strategy.operands)
         seconds = prices.op_seconds(op, strategy) + (_PENDING_SECONDS if reads_pending else 0.0)
         options.append(Option(reads, writes, seconds))
-    return Node(op.name, tuple(options), layer_group(op, prices.axis_problem.flow))
+    return Node(op.name, tuple(options), prices.axis_problem.layer_groups[op.name])
 
 
 def _input_choices(
