@@ -53,6 +53,12 @@ class Masked(Block):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
 
 
+class Windowed(Block):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        age = torch.arange(TOKENS)[:, None] - torch.arange(TOKENS)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=(age >= 0) & (age < 8))
+
+
 class WithBias(Block):
     def __init__(self) -> None:
         super().__init__()
@@ -167,6 +173,9 @@ def test_contiguous_causal_attention_proposes_the_zigzag() -> None:
         )
         even = str(step_of(Block(), dt.Mesh(cp=4), {"cp": word}, dt.Zigzag(1)).plan(x))
         assert "fix: inputs" not in even
+    for split in (dt.Shard(1), dt.Zigzag(1)):  # which balance a short window equally
+        text = str(step_of(Windowed(), dt.Mesh(cp=4), {"cp": "ring"}, split).plan(X))
+        assert "the fullest rank of cp has 1.12 times" in text and "fix: inputs" not in text
 
 
 @pytest.mark.parametrize("groups", [8, 2])

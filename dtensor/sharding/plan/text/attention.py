@@ -3,21 +3,23 @@
     attention  ring on cp: 2.05 ms a step; heads 2.10 ms, gather 2.40 ms
     balance    the fullest rank of cp has 1.75 times the mean FLOP of causal attention; ...
 
-The line "balance" is printed if causal or windowed attention is split by tokens. It names the
-balanced layout `Zigzag` if the fullest rank has over 1.1 times the mean.
+The line "balance" is printed if causal or windowed attention is split by tokens. It proposes the
+layout `Zigzag` if the fullest rank has over 1.1 times the mean, and less with the zigzag.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from dtensor.sharding.plan.choose.sequence_axes import first_query
 from dtensor.sharding.plan.cost.seconds import step_times
 from dtensor.sharding.plan.record import PlanRecord
 from dtensor.sharding.plan.sequence import TOKENS, Alternative, AttentionChoice, part_shift
 from dtensor.sharding.plan.steps import Compute
 from dtensor.sharding.plan.text.words import seconds_text, size_text, wrapped
 from dtensor.sharding.rules.rule import fullest_over_mean
-from dtensor.sharding.spec.placements import Shard
+from dtensor.sharding.rules.tables.attention import imbalance_of
+from dtensor.sharding.spec.placements import Shard, Zigzag
 from dtensor.showing import WIDTH
 
 _MAX_IMBALANCE = 1.1
@@ -70,37 +72,37 @@ def _with_masks(plan: PlanRecord) -> list[str]:
 def _balance_text(plan: PlanRecord, axis: str) -> str:
     """Return the ratio of the fullest rank's FLOP of attention to the mean on the axis, and the
     proposal of the zigzag if that is large; "" if attention is not split by tokens there."""
-    fullest = mean = seconds = 0.0
-    for step, full, even in _split_attention(plan, axis):
-        times = step_times(plan, step)
-        fullest += full * times
-        mean += even * times
-        seconds += plan.topology.compute_seconds(
-            flops=(full - even) * times, bytes_moved=0, attention=True
-        )
+    num = plan.inner.axis_size(axis)
+    fullest = zigzag = mean = 0.0
+    for step, shard in _split_attention(plan, axis):
+        sizes = [(s, plan.inner.axis_size(a)) for a, s in step.strategies]
+        even = step.flops / fullest_over_mean(step.op.call, step.rule, sizes)
+        even *= step_times(plan, step)
+        is_long = step.op.call.operands[first_query(step.op)].shape[TOKENS] >= 2 * num
+        mean += even
+        fullest += even * imbalance_of(step.op.call, shard, num)
+        zigzag += even * imbalance_of(step.op.call, Zigzag(TOKENS) if is_long else shard, num)
     if not mean or fullest == mean:
         return ""
     text = f"the fullest rank of {axis} has {fullest / mean:.2f} times the mean FLOP of attention"
-    if fullest <= _MAX_IMBALANCE * mean:
+    if fullest <= _MAX_IMBALANCE * mean or zigzag >= fullest:
         return text
+    saved = plan.topology.compute_seconds(flops=fullest - zigzag, bytes_moved=0, attention=True)
     arguments = [i.spec.placement(axis) for i in plan.inputs if i.kind == "argument"]
     dim = next((p.dim for p in arguments if isinstance(p, Shard)), 1)
     return (
-        f"{text}; fix: inputs=dict({axis}=dt.Zigzag({dim})) makes it 1.00 and saves "
-        f"{seconds_text(seconds)} of attention a step"
+        f"{text}; fix: inputs=dict({axis}=dt.Zigzag({dim})) makes it {zigzag / mean:.2f} and saves "
+        f"{seconds_text(saved)} of attention a step"
     )
 
 
-def _split_attention(plan: PlanRecord, axis: str) -> Iterator[tuple[Compute, float, float]]:
-    """Yield the attention steps that the axis splits by tokens, with the FLOP of the fullest rank
-    and the mean FLOP of the axis' ranks."""
+def _split_attention(plan: PlanRecord, axis: str) -> Iterator[tuple[Compute, Shard]]:
+    """Yield the attention steps that the axis splits by tokens, with the split of the queries. Of a
+    ring it is the first part, which counts the FLOP of all parts."""
     for step in plan.steps:
         if not isinstance(step, Compute) or step.rule.imbalance is None:
             continue
         strategies = dict(step.strategies)
-        results = strategies[axis].results if axis in strategies else ()
-        if any(isinstance(p, Shard) and p.dim == TOKENS for p in results[:1]):
-            sizes = [(s, plan.inner.axis_size(a)) for a, s in step.strategies]
-            even = step.flops / fullest_over_mean(step.op.call, step.rule, sizes)
-            # the mean of a part counts the keys of all parts
-            yield step, step.flops, 0.0 if part_shift(step.op.call) else even
+        out = strategies[axis].results[0] if axis in strategies else None
+        if isinstance(out, Shard) and out.dim == TOKENS and not part_shift(step.op.call):
+            yield step, out

@@ -289,6 +289,17 @@ def _held(cuts: Cuts, at: Sequence[int], size: int) -> tuple[Span, ...]:
     return held
 
 
+def imbalance_of(call: OpCall, shard: Shard, num: int) -> float:
+    """Return the visible pairs of the fullest rank over the mean of ``num`` ranks, under is_causal
+    and the window of the attention ``call``. ``shard``: how dim 2 of the queries is split."""
+    args = arguments_of(call)
+    band = band_of(args["is_causal"], args["window"])
+    num_queries, num_keys = (call.operands[_queries(args) + i].shape[2] for i in (0, 1))
+    sets = index_sets(shard, num_queries, num)
+    pairs = [visible_pairs(held, ((0, num_keys),), band) for held in sets]
+    return max(pairs) * num / sum(pairs) if any(pairs) else 1.0
+
+
 def visible_shifts(call: OpCall, shard: Shard, num: int) -> tuple[int, ...]:
     """Return the shifts i for which a rank r of ``num`` sees keys of rank r - i, under is_causal
     and the window of the attention ``call``. ``shard``: how dim 2 of queries and keys is split."""
