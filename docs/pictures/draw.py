@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import concepts
-from sheet import FAINT, FIRST, SECOND, THIRD, Sheet
+from sheet import FAINT, FIRST, RANKS, SECOND, THIRD, Sheet
 
 import dtensor as dt
 from dtensor import Plan, TensorSpec
@@ -91,6 +91,35 @@ def plan() -> str:
     return sheet.svg()
 
 
+def zigzag() -> str:
+    """The keys that each query of a causal sequence sees, by the rank that has the query."""
+    length, ranks, cell = 16, 4, 14
+    mesh = dt.Mesh(cp=ranks)
+    width = length * cell
+    sheet = Sheet(2 * width + 240, width + 88, "Causal attention over four ranks, in two layouts")
+    for rank in range(ranks):
+        sheet.box(16 + 74 * rank, 10, 12, 12, RANKS[rank])
+        sheet.text(34 + 74 * rank, 20, f"rank {rank}", anchor="start", size=11)
+    for number, text in enumerate((f"i64[1,{length}@cp]", f"i64[1,{length}@cp:zigzag]")):
+        spec = dt.spec(text, mesh)
+        name = f"dt.{spec.placement('cp')!r}"
+        x, y = 24.0 + number * (width + 130), 60.0
+        sheet.text(x + width / 2, y - 12, name, code=True, bold=True)
+        sheet.box(x, y, width, width, dashed="3 3")
+        for rank in range(ranks):
+            held = spec.intervals(1, {"cp": rank})
+            queries = [query for first, last in held for query in range(first, last)]
+            for query in queries:
+                sheet.box(x, y + query * cell, (query + 1) * cell, cell, RANKS[rank], round_by=0)
+            share = sum(query + 1 for query in queries) / (length * (length + 1) / 2)
+            at = y + 20 * rank + 62
+            sheet.text(x + width + 10, at, f"rank {rank}: {share:.0%}", anchor="start", size=12)
+        sheet.text(x + width + 10, y + 40, "work", anchor="start", size=12, fill=FAINT)
+        sheet.text(x + width / 2, y + width + 18, "keys", size=12, fill=FAINT)
+        sheet.text(x - 4, y + width + 18, "queries ↓", anchor="start", size=12, fill=FAINT)
+    return sheet.svg()
+
+
 def _plan_of_the_readme() -> Plan:
     """Of its first example, up to where it prints the plan."""
     text = (HERE.parents[1] / "README.md").read_text()
@@ -121,6 +150,7 @@ def _shard(
 PICTURES: dict[str, Callable[[], str]] = {
     "state_moves": state,
     "plan": plan,
+    "zigzag": zigzag,
     "concept_mesh": concepts.mesh,
     "concept_placement": concepts.placement,
     "concept_plan": concepts.plan,

@@ -270,7 +270,7 @@ def test_options_of_attention_hold_under_each_strategy(num: int) -> None:
 
     def losses(mesh: dt.Mesh, word: str | None) -> list[float]:
         (block := Packed()).load_state_dict(state)
-        model = dt.parallelize(block, mesh, attention=word and {"cp": word})
+        model = dt.parallelize(block, mesh, attention={"cp": word} if word else None)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         step = dt.train_step(
             model, lambda model, *args: model(*args).square().mean(), optimizer,
