@@ -19,7 +19,9 @@ from torch import Tensor, nn
 
 import dtensor as dt
 from dtensor.frontend.capture.capture import capture
+from dtensor.frontend.graph import bound
 from dtensor.sharding.plan.text.recognised import recognised_text
+from tests.frontend.eager import check
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "recognised"
 TIME = 16
@@ -59,6 +61,27 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
             intermediate_size=96,
             attention_probs_dropout_prob=0.0,
             **WORDS,
+        )
+    ),
+    "deepseek_v3": lambda: hf().DeepseekV3ForCausalLM(
+        hf().DeepseekV3Config(
+            **SIZES | dict(num_key_value_heads=4),
+            moe_intermediate_size=32,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            n_group=1,
+            topk_group=1,
+            kv_lora_rank=16,
+            q_lora_rank=16,
+            qk_rope_head_dim=8,
+            qk_nope_head_dim=16,
+            v_head_dim=16,
+            first_k_dense_replace=1,
+        )
+    ),
+    "gpt_oss": lambda: hf().GptOssForCausalLM(
+        hf().GptOssConfig(
+            **SIZES, head_dim=16, sliding_window=5, num_local_experts=4, num_experts_per_tok=2
         )
     ),
     "t5": lambda: hf().T5ForConditionalGeneration(
@@ -103,6 +126,43 @@ def test_plan_lists_recognised_ops() -> None:
     assert text.startswith("recognised\n")
     assert re.search(r"dt.attention +model.layers.\*.self_attn +x2 +sdpa_attention.py:\d+", text)
     assert sum("dt.attention(" in line for line in plan.text(full=True).splitlines()) == 2
+
+
+WINDOW = TIME // 4
+OPTIONS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "softcap": (
+        "Gemma2",
+        dict(attn_logit_softcapping=2.0),
+        dict(softcap=2.0, window=[WINDOW - 1, 0]),
+    ),
+    "sinks": (
+        "GptOss",
+        dict(num_local_experts=2, num_experts_per_tok=1),
+        dict(softcap=0.0, window=[WINDOW - 1, 0]),
+    ),
+    "dropout": ("Gemma2", dict(attention_dropout=0.1), {}),
+    "stated": ("Llama", dict(attn_implementation="eager"), {}),
+}
+
+
+@pytest.mark.default("sinks")
+@pytest.mark.parametrize("case", OPTIONS)
+def test_attention_that_transformers_writes_out_is_one_op_with_its_options(case: str) -> None:
+    """Dropout, and an implementation that the user states, leave it as written."""
+    name, options, expected = OPTIONS[case]
+    sizes = SIZES | dict(num_hidden_layers=1, head_dim=16)
+    if name != "Llama":
+        sizes |= dict(sliding_window=WINDOW, layer_types=["sliding_attention"])
+    torch.manual_seed(0)
+    model = getattr(hf(), f"{name}ForCausalLM")(getattr(hf(), f"{name}Config")(**sizes, **options))
+    args = model.train(), torch.randint(128, (2, TIME))
+    graph = (
+        check(loss_fn, args, tolerance=1e-5) if expected else capture(loss_fn, args, grads="loss")
+    )
+    calls = [bound(n) for n in graph.nodes if n.target is torch.ops.dt.attention.default]
+    assert [{name: a[name] for name in expected} for a in calls] == [expected] * bool(expected)
+    assert all((a["sinks"] is not None) == (case == "sinks") for a in calls)
+    assert torch.ops.dt.written_attention.default not in {n.target for n in graph.nodes}
 
 
 def decode(q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:

@@ -266,6 +266,7 @@ TERMS: dict[str, tuple[Program, Terms]] = {
     "all hidden": ((hidden, (heads(), LENGTHS)), (True, [], ["key"])),
     "window": ((windowed, (heads(),)), (True, [1, 0], [])),
     "distance": (masked_by(lambda i, j: (i - j).abs() <= 2), (False, [2, 2], [])),
+    "far": (masked_by(lambda i, j: ~((j - i >= 2) | ((i - j).abs() > 3))), (False, [3, 1], [])),
     "offset": (masked_by(lambda i, j: (j + 3 > i) & (i + 1 >= j)), (False, [2, 1], [])),
     "earlier": (masked_by(lambda i, j: i > j), (False, [], ["gt"])),
     "chunks": (masked_by(lambda i, j: i // 4 == j // 4), (False, [], ["eq"])),

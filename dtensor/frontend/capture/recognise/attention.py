@@ -64,6 +64,7 @@ def rewrite_attention(graph: fx.Graph, node: fx.Node, masks: MaskTerms) -> tuple
     operand, or "". Call `simplify_mask` before. Raises NoMatch with the reason if no dt op fits."""
     a = bound(node)
     q, k, v = (a[name].meta["val"] for name in ("query", "key", "value"))
+    mask: Any = a["attn_mask"]
     out = node.meta["val"]
     if a["dropout_p"] != 0:
         raise NoMatch("it drops weights, each by a number of its own")
@@ -75,10 +76,10 @@ def rewrite_attention(graph: fx.Graph, node: fx.Node, masks: MaskTerms) -> tuple
     if q.shape[1] != k.shape[1] and not is_grouped:
         raise NoMatch("its queries and keys have different numbers of heads")
     terms, reason = Terms(is_causal=a["is_causal"]), ""
-    if a["attn_mask"] is not None:
+    if mask is not None:
         if a["is_causal"]:  # torch raises where it runs
             raise NoMatch("it has a mask and is_causal")
-        if source := _differentiable_source(a["attn_mask"]):
+        if source := _differentiable_source(mask):
             raise NoMatch(f"its mask depends on {source}, which wants a gradient")
         try:
             terms = _terms(a, masks)
@@ -92,12 +93,11 @@ def rewrite_attention(graph: fx.Graph, node: fx.Node, masks: MaskTerms) -> tuple
     tensors = [
         call.cast(x, val.dtype, out.dtype) for x, val in ((a["query"], q), (keys, k), (values, v))
     ]
-    if not reason:
+    if mask is None or not reason:
         op = dt.attention.default
         pair = call(op, *tensors, terms.is_causal, scale, **terms.options())
     else:
-        op, mask = dt.attention_masked.default, a["attn_mask"]
-        mask = _before_expand(mask, node, masks.writes)
+        op, mask = dt.attention_masked.default, _before_expand(mask, node, masks.writes)
         if mask.meta["val"].dtype != torch.bool and q.dtype != out.dtype:
             mask = call.cast(mask, mask.meta["val"].dtype, out.dtype)  # autocast casts it, too
         pair = call(op, *tensors, mask, scale)

@@ -36,6 +36,7 @@ _NOTS = (aten.bitwise_not.default, aten.logical_not.default)
 _SWAPPED = {"eq": "eq", "ne": "ne", "lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
 _OPPOSITE = {"eq": "ne", "ne": "eq", "lt": "ge", "le": "gt", "gt": "le", "ge": "lt"}
 _COMPARISONS = {getattr(aten, name).Tensor: name for name in _SWAPPED}
+_LIMITS = {getattr(aten, name).Scalar: name for name in _SWAPPED}
 _WHERES = (aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar)
 _FILLS = (aten.masked_fill.Scalar, aten.masked_fill.Tensor)
 _CASTS = (
@@ -143,9 +144,11 @@ class MaskTerms:
         return result
 
     def _terms(self, mask: fx.Node, queries: int, keys: int) -> Terms:
+        if 0 in (*shape(mask), queries, keys):
+            raise NoMatch("its mask has no elements")
         root = _Value(mask, ("b", "h", "t", "s"))
         try:
-            parts = [self._part(leaf) for leaf in self._leaves(root)]
+            parts = [part for leaf in self._leaves(root) for part in self._parts(leaf)]
         except NoMatch:
             band = self._constant_band(root)
             if band is None:
@@ -225,20 +228,22 @@ class MaskTerms:
 
     # -- one part of it ----------------------------------------------------------------------------
 
-    def _part(self, value: _Value) -> _Comparison | _Band:
-        """Return a part as a comparison or a band."""
+    def _parts(self, value: _Value) -> Sequence[_Comparison | _Band]:
+        """Return a leaf as a comparison or as bands."""
         if "h" in value.roles:
             raise NoMatch("its mask differs between heads")
         if comparison := self._comparison(value):
-            return comparison
+            return [comparison]
+        if bands := self._bands_of_distance(value):
+            return bands
         band = self._constant_band(value)
         if band is not None:
-            return band
+            return [band]
         if "t" in value.roles or "s" not in value.roles or dtype(value.node) != torch.bool:
             is_float = dtype(value.node).is_floating_point
             what = "adds numbers" if is_float else "is no conjunction of comparisons of tokens"
             raise NoMatch(f"its mask {what}")
-        return _Comparison("key", None, self._token(value))
+        return [_Comparison("key", None, self._token(value))]
 
     def _comparison(self, value: _Value) -> _Comparison | None:
         """Return the comparison of a query's and a key's value that a part is, or None."""
@@ -257,6 +262,31 @@ class MaskTerms:
         if (has_queries, has_keys) != ({"t"}, {"s"}):
             return None
         return _Comparison(name, self._token(query), self._token(key))
+
+    def _bands_of_distance(self, value: _Value) -> list[_Band]:
+        """Return the bands of `i - j < 4`, `j - i < 4` or `(i - j).abs() < 4`, if constant."""
+        name = _LIMITS.get(value.node.target, "")
+        if not name:
+            return []
+        x, limit = value.node.args
+        name = _OPPOSITE[name] if value.is_hidden else name
+        is_absolute = is_op(x, aten.abs.default)
+        difference = x.all_input_nodes[0] if is_absolute else x
+        if not is_op(difference, aten.sub.Tensor) or len(difference.all_input_nodes) != 2:
+            return []
+        if difference.kwargs or type(limit) is not int or dtype(difference) not in _INTEGERS:
+            return []
+        if is_absolute and name not in ("lt", "le"):
+            return []
+        first, second = (value.operand(x) for x in difference.all_input_nodes)
+        bands: list[_Band | None] = []
+        for a, b in [(first, second), (second, first)][: 1 + is_absolute]:  # a - b op limit
+            is_key = "s" in a.roles
+            query, key = (b, a) if is_key else (a, b)
+            row, keys = self._row(self._token(query), "t"), self._row(self._token(key), "s")
+            row = None if row is None else row + (limit if is_key else -limit)
+            bands.append(_band_of(_SWAPPED[name] if is_key else name, row, keys))
+        return [band for band in bands if band is not None] if None not in bands else []
 
     def _token(self, value: _Value) -> _Token:
         """Trace a value to the one from which it was taken by views, sums with an int, and indices
@@ -336,7 +366,7 @@ class MaskTerms:
             remaining.append(c) if band is None else bands.append(band)
         return bands, remaining
 
-    def _row(self, token: _Token, role: str, is_counted: bool) -> Tensor | None:
+    def _row(self, token: _Token, role: str, is_counted: bool = False) -> Tensor | None:
         """Return the values of a constant integer token, if they are the same in all rows of the
         batch; for positions in documents, positions that count from 0."""
         source = token.source
