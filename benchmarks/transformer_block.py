@@ -166,21 +166,21 @@ def two_ranks(
 # -- the table -------------------------------------------------------------------------------------
 
 
-def table(title: str, found: Mapping[int, Mapping[str, Beside]]) -> list[str]:
-    """A line for each width and peer: the medians, and the median of the ratios of pairs."""
+def table(title: str, found: Mapping[int, Mapping[str, Beside]], size: str = "d") -> list[str]:
+    """A line for each size and peer: the medians, and the median of the ratios of pairs."""
     lines = [
         f"## {title}",
         "",
-        "| d | beside | its ms | dtensor ms | dtensor over it | 95% interval |",
+        f"| {size} | beside | its ms | dtensor ms | dtensor over it | 95% interval |",
         "|---|---|---|---|---|---|",
     ]
-    for width, by_name in found.items():
+    for number, by_name in found.items():
         for name, beside in by_name.items():
             theirs, mine = (statistics.median(t) * 1e3 for t in (beside.theirs, beside.ours))
             low, high = interval(beside.ratios)
             ratio = statistics.median(beside.ratios)
             lines.append(
-                f"| {width} | {name} | {theirs:.2f} | {mine:.2f} | {ratio:.3f} "
+                f"| {number} | {name} | {theirs:.2f} | {mine:.2f} | {ratio:.3f} "
                 f"| {low:.3f} to {high:.3f} |"
             )
     return [*lines, ""]

@@ -201,13 +201,13 @@ def judge(family: str, name: str) -> str:
             ours = distributed(family, model, batch, layout)
         except Exception as error:  # what is refused is the answer
             return f"{type(error).__name__}: {error}"
-        verdict = _difference(plain(model, batch, layout), ours)
+        verdict = difference(plain(model, batch, layout), ours)
         if not verdict:
             return "right (f64)" if wide else "right"
     return f"wrong: {verdict}"
 
 
-def _difference(expected: Run, found: Run) -> str:
+def difference(expected: Run, found: Run) -> str:
     for a, b in zip(expected[0], found[0], strict=True):
         if not abs(a - b) <= 1e-5 * abs(a):
             return f"losses {found[0]}, not {expected[0]}"

@@ -42,6 +42,7 @@ class Meter(TorchDispatchMode):
         self.held = [0] * num_ranks  # bytes of `state`
         self.bound = [0] * num_ranks  # bytes of `state` and `live`, expired ones included
         self.peak = [0] * num_ranks
+        self.largest = 0  # bytes of the largest storage that an op makes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -56,6 +57,7 @@ class Meter(TorchDispatchMode):
         storage = tensor.untyped_storage()
         if storage._cdata in self.state:
             return
+        self.largest = max(self.largest, storage.nbytes())
         entry = self.live.get(storage._cdata)
         if not known or entry is None or entry[0].expired():
             if entry is not None:
@@ -87,7 +89,7 @@ def stage_of(run: Run, rank: int) -> int:
 
 def measure(run: Run, one: Any) -> list[dict[str, int]]:
     """Return, by rank, bytes in the second step: of state, of gradients when the last backward
-    ends, and at the peak."""
+    ends, at the peak, and of the largest storage of all ranks."""
     plan = run.step.plan(*one)
     with dt.launch(run.mesh, mode="interpreted") as session, pytest.MonkeyPatch.context() as patch:
         float(run.step(*one))
@@ -141,7 +143,8 @@ def measure(run: Run, one: Any) -> list[dict[str, int]]:
             float(run.step(*one))
         patch.undo()
         run.state()
-    return [{**own, "peak": peak} for own, peak in zip(held, meter.peak, strict=True)]
+    more = [dict(peak=peak, largest=meter.largest) for peak in meter.peak]
+    return [own | other for own, other in zip(held, more, strict=True)]
 
 
 # -- measured --------------------------------------------------------------------------------------
@@ -239,6 +242,53 @@ def test_recompute_saves_predicted_memory_and_keeps_gradients(case: str) -> None
         assert saved > 0.6 * memory[0].activations
         assert kept["peak"] - again["peak"] == pytest.approx(saved, rel=0.1), rank
         assert memory[1].total == pytest.approx(again["peak"], rel=0.15), rank
+
+
+# -- a split sequence ------------------------------------------------------------------------------
+
+
+def long_run(tokens: int, strategy: str = "", num: int = 4) -> tuple[Run, Any]:
+    """Return the run of a GPT whose sequence is split over ``num`` ranks, and its batch. No
+    strategy: one rank."""
+    torch.manual_seed(0)
+    module = GPT(vocab=32, width=128, heads=4, positions=tokens)
+    mesh = dt.Mesh(cp=num) if strategy else dt.Mesh()
+    model = dt.parallelize(module, mesh, {}, attention={"cp": strategy} if strategy else None)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+    inputs = dict(cp=dt.Zigzag(1)) if strategy else None
+    step = dt.train_step(model, loss_fn, optimizer, inputs=inputs)
+    run = Run(mesh=mesh, module=module, model=model, optimizer=optimizer, step=step)
+    return run, batch(size=1, length=tokens)
+
+
+def kept_twice(tokens: int, strategy: str) -> int:
+    """Return the bytes of a rank that one rank has once: "heads" keeps the outputs of attention
+    split by heads, for its backward, and by tokens, for the projection's."""
+    return 2 * (tokens // 4) * 128 * 4 if strategy == "heads" else 0
+
+
+@pytest.mark.parametrize("strategy", ["heads", "ring"])
+@pytest.mark.parametrize("tokens", [2**12, 2**14, 2**16])
+def test_planned_activations_of_split_sequence_are_a_share(strategy: str, tokens: int) -> None:
+    (one, data), (split, _) = long_run(tokens), long_run(tokens, strategy)
+    whole, plan = one.step.plan(*data).memory[0].activations, split.step.plan(*data)
+    own = plan.memory[0].activations - kept_twice(tokens, strategy)
+    assert own == pytest.approx(whole / 4, rel=0.01)
+    largest = max(spec.max_local_nbytes for spec in plan.value_specs().values())
+    assert largest < 4 * (tokens // 4) ** 2
+
+
+@pytest.mark.slow
+@pytest.mark.sample("4096-ring")
+@pytest.mark.parametrize("strategy", ["heads", "ring"])
+@pytest.mark.parametrize("tokens", [2**12, 2**14])
+def test_measured_activations_of_split_sequence_are_a_share(strategy: str, tokens: int) -> None:
+    (one, data), (split, _) = long_run(tokens), long_run(tokens, strategy)
+    whole = measure(one, data)[0]
+    for found in measure(split, data):
+        own = found["peak"] - found["parameters"] - kept_twice(tokens, strategy)
+        assert own == pytest.approx((whole["peak"] - whole["parameters"]) / 4, rel=0.05)
+        assert found["largest"] < 4 * (tokens // 4) ** 2
 
 
 # -- simulated -------------------------------------------------------------------------------------
