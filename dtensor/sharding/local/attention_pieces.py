@@ -61,7 +61,7 @@ def cut(
     for group in (queries,) if scattered else ((span,) for span in queries):
         num = sum(stop - start for start, stop in group)
         if masked or scattered or _is_cut_before(group[0], keys, band):
-            positions = np.concatenate([np.arange(*span) for span in group])
+            positions = _positions(group)
             for lo in range(0, num, tile):
                 part = positions[lo : lo + tile]
                 seen = int(part[0]) - band.before, int(part[-1]) + band.after + 1
@@ -72,6 +72,14 @@ def cut(
             pieces += _below_diagonal(group[0], row, keys, band)
         row += num
     return tuple(pieces if masked else _joined(pieces))
+
+
+def _positions(spans: Spans) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Return the positions in the intervals, which are not empty."""
+    ends = np.array(spans, dtype=np.int64)
+    lengths = ends[:, 1] - ends[:, 0]
+    before = np.cumsum(lengths) - lengths
+    return np.repeat(ends[:, 0] - before, lengths) + np.arange(int(lengths.sum()))
 
 
 def _is_scattered(spans: Spans) -> bool:
@@ -151,33 +159,25 @@ def _joined(pieces: list[Piece]) -> list[Piece]:
 @lru_cache(maxsize=4096)
 def visible_pairs(queries: tuple[Span, ...], keys: tuple[Span, ...], band: Band) -> int:
     """Return the number of (query, key) pairs in the band."""
-    if not queries or not keys:
-        return 0
-    start, stop = np.array(queries, dtype=np.int64).T[:, :, None]
-    first, last = np.array(keys, dtype=np.int64).T[:, None, :]
-    far = int(max(queries[-1][1], keys[-1][1])) + 1
+    if len(queries) * len(keys) > 256:  # of stripes: counting by query is then faster
+        at, key = (
+            np.concatenate([np.arange(*span) for span in spans]) for spans in (queries, keys)
+        )
+        visible = np.searchsorted(key, at + band.after, side="right")
+        return int((visible - np.searchsorted(key, at - band.before)).sum())
 
-    def up_to(after: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
-        """Return the numbers of pairs with key <= query + after, for each two intervals."""
-        after = max(-far, min(after, far))
-        return _area(stop + after - first, last - first) - _area(
-            start + after - first, last - first
+    def up_to(after: int) -> int:
+        """Return the number of pairs with key <= query + ``after``."""
+        return sum(
+            _area(stop + after - first, last - first) - _area(start + after - first, last - first)
+            for start, stop in queries
+            for first, last in keys
         )
 
-    return int((up_to(band.after) - up_to(-band.before - 1)).sum())
+    return up_to(band.after) - up_to(-band.before - 1)
 
 
-def _area(
-    rows: np.ndarray[tuple[int, ...], np.dtype[np.int64]],
-    most: np.ndarray[tuple[int, ...], np.dtype[np.int64]],
-) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+def _area(rows: int, most: int) -> int:
     """Return 1 + 2 + ... + rows, in which no term is larger than ``most``; 0 if rows < 1."""
-    growing = np.clip(rows, 0, most)
-    return growing * (growing + 1) // 2 + np.maximum(rows - most, 0) * most
-
-
-def pairs_of_ranks(
-    queries: Sequence[tuple[Span, ...]], keys: Sequence[tuple[Span, ...]], band: Band
-) -> list[int]:
-    """Return the visible pairs of each rank, from the queries and the keys of each rank."""
-    return [visible_pairs(q, k, band) for q, k in zip(queries, keys, strict=True)]
+    growing = min(max(rows, 0), most)
+    return growing * (growing + 1) // 2 + max(rows - most, 0) * most
