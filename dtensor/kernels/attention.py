@@ -8,11 +8,14 @@ The functions have the arguments and results of the dt ops of these names, local
 kernel, because the backward reads the forward's lse.
 
 Invariants: the op computes what flash does not support: float32 and float64, head sizes above 256
-or not divisible by 8, values of another width than keys, and a causal mask that is not square,
-which flash aligns at the other corner.
+or not divisible by 8, values of another width than keys, a causal mask that is not square, which
+flash aligns at the other corner, and the options (window and so on). If options are given, or the
+queries are split, local code calls these functions for the pieces that need no mask.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -26,11 +29,22 @@ _SMALL_SHARED_MEMORY = ((8, 6), (8, 7), (8, 9))
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool,
+    scale: float,
+    window: Sequence[int] = (),
+    softcap: float = 0.0,
+    query_values: Sequence[Tensor] | None = None,
+    key_values: Sequence[Tensor] | None = None,
+    comparisons: Sequence[str] | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return out[b h t d] with q's layout and lse[b h t] in float32; q[b h t d], k, v[b g s d]."""
-    if not _is_supported(q, k, v, is_causal):
-        return torch.ops.dt.attention(q, k, v, is_causal, scale)
+    options = (window, softcap, query_values, key_values, comparisons)
+    if any(options) or sinks is not None or not _is_supported(q, k, v, is_causal):
+        return torch.ops.dt.attention(q, k, v, is_causal, scale, *options, sinks)
     q_rows, k_rows, v_rows = map(_aligned_rows, (q, k, v))
     out, lse, *_ = _aten._scaled_dot_product_flash_attention(
         q_rows, k_rows, v_rows, 0.0, is_causal, False, scale=scale
@@ -47,10 +61,16 @@ def attention_backward(
     lse: Tensor,
     is_causal: bool,
     scale: float,
+    window: Sequence[int] = (),
+    softcap: float = 0.0,
+    query_values: Sequence[Tensor] | None = None,
+    key_values: Sequence[Tensor] | None = None,
+    comparisons: Sequence[str] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq[b h t d], dk[b g s d] and dv[b g s d] with the layouts of q, k and v."""
-    if not _is_supported(q, k, v, is_causal):
-        args = (grad, q, k, v, out, lse, is_causal, scale)
+    options = (window, softcap, query_values, key_values, comparisons)
+    if any(options) or not _is_supported(q, k, v, is_causal):
+        args = (grad, q, k, v, out, lse, is_causal, scale, *options)
         return torch.ops.dt.attention_backward(*args)
     # The operator requires the random state of dropout, which is not used.
     seed = torch.empty(2, dtype=torch.uint64, device=q.device)
