@@ -174,6 +174,7 @@ def test_zero_trains_with_fused_bias_split_in_blocks(level: int) -> None:
     assert stored["blocks.0.attn.qkv.bias"] == "f32[3*16@(tp,dp)]"
 
 
+SEQUENCE = dict(dp=dt.Row(), cp=dt.Shard(1))
 PINS_ON_EP = {name: dict(ep=pin["tp"]) for name, pin in MEGATRON.items()}
 OVER_TWO: dict[str, tuple[Placed, dict[str, Any]]] = {
     "1f1b": (
@@ -187,24 +188,24 @@ OVER_TWO: dict[str, tuple[Placed, dict[str, Any]]] = {
     "ranks that do not divide": (Placed(axes=dict(dp=3, ep=2), inputs=BOTH), {}),
     "ep is faster": (DP2_EP2, dict(topology=dt.Topology(bandwidth=dict(dp=25e9, ep=147e9)))),
     "recompute": (DP2_EP2, dict(recompute=["blocks.*"])),
+    "sequence": (Placed(axes=dict(dp=2, cp=2), inputs=SEQUENCE), {}),
 }
 
 
-@pytest.mark.default("1f1b-1", "1f1b-3", "pinned-2")
+@pytest.mark.default("1f1b-1", "1f1b-3", "pinned-2", "sequence-3")
 @pytest.mark.parametrize("level", [1, 2, 3])
 @pytest.mark.parametrize("name", OVER_TWO)
 def test_zero_over_two_axes_trains_as_torch(name: str, level: int) -> None:
     """With clipping, so the norm counts each element once."""
     placed, stated = OVER_TWO[name]
-    given = {"schedule": dt.GPipe(1), "zero": {"dp": level, "ep": level}, **stated}
+    axes = ("dp", "cp" if name == "sequence" else "ep")
+    given = {"schedule": dt.GPipe(1), "zero": dict.fromkeys(axes, level), **stated}
     run = assert_trains_as_torch(placed, clip=0.3, **given)
     stored = {i.label: i.stored_axes for i in run.step.plan(*batches(1)[0]).inputs}
-    on_ep = ("dp",) if name == "pinned" else ("dp", "ep")
-    assert stored["blocks.0.mlp.up.weight"] == on_ep
-    assert stored["norm.weight"] == ("dp", "ep")
+    assert stored["blocks.0.mlp.up.weight"] == (("dp",) if name == "pinned" else axes)
+    assert stored["norm.weight"] == axes
 
 
-SEQUENCE = dict(dp=dt.Row(), cp=dt.Shard(1))
 OVER_SEVERAL: dict[str, tuple[Placed, dict[str, Any]]] = {
     "pp2 dp2 cp2": (
         Placed(axes=dict(pp=2, dp=2, cp=2), inputs=SEQUENCE, stages=TWO_STAGES),
