@@ -29,6 +29,7 @@ from dtensor.frontend.graph import Writer, bound, op_text
 aten: Any = torch.ops.aten
 dt: Any = torch.ops.dt
 
+_MEAN = "its mask gives the mean of all values to a query that sees no key, such as padding"
 _RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
 _COPIES = (aten.contiguous.default, aten.clone.default, aten.alias.default, aten.detach.default)
 
@@ -55,7 +56,7 @@ def _terms(a: dict[str, Any], masks: MaskTerms) -> Terms:
     mask = a["attn_mask"]
     terms = masks.of(mask, a["query"].meta["val"].shape[2], a["key"].meta["val"].shape[2])
     if mask.meta["val"].is_floating_point() and not terms.sees_itself:
-        raise NoMatch("its mask gives the mean of all values to a query that sees no key")
+        raise NoMatch(_MEAN)
     return terms
 
 
@@ -114,6 +115,8 @@ def rewrite_written(graph: fx.Graph, node: fx.Node, masks: MaskTerms) -> tuple[s
     if q.shape[2] != k.shape[2]:
         raise NoMatch("its queries and keys have different lengths")
     terms = Terms() if mask is None else masks.of(mask, q.shape[2], k.shape[2])
+    if not terms.sees_itself and a["sinks"] is None:
+        raise NoMatch(_MEAN)
     call = Writer(graph, node)
     tensors = [
         call.cast(a[name], x.dtype, out.dtype) for name, x in zip("qkv", (q, k, v), strict=True)
