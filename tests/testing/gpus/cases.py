@@ -447,14 +447,16 @@ class Attends(nn.Module):
         return (causal.float() + by_document.float()).transpose(1, 2).flatten(2)
 
 
-def split_tokens(dtype: torch.dtype, placement: dt.Placement) -> Body:
-    """Train attention whose tokens are split over cp."""
+def split_tokens(dtype: torch.dtype, placement: dt.Placement, word: str = "gather") -> Body:
+    """Train attention whose tokens are split over cp, in two microbatches, with ZeRO-3."""
 
     def body(device: str) -> Mapping[str, Any]:
         torch.manual_seed(0)
         net = Attends(dtype)
-        model = dt.parallelize(net, dt.Mesh(cp=2), {})
-        step = dt.train_step(model, _square, sgd(net), inputs=dict(cp=placement))
+        model = dt.parallelize(net, dt.Mesh(cp=2), attention={"cp": word}, zero={"cp": 3})
+        step = dt.train_step(
+            model, _square, sgd(net), inputs=dict(cp=placement), schedule=dt.GPipe(microbatches=2)
+        )
         x = torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(1))
         with dt.launch(model.mesh, backend(device), device=device):
             losses = [float(step(x)) for _ in range(2)]
@@ -602,8 +604,12 @@ def cases() -> Iterator[Case]:
     yield Case("experts, tokens split", 2, expert_layers(ep=dt.Row()), 2e-5)
     yield Case("experts, tokens whole", 2, expert_layers(), 2e-5)
     yield Case("experts whole, tokens split", 2, expert_layers(is_split=False, ep=dt.Row()), 2e-5)
-    yield Case("attention, tokens split", 2, split_tokens(torch.float32, dt.Shard(1)), 1e-5)
-    yield Case("attention in bf16, zigzag", 2, split_tokens(torch.bfloat16, dt.Zigzag(1)), 1e-2)
+    for word in ("ring", "gather", "heads"):
+        f32, bf16 = (split_tokens(d, dt.Zigzag(1), word) for d in (torch.float32, torch.bfloat16))
+        yield Case(f"attention, {word}", 2, f32, 1e-5)
+        yield Case(f"attention in bf16, {word}", 2, bf16, 1e-2)
+        contiguous = split_tokens(torch.float32, dt.Shard(1), word)
+        yield Case(f"attention, {word}, contiguous", 2, contiguous, 1e-5)
     yield Case("rows to ranks and back", 2, routed_rows)
     yield Case("profile and trace", 2, timed)
     yield Case("failed steps", 2, failed)

@@ -41,13 +41,15 @@ FEW = [
     "grouped product, by expert",
     "rows to ranks and back",
     "experts, tokens split",
-    "attention, tokens split",
     "experts, tokens whole",
     "experts whole, tokens split",
+    "attention, ring",
+    "attention, gather",
+    "attention, heads",
 ]
 
 
-@pytest.mark.default("grouped product, by expert", "experts, tokens split")
+@pytest.mark.default("grouped product, by expert", "experts, tokens split", "attention, ring")
 @pytest.mark.parametrize("name", FEW)
 def test_simulated_gpu_case_matches_cpu_without_races(name: str) -> None:
     with without_kernels():
