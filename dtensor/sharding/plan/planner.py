@@ -23,7 +23,12 @@ from dtensor.sharding.plan.choose.choose_attention import choose_attention
 from dtensor.sharding.plan.choose.choose_axis import choose_axis
 from dtensor.sharding.plan.choose.choose_composites import choose_composites
 from dtensor.sharding.plan.choose.routes import size_fills
-from dtensor.sharding.plan.choose.sequence_axes import sequence_axes, with_repeated_keys
+from dtensor.sharding.plan.choose.sequence_axes import (
+    Governed,
+    may_split_sequence,
+    sequence_axes,
+    with_repeated_keys,
+)
 from dtensor.sharding.plan.cost.totals import PlanTotals
 from dtensor.sharding.plan.dataflow import Dataflow, Op
 from dtensor.sharding.plan.emit.emit import emit
@@ -61,8 +66,11 @@ def plan(request: Request) -> Plan:
 def _candidate(request: Request) -> PlanRecord:
     """Return the plan of the request with its ``search``, after all passes."""
     flow = training_flow(request)
-    problem = axis_problem_of(replace(request, flow=flow), inner_mesh(request), rules_of(flow))
-    sequence = sequence_axes(problem)
+    sequence: Mapping[str, Governed] = {}
+    if may_split_sequence(request, flow):
+        sequence = sequence_axes(
+            axis_problem_of(replace(request, flow=flow), inner_mesh(request), rules_of(flow))
+        )
     governed = {name for ops in sequence.values() for name in ops}
     if governed:  # their strategies are chosen here, so no other form of them is compared
         ops = (replace(op, expand=None) if op.name in governed else op for op in flow.ops)

@@ -25,6 +25,7 @@ from dtensor.sharding.plan.choose.axis_problem import AxisProblem
 from dtensor.sharding.plan.choose.opened_factors import closure_of
 from dtensor.sharding.plan.choose.split_through_op import through
 from dtensor.sharding.plan.dataflow import Dataflow, Op
+from dtensor.sharding.plan.request import Request
 from dtensor.sharding.plan.sequence import HEADS, TOKENS
 from dtensor.sharding.plan.steps import unused
 from dtensor.sharding.rules.rule import Rule, Strategy
@@ -34,6 +35,19 @@ from dtensor.sharding.spec.placements import REPLICATE, Placement, Shard, on_dim
 _aten: Any = torch.ops.aten
 Governed = Mapping[str, Shard]
 """Op name -> the split of the tokens, for the attention ops whose sequence an axis splits."""
+
+
+def may_split_sequence(request: Request, flow: Dataflow) -> bool:
+    """Return whether the program has attention, and an argument or annotation that may split
+    tokens. This is cheaper than `sequence_axes`."""
+    if not any(map(is_attention, flow.ops)):
+        return False
+    stated = {item.name for item in flow.inputs if item.kind not in ("parameter", "buffer")}
+    placements = [p for v, each in request.pins.items() if v in stated for p in each.values()]
+    placements += [p for v, spec in request.held.items() if v in stated for p in spec.placements]
+    return any(isinstance(p, Shard) and p.dim != 0 for p in placements) or any(
+        op.call.name == "dt.annotate.default" for op in flow.ops
+    )
 
 
 def sequence_axes(axis_problem: AxisProblem) -> dict[str, Governed]:
