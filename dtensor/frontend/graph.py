@@ -320,14 +320,18 @@ USERS_META = ("stack_trace", "nn_module_stack", "custom")
 
 
 class Writer:
-    """Replaces a node by new calls, which get the node's line and module."""
+    """Replaces a node by new calls, which get the node's line and module. They are inserted before
+    the node, or with ``reads_node`` after it."""
 
-    def __init__(self, graph: fx.Graph, node: fx.Node) -> None:
+    def __init__(self, graph: fx.Graph, node: fx.Node, *, reads_node: bool = False) -> None:
         self.graph: fx.Graph = graph
         self.node: fx.Node = node
+        self._place: fx.Node = node.next if reads_node else node
+        while reads_node and self._place.op in ("placeholder", "get_attr"):
+            self._place = self._place.next
 
     def __call__(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
-        with self.graph.inserting_before(self.node):
+        with self.graph.inserting_before(self._place):
             new = self.graph.call_function(target, args, kwargs)
         new.meta.update({k: self.node.meta[k] for k in USERS_META if k in self.node.meta})
         return new

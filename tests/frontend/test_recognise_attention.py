@@ -263,6 +263,12 @@ Terms = tuple[bool, list[int], list[str]]
 TERMS: dict[str, tuple[Program, Terms]] = {
     "padding": ((by_argument, (heads(), LENGTHS)), (False, [], ["key"])),
     "expanded": ((expanded_padding, (heads(), LENGTHS)), (False, [], ["key"])),
+    "argument": (
+        masked_by(lambda i, j, seen, x: seen, torch.ones(B, 1, 1, T) > 0, DOCUMENTS),
+        (False, [], ["key"]),
+    ),
+    "four dims": (masked_by(lambda i, j, n: j < n[:, None, None, None], LENGTHS),
+                  (False, [], ["key"])),
     "all hidden": ((hidden, (heads(), LENGTHS)), (True, [], ["key"])),
     "window": ((windowed, (heads(),)), (True, [1, 0], [])),
     "distance": (masked_by(lambda i, j: (i - j).abs() <= 2), (False, [2, 2], [])),

@@ -160,7 +160,7 @@ class MaskTerms:
         window = () if before < 0 and after <= 0 else (before, after)
         if queries != keys and (window or comparisons):
             raise NoMatch("its queries and keys have different lengths")
-        call = Writer(self._graph, mask)
+        call = Writer(self._graph, mask, reads_node=True)
         return Terms(
             after == 0,
             window,
