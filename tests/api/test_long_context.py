@@ -284,3 +284,20 @@ def test_options_of_attention_hold_under_each_strategy(num: int) -> None:
     assert expected[0] - expected[2] > 1e-2
     for word in ("gather", "ring") if num == 3 else ("heads", "gather", "ring"):
         assert losses(dt.Mesh(cp=num), word) == pytest.approx(expected, abs=1e-5)
+
+
+def test_auto_accepts_attention_that_stays_written_out() -> None:
+    plan = step_of(WithBias(), dt.Mesh(cp=2), {"cp": "auto"}).plan(X)
+    assert not plan.sequence
+
+
+class OneQuery(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        q, _, _ = self.project(x.mean(1, keepdim=True))
+        _, k, v = self.project(x)
+        return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def test_attention_of_one_query_gathers_its_keys() -> None:
+    plan = step_of(OneQuery(), dt.Mesh(cp=2), None).plan(X)
+    assert not plan.sequence and "all_gather" in {c.kind for c in plan.collectives}

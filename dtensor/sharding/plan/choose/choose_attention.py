@@ -21,6 +21,7 @@ from dtensor.sharding.plan.cost.totals import PlanTotals
 from dtensor.sharding.plan.record import PlanRecord
 from dtensor.sharding.plan.request import Request
 from dtensor.sharding.plan.sequence import STRATEGIES, Alternative, AttentionChoice
+from dtensor.sharding.spec.placements import Shard
 
 PlanOf = Callable[[Request], PlanRecord]
 
@@ -121,6 +122,10 @@ def _check_stated(request: Request, sequence: Mapping[str, Governed]) -> None:
             for r in request.flow.recognised
             if r.what == "attention" and not r.op
         ]
+        placements = [each.get(axis) for each in request.pins.values()]
+        is_split = any(isinstance(p, Shard) and p.dim != 0 for p in placements)
+        if reasons and is_split and word in ("auto", "gather"):
+            continue  # attention that stays written out gathers its keys
         annotated = [
             f"  {op.source}: {op.source_text}"
             for op in request.flow.ops

@@ -84,7 +84,8 @@ def _governed(axis_problem: AxisProblem, axis: str, attention: Sequence[Op]) -> 
     for op in attention:
         q = first_query(op)
         queries, keys = (shardings.get(name, ()) for name in op.operands[q : q + 2])
-        if any(shard.dim == HEADS for shard in (*queries, *keys)):
+        is_one = op.call.operands[q].shape[TOKENS] == 1  # one query cannot be split
+        if is_one or any(shard.dim == HEADS for shard in (*queries, *keys)):
             continue
         tokens = [shard for shard in queries if shard.dim == TOKENS]
         if not tokens and any(shard.dim == TOKENS for shard in keys):
