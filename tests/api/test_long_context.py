@@ -216,12 +216,16 @@ ERRORS: dict[str, tuple[Any, dict[str, Any], str]] = {
         Block, dict(attention={"cp": "ring"}, split=dt.Shard(0)),
         "cp splits the sequence of no attention op",
     ),
+    "no attention": (
+        lambda: nn.Linear(WIDTH, WIDTH), dict(attention={"cp": "ring"}), "has no attention op",
+    ),
     "a word beside annotations": (
         Annotated, dict(attention={"cp": "ring"}), "annotations state the split of attention",
     ),
     "a learned bias": (
         WithBias, dict(attention={"cp": "ring"}),
-        "attention stays written out, because its mask depends on bias",
+        "attention stays written out, because its mask depends on bias, which wants a gradient\n"
+        """fix: attention={'cp': "gather"}""",
     ),
 }  # fmt: skip
 

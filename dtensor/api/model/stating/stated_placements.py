@@ -451,7 +451,7 @@ def _as_placement(value: object) -> str:
         case _ if value is Column:
             return "dt.Column()"
         case _ if value is Zigzag:
-            return "dt.Zigzag(0)"
+            return "dt.Zigzag(1)"
         case _ if value is Replicate:
             return "dt.Replicate()"
         case type() if value in (ColumnParallel, RowParallel):

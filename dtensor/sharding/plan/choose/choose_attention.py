@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from dtensor.errors import PlanningError
 from dtensor.sharding.plan.choose.annotations import annotation_placements
-from dtensor.sharding.plan.choose.sequence_axes import Governed
+from dtensor.sharding.plan.choose.sequence_axes import Governed, is_attention
 from dtensor.sharding.plan.cost.totals import PlanTotals
 from dtensor.sharding.plan.record import PlanRecord
 from dtensor.sharding.plan.request import Request
@@ -111,7 +111,8 @@ def _plan_that_fits(
 
 def _check_stated(request: Request, sequence: Mapping[str, Governed]) -> None:
     """Raise PlanningError if the user states a word for an axis that splits no sequence of a
-    training step."""
+    training step. Attention that is written out gathers keys, so "gather" and "auto" hold for it.
+    """
     if request.training is None:
         return
     for axis, word in request.attention:
@@ -138,14 +139,20 @@ def _check_stated(request: Request, sequence: Mapping[str, Governed]) -> None:
                 f"{axis}.\n{annotated[0]}\nfix: leave {axis!r} out of attention=, or remove the "
                 f"annotations"
             )
-        splitting = f", or split the sequence: inputs=dict({axis}=dt.Shard(1))"
+        fact = f"{axis} splits the sequence of no attention op of {request.name}"
+        fix = f"leave {axis!r} out of attention="
+        if reasons and is_split:
+            fix = f'attention={{{axis!r}: "gather"}}'
+        elif any(is_attention(op) for op in request.flow.ops):
+            fix += "" if is_split else f", or split the sequence: inputs=dict({axis}=dt.Shard(1))"
+        elif not reasons:
+            fact = f"{request.name} has no attention op, such as F.scaled_dot_product_attention"
         raise PlanningError(
             "\n".join(
                 [
-                    f"attention={{{axis!r}: {word!r}}}: {axis} splits the sequence of no attention "
-                    f"op of {request.name}.",
+                    f"attention={{{axis!r}: {word!r}}}: {fact}.",
                     *dict.fromkeys(reasons),
-                    f"fix: leave {axis!r} out of attention={'' if reasons else splitting}",
+                    f"fix: {fix}",
                 ]
             )
         )

@@ -138,7 +138,7 @@ def _check_heads(op: Op, num_heads: int, num: int, split: int) -> None:
     local = num_heads // split
     best = max(n for n in range(1, local + 1) if local % n == 0 and n <= num)
     other = f" that the other axes leave a rank of {num_heads}" if split > 1 else ""
-    proposal = f"an axis of {best} ranks" if best > 1 else 'attention={...: "ring"}'
+    proposal = f"an axis of {best} ranks" if best > 1 else 'attention={...: "gather"}'
     rest = num // best if best > 1 and num % best == 0 else 0
     two = f', or two axes of {best} and {rest} ranks with "heads" and "ring"' if rest > 1 else ""
     raise PlanningError(

@@ -42,6 +42,8 @@ def _choice_text(plan: PlanRecord, choice: AttentionChoice) -> str:
     text = f"{choice.word} on {choice.axis}"
     if choice.word == "ring" and (gathered := _with_masks(plan)):
         text += f" (gather for {', '.join(gathered)}, which read a mask tensor)"
+    if choice.word != "gather" and (written := _written_out(plan)):
+        text += f" (gather for {', '.join(written)}, where attention stays written out)"
     if choice.gathers_again:
         text += " (the backward gathers keys again, because keeping them does not fit in memory)"
     if choice.stated:
@@ -67,6 +69,12 @@ def _with_masks(plan: PlanRecord) -> list[str]:
     ops = (s.op for s in plan.steps if isinstance(s, Compute))
     masked = (op.source for op in ops if op.call.name == "dt.attention_masked.default")
     return list(dict.fromkeys(masked))
+
+
+def _written_out(plan: PlanRecord) -> list[str]:
+    """Return the user's lines of attention that did not become an op."""
+    recognised = (r for r in plan.flow.recognised if r.what == "attention" and not r.op)
+    return list(dict.fromkeys(r.source for r in recognised))
 
 
 def _balance_text(plan: PlanRecord, axis: str) -> str:
