@@ -172,7 +172,7 @@ def llama_plan(mesh: dt.Mesh, words: dict[str, str], given: argparse.Namespace) 
         model,
         llama_loss,
         torch.optim.AdamW(module.parameters(), lr=1e-4),
-        inputs={axis: dt.Zigzag(1) for axis in axes},
+        inputs={axis: layout(zigzag=axis == "cp") for axis in axes},
         topology=topology(mesh),
     )
     return step.plan(ids, ids)
@@ -184,9 +184,9 @@ def simulated(given: argparse.Namespace) -> list[str]:
         "",
         f"`OMP_NUM_THREADS=1 python -m benchmarks.context_parallel {' '.join(sys.argv[1:])}`",
         "",
-        f"{given.layers} layers, {given.length:,} tokens in the zigzag layout, bf16, ZeRO-3 over "
-        "all axes but tp, every layer recomputed. 8 GPUs a host: the last axis has NVLink if it "
-        "has at most 8 ranks, every other axis InfiniBand. A rank of an H100 has 80 GB.",
+        f"{given.layers} layers, {given.length:,} tokens in the zigzag layout over cp, bf16, "
+        "ZeRO-3 over all axes but tp, every layer recomputed. 8 GPUs a host: the last axis has "
+        "NVLink if it has at most 8 ranks, every other axis InfiniBand. A GPU has 80 GB.",
         "",
         "| ranks | mesh | attention | step | exposed communication | memory of a rank | auto |",
         "|---|---|---|---|---|---|---|",

@@ -32,7 +32,9 @@ import dtensor as dt
 from tests.huggingface_sweep.experts import RATE, STEPS, Run, difference
 
 ROWS, TOKENS = 4, 18  # neither 2 nor 4 ranks have equally many tokens in a zigzag
-STRATEGIES = ("heads", "gather", "ring", "auto")
+KINDS = {"heads": "all_to_all", "gather": "all_gather", "ring": "shift"}
+"""The messages that show that the plan has the stated strategy."""
+STRATEGIES = (*KINDS, "auto")
 COMMON: dict[str, Any] = dict(
     vocab_size=64,
     hidden_size=32,
@@ -184,6 +186,8 @@ def distributed(
     }
     more: dict[str, Any] = dict(schedule=dt.GPipe(microbatches=2)) if "pp" in mesh.axes else {}
     step = dt.train_step(placed, loss_fn, optimizer, inputs=inputs, **more)
+    kinds = {each.kind for each in step.plan(batch).collectives if each.axis == "cp"}
+    assert KINDS.get(strategy) in {None, *kinds}, f"{strategy} has no message but {kinds}"
     with dt.launch(mesh, backend=backend):
         losses = [float(step(batch)) for _ in range(STEPS)]
         return losses, dt.gather_state_dict(placed, optimizer)["model"]

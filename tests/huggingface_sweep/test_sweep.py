@@ -1,4 +1,4 @@
-"""A few families of the sweep over transformers for CI, and checks that the sweep detects errors.
+"""A few families of the sweeps over transformers for CI, and checks that the sweep detects errors.
 
 `make hf` runs the full sweep.
 """
@@ -14,7 +14,9 @@ from tests.extras import missing
 pytest.importorskip("transformers", reason=missing("transformers"))
 
 
+import dtensor as dt
 from dtensor.sharding.rules import pattern, registry
+from tests.huggingface_sweep import context
 from tests.huggingface_sweep.judge import families, judge
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
@@ -55,6 +57,22 @@ def test_sweep_reports_missing_rule_as_refused(monkeypatch: pytest.MonkeyPatch) 
     record = judge("llama")
     assert (record.verdict, record.stage) == ("refused", "for_model")
     assert "no rule says how dt.gated.default" in record.reason
+
+
+@pytest.mark.default("gemma2-zero3-ring")
+@pytest.mark.parametrize("strategy", context.KINDS)
+@pytest.mark.parametrize("layout", context.LAYOUTS)
+@pytest.mark.parametrize("family", [name for name in context.FAMILIES if name != "gpt2"])
+def test_steps_with_split_sequence_match_torch(family: str, layout: str, strategy: str) -> None:
+    found = context.judge(context.FAMILIES[family], layout, strategy, tokens=dt.Zigzag(1))
+    assert found.startswith("right"), found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", context.LAYOUTS)
+def test_steps_with_dropout_and_split_sequence_match_one_rank(layout: str) -> None:
+    found = context.judge(context.FAMILIES["gpt2"], layout, "auto", tokens=dt.Zigzag(1))
+    assert found.startswith("right"), found
 
 
 def test_sweep_lists_every_family_once() -> None:

@@ -267,6 +267,7 @@ def kept_twice(tokens: int, strategy: str) -> int:
     return 2 * (tokens // 4) * 128 * 4 if strategy == "heads" else 0
 
 
+@pytest.mark.default("16384-heads", "16384-ring")
 @pytest.mark.parametrize("strategy", ["heads", "ring"])
 @pytest.mark.parametrize("tokens", [2**12, 2**14, 2**16])
 def test_planned_activations_of_split_sequence_are_a_share(strategy: str, tokens: int) -> None:
