@@ -145,6 +145,22 @@ def test_auto_names_its_choice_and_the_alternatives() -> None:
     assert f"attention  {choice.word} on cp: " in head and "heads is not possible (" in head
 
 
+class TokensFirst(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.transpose(0, 1)).transpose(0, 1)
+
+
+@pytest.mark.parametrize("word", ["heads", "gather", "ring"])
+def test_tokens_may_be_the_first_dim(word: str) -> None:
+    step = step_of(TokensFirst(), dt.Mesh(cp=2), {"cp": word}, dt.Zigzag(0))
+    plan = step.plan(X.transpose(0, 1).contiguous())
+    expected = step_of(Block(), dt.Mesh(cp=2), {"cp": word}, dt.Zigzag(1)).plan(X)
+    sent = [
+        Counter((c.kind, c.phase, c.bytes_sent) for c in p.collectives) for p in (plan, expected)
+    ]
+    assert sent[0] == sent[1]
+
+
 def test_gathered_keys_are_gathered_again_if_memory_needs_it() -> None:
     def plan(memory: float) -> dt.Plan:
         model = dt.parallelize(

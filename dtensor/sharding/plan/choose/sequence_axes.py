@@ -40,13 +40,26 @@ Governed = Mapping[str, Shard]
 def may_split_sequence(request: Request, flow: Dataflow) -> bool:
     """Return whether the program has attention, and an argument or annotation that may split
     tokens. This is cheaper than `sequence_axes`."""
-    if not any(map(is_attention, flow.ops)):
+    attention = [op for op in flow.ops if is_attention(op)]
+    if not attention:
         return False
     stated = {item.name for item in flow.inputs if item.kind not in ("parameter", "buffer")}
-    placements = [p for v, each in request.pins.items() if v in stated for p in each.values()]
-    placements += [p for v, spec in request.held.items() if v in stated for p in spec.placements]
-    return any(isinstance(p, Shard) and p.dim != 0 for p in placements) or any(
-        op.call.name == "dt.annotate.default" for op in flow.ops
+    placements = [(v, p) for v, each in request.pins.items() for p in each.values()]
+    placements += [(v, p) for v, spec in request.held.items() for p in spec.placements]
+    return any(
+        v in stated and _may_split_tokens(p, flow.metas[v].shape, attention) for v, p in placements
+    ) or any(op.call.name == "dt.annotate.default" for op in flow.ops)
+
+
+def _may_split_tokens(placement: Placement, shape: Sequence[int], attention: Sequence[Op]) -> bool:
+    """Return whether the placement may split tokens. Dim 0 is the batch, unless its size is the
+    number of queries or keys."""
+    if not isinstance(placement, Shard):
+        return False
+    return placement.dim != 0 or any(
+        shape[0] == meta.shape[TOKENS]
+        for op in attention
+        for meta in op.call.operands[first_query(op) :][:2]
     )
 
 
@@ -75,8 +88,8 @@ def first_query(op: Op | OpCall) -> int:
 
 def _governed(axis_problem: AxisProblem, axis: str, attention: Sequence[Op]) -> Governed:
     """Return the attention ops whose queries or keys arrive with split tokens on the axis."""
-    pins = axis_problem.pins_on(axis).values()
-    if not any(isinstance(p.placement, Shard) and p.placement.dim > 0 for p in pins):
+    pins, metas = axis_problem.pins_on(axis).values(), axis_problem.flow.metas
+    if not any(_may_split_tokens(p.placement, metas[p.value].shape, attention) for p in pins):
         return {}
     num = axis_problem.mesh.axis_size(axis)
     shardings = closure_of(axis_problem.flow, axis_problem.rules, list(pins), num)
