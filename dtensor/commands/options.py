@@ -63,7 +63,8 @@ MODEL is one of:
   a Hugging Face model type (gpt2, llama, ...), for the model of its default configuration;
   a config.json, or a folder that has one;
   module.py:function or package.module:function; the function returns (model, loss_fn, *batch), or
-  a dict with model, loss_fn, batch, and optionally placements, stages, inputs, optimizer.
+  a dict with model, loss_fn, batch, and optionally placements, stages, inputs,
+  attention, optimizer.
 Models are made on the meta device, so they need no memory. Nothing is downloaded.
 
 exit status: 0, done; 1, found something wrong; 2, an invalid request."""

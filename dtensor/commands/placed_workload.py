@@ -64,6 +64,7 @@ class PlacedWorkload:
             stages=self._stages(mesh, schedule),
             zero={a: n for a, n in (zero or {}).items() if a in mesh.axes} or None,
             inputs=self._inputs(mesh),
+            attention=self.work.stated.get("attention"),
             schedule=self.schedule(mesh, schedule),
             recompute=options.recompute,
             topology=topology_of(**HARDWARE.values(options), mesh=mesh),
@@ -77,9 +78,8 @@ class PlacedWorkload:
     ) -> TrainStep:
         """Return a training step that is not planned yet."""
         mesh, placements, keywords = self.strategy(mesh, zero, schedule)
-        of_parallelize = {
-            name: keywords.pop(name) for name in ("stages", "zero", "recompute") if name in keywords
-        }
+        names = ("stages", "zero", "recompute", "attention")
+        of_parallelize = {name: keywords.pop(name) for name in names if name in keywords}
         model = dt.parallelize(self.work.model, mesh, placements, **of_parallelize)
         return dt.train_step(model, self.work.loss_fn, self.optimizer, **keywords)
 

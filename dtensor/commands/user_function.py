@@ -29,13 +29,16 @@ from torch import nn
 from dtensor.api.model.stating.patterns import listing, nearest
 from dtensor.errors import PlanningError, shown
 
-KEYS = ("model", "loss_fn", "batch", "batches", "placements", "stages", "inputs", "optimizer")
+KEYS = (
+    "model", "loss_fn", "batch", "batches", "placements", "stages", "inputs", "attention",
+    "optimizer",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserResult:
     """The result of a user's function. ``batches``: at least one; ``stated``: the returned
-    placements, stages, inputs and optimizer, by key."""
+    placements, stages, inputs, attention and optimizer, by key."""
 
     model: nn.Module
     loss_fn: Callable[..., Any]

@@ -33,7 +33,7 @@ ROWS = 8
 @dataclass(kw_only=True, repr=False)
 class Workload:
     """``batches``: `run` uses them in turn, the other commands use the first. ``stated``: the
-    placements, stages, inputs and optimizer that the user's function returned, by key."""
+    placements, stages, inputs, attention and optimizer of the user's function, by key."""
 
     name: str
     model: nn.Module

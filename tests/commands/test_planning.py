@@ -94,6 +94,23 @@ def test_commands_report_and_fail_if_memory_does_not_fit(command: Command):
     assert "It does not fit: the fullest rank needs" in ran.err
 
 
+def test_plan_command_states_attention_of_the_users_function(command: Command):
+    Path("split.py").write_text(
+        "import torch\n"
+        "import dtensor as dt\n"
+        "class Attends(torch.nn.Linear):\n"
+        "    def forward(self, x):\n"
+        "        q = super().forward(x)[:, None]\n"
+        "        return torch.nn.functional.scaled_dot_product_attention(q, q, q)\n"
+        "def make():\n"
+        "    return dict(model=Attends(8, 8), loss_fn=lambda model, x: model(x).sum(),\n"
+        "                batch=torch.zeros(2, 4, 8), inputs=dict(cp=dt.Zigzag(1)),\n"
+        "                attention={'cp': 'ring'}, placements={})\n"
+    )
+    ran = command("plan split.py:make --mesh cp=2")
+    assert "attention  ring on cp, as stated" in ran.out
+
+
 def test_plan_command_accepts_schedule_without_stages(command: Command):
     line = (
         "compare mlp.py:make --mesh tp=2 --microbatches 2 --schedule gpipe --schedule 1f1b --json"
