@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +25,7 @@ from dtensor.runtime.lower.timetable import ONE_BY_ONE
 from dtensor.runtime.schedule import OneFOneB
 from dtensor.runtime.simulate.simulator import simulate
 from dtensor.sharding.plan.plan import Plan
-from dtensor.sharding.plan.steps import Compute, Redistribute
+from dtensor.sharding.plan.steps import Compute, Redistribute, roots
 from dtensor.sharding.redistribute.moves import Move
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import Shard, with_shift
@@ -235,3 +237,12 @@ def test_plan_with_wrong_shift_is_refused(shifted: Plan) -> None:
         steps = tuple(wrong if s is step else s for s in shifted.steps)
         with pytest.raises(AssertionError, match=words):
             replace(shifted, steps=steps).verify()
+
+
+def test_roots_of_a_value_are_found_once_for_each_value() -> None:
+    """Each part of a ring may share the storage of both results of the part before it."""
+    producers: dict[str, Any] = {}
+    for part in range(1, 65):
+        operands = tuple(f"{name}{part - 1}" for name in ("out", "lse", "out"))
+        producers |= {f"{x}{part}": SimpleNamespace(may_share=operands) for x in ("out", "lse")}
+    assert roots("out64", producers) == {"out0", "lse0"}

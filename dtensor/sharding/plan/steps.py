@@ -561,11 +561,12 @@ def roots(value: str, producers: Mapping[str, Step]) -> set[str]:
     """Return the values whose storage ``value`` may share: inputs, and results with new storage;
     {``value``} if it has its own storage."""
     root_values: set[str] = set()
-    pending = [value]
+    pending, seen = [value], {value}
     while pending:
         value = pending.pop()
         step = producers.get(value)
-        operands = () if step is None else step.may_share
+        operands = set[str]() if step is None else set(step.may_share)
         root_values |= set() if operands else {value}
-        pending += operands
+        pending += operands - seen
+        seen |= operands
     return root_values
