@@ -158,6 +158,15 @@ def test_microbatch_axis_is_never_scattered() -> None:
     assert all(not isinstance(m.dst.placement(MICROBATCH_AXIS), Shard) for m in path)
 
 
+def test_rows_of_a_microbatch_are_not_gathered_from_the_others() -> None:
+    """The copy that is already gathered over a would need only this."""
+    mesh = Mesh(a=2).extended(MICROBATCH_AXIS, 2)
+    of_one = make_spec((8, 6), torch.float32, mesh, {MICROBATCH_AXIS: Shard(0)})
+    of_all = make_spec((8, 6), torch.float32, mesh)
+    assert seconds(of_one, of_all, TOPOLOGY) == float("inf")
+    assert [m.kind for m in moves(of_all, of_one, TOPOLOGY)] == ["slice"]
+
+
 def test_redistribution_from_sum_to_max_is_refused() -> None:
     mesh = Mesh(a=2)
     src = make_spec((4,), torch.float32, mesh, dict(a=Partial("sum")))

@@ -284,6 +284,8 @@ def _move(spec: TensorSpec, axis: str, option: Placement) -> Move | None:
     kind: MoveKind | None = move_kind(current, option)
     if isinstance(current, Shard) and same(current, option, spec.shape, num):
         kind = "relabel"
+    elif axis == MICROBATCH_AXIS and isinstance(current, Shard):
+        return None  # a microbatch does not have the rows of the others
     if kind is None or not _keeps_rows(spec, current, option):
         return None
     if isinstance(option, Partial) and any(
