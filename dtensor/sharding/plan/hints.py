@@ -43,6 +43,7 @@ def hints(request: Request, planned: Plan) -> tuple[Hint, ...]:
             if opposite_dim is not None:
                 key = (request.pinned_by[value], axis)
                 groups.setdefault(key, {})[value] = (placement, opposite_dim)
+    request = _with_chosen_attention(request, planned)
     candidates = (_hint(request, planned, by, axis, pins) for (by, axis), pins in groups.items())
     return tuple(hint for hint in candidates if hint is not None)
 
@@ -68,8 +69,15 @@ def swapped(request: Request, planned: Plan) -> tuple[SwappedPair, ...]:
                 splits_summed[by] = dim == contractions[0].contracted_dim
                 opposites[value] = one_block(on_dim(stated, opposite_dim))
         if len(set(splits_summed.values())) == 2:
-            pairs += _swapped_pair(request, planned, axis, opposites, splits_summed)
+            chosen = _with_chosen_attention(request, planned)
+            pairs += _swapped_pair(chosen, planned, axis, opposites, splits_summed)
     return tuple(pairs)
+
+
+def _with_chosen_attention(request: Request, planned: Plan) -> Request:
+    """Return the request that states the strategies of attention that "auto" chose."""
+    chosen = {choice.axis: choice.word for choice in planned.sequence}
+    return replace(request, attention=tuple({**dict(request.attention), **chosen}.items()))
 
 
 def _opposite_dim(contraction: Contraction, dim: int) -> int | None:
