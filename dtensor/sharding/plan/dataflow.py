@@ -191,24 +191,40 @@ def layer_groups(flow: Dataflow) -> dict[str, Hashable]:
 
     The planner makes one choice for each group, so the problem size does not grow with the number
     of layers. Ops are in one group if their calls are equal, their module paths differ only in
-    numbers, and each is the n-th such op of its module. A sum of gradients belongs to no module;
-    the modules whose gradients it adds count.
+    numbers, and each is the n-th such op of a call of its module. A call ends at an op outside the
+    module. A sum of gradients belongs to no module; the modules whose gradients it adds count.
     """
     groups: dict[str, Hashable] = {}
     counts: Counter[Hashable] = Counter()
+    calls: Counter[str] = Counter()  # by module path, how often it was entered
+    last = ""  # the module of the op before
     for op in flow.ops:
         paths = (op.module,)
         if op.phase == "backward" and not op.module:
             paths = tuple(p.module if (p := flow.producers.get(v)) else "" for v in op.operands)
+        elif op.module:
+            calls.update(path for path in _prefixes(op.module) if not _is_in(last, path))
+            last = op.module
         layer = tuple(map(without_numbers, paths))
         groups[op.name] = op.name
         if layer != paths:
             call = op.call
             metas = (call.operands, call.results)
             key = (layer, op.phase, op.source, call.name, *metas, repr(call.args))
-            groups[op.name] = (*key, counts[paths, key])
-            counts[paths, key] += 1
+            of_call = (paths, calls[op.module], key)
+            groups[op.name] = (*key, counts[of_call])
+            counts[of_call] += 1
     return groups
+
+
+def _prefixes(path: str) -> list[str]:
+    """Return the module path and the paths of the modules around it."""
+    parts = path.split(".")
+    return [".".join(parts[: n + 1]) for n in range(len(parts))]
+
+
+def _is_in(module: str, path: str) -> bool:
+    return module == path or module.startswith(f"{path}.")
 
 
 def without_numbers(path: str) -> str:
