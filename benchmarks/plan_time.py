@@ -27,13 +27,13 @@ from dtensor.daft import verify
 from dtensor.frontend.capture.capture import capture
 from dtensor.frontend.dataflow.to_dataflow import dataflow
 from dtensor.runtime.lower.program import lower
-from dtensor.runtime.lower.rank_builder import Roles
+from dtensor.runtime.lower.rank_builder import OptimizerRole, Roles
 from dtensor.runtime.lower.timetable import GridTimetable
 from dtensor.runtime.schedule import OneFOneB
 from dtensor.sharding.plan import planner
 from dtensor.sharding.plan.choose import choose_axis
 from dtensor.sharding.plan.choose.solve import Node, Price, Solution, solve
-from dtensor.sharding.plan.request import Request, Training
+from dtensor.sharding.plan.request import Request, Training, Updater
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import Shard
 from tests.models import GPT, loss_fn
@@ -83,12 +83,9 @@ def measure(
         resolve_placements(model, mesh, MEGATRON, stage_axis=held.axis),
         input_pins(arguments, dict(dp=Shard(0)), mesh, stage_axis=held.axis),
     )
-    training = Training(
-        optimizer="AdamW",
-        trained=frozenset(i.label for i in flow.inputs if i.kind == "parameter"),
-        state_tensors=2,
-        clip_grad_norm=1.0,
-    )
+    trained = frozenset(i.label for i in flow.inputs if i.kind == "parameter")
+    adamw = Updater(optimizer="AdamW", trained=trained, state_tensors=2)
+    training = Training(updaters=(adamw,), clip_grad_norm=1.0)
     grid = OneFOneB(microbatches).grid(2, 2)
     request = Request(
         name="gpt",
@@ -122,7 +119,7 @@ def measure(
         plan = timed("plan, all of it", lambda: planner.plan(request))
     finally:
         choose_axis.solve, planner.emit = solve, emitted
-    roles = Roles(optimizer="opt")
+    roles = Roles(updates=(OptimizerRole("opt"),))
     lowered = timed("lower", lambda: lower(plan, grid, roles=roles))
     ranks = (tuple(range(mesh.size)),)
     timed("verify", lambda: verify(lowered, ranks))

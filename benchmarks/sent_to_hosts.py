@@ -127,7 +127,7 @@ def large() -> list[str]:
     kinds = ("parameter", "buffer", "constant")
     state = {i.name: f"state {i.label}" for i in plan.inputs if i.kind in kinds}
     grid = schedule.grid(STAGES, STAGES)
-    program = lower(plan, grid, roles=Roles(optimizer="optimizer", state=state))
+    program = lower(plan, grid, roles=Roles.of_plan(plan, state))
     hosts = tuple((rank,) for rank in range(program.size))
     lists = verify(program, hosts).lists
     begin = time.process_time()

@@ -22,7 +22,7 @@ from dtensor.frontend.dataflow.to_dataflow import dataflow
 from dtensor.runtime.lower.timetable import ONE_BY_ONE, GridTimetable
 from dtensor.runtime.schedule import OneFOneB
 from dtensor.sharding.plan.planner import Plan, plan
-from dtensor.sharding.plan.request import Request, Training
+from dtensor.sharding.plan.request import Request, Training, Updater
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import Placement, Shard
 
@@ -81,7 +81,8 @@ def plan_model(
     if train:
         trained = frozenset(i.label for i in flow.inputs if i.kind == "parameter")
         training = Training(
-            optimizer="AdamW", trained=trained, state_tensors=2, clip_grad_norm=clip_grad_norm
+            updaters=(Updater(optimizer="AdamW", trained=trained, state_tensors=2),),
+            clip_grad_norm=clip_grad_norm,
         )
     timetable = ONE_BY_ONE
     if held.axis is not None:

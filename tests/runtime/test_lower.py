@@ -55,7 +55,7 @@ def plan() -> Plan:
 
 @pytest.fixture(scope="module")
 def lowered(plan: Plan) -> Program:
-    return lower(plan, OneFOneB(4).grid(2, 2), roles=Roles(optimizer="optimizer"))
+    return lower(plan, OneFOneB(4).grid(2, 2), roles=Roles.of_plan(plan))
 
 
 def test_lowered_program_starts_as_many_collectives_as_planned(

@@ -351,7 +351,7 @@ def _training(options: Options, graph: Graph) -> Training | None:
     if options.training is None:
         return None
     parameters = {entry.name for entry in graph.inputs if isinstance(entry, Param)}
-    return replace(options.training, trained=options.training.trained & parameters)
+    return options.training.restricted_to(parameters)
 
 
 def _zero(models: Models) -> Zero | None:

@@ -137,7 +137,7 @@ class _PlannedStep:
             other.claim_homes(grid.home())
             call = _call_with(last.call, step.model, other)
             graph = last.graph if last.arrangement == last.models.arrangement else None
-            stated = step.plan_options(options, grid, step._groups())
+            stated = step.plan_options(options, grid, step.groups())
             call.look()
             planned = plan_call(call, other.mesh, "loss", stated, last.plan.name, graph)
         except PlanningError as error:
@@ -156,13 +156,17 @@ class _PlannedStep:
         return planned_homes(plan, read, prefix, numbers)
 
     def updated(
-        self, optimizer: str, numbers: Sequence[int]
+        self, home: OptimizerHome, numbers: Sequence[int]
     ) -> dict[tuple[str, str], StoredTensor]:
-        """Return the homes of the optimizer's state that the plan reads, by (label, key)."""
-        rule, options = rule_of(self.step.optimizer), self.step.optimizer.param_groups
-        keys, groups = tuple(map(rule.keys, options)), self.step._groups()
-        labels = self.planned.models.labels
-        return updated_state(numbers, self.planned.plan, groups, keys, optimizer, labels, rule)
+        """Return the homes of the optimizer's state that the plan reads, by (label, key); none if
+        the step has another optimizer."""
+        number = next((i for i, o in enumerate(self.step.optimizers) if o is home.optimizer), None)
+        if number is None:
+            return {}
+        rule, groups = rule_of(home.optimizer), self.step.groups()[number]
+        keys = tuple(map(rule.keys, home.optimizer.param_groups))
+        plan, labels = self.planned.plan, self.planned.models.labels
+        return updated_state(numbers, plan, number, groups, keys, home.name, labels, rule)
 
     def settle(self) -> None:
         """Settle the placements that the plan has chosen in ``other``, as a run does."""
@@ -212,8 +216,7 @@ class _MovedState:
             return _MovedState(home, {}, ())
         updated: dict[tuple[str, str], StoredTensor] = {}
         for planned in steps:
-            if planned.step.optimizer is home.optimizer:
-                updated |= planned.updated(home.name, numbers)
+            updated |= planned.updated(home, numbers)
         homes: dict[tuple[str, str], StoredTensor] = {}
         for key, before in home.values().items():
             if key in updated:
@@ -386,7 +389,7 @@ def _planned_steps(
     steps: list[_PlannedStep] = []
     for optimizer in optimizers:
         step = model_home.trained_by.get(id(optimizer)) if model_home is not None else None
-        if step is not None:
+        if step is not None and not any(planned.step is step for planned in steps):
             assert isinstance(step, TrainStep)
             steps.append(_PlannedStep.of(step, other, target))
             steps[-1].settle()

@@ -299,7 +299,7 @@ def load(
     """Return the loaded program of a plan; the first time, lower and verify the plan, and load the
     program and its constants on the session. ``owner``: the object that planned it."""
     programs = programs_of(session).of_plan(owner, planned)
-    key = (roles.gradients, roles.optimizer, roles.keys, roles.detect_nan, current())
+    key = (roles.gradients, roles.updates, roles.detect_nan, current())
     if key not in programs:
         programs_of(session).evict()
         state = state_names(session, planned)
@@ -314,7 +314,7 @@ def load(
             lowered = _fused(session, planned, lowered, roles, state)
         plan = planned.plan
         constants = {i.label: i.constant for i in plan.flow.inputs if i.constant is not None}
-        training = roles.optimizer is not None
+        training = bool(roles.updates)
         if training and (text := repeated_work(plan)):
             warnings.warn(f"{plan.name}: {text}", stacklevel=caller_level())
         loaded = LoadedProgram(session, planned, lowered, state, training=training)

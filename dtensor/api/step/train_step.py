@@ -198,8 +198,8 @@ def train_step(
         detect_nan=checked_detect(detect_nan) if detect_nan else False,
         grad_scaler=scaler,
     )
-    step = TrainStep(model, loss_fn, optimizer, options)
-    step.accelerated = wrapper if wrapper is not optimizer else None
+    step = TrainStep(model, loss_fn, (optimizer,), options)
+    step.accelerated = (wrapper,) if wrapper is not optimizer else ()
     model.claim_homes(step.grid.home())
     return step
 

@@ -51,7 +51,7 @@ from dtensor.frontend.source import source_here
 from dtensor.numerics import dtype_name, is_narrow
 from dtensor.runtime.lower.actions import stage_costs
 from dtensor.runtime.lower.detect_nan import DetectNan
-from dtensor.runtime.lower.rank_builder import Roles
+from dtensor.runtime.lower.rank_builder import OptimizerRole, Roles, options_name
 from dtensor.runtime.lower.step_end import SCALE
 from dtensor.runtime.lower.timetable import GridTimetable
 from dtensor.runtime.optimizer.elementwise.optimizer_rule import (
@@ -63,7 +63,7 @@ from dtensor.runtime.schedule import Costs, Grid, Published, Schedule, validate
 from dtensor.sharding.plan.hints import hints as hints_of
 from dtensor.sharding.plan.hints import swapped
 from dtensor.sharding.plan.plan import Plan
-from dtensor.sharding.plan.request import Training
+from dtensor.sharding.plan.request import Training, Updater
 from dtensor.sharding.plan.steps import Redistribute
 from dtensor.sharding.redistribute.between_meshes import holders_of
 from dtensor.sharding.spec.shards import assemble_at
@@ -108,7 +108,7 @@ class TrainStep:
         self,
         model: ParallelModule,
         loss_fn: Callable[..., Any],
-        optimizer: torch.optim.Optimizer,
+        optimizers: tuple[torch.optim.Optimizer, ...],
         options: StepOptions,
     ) -> None:
         self.model = model
@@ -116,28 +116,38 @@ class TrainStep:
         is_scaled = options.grad_scaler is not None
         self._captured_fn = loss_scale.scaled(loss_fn) if is_scaled else loss_fn
         self._scale_of_kept_gradients = 1.0  # the loss scale of the kept gradients
-        self.optimizer = optimizer
+        self.optimizers = optimizers
         self.options = options
         self.plans: PlanCache = PlanCache("loss")
         self._grid = model.switches, grid_of(options.schedule, model)
-        self._groups = GroupNames(model, optimizer)
+        self._names = tuple(GroupNames(model, optimizer) for optimizer in optimizers)
         with CALL_LOCK:
             model.look()
-            self._groups()
+            self.groups()
         self.last: Planned | None = None
         self._pending: deque[Loss] = deque()  # of submitted steps, until they were read
         self._last_loss: Loss | None = None  # of the last step that succeeded
         self._last_batch: tuple[tuple[Callable[[], Any], ...], dict[str, Any]] | None = None
         self._session: MeshSession | None = None  # of the last step
-        self.accelerated: Any = None  # accelerate's wrapper of the optimizer
+        self.accelerated: tuple[Any, ...] = ()  # accelerate's wrappers of optimizers
         line = source_here()
         self._line = None if line is None else f"{line}: {line.text}"
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | list[torch.optim.Optimizer]:
+        """The optimizer, or the list of several."""
+        first, *more = self.optimizers
+        return [first, *more] if more else first
+
+    def groups(self) -> tuple[tuple[tuple[str, ...], ...], ...]:
+        """Return the names of the parameters of each group of each optimizer."""
+        return tuple(names() for names in self._names)
 
     @property
     def elementwise(self) -> ProbeReport | None:
         """The report of the optimizer's probe (``elementwise=True``), which prints the lines of the
         optimizer's step that it did not reach. None for torch's own optimizers."""
-        rule = known_rule(self.optimizer)
+        rule = known_rule(self.optimizers[0])
         return None if rule is None else rule.report
 
     @property
@@ -159,7 +169,8 @@ class TrainStep:
     def __repr__(self) -> str:
         schedule = self.options.schedule
         order = f"{type(schedule).__name__}, microbatches: {schedule.microbatches}"
-        by = f"{type(self.optimizer).__name__}, {order}, plans: {len(self.plans)}"
+        names = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
+        by = f"{names}, {order}, plans: {len(self.plans)}"
         return screen(f"<step of {self._name}: {by}\n  {self.model!r}>")
 
     def _repr_html_(self) -> str:
@@ -234,8 +245,9 @@ class TrainStep:
             return replace(planned, plan=replace(planned.plan, swapped=pairs)) if pairs else planned
 
         call.look()
-        groups = self._groups()
-        refuse_early_hooks(self.optimizer)
+        groups = self.groups()
+        for optimizer in self.optimizers:
+            refuse_early_hooks(optimizer)
         if self.options.planning.each_call:
             _refuse_gradients_of_arguments(call)
             planning_key = groups, call.arrangement
@@ -243,18 +255,24 @@ class TrainStep:
         return self.plans.get(call, groups, make, captures=graph is None)
 
     def plan_options(
-        self, stated: StepOptions, grid: Grid, groups: Sequence[Sequence[str]]
+        self, stated: StepOptions, grid: Grid, groups: Sequence[Sequence[Sequence[str]]]
     ) -> Options:
-        """Return the options of planning, completed by the schedule and the optimizer. ``groups``:
-        the names of the parameters of each group of the optimizer."""
+        """Return the options of planning, completed by the schedule and the optimizers. ``groups``:
+        the names of the parameters of each group of each optimizer."""
+        updaters = tuple(
+            Updater(
+                optimizer=rule_of(optimizer).name,
+                trained=frozenset(itertools.chain.from_iterable(groups_of_one)),
+                state_tensors=state_tensors(optimizer),
+            )
+            for optimizer, groups_of_one in zip(self.optimizers, groups, strict=True)
+        )
         return replace(
             stated.planning,
             num_microbatches=stated.schedule.microbatches,
             timetable=GridTimetable(grid),
             training=Training(
-                optimizer=rule_of(self.optimizer).name,
-                trained=frozenset(itertools.chain.from_iterable(groups)),
-                state_tensors=state_tensors(self.optimizer),
+                updaters=updaters,
                 clip_grad_norm=stated.clip_grad_norm,
                 master_weights=stated.master_weights,
                 scaled=stated.grad_scaler is not None,
@@ -273,8 +291,8 @@ class TrainStep:
         if self._session is not None and self._session.closed:
             self._pending.clear()  # the launch raised their unread errors when it ended
         self._raise_unread_failures()
-        if self.accelerated is not None:
-            refuse_accumulation(self.accelerated)
+        for wrapper in self.accelerated:
+            refuse_accumulation(wrapper)
         call, planned, turn = self._bind(batch, kwargs), None, -1
         while True:
             with ExitStack() as block:
@@ -289,7 +307,8 @@ class TrainStep:
                 if oldest is None:
                     if not loss.was_read:  # it was not undone for a signal
                         self._last_batch = (*map(_reference, batch),), kwargs
-                        step_without_gradients(self.optimizer)
+                        for optimizer in self.optimizers:
+                            step_without_gradients(optimizer)
                     return loss
             self._read(oldest)  # without the lock, so that other threads go on meanwhile
             if self.options.grad_scaler is not None:
@@ -300,36 +319,41 @@ class TrainStep:
         while self._pending and self._pending[0].was_read and self._pending[0].done():
             self._pending.popleft()
         # if a step changes attributes of the optimizer, the next step needs them
-        rule = known_rule(self.optimizer)
-        runs_ahead = self.options.grad_scaler is None and (rule is None or rule.runs_ahead)
+        rules = map(known_rule, self.optimizers)
+        runs_ahead = self.options.grad_scaler is None and all(
+            rule is None or rule.runs_ahead for rule in rules
+        )
         limit = RUN_AHEAD if runs_ahead else 1
         return self._pending[0] if len(self._pending) >= limit else None
 
     def _run(self, call: BoundCall, planned: Planned) -> Loss:
         """Submit a step to the ranks. CALL_LOCK is held."""
-        session, groups = session_for(self.model.mesh), self._groups()
-        home = place_optimizer(
-            session,
-            self.model,
-            self.optimizer,
-            groups,
-            planned.plan,
-            planned.stages,
-            planned.models,
-            masters=self.options.master_weights,
+        session, groups = session_for(self.model.mesh), self.groups()
+        where = planned.plan, planned.stages, planned.models
+        homes = [
+            place_optimizer(
+                session, self.model, optimizer, number, groups_of_one, *where, masters=masters
+            )
+            for number, (optimizer, groups_of_one, masters) in enumerate(
+                zip(self.optimizers, groups, self._masters(), strict=True)
+            )
+        ]
+        updates = tuple(
+            OptimizerRole(home.name, groups_of_one, home.keys, home.rule.numbers())
+            for home, groups_of_one in zip(homes, groups, strict=True)
         )
         roles = Roles(
-            optimizer=home.name,
-            groups=groups,
-            keys=home.keys,
+            updates=updates,
             labels=planned.models.labels,
-            numbers=home.rule.numbers(),
             gradients=self.options.keep_gradients,
             detect_nan=self.options.detect_nan,
         )
         program = load(session, planned, roles, planned.grid, owner=self)
         scaler, scale = self.options.grad_scaler, self._scale
-        options: dict[str, Any] = {"options": home.rule.sent_settings(self.optimizer)}
+        options: dict[str, Any] = {
+            options_name(number): home.rule.sent_settings(home.optimizer)
+            for number, home in enumerate(homes)
+        }
         options |= {} if scaler is None else {SCALE: scale}
         keeps_gradients = self.options.keep_gradients
         gradients = self._stored_gradients(session, planned) if keeps_gradients else {}
@@ -342,20 +366,22 @@ class TrainStep:
         future = session.run(program.handle, inputs, label_by_output, numbering)
         program.last_run = weakref.ref(future)
         self.last = planned
-        session.record_write(program.written, home)
+        session.record_write(program.written, homes)
         session.launch.store.keep(model_home.gradients, gradients)
-        updated = home.updated
-        undo = home.advance()
+        updated = [(home, home.updated) for home in homes]
+        undo = [home.advance() for home in homes]
 
         def on_end(succeeded: bool) -> None:
             """Record the end of the step; if it was undone, take back its number and options."""
             if succeeded:
                 self._last_loss = loss
-                home.ended(updated)
+                for home, values in updated:
+                    home.ended(values)
                 self._scale_of_kept_gradients = scale
             else:
                 session.give_back(steps, resets, numbering)
-                undo()
+                for undo_one in undo:
+                    undo_one()
             if scaler is not None and (succeeded or loss.skipped):
                 loss_scale.update(scaler, skipped=not succeeded)
 
@@ -368,13 +394,17 @@ class TrainStep:
                 loss.was_read = True
             except DaftError:  # raised when the loss is read
                 pass
-        model_home.trained_by[id(self.optimizer)] = self
+        model_home.trained_by |= dict.fromkeys(map(id, self.optimizers), self)
         if session is not self._session:
             self._session = session
             for functions in (session.wait_functions, model_home.wait_functions):
                 if self._settle not in functions:
                     functions.append(self._settle)
         return loss
+
+    def _masters(self) -> list[bool]:
+        """Return whether each optimizer updates float32 copies of narrow parameters."""
+        return [self.options.master_weights] * len(self.optimizers)
 
     def profile(self, n: int, *batch: Any, **kwargs: Any) -> Profile:
         """Return the profile of ``n`` timed steps, after a few to warm up: where the time goes on

@@ -348,11 +348,13 @@ class ModelHome:
                 evict(tensor, self, label)
         self._note_versions(self.local_tensors.keys() & tensors)
 
-    def record_write(self, labels: frozenset[str], optimizer: OptimizerHome | None = None) -> None:
-        """Mark these values in the module, and the optimizer's state, as older than the ranks'
-        values: a program that changes them was submitted."""
+    def record_write(
+        self, labels: frozenset[str], optimizers: Sequence[OptimizerHome] = ()
+    ) -> None:
+        """Mark these values in the module, and the state of the optimizers, as older than the
+        ranks' values: a program that changes them was submitted."""
         if self.cluster.device.type != "meta":
-            if optimizer is not None:
+            for optimizer in optimizers:
                 optimizer.state.changed()
             self.stale |= labels
             self._fetch_size = 1

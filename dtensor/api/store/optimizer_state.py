@@ -1,6 +1,6 @@
 """Placing an optimizer's state: from the controller into the tables of a session's ranks.
 
-    home = place_optimizer(session, model, adamw, groups, plan, stages, models, masters=False)
+    home = place_optimizer(session, model, adamw, 0, groups, plan, stages, models, masters=False)
     stored = home.owner.stored["up.weight", "exp_avg"]
     stored.label         # "model 0: optimizer 0: exp_avg of up.weight"
     stored.spec          # f32[64@dp,16]: [16,16] on each of ranks 0, 1, 2, 3
@@ -46,6 +46,7 @@ def place_optimizer(
     session: MeshSession,
     model: ParallelModule,
     optimizer: torch.optim.Optimizer,
+    number: int,
     groups: tuple[tuple[str, ...], ...],
     plan: Plan,
     stages: StagePlan,
@@ -78,7 +79,7 @@ def place_optimizer(
         return home
     opt_label = home.label if home else f"optimizer {len(model_home.optimizers)}"
     name = model_home.name(opt_label)
-    updated = updated_state(session.ranks, plan, groups, keys, name, models.labels, rule)
+    updated = updated_state(session.ranks, plan, number, groups, keys, name, models.labels, rule)
     stored = {} if home is None else home.owner.stored
     recast = set[tuple[str, str]]() if home is None else _check_as_before(home, updated)
     on_new_ranks = any(k in stored and not set(updated[k].at) <= set(stored[k].at) for k in updated)
@@ -106,7 +107,9 @@ def place_optimizer(
     home.updated = frozenset(updated)
     labels = models.labels
     home.groups = tuple(tuple(map(labels.__getitem__, group)) for group in groups)
-    home.trained = frozenset(labels[s.parameter] for s in updates_of(plan.steps))
+    home.trained = frozenset(
+        labels[s.parameter] for s in updates_of(plan.steps) if s.number == number
+    )
     return home
 
 
@@ -162,13 +165,15 @@ def _put_state(
 def updated_state(
     numbers: Sequence[int],
     plan: Plan,
+    number: int,
     groups: Sequence[Sequence[str]],
     keys: Sequence[tuple[str, ...]],
     optimizer: str,
     labels: Mapping[str, str],
     rule: OptimizerRule,
 ) -> dict[tuple[str, str], StoredTensor]:
-    """Return the homes of the state that the plan's update reads, by (label, key).
+    """Return the homes of the state that the plan's updates by the optimizer ``number`` read, by
+    (label, key).
 
     Args:
         numbers: the launch's numbers of the mesh's ranks.
@@ -179,6 +184,8 @@ def updated_state(
     items = {item.label: item for item in plan.inputs if item.kind == "parameter"}
     stored: dict[tuple[str, str], StoredTensor] = {}
     for step in updates_of(plan.steps):
+        if step.number != number:
+            continue
         item, masters = items[step.parameter], bool(step.master_bytes)
         label = labels[step.parameter]
         state = on_mesh(plan, item.state)  # the spec of entries of the parameter's shape

@@ -302,16 +302,14 @@ class MeshSession:
     def record_write(
         self,
         written: Iterable[tuple[ParallelModule, frozenset[str]]],
-        optimizer: OptimizerHome | None = None,
+        optimizers: Sequence[OptimizerHome] = (),
     ) -> None:
-        """Mark values, by label, and an optimizer's state as changed by a submitted program."""
+        """Mark values, by label, and the state of optimizers as changed by a submitted program."""
         for model, labels in written:
             model_home = self.model_home(model)
-            home = (
-                optimizer if optimizer is not None and optimizer.model_home is model_home else None
-            )
-            if labels or home is not None:
-                model_home.record_write(labels, home)
+            homes = [home for home in optimizers if home.model_home is model_home]
+            if labels or homes:
+                model_home.record_write(labels, homes)
 
     def put_missing(self, model: ParallelModule, homes: Mapping[str, StoredTensor]) -> None:
         """Put the values that are missing in these homes, by label. Raises PlanningError if a value

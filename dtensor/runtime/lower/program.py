@@ -40,6 +40,7 @@ from dtensor.runtime.lower.rank_builder import (
     ProgramContext,
     RankBuilder,
     Roles,
+    options_name,
     user_line,
 )
 from dtensor.runtime.schedule import Action, Grid
@@ -142,9 +143,9 @@ def lower_rank(b: RankBuilder) -> RankProgram:
     outputs = walk.end_program()
     state_names = [b.value(i.name) for i in state]
     input_names = list(dict.fromkeys((*(i.name for i in arguments), *b.shared.numbers)))
-    if b.roles.optimizer is not None:
-        state_names += [b.roles.optimizer, *step_end.optimizer_values(b)]
-        input_names.append("options")
+    for number, role in enumerate(b.roles.updates):
+        state_names += [role.optimizer, *step_end.optimizer_values(b, number)]
+        input_names.append(options_name(number))
     if (norm := norm_of(plan.steps)) is not None and norm.scaled:
         input_names.append(step_end.SCALE)
     b.close()
@@ -196,7 +197,7 @@ class _Lowering(StepWalk[moves.Started]):
         b = self.b
         copies: dict[str, str] = {}
         step_end.agree(b)
-        if b.roles.optimizer is not None or (self.state is not None and self.state.changed):
+        if b.roles.updates or (self.state is not None and self.state.changed):
             copies = step_end.snapshot(b, self.state)
         if self.state is not None:
             self.state.emit_at_commit()
@@ -209,9 +210,9 @@ class _Lowering(StepWalk[moves.Started]):
                     name = f"{output.kind} {output.of}"
                     outputs_by_name[name] = copies.get(name) or b.value(value)
         norm = norm_of(b.plan.steps)
-        if b.roles.optimizer is not None and norm is not None:
+        if b.roles.updates and norm is not None:
             outputs_by_name["norm"] = norm.result
-        if b.roles.optimizer is not None:
+        if b.roles.updates:
             outputs_by_name |= experts.add_load(b)
         return outputs_by_name
 

@@ -29,7 +29,8 @@ from dtensor.runtime.schedule.clock import Stretch
 from dtensor.sharding.ops.call import STEP, Local, OpCall, run_number_names
 from dtensor.sharding.plan.cost.seconds import StepSeconds, step_seconds
 from dtensor.sharding.plan.plan import Plan
-from dtensor.sharding.plan.steps import Compute, Step
+from dtensor.sharding.plan.record import PlanRecord
+from dtensor.sharding.plan.steps import Compute, Step, updates_of
 from dtensor.sharding.redistribute.topology import sent_bytes
 from dtensor.sharding.rules.rule import leaves_float32
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
@@ -47,29 +48,54 @@ Call that makes it, so long Calls save time: a decode step has hundreds of lines
 _ONCE = Label("once")
 
 
+@dataclass(frozen=True, slots=True)
+class OptimizerRole:
+    """One of the optimizers that a program steps.
+
+    Args:
+        optimizer: the name of the rank's optimizer in the table.
+        groups: the parameters in each group of the optimizer; empty: one group with all parameters.
+        keys: for each group, the keys of the optimizer's state.
+        numbers: the keys of state that is one number per parameter.
+    """
+
+    optimizer: str
+    groups: tuple[tuple[str, ...], ...] = ()
+    keys: tuple[tuple[str, ...], ...] = ()
+    numbers: frozenset[str] = NUMBERS
+
+
+def options_name(number: int) -> str:
+    """Return the name of the input with the options of the optimizer ``number``."""
+    return f"options_{number}" if number else "options"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roles:
     """What a program does besides computing the plan's values.
 
     Args:
         gradients: return the gradients.
-        optimizer: the name of the rank's optimizer in the table; None: parameters are not updated.
-        groups: the parameters in each group of the optimizer; empty: one group with all parameters.
-        keys: for each group, the keys of the optimizer's state.
+        updates: the optimizers, in the order of `Update.number`; empty: parameters are not updated.
         labels: by name of a parameter, its label in the optimizer where the two differ.
-        numbers: the keys of state that is one number per parameter.
         state: by plan input (parameter, buffer or constant), its name in the table.
         detect_nan: check the result of each op (detect_nan.py).
     """
 
     gradients: bool = False
-    optimizer: str | None = None
-    groups: tuple[tuple[str, ...], ...] = ()
-    keys: tuple[tuple[str, ...], ...] = ()
+    updates: tuple[OptimizerRole, ...] = ()
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
-    numbers: frozenset[str] = NUMBERS
     state: Mapping[str, str] = field(default_factory=dict[str, str])
     detect_nan: DetectNan = False
+
+    @staticmethod
+    def of_plan(plan: PlanRecord, state: Mapping[str, str] | None = None) -> Roles:
+        """Return the roles of a program that makes all updates of a plan, for a simulation."""
+        numbers = sorted({step.number for step in updates_of(plan.steps)})
+        updates = tuple(
+            OptimizerRole(f"optimizer {number}" if number else "optimizer") for number in numbers
+        )
+        return Roles(updates=updates, state=state or {})
 
     def labels_of(self, parameters: Iterable[str]) -> tuple[str, ...]:
         """Return the labels of the parameters in the optimizer."""
@@ -116,7 +142,7 @@ class ProgramContext:
         of one rank would leave other ranks with wrong results or with a different count of random
         numbers."""
         mutates = any(w.how != "in place" for w in self.plan.state_writes)
-        writes = roles.optimizer is not None or (mutates and not roles.gradients)
+        writes = bool(roles.updates) or (mutates and not roles.gradients)
         together = bool(self.plan.collectives or self.numbers) and self.plan.mesh.size > 1
         return writes or together
 

@@ -24,7 +24,7 @@ from dtensor.daft.ir.code import tuple_text
 from dtensor.daft.ir.instructions import WORD
 from dtensor.runtime.lower import moves
 from dtensor.runtime.lower.code import ADDING, COPIES
-from dtensor.runtime.lower.rank_builder import RankBuilder
+from dtensor.runtime.lower.rank_builder import OptimizerRole, RankBuilder, options_name
 from dtensor.runtime.optimizer.flat_buffers import filled, group_by_size
 from dtensor.runtime.optimizer.shard_optimizer import (
     ELEMENTWISE,
@@ -216,11 +216,11 @@ def snapshot(b: RankBuilder, state: StateWrites | None) -> dict[str, str]:
     """Emit copies of the results that may be views of state which the program changes. Return the
     name of the copy by the program's name of the result."""
     copies: dict[str, str] = {}
-    if b.roles.optimizer is not None:
+    if b.roles.updates:
         b.segment()  # so that all ranks have a segment, with a result or without
     for output in b.plan.outputs:
         for stage, value in output.values[:1] if output.kind == "result" else ():
-            shared = b.roles.optimizer is not None or (state is not None and state.may_share(value))
+            shared = bool(b.roles.updates) or (state is not None and state.may_share(value))
             if stage in b.stages and shared:
                 name = f"result_{output.of}_copy"
                 read = value if state is None else state.names_in_code([value])[0]
@@ -231,36 +231,49 @@ def snapshot(b: RankBuilder, state: StateWrites | None) -> dict[str, str]:
     return copies
 
 
-def _updates(b: RankBuilder) -> list[Update]:
-    """Return the updates of this rank's parameters, one for a parameter of several stages."""
-    updates = updates_of(b.plan.steps, b.stages)
-    return list({s.parameter: s for s in reversed(updates)}.values())[::-1]
+def _updates(b: RankBuilder, number: int) -> list[Update]:
+    """Return the updates of this rank's parameters by the optimizer ``number``, one for a parameter
+    of several stages."""
+    updates = (s for s in updates_of(b.plan.steps, b.stages) if s.number == number)
+    return list({s.parameter: s for s in reversed(tuple(updates))}.values())[::-1]
 
 
-def optimizer_values(b: RankBuilder) -> dict[str, tuple[str, str]]:
-    """Return (parameter, key) of each optimizer state by its name in the table; record its
-    bytes."""
-    roles = b.roles
-    keys_of = {n: k for group, k in zip(roles.groups, roles.keys, strict=False) for n in group}
+def optimizer_values(b: RankBuilder, number: int) -> dict[str, tuple[str, str]]:
+    """Return (parameter, key) of each state entry of the optimizer ``number`` by its name in the
+    table; record its bytes."""
+    role = b.roles.updates[number]
+    keys_of = {n: k for group, k in zip(role.groups, role.keys, strict=False) for n in group}
     names: dict[str, tuple[str, str]] = {}
-    for step in _updates(b) if roles.optimizer is not None and keys_of else ():
+    for step in _updates(b, number) if keys_of else ():
         narrow = (MASTER,) if step.master_bytes else ()
         width = torch.float32 if narrow else step.spec.dtype
         numel = b.shared.nbytes(step.spec, b.coordinates) // step.spec.dtype.itemsize
-        (label,) = roles.labels_of([step.parameter])
+        (label,) = b.roles.labels_of([step.parameter])
         for key in (*keys_of[step.parameter], *narrow):
-            name = value_name(roles.optimizer or "", key, label)
+            name = value_name(role.optimizer, key, label)
             names[name] = label, key
-            b.nbytes[name] = WORD.nbytes if key in roles.numbers else numel * width.itemsize
+            b.nbytes[name] = WORD.nbytes if key in role.numbers else numel * width.itemsize
     return names
 
 
 def update(b: RankBuilder) -> None:
-    """Emit the call that steps the rank's optimizer, and the gathers of updated parameters."""
-    optimizer = b.roles.optimizer
-    if optimizer is None:
+    """Emit the calls that step the rank's optimizers, and the gathers of updated parameters."""
+    if not b.roles.updates:
         return
-    updates = _updates(b)
+    for number in range(len(b.roles.updates)):
+        _step_of(b, number)
+    for step in b.plan.steps:
+        if isinstance(step, Redistribute) and step.in_place and step.stage in b.stages:
+            b.label = Label("regather")
+            started = moves.redistribute(b, step, wait=False)
+            assert started is not None, "updated parameters are gathered"
+            moves.finish(b, started)
+    b.label = Label("optimizer")
+
+
+def _step_of(b: RankBuilder, number: int) -> None:
+    """Emit the call that steps the optimizer ``number`` of the rank."""
+    role, updates = b.roles.updates[number], _updates(b, number)
     inputs = {i.label: i for i in b.plan.inputs}
     norm = norm_of(b.plan.steps)
     clip = norm and f"{norm.result}_clip"
@@ -271,8 +284,8 @@ def update(b: RankBuilder) -> None:
         b.price(step)
     names = [inputs[s.parameter].name for s in updates]
     gradients = [s.gradient for s in updates]
-    segment.table["optimizer"] = optimizer
-    values = optimizer_values(b)
+    segment.table |= {"optimizer": role.optimizer, "options": options_name(number)}
+    values = optimizer_values(b, number)
     state = {f"optimizer_{at}": name for at, name in enumerate(values)}
     segment.table |= state
     segment.writes = (*state, *names)
@@ -286,14 +299,14 @@ def update(b: RankBuilder) -> None:
     divides = norm is not None and kernel_divides(norm.dtype)
     overwritable = _overwritable(b, updates) if divides else ()
     labels = labels_of(s.parameter for s in updates)
-    groups = tuple(map(labels_of, b.roles.groups))
+    groups = tuple(map(labels_of, role.groups))
     updated = code.bind("updated", Updated(groups, labels, tuple(values.values())))
     tensors = f"{tuple_text(parts)}, {tuple_text(gradients)}, {tuple_text(tuple(state))}, {clip}"
     if split_labels or overwritable:
         own = labels_of(overwritable)
         tensors += f", {code.bind('parts', split_labels)}, {code.bind('own', own)}"
     reads = ["optimizer", "options", *state, *parts, *gradients, *([clip] if clip else [])]
-    copied = _copied_bytes(b, updates, overwritable if clip else None)
+    copied = _copied_bytes(b, role, updates, overwritable if clip else None)
     if copied:
         code.line(f'"copies {copied} B of gradients"', (), ())
     code.line(f"{function}(optimizer, {updated}, options, {tensors})", reads, (), called=function)
@@ -303,13 +316,6 @@ def update(b: RankBuilder) -> None:
         if part != name and any(len(intervals) > 1 for intervals in where):
             code.apply(write, [name, part], (), layout=where)
     b.close()
-    for step in b.plan.steps:
-        if isinstance(step, Redistribute) and step.in_place and step.stage in b.stages:
-            b.label = Label("regather")
-            started = moves.redistribute(b, step, wait=False)
-            assert started is not None, "updated parameters are gathered"
-            moves.finish(b, started)
-    b.label = Label("optimizer")
 
 
 def _updated_places(b: RankBuilder, item: PlannedInput, step: Update) -> Where:
@@ -361,7 +367,10 @@ def _overwritable(b: RankBuilder, updates: Sequence[Update]) -> tuple[str, ...]:
 
 
 def _copied_bytes(
-    b: RankBuilder, updates: Sequence[Update], overwritable: Sequence[str] | None
+    b: RankBuilder,
+    role: OptimizerRole,
+    updates: Sequence[Update],
+    overwritable: Sequence[str] | None,
 ) -> int:
     """Return the bytes of gradients that the update copies: small ones, to lie end to end like
     their parameters (flat_buffers.py), unless they are parts of one message; gradients of another
@@ -381,7 +390,7 @@ def _copied_bytes(
     device = b.shared.device
     fused = all(has_kernel(u.optimizer, dtypes[u.parameter], device) for u in updates)
     total = 0
-    for group in b.roles.groups or (tuple(by_label),):
+    for group in role.groups or (tuple(by_label),):
         by_dtypes: dict[tuple[torch.dtype, torch.dtype], list[Update]] = {}
         for update in (by_label[label] for label in group if label in by_label):
             key = update.spec.dtype, dtypes[update.parameter]

@@ -25,7 +25,7 @@ from dtensor.runtime.schedule import Grid, Kind, held_at_once, in_flight
 from dtensor.runtime.schedule.clock import Begin, Interval, Item, Stretch, Until, folded, run
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.record import Cost, PlanRecord
-from dtensor.sharding.plan.steps import Norm, Redistribute, Step, Transfer, Update, updates_of
+from dtensor.sharding.plan.steps import Norm, Redistribute, Step, Transfer, Update
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +65,7 @@ class _Prediction:
     def __init__(self, plan: Plan, grid: Grid | None) -> None:
         self.plan = plan
         self.shared = ProgramContext(plan, Actions(plan, grid), torch.device("cpu"))
-        trains = bool(updates_of(plan.steps))
-        self.has_commit_point = self.shared.has_commit_point(
-            Roles(optimizer="optimizer" if trains else None)
-        )
+        self.has_commit_point = self.shared.has_commit_point(Roles.of_plan(plan))
         self._actions: dict[tuple[Kind, int], _RankItems] = {}
 
     def cost(self) -> Cost:

@@ -42,7 +42,6 @@ from dtensor.runtime.schedule.clock import Begin, Interval, Item, Until, run
 from dtensor.runtime.simulate.trace import CALL, Span, Trace, Track, span_of
 from dtensor.sharding.plan.cost.seconds import StepSeconds
 from dtensor.sharding.plan.plan import Plan
-from dtensor.sharding.plan.steps import updates_of
 from dtensor.sharding.redistribute.topology import Topology
 
 
@@ -50,14 +49,13 @@ def simulate(plan: Plan, grid: Grid | None, topology: Topology | None = None) ->
     """Return the predicted trace of one run. ``topology``: by default the plan's."""
     plan = replace(plan, topology=topology or plan.topology)
     ranks = representatives(plan)
-    trains = bool(updates_of(plan.steps))
     state = {
         i.name: f"state {i.label}"
         for i in plan.inputs
         if i.kind in ("parameter", "buffer", "constant")
     }
     shared = ProgramContext(plan, Actions(plan, grid), torch.device("cpu"), priced=True)
-    roles = Roles(optimizer="optimizer" if trains else None, state=state)
+    roles = Roles.of_plan(plan, state)
     functions = Functions()
     programs: dict[int, RankProgram] = {}
     lists: dict[int, list[Item]] = {}

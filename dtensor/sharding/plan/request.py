@@ -5,8 +5,8 @@ Request(name="mlp", flow=..., mesh=Mesh(tp=2), pins={"up_weight": {"tp": Shard(0
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field, replace
 from typing import Literal, cast, get_args
 
 from dtensor.errors import check_word
@@ -18,22 +18,51 @@ Search = Literal["predictable", "free"]
 OnMisaligned = Literal["redistribute", "error", "gather"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Training:
-    """The inputs of the optimizer phase: the trained parameters, the optimizer, and clipping.
+@dataclass(frozen=True, slots=True)
+class UpdateCost:
+    """The cost of one update of a whole parameter. ``state_bytes``: of its optimizer state."""
 
-    ``trained``: labels of parameters. ``state_tensors``: how many tensors of a parameter's shape
-    the optimizer keeps for each parameter. ``master_weights``: whether it updates float32 copies of
-    narrow parameters. ``scaled``: whether the loss, and so each gradient, is multiplied by a loss
-    scale.
+    flops: int
+    state_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Updater:
+    """One optimizer of a step. ``optimizer``: its name in the printed plan.
+
+    ``trained``: labels of its parameters. ``state_tensors``: how many tensors of a parameter's
+    shape an elementwise optimizer keeps for each parameter. ``owned``: for an optimizer that needs
+    whole parameters, the cost of each update by label; None for an elementwise optimizer.
     """
 
     optimizer: str
     trained: frozenset[str]
-    state_tensors: int
+    state_tensors: int = 0
+    owned: Mapping[str, UpdateCost] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """The inputs of the optimizer phase: the optimizers with their parameters, and clipping.
+
+    ``master_weights``: whether optimizers update float32 copies of narrow parameters. ``scaled``:
+    whether the loss, and so each gradient, is multiplied by a loss scale.
+    """
+
+    updaters: tuple[Updater, ...]
     clip_grad_norm: float | None = None
     master_weights: bool = False
     scaled: bool = False
+
+    @property
+    def trained(self) -> frozenset[str]:
+        """The labels of the parameters of all optimizers."""
+        return frozenset[str]().union(*(updater.trained for updater in self.updaters))
+
+    def restricted_to(self, labels: Set[str]) -> Training:
+        """Return the training of these parameters only."""
+        updaters = tuple(replace(u, trained=u.trained & labels) for u in self.updaters)
+        return replace(self, updaters=updaters)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -468,6 +468,7 @@ class Update(_Step):
     spec: TensorSpec
     stage: int
     optimizer: str
+    number: int = 0  # the index of the optimizer
     state_bytes: int  # per rank
     master_bytes: int = 0  # per rank, of the float32 master copy; 0 without master weights
     phase: StepPhase = "optimizer"

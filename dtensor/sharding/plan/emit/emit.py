@@ -353,7 +353,13 @@ class Outputs:
                     scaled=training.scaled,
                 )
             )
+        updaters = {
+            label: (number, updater)
+            for number, updater in enumerate(training.updaters)
+            for label in updater.trained
+        }
         for output in grads:
+            number, updater = updaters[str(output.of)]
             for stage, value in output.values:
                 elements = output.spec.max_local_nbytes // output.spec.dtype.itemsize
                 dtype = self.inputs[str(output.of)].spec.dtype
@@ -365,8 +371,9 @@ class Outputs:
                         gradient=value,
                         spec=replace(output.spec, dtype=dtype),
                         stage=stage,
-                        optimizer=training.optimizer,
-                        state_bytes=elements * itemsize * training.state_tensors,
+                        optimizer=updater.optimizer,
+                        number=number,
+                        state_bytes=elements * itemsize * updater.state_tensors,
                         master_bytes=elements * itemsize if master else 0,
                     )
                 )
