@@ -61,7 +61,7 @@ def shardings(
         for axis in draw(st.permutations(mesh.axes)):
             valid = [
                 choice
-                for choice in _choices(size, pending)
+                for choice in _choices(size, pending, mesh.axis_size(axis))
                 if stated_spec(size, mesh, {**stated, axis: choice}) is not None
             ]
             stated[axis] = draw(st.sampled_from(valid))
@@ -125,8 +125,9 @@ def tensors(
 # -- choices ---------------------------------------------------------------------------------------
 
 
-def _choices(shape: tuple[int, ...], pending: bool) -> list[Placement]:
-    """Return the placements to draw from, the simplest first, because examples shrink to it."""
+def _choices(shape: tuple[int, ...], pending: bool, num: int = 1) -> list[Placement]:
+    """Return the placements to draw from, the simplest first, because examples shrink to it.
+    ``num``: the number of ranks of the axis; 1 leaves out stated sizes."""
     choices: list[Placement] = [REPLICATE, *(Shard(dim) for dim in range(len(shape)))]
     for dim, size in enumerate(shape):
         choices += [Shard(dim, blocks=n) for n in (2, 3) if size and size % n == 0]
@@ -136,6 +137,9 @@ def _choices(shape: tuple[int, ...], pending: bool) -> list[Placement]:
             choices += [Zigzag(dim), Shard(dim, shift=1), Shard(dim, zigzag=True, shift=1)]
         if size % 4 == 0 and size:
             choices.append(Shard(dim, blocks=2, unit=2))
+        if num > 1 and size:
+            choices.append(Shard(dim, sizes=(*(0,) * (num - 1), size)))
+            choices.append(Shard(dim, sizes=(size - 1, *(0,) * (num - 2), 1)))
     if pending:
         choices += [Partial("sum"), Partial("max"), Partial("min")]
     return choices

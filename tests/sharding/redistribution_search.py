@@ -83,6 +83,7 @@ UNEVEN: tuple[Placement, ...] = (REPLICATE, SUM, Shard(0), Shard(1), Shard(0, bl
 FEW: tuple[Placement, ...] = (REPLICATE, SUM, Shard(0), Shard(1))
 
 ZIGZAG = (REPLICATE, SUM, Shard(0), Zigzag(0), Shard(0, shift=1), Shard(0, zigzag=True, shift=1))
+SIZED = (REPLICATE, SUM, Shard(0), Shard(1), *(Shard(0, sizes=s) for s in ((5, 2), (0, 7))))
 TRIPLES: tuple[Placement, ...] = (REPLICATE, SOFTMAX, Shard(0), Shard(1))
 
 FAMILIES = (
@@ -101,6 +102,8 @@ FAMILIES = (
     Family(Mesh(a=2, b=2), (5, 3), TRIPLES, torch.float64),
     Family(Mesh(a=3), (13, 2), ZIGZAG),
     Family(Mesh(a=2, b=2), (9, 2), (*FEW, Zigzag(0))),
+    Family(Mesh(a=3), (7, 3), (*FEW, Shard(0, sizes=(0, 7, 0)), Shard(0, sizes=(4, 1, 2)))),
+    Family(Mesh(a=2, b=2), (7, 3), SIZED),
 )
 
 

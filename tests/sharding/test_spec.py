@@ -54,6 +54,12 @@ MESH = Mesh(dp=2, tp=2)
         ({"tp": Shard(1, shift=1)}, "f32[8,16@tp:shift1]"),
         ({"tp": Shard(1, shift=2)}, "f32[8,16@tp]"),
         ({"tp": Shard(1, zigzag=True, shift=1)}, "f32[8,16@tp:zigzag:shift1]"),
+        ({"tp": Row(sizes=(6, 2))}, "f32[(6|2)@tp,16]"),
+        ({"tp": Row(sizes=[4, 4])}, "f32[8@tp,16]"),
+        ({"tp": Column(sizes=(0, 16)), "dp": Column()}, "f32[8,(0|16)@(tp,dp)]"),
+        ({"tp": Row(sizes=(5, 3)), "dp": Row()}, "f32[(5|3)@(tp,dp),16]"),
+        ({"dp": Row(), "tp": Row(sizes=(5, 3))}, "f32[8@dp&(5|3)@tp,16]"),
+        ({"dp": Row(sizes=(8, 0)), "tp": Row(sizes=(0, 8))}, "f32[(8|0)@dp&(0|8)@tp,16]"),
     ],
 )
 def test_spec_text_parses_back(placements: dict[str, Placement], text: str) -> None:
@@ -161,6 +167,12 @@ def test_largest_shard_is_that_of_fullest_rank_for_one_split_per_dim(spec: Tenso
 @pytest.mark.parametrize(
     ("placement", "message"),
     [
+        (Shard(0, sizes=(5, 2)), "sizes=(5, 2) add up to 7, dim 0 has 8.\nfix: sizes=(5, 3)"),
+        (Shard(0, sizes=(9, 1)), "sizes=(9, 1) add up to 10, dim 0 has 8.\nfix: sizes=(8, 0)"),
+        (
+            Shard(-1, sizes=(2, 2, 2)),
+            "states 3 sizes, and the axis has 2 ranks; dim 1 has 6.\nfix: sizes=(2, 4)",
+        ),
         (Shard(2), "names dim 2 of a tensor of shape [8, 6], which has 2 dims"),
         (Shard(0, blocks=3), "a dim of size 8 is not 3 equal blocks"),
         (Shard(0, blocks=(4, 2)), "blocks=(4, 2) add up to 6, but the dim has size 8"),
@@ -181,6 +193,10 @@ def test_invalid_placements_for_shape_are_refused(placement: Placement, message:
 def test_invalid_placement_values_and_axes_are_refused() -> None:
     with pytest.raises(PlanningError, match="at least 1"):
         Shard(0, blocks=0)
+    with pytest.raises(PlanningError, match=r"at least 0, .*fix: sizes=\(48, 16\)"):
+        Row(sizes=(-1, 2))
+    with pytest.raises(PlanningError, match=r"fix: dt.Shard\(0, sizes=\(2, 1\)\)"):
+        Row(blocks=3, sizes=(2, 1))
     with pytest.raises(PlanningError, match="the op is"):
         Partial("mean")  # pyright: ignore[reportArgumentType]
     with pytest.raises(PlanningError, match="pending under"):

@@ -25,7 +25,7 @@ from dtensor.errors import PlanningError
 from dtensor.private_torch import pytree
 from dtensor.sharding.plan.text.words import collapse
 from dtensor.sharding.redistribute.topology import Topology
-from dtensor.sharding.spec.placements import Row, Shard, units_of, with_unit
+from dtensor.sharding.spec.placements import Row, Shard, fits, units_of, with_unit
 from dtensor.sharding.spec.spec import TensorSpec
 
 
@@ -115,7 +115,11 @@ def divides(placements: Placements, model: torch.nn.Module, num: int) -> bool:
         assert isinstance(shard, Shard)
         for shape in (shape for name, shape in shapes.items() if matches(pattern, name)):
             units = units_of(shard, shape[shard.dim])
-            if units < num or (shard != with_unit(shard, 1) and units % num):
+            if (
+                units < num
+                or not fits(shard, shape[shard.dim], num)
+                or (shard != with_unit(shard, 1) and units % num)
+            ):
                 return False
     return bool(placements)
 

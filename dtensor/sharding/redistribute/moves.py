@@ -140,6 +140,26 @@ def _bytes_sent(move: Move) -> int:
     return max(sends(move, at) for at in _coordinates_to_compare(move))
 
 
+def bytes_sent_together(moves: Sequence[Move]) -> tuple[int, ...]:
+    """Return the bytes that each of these moves of one message sends, on the rank that sends most
+    in all: if placements have sizes, the fullest rank of one move may send nothing of another."""
+    mesh, sends = moves[0].src.mesh, MOVES[moves[0].kind].sends
+    if sends is None or not any(move.src.is_sized or move.dst.is_sized for move in moves):
+        return tuple(move.bytes_sent for move in moves)
+    axes = {
+        axis
+        for move in moves
+        for axis, *ends in zip(mesh.axes, move.src.placements, move.dst.placements, strict=True)
+        if any(isinstance(p, Shard) for p in ends)
+    }
+    most: tuple[int, ...] = ()
+    for at in itertools.product(*(range(n if a in axes else 1) for a, n in mesh.shape.items())):
+        coordinates = dict(zip(mesh.axes, at, strict=True))
+        sent = tuple(sends(move, coordinates) for move in moves)
+        most = max(most, sent, key=sum)
+    return most
+
+
 def move_kind(src: Placement, dst: Placement) -> MoveKind | None:
     """Return the kind of a move between two placements on one axis; None if there is none."""
     if isinstance(dst, Partial) and REDUCTIONS[dst.op].identity is None:
@@ -449,8 +469,8 @@ def _cut_dims(move: Move) -> set[int]:
 
 def _coordinates_to_compare(move: Move) -> Iterator[dict[str, int]]:
     """Yield the coordinates of the candidates for the rank that sends most. They differ only on
-    axes that cut a dim which the move's axis cuts: on other axes coordinate 0 has the largest
-    shard, and so sends most."""
+    axes that cut a dim which the move's axis cuts: on other axes the rank with the largest shard
+    sends most."""
     mesh = move.src.mesh
     dims = _cut_dims(move)
     axes = [
@@ -458,6 +478,6 @@ def _coordinates_to_compare(move: Move) -> Iterator[dict[str, int]]:
         for axis, placement in move.src.sharding.items()
         if axis == move.axis or (isinstance(placement, Shard) and placement.dim in dims)
     ]
-    origin = dict.fromkeys(mesh.axes, 0)
+    origin = move.src.fullest
     for at in itertools.product(*(range(mesh.axis_size(axis)) for axis in axes)):
         yield {**origin, **dict(zip(axes, at, strict=True))}

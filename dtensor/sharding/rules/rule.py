@@ -54,15 +54,18 @@ class FactorSharding:
     ragged: Ragged | None = None
     zigzag: bool = False
     shift: int = 0
+    sizes: tuple[int, ...] | None = None  # of each rank
 
     def on_dim(self, dim: int, ragged: Ragged | None) -> Shard:
         """Return the Shard of a dim that is split as the factor."""
+        if self.sizes is not None:
+            return Shard(dim, sizes=self.sizes)
         return Shard(dim, self.blocks, self.unit, ragged, self.zigzag, self.shift)
 
     def with_one_block(self, size: int) -> FactorSharding:
         """Return the sharding in one block of a factor of ``size``, with this unit if it fits."""
         unit = self.unit if size % self.unit == 0 else 1
-        return replace(self, blocks=(size,), unit=unit, ragged=None)
+        return replace(self, blocks=(size,), unit=unit, ragged=None, sizes=None)
 
     def minor_sharding(self, num: int) -> FactorSharding:
         """Return the sharding of the same factor over a further, minor axis. Its blocks are the
@@ -305,7 +308,9 @@ class Rule:
             if len(dim) != 1 or self.dim_size(dim) != self.size[assigned[0][0]]:
                 return None
             return sharding.on_dim(index, sharding.ragged)
-        zigzag, shift = sharding.zigzag, sharding.shift
+        zigzag, shift, sizes = sharding.zigzag, sharding.shift, sharding.sizes
+        if len(dim) > 1 and any(assignment[f].sizes for factors in assigned for f in factors):
+            return None
         blocks: list[int] = []
         units: set[int] = set()
         for product, factors in zip(dim, assigned, strict=True):
@@ -314,6 +319,8 @@ class Rule:
             position = product.index(factors[0])
             before = math.prod(self.size[f] for f in product[:position])
             after = math.prod(self.size[f] for f in product[position + 1 :])
+            if sizes is not None:  # only a major factor lets a rank hold one run of the dim
+                return Shard(index, sizes=tuple(n * after for n in sizes)) if before == 1 else None
             sharding = assignment[factors[0]]
             if (sharding.zigzag, sharding.shift) != (zigzag, shift):
                 return None
@@ -412,7 +419,7 @@ class Rule:
     ) -> Iterator[tuple[str, FactorSharding]]:
         """Yield factors of a product, major factor first, with the sharding that may split the
         product into these blocks of ``shard``. `match` checks the candidates exactly."""
-        unit = shard.unit
+        unit, sizes = shard.unit, shard.sizes or ()
         for position, factor in enumerate(product):
             size = self.size[factor]
             before = math.prod(self.size[f] for f in product[:position])
@@ -421,13 +428,14 @@ class Rule:
                 continue
             # The blocks of a split factor repeat ``before`` times, each ``after`` times its size.
             repeated = blocks[: len(blocks) // before]
-            if repeated * before != blocks or any(b % after for b in repeated):
+            if repeated * before != blocks or any(b % after for b in (*repeated, *sizes)):
                 continue
             factor_unit = unit // after if unit % after == 0 else 1
             if any(b // after % factor_unit for b in repeated):
                 continue
-            split = tuple(b // after for b in repeated)
-            yield factor, _factor_sharding(split, factor_unit, shard)
+            split = _factor_sharding(tuple(b // after for b in repeated), factor_unit, shard)
+            by_rank = tuple(n // after for n in sizes) or None
+            yield factor, replace(split, sizes=by_rank)
 
     def local_call(self, call: OpCall, local: Local) -> OpCall:
         """Return the call that one rank runs, with the rank's shapes and dtypes. ``localize``

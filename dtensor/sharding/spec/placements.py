@@ -4,6 +4,7 @@
     Shard(0, blocks=3)   dim 0 is 3 equal blocks end to end, and each is split over the ranks
     Shard(0, unit=16)    dim 0 is cut only at multiples of 16
     Zigzag(1)            dim 1 is cut into 2n pieces: rank r of n holds pieces r and 2n-1-r
+    Shard(0, sizes=(48, 16))   rank 0 holds 48 indices of dim 0, rank 1 the next 16
     Partial("sum")       the value is the sum of the local tensors of the axis
 
 A Shard maps each coordinate on the axis to an *index set* of the global dim: a tuple of half-open
@@ -84,6 +85,12 @@ class Shard:
         >>> held(dt.Shard(0), rows=5), held(dt.Shard(0), rows=1)
         ([[0, 1, 2], [3, 4]], [[0], []])
 
+    With ``sizes`` rank i of the axis holds that many elements, in order. A size may be 0, so that
+    one rank can hold the whole dim.
+
+        >>> held(dt.Shard(0, sizes=(9, 3))), held(dt.Shard(0, sizes=(0, 2)), rows=2)
+        ([[0, 1, 2, 3, 4, 5, 6, 7, 8], [9, 10, 11]], [[], [0, 1]])
+
     Args:
         dim: the dim of the tensor that is split; -1 is the last one.
         blocks: the number of equal blocks, or the sizes of the blocks, which add up to the dim's.
@@ -92,9 +99,13 @@ class Shard:
         zigzag: whether each block is split as `Zigzag` describes.
         shift: rank i of n holds what rank (i - shift) mod n holds without the shift. The planner
             sets it for keys that travel around a ring of ranks.
+        sizes: the number of elements on each rank of the axis, which add up to the dim's. The other
+            options cannot be combined with it. If several axes split the dim, each axis with
+            ``sizes`` splits the whole dim, independently of the other axes.
 
-    Raises PlanningError if ``blocks`` or ``unit`` is not a whole number of at least 1. Using the
-    placement for a tensor that it does not fit raises PlanningError there.
+    Raises PlanningError if ``blocks`` or ``unit`` is not a whole number of at least 1, or ``sizes``
+    are not whole numbers of at least 0. Using the placement for a tensor or an axis that it does
+    not fit raises PlanningError there.
     """
 
     dim: int
@@ -103,15 +114,33 @@ class Shard:
     ragged: Ragged | None = None
     zigzag: bool = False
     shift: int = 0
+    sizes: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         blocks = self.blocks
+        if self.sizes is not None:
+            self._check_sizes(self.sizes)
         if type(self.dim) is type(blocks) is type(self.unit) is int and blocks == self.unit == 1:
             return  # the common case, for which planning constructs many Shards
         if isinstance(blocks, Sequence) and not isinstance(blocks, str):
             blocks = tuple(blocks)
             object.__setattr__(self, "blocks", blocks)
         check_split(self, self.dim, blocks, self.unit)
+
+    def _check_sizes(self, sizes: object) -> None:
+        """Raise PlanningError unless the sizes are ints of at least 0 without other options."""
+        listed = list(cast(Sequence[object], sizes)) if isinstance(sizes, list | tuple) else []
+        if not listed or not all(type(n) is int and n >= 0 for n in listed):
+            raise PlanningError(
+                f"Shard({self.dim!r}, sizes={sizes!r}): sizes are whole numbers of at least 0, one "
+                f"for each rank of the axis; fix: sizes=(48, 16)"
+            )
+        object.__setattr__(self, "sizes", tuple(listed))
+        if replace(self, sizes=None) != Shard(self.dim):
+            raise PlanningError(
+                f"{self!r}: sizes say what each rank holds, so they cannot be combined with other "
+                f"options; fix: dt.Shard({self.dim!r}, sizes={self.sizes!r})"
+            )
 
     def __repr__(self) -> str:
         ragged = (f"ragged={self.ragged!r}",) if self.ragged else ()
@@ -151,17 +180,21 @@ PARTIAL = Partial("sum")
 
 
 @checked_call
-def Row(*, blocks: int | Sequence[int] = 1, unit: int = 1) -> Shard:
-    """Return ``Shard(0, blocks, unit)``, which splits a matrix into blocks of rows. Raises
-    PlanningError if ``blocks`` or ``unit`` is not a whole number of at least 1."""
-    return Shard(0, blocks, unit)  # type: ignore[arg-type]
+def Row(
+    *, blocks: int | Sequence[int] = 1, unit: int = 1, sizes: Sequence[int] | None = None
+) -> Shard:
+    """Return ``Shard(0, blocks, unit, sizes=sizes)``, which splits a matrix into blocks of rows.
+    Raises PlanningError as `Shard` does."""
+    return Shard(0, blocks, unit, sizes=sizes)  # type: ignore[arg-type]
 
 
 @checked_call
-def Column(*, blocks: int | Sequence[int] = 1, unit: int = 1) -> Shard:
-    """Return ``Shard(-1, blocks, unit)``, which splits a matrix into blocks of columns. Raises
-    PlanningError if ``blocks`` or ``unit`` is not a whole number of at least 1."""
-    return Shard(-1, blocks, unit)  # type: ignore[arg-type]
+def Column(
+    *, blocks: int | Sequence[int] = 1, unit: int = 1, sizes: Sequence[int] | None = None
+) -> Shard:
+    """Return ``Shard(-1, blocks, unit, sizes=sizes)``, which splits a matrix into blocks of
+    columns. Raises PlanningError as `Shard` does."""
+    return Shard(-1, blocks, unit, sizes=sizes)  # type: ignore[arg-type]
 
 
 @checked_call
@@ -211,7 +244,7 @@ def block_sizes(blocks: int | tuple[int, ...], size: int) -> tuple[int, ...]:
     return (size // blocks,) * blocks
 
 
-# -- questions about a cut: only this file, spec.py and rules/rule.py read blocks and unit ---------
+# -- questions about a cut: only this file, spec.py and rules/rule.py read blocks, unit and sizes --
 
 
 class Cut(Protocol):
@@ -225,6 +258,8 @@ class Cut(Protocol):
 
 def options_of(cut: Cut) -> tuple[str, ...]:
     """Return the arguments of a cut that are not defaults: ``("blocks=3", "unit=16")``."""
+    if isinstance(cut, Shard) and cut.sizes is not None:
+        return (f"sizes={cut.sizes!r}",)
     blocks = (f"blocks={cut.blocks!r}",) if cut.blocks != 1 else ()
     return (*blocks, f"unit={cut.unit!r}") if cut.unit != 1 else blocks
 
@@ -250,20 +285,22 @@ def units_of(shard: Shard, size: int) -> int:
 
 def on_dim(shard: Shard, dim: int) -> Shard:
     """Return the shard with another dim."""
-    return Shard(dim, shard.blocks, shard.unit, shard.ragged, shard.zigzag, shard.shift)
+    return Shard(
+        dim, shard.blocks, shard.unit, shard.ragged, shard.zigzag, shard.shift, shard.sizes
+    )
 
 
 def with_unit(shard: Shard, unit: int) -> Shard:
-    return with_cuts(shard, shard.blocks, unit)
+    return shard if unit == shard.unit else with_cuts(shard, shard.blocks, unit)
 
 
 def one_block(shard: Shard) -> Shard:
-    """Return the shard with a single block."""
+    """Return the shard with a single block, which is split evenly."""
     return with_cuts(shard, 1, shard.unit)
 
 
 def with_cuts(shard: Shard, blocks: int | tuple[int, ...], unit: int) -> Shard:
-    """Return the shard with other blocks and another unit."""
+    """Return the shard with other blocks and another unit, and without sizes."""
     return Shard(shard.dim, blocks, unit, shard.ragged, shard.zigzag, shard.shift)
 
 
@@ -275,17 +312,27 @@ def with_shift(shard: Shard, shift: int, num: int) -> Shard:
     return Shard(shard.dim, shard.blocks, shard.unit, shard.ragged, shard.zigzag, shift)
 
 
-def fits(shard: Shard, size: int) -> bool:
-    """Return whether the shard's blocks and unit fit a dim of ``size``."""
+def fits(shard: Shard, size: int, num: int | None = None) -> bool:
+    """Return whether the shard's blocks, unit and sizes fit a dim of ``size``, and the sizes an
+    axis of ``num`` ranks."""
+    if shard.sizes is not None:
+        return sum(shard.sizes) == size and num in (None, len(shard.sizes))
     blocks = shard.blocks
     filled = sum(blocks) == size if isinstance(blocks, tuple) else size % blocks == 0
     return filled and not any(block % shard.unit for block in block_sizes(blocks, size))
 
 
-def misfit(shard: Shard, size: int, dim: str) -> tuple[str, str]:
-    """Return (why the shard does not fit a dim of ``size``, the arguments to state instead).
-    ``dim`` is the name of the dim in the text. The shard must not fit."""
-    blocks, unit = shard.blocks, shard.unit
+def misfit(shard: Shard, size: int, dim: str, num: int) -> tuple[str, str]:
+    """Return (why the shard does not fit a dim of ``size`` and an axis of ``num`` ranks, the
+    arguments to state instead). ``dim`` is the name of the dim in the text. The shard must not
+    fit."""
+    blocks, unit, sizes = shard.blocks, shard.unit, shard.sizes
+    if sizes is not None:
+        wrong_sum = f"sizes={sizes} add up to {sum(sizes)}, {dim}"
+        wrong_number = f"it states {len(sizes)} sizes, and the axis has {num} ranks; {dim}"
+        ends = [min(sum(sizes[:i]), size) for i in range(num)] + [size]
+        fitting = tuple(b - a for a, b in itertools.pairwise(ends))
+        return wrong_number if len(sizes) != num else wrong_sum, f"sizes={fitting}"
     if isinstance(blocks, tuple) and sum(blocks) != size:
         last = size - sum(blocks[:-1])
         fixed: int | tuple[int, ...] = (*blocks[:-1], last) if last > 0 else 1
@@ -335,6 +382,12 @@ def _pieces_by_coordinate(shard: Shard, size: int, num: int) -> list[list[tuple[
     result: list[list[tuple[int, int]]] = [[] for _ in range(num)]
     cut = _zigzag_pieces if shard.zigzag else _chunk
     start, unit = 0, shard.unit
+    if shard.sizes is not None:
+        if not fits(shard, size, num):
+            fact, fix = misfit(shard, size, f"the dim has {size}", num)
+            raise PlanningError(f"{shard!r} does not fit: {fact}.\nfix: {fix}")
+        ends = (0, *itertools.accumulate(shard.sizes))
+        return [[(lo, hi)] if lo < hi else [] for lo, hi in itertools.pairwise(ends)]
     for block in blocks_of(shard, size):
         if block % unit:
             raise PlanningError(f"a block of size {block} is not a multiple of unit={unit}")
@@ -394,13 +447,12 @@ def length(intervals: Intervals) -> int:
 
 
 def largest_part(cuts: Sequence[tuple[Shard, int]], size: int) -> float:
-    """Return the fraction of a dim's indices that the fullest rank holds: without shifts, the rank
-    at coordinate 0 of every axis. ``cuts``: (placement, axis size) of each axis that splits the
-    dim."""
+    """Return the fraction of a dim's indices that the fullest rank holds. ``cuts``: (placement,
+    axis size) of each axis that splits the dim."""
     if len(cuts) == 1:  # a short cut for the common case: one axis splits the dim evenly
         shard, num = cuts[0]
         whole = cut_size(shard, size)
-        units = shard.blocks * shard.unit if type(shard.blocks) is int else 0
+        units = shard.blocks * shard.unit if type(shard.blocks) is int and not shard.sizes else 0
         if units and whole % (units * num * (1 + shard.zigzag)) == 0:
             return 1 / num
     part = 1.0
@@ -408,10 +460,32 @@ def largest_part(cuts: Sequence[tuple[Shard, int]], size: int) -> float:
         family = [(s, num) for s, num in cuts if cuts_experts(s) == by_experts]
         whole = cut_size(family[0][0], size) if family and size else 0
         intervals: Intervals = ((0, whole),)
-        for shard, num in family if whole else ():
-            intervals = intersect(intervals, index_sets(shard, size, num)[shard.shift % num])
+        fullest = fullest_coordinates(tuple(family), size) if whole else ()
+        for (shard, num), at in zip(family, fullest):
+            intervals = intersect(intervals, index_sets(shard, size, num)[at])
         part *= length(intervals) / whole if whole else 1.0
     return part
+
+
+def fullest_coordinates(cuts: tuple[tuple[Shard, int], ...], size: int) -> tuple[int, ...]:
+    """Return the coordinates of a rank that holds most indices of a dim, on the axes that split it.
+    ``cuts``: (placement, axis size) of each axis. Without sizes and shifts, coordinate 0 of every
+    axis holds most."""
+    if all(shard.sizes is None for shard, _ in cuts):
+        return tuple(shard.shift % num for shard, num in cuts)
+    return _fullest_of_sizes(cuts, size)
+
+
+@lru_cache(maxsize=65536)
+def _fullest_of_sizes(cuts: tuple[tuple[Shard, int], ...], size: int) -> tuple[int, ...]:
+    at_by_held: dict[Intervals, tuple[int, ...]] = {((0, size),): ()}
+    for shard, num in cuts:
+        extended: dict[Intervals, tuple[int, ...]] = {}
+        for held, at in at_by_held.items():
+            for i, intervals in enumerate(index_sets(shard, size, num)):
+                extended.setdefault(intersect(held, intervals), (*at, i))
+        at_by_held = extended
+    return at_by_held[max(at_by_held, key=length)]
 
 
 def cuts_experts(placement: Placement) -> bool:
@@ -452,8 +526,9 @@ def pieces(majors: Sequence[tuple[Shard, int]], size: int) -> tuple[int, ...]:
 
 def refine(minor: Shard, majors: Sequence[tuple[Shard, int]], size: int) -> Shard:
     """Return ``minor`` with its blocks replaced by the pieces that ``majors``, the (placement, axis
-    size) pairs of the major axes, cut the dim into, and with at least the last one's unit."""
-    if not majors:
+    size) pairs of the major axes, cut the dim into, and with at least the last one's unit. A minor
+    with sizes is returned as it is: it splits the whole dim."""
+    if not majors or minor.sizes is not None:
         return minor
     blocks = pieces(majors, size)
     unit = max(minor.unit, majors[-1][0].unit)
@@ -463,6 +538,8 @@ def refine(minor: Shard, majors: Sequence[tuple[Shard, int]], size: int) -> Shar
 def counted(shard: Shard, size: int) -> Shard:
     """Return the shard with ``blocks`` as a number if all blocks are equal, else as sizes. Raises
     PlanningError if the blocks do not fill a dim of ``size``."""
+    if shard.sizes is not None:
+        return shard
     sizes = blocks_of(shard, size)
     equal = len(set(sizes)) == 1
     return with_cuts(shard, len(sizes) if equal else sizes, shard.unit)
@@ -470,10 +547,13 @@ def counted(shard: Shard, size: int) -> Shard:
 
 def simplest(placement: Placement, shape: tuple[int, ...], num: int) -> Placement:
     """Return the simplest placement with the same index sets: its unit is dropped if the same
-    boundaries follow without it, a zigzag of blocks of one unit is none, and on one rank it is
-    Replicate."""
+    boundaries follow without it, a zigzag of blocks of one unit is none, sizes of an even split are
+    none, and on one rank it is Replicate."""
     if num == 1:
         return REPLICATE
+    if isinstance(placement, Shard) and placement.sizes is not None:
+        even = Shard(placement.dim)
+        return even if same(placement, even, shape, num) else placement
     if isinstance(placement, Shard):
         placement = counted(with_shift(placement, placement.shift, num), shape[placement.dim])
         if placement.zigzag and max(blocks_of(placement, shape[placement.dim])) <= placement.unit:

@@ -5,6 +5,8 @@
     f32[8@(tp,dp),16]        dim 0 is split over tp, and each piece is split again over dp
     f32[(64+32+32)@tp,16]    dim 0 is three blocks of these sizes, each split over tp
     f32[4@tp*16,16]          64 rows, cut only at multiples of 16
+    f32[(48|16)@tp,16]       rank 0 of tp holds 48 rows, rank 1 the other 16
+    f32[(48|16)@(tp,dp),16]  each piece is split again over dp
     f32[8,512@cp:zigzag]     dim 1 is split as `Zigzag`
     f32[8,512@cp:shift1]     rank i of cp holds what rank i - 1 holds of 512@cp
     f32[[8@ep 512@dp 2],16]  1024 rows of 8 experts: 512 tokens split over dp, experts over ep
@@ -40,12 +42,17 @@ from dtensor.sharding.spec.placements import (
     check_zigzag,
     counted,
     cuts_experts,
+    fits,
+    fullest_coordinates,
     index_sets,
     intersect,
     length,
+    misfit,
     on_dim,
+    one_block,
     refine,
     same,
+    simplest,
     with_cuts,
     with_shift,
 )
@@ -225,12 +232,24 @@ class TensorSpec:
         return math.prod(self.local_shape(coordinates)) * self.dtype.itemsize
 
     @property
+    def is_sized(self) -> bool:
+        """Whether the sizes of the shards on some axis are stated."""
+        return any(isinstance(p, Shard) and p.sizes is not None for p in self.placements)
+
+    @property
     def max_local_nbytes(self) -> int:
-        """The bytes of the largest shard. Without shifts, the rank at coordinate 0 of every axis
-        holds it."""
-        return self.local_nbytes(
-            {a: p.shift if isinstance(p, Shard) else 0 for a, p in self.sharding.items()}
-        )
+        """The bytes of the largest shard."""
+        return self.local_nbytes(self.fullest)
+
+    @property
+    def fullest(self) -> dict[str, int]:
+        """The coordinates of a rank that holds the largest shard. Without sizes and shifts, it is
+        at coordinate 0 of every axis."""
+        at = {a: p.shift if isinstance(p, Shard) else 0 for a, p in self.sharding.items()}
+        for dim in {p.dim for p in self.placements if isinstance(p, Shard) and p.sizes is not None}:
+            axes = [a for a, p in self.sharding.items() if isinstance(p, Shard) and p.dim == dim]
+            at.update(zip(axes, fullest_coordinates(tuple(self.cuts(dim)), self.shape[dim])))
+        return at
 
     def __str__(self) -> str:
         """Return the text form, which `parse` reads: ``f32[8@tp,16]{sum@dp} on pp=1``."""
@@ -279,7 +298,7 @@ class TensorSpec:
         for order in itertools.permutations(splits):
             majors: list[tuple[Shard, int]] = []
             for axis, shard in order:
-                in_pieces = with_cuts(shard, 1, order[0][1].unit)
+                in_pieces = with_cuts(one_block(shard), 1, order[0][1].unit)
                 if majors and refine(in_pieces, majors, size) != shard:
                     break
                 majors.append((shard, self.mesh.axis_size(axis)))
@@ -291,14 +310,17 @@ class TensorSpec:
         return f"spec({str(self)!r}, {self.mesh!r})"
 
     def _repr_html_(self) -> str:
-        """Return a table of the placements and of rank 0's shard, for notebooks."""
-        held = "x".join(map(str, self.local_shape(dict.fromkeys(self.mesh.axes, 0)))) or "a number"
+        """Return a table of the placements and of the largest shard, for notebooks."""
+        held = "x".join(map(str, self.local_shape(self.fullest))) or "a number"
         sizes = self.mesh.shape
         return html_table(
             [
                 (str(self), [(f"on {self.mesh}",)]),
                 ("axes", [(f"{a}={sizes[a]}", repr(p)) for a, p in self.sharding.items()]),
-                ("rank 0 holds", [(held, f"{self.max_local_nbytes:,} of {self.nbytes:,} bytes")]),
+                (
+                    "a rank holds at most",
+                    [(held, f"{self.max_local_nbytes:,} of {self.nbytes:,} bytes")],
+                ),
             ]
         )
 
@@ -320,6 +342,8 @@ def _split_text(splits: Sequence[tuple[str, Shard]], size: int) -> str:
     shard = splits[0][1]
     unit = shard.unit
     tail = f"*{unit}" if unit > 1 else ""
+    if shard.sizes is not None:
+        return f"({'|'.join(map(str, shard.sizes))})@{names}"
     match shard.blocks:
         case tuple() as sizes:
             return f"({'+'.join(str(s // unit) for s in sizes)})@{names}{tail}"
@@ -331,8 +355,8 @@ def _split_text(splits: Sequence[tuple[str, Shard]], size: int) -> str:
 
 def normalize(placement: Placement, shape: tuple[int, ...], num: int) -> Placement:
     """Return the normal form of a placement of a tensor of ``shape`` on an axis of ``num`` ranks:
-    dim not negative, equal blocks as their number, Replicate if there is one rank. Raises
-    PlanningError if the placement does not fit the shape."""
+    dim not negative, equal blocks as their number, sizes of an even split as that split, Replicate
+    if there is one rank. Raises PlanningError if the placement does not fit the shape or axis."""
     match placement:
         case Shard(dim):
             if not -len(shape) <= dim < len(shape):
@@ -342,8 +366,14 @@ def normalize(placement: Placement, shape: tuple[int, ...], num: int) -> Placeme
                     if shape
                     else f"{placement!r} cannot split a scalar; use Replicate()"
                 )
+            dim %= len(shape)
+            if placement.sizes is not None:
+                if not fits(placement, shape[dim], num):
+                    fact, fix = misfit(placement, shape[dim], f"dim {dim} has {shape[dim]}", num)
+                    raise PlanningError(f"{placement!r} does not fit: {fact}.\nfix: {fix}")
+                return simplest(on_dim(placement, dim), shape, num)
             placement = with_shift(placement, placement.shift, num)
-            placement = counted(on_dim(placement, dim % len(shape)), shape[dim % len(shape)])
+            placement = counted(on_dim(placement, dim), shape[dim])
             for block in blocks_of(placement, shape[placement.dim]):
                 if block % placement.unit:
                     raise PlanningError(
@@ -368,13 +398,15 @@ def make_spec(
     """Return a spec from placements by axis name.
 
     The placement on an axis that is not named is Replicate. If two axes split one dim, the axis
-    named first is major: the blocks of the second become the pieces that the first cuts. Raises
-    PlanningError if a placement does not fit the shape.
+    named first is major: the blocks of the second become the pieces that the first cuts, unless the
+    second has sizes. Raises PlanningError if a placement does not fit the shape.
     """
     shape = tuple(shape)
     refined: dict[str, Placement] = {}
     for axis, stated in (placements or {}).items():
-        placement = normalize(stated, shape, max(2, mesh.axis_size(axis)))
+        num = mesh.axis_size(axis)
+        sized = isinstance(stated, Shard) and stated.sizes is not None
+        placement = normalize(stated, shape, num if sized else max(2, num))
         if isinstance(placement, Shard):
             majors = [
                 (p, mesh.axis_size(a))
@@ -383,8 +415,8 @@ def make_spec(
             ]
             dim, size = placement.dim, shape[placement.dim]
             placement = refine(placement, majors, size)
-            if mesh.axis_size(axis) > 1 and isinstance(stated, Shard):
-                check_zigzag(on_dim(stated, dim), placement, size, axis, mesh.axis_size(axis))
+            if num > 1 and isinstance(stated, Shard):
+                check_zigzag(on_dim(stated, dim), placement, size, axis, num)
         refined[axis] = placement
     return TensorSpec(
         shape,
@@ -402,6 +434,7 @@ def make_spec(
 #     dim    := cut | "[" cut " " cut " " int "]"          experts, tokens, rows of a token
 #     cut    := int | split ("&" split)*
 #     split  := ((int "*")? int | "(" int ("+" int)* ")") "@" axes ("*" int)?
+#             | "(" int ("|" int)+ ")" "@" axes                  sizes by rank of the first axis
 #     axes   := name | "(" name ("," name)+ ")"
 #     name   := axis (":zigzag")? (":shift" int)?
 
@@ -410,7 +443,7 @@ _SPEC = re.compile(
 )
 _AXIS = r"\w+(?::zigzag)?(?::shift\d+)?"
 _SPLIT = re.compile(
-    r"(?:(?P<count>\d+)\*)?(?:(?P<size>\d+)|\((?P<sizes>\d+(?:\+\d+)*)\))"
+    r"(?:(?P<count>\d+)\*)?(?:(?P<size>\d+)|\((?P<sizes>\d+(?:\+\d+)*|\d+(?:\|\d+)+)\))"
     rf"(?:@(?:(?P<axis>{_AXIS})|\((?P<axes>{_AXIS}(?:,{_AXIS})+)\)))?(?:\*(?P<unit>\d+))?"
 )
 
@@ -488,9 +521,16 @@ def _parse_cut(
         if match is None:
             raise PlanningError(f"{text!r}: {split!r} is not a dim")
         unit = int(match["unit"] or 1)
-        if match["sizes"]:
+        blocks: int | tuple[int, ...]
+        by_rank: tuple[int, ...] | None = None
+        if "|" in (match["sizes"] or ""):
+            if match["unit"] or match["count"] or not (match["axis"] or match["axes"]):
+                raise PlanningError(f'{text!r}: {split!r} is not a dim; write "(48|16)@tp"')
+            by_rank = tuple(map(int, match["sizes"].split("|")))
+            blocks, size = 1, sum(by_rank)
+        elif match["sizes"]:
             sizes = tuple(int(s) * unit for s in match["sizes"].split("+"))
-            blocks: int | tuple[int, ...] = sizes
+            blocks = sizes
             size = sum(sizes)
         else:
             blocks = int(match["count"] or 1)
@@ -505,7 +545,9 @@ def _parse_cut(
                 continue
             axis, *options = name.split(":")
             shift = int(options[-1][5:]) if options and options[-1] != "zigzag" else 0
-            stated = Shard(dim, blocks, unit, zigzag="zigzag" in options, shift=shift)
+            sized = None if majors else by_rank
+            zigzag = "zigzag" in options
+            stated = Shard(dim, blocks, unit, zigzag=zigzag, shift=shift, sizes=sized)
             shard = refine(stated, majors, size)
             _add_placement(axis, shard, placements, text, mesh)
             if mesh.axis_size(axis) > 1:

@@ -361,7 +361,7 @@ def check_fit(name: str, meta: Meta, stated: Stated, statement: str, mesh: Mesh)
     """Raise PlanningError if a tensor with this meta cannot have the placements."""
     for axis, placement in stated.items():
         if isinstance(placement, Shard):
-            problem = _misfit(placement, meta)
+            problem = _misfit(placement, meta, mesh.axis_size(axis))
             if problem is not None:
                 fact, fix = problem
                 raise PlanningError(
@@ -373,7 +373,7 @@ def check_fit(name: str, meta: Meta, stated: Stated, statement: str, mesh: Mesh)
     _check_blocks_kept(name, meta, stated, statement, mesh)
 
 
-def _misfit(shard: Shard, meta: Meta) -> tuple[str, str] | None:
+def _misfit(shard: Shard, meta: Meta, num: int) -> tuple[str, str] | None:
     """Return why the shard does not fit and a fix that was checked, or None if it fits."""
     shape = meta.shape
     if not shape:
@@ -385,9 +385,9 @@ def _misfit(shard: Shard, meta: Meta) -> tuple[str, str] | None:
         offers = f"dt.Row() splits dim 0 of {shape[0]}, dt.Column() dim {last} of {shape[-1]}"
         return f"it has {len(shape)} dims, and dim {shard.dim} is not there", offers
     size = shape[shard.dim]
-    if fits(shard, size):
+    if fits(shard, size, num):
         return None
-    return misfit(shard, size, f"dim {shard.dim % len(shape)} of {size}")
+    return misfit(shard, size, f"dim {shard.dim % len(shape)} of {size}", num)
 
 
 def _check_blocks_kept(name: str, meta: Meta, stated: Stated, statement: str, mesh: Mesh) -> None:

@@ -4,9 +4,9 @@
     cost.compute_seconds(topology), cost.communication_seconds(topology)
     cost.resized(Resized({"dp": 2}, {"dp": 8}))     # the cost if dp had 8 ranks instead of 2
 
-Costs are for the rank at coordinate 0 of every axis, which has the largest shards. Resizing assumes
-that each op keeps its strategy: bytes and FLOP scale with the axes that split them. Costs do not
-contain names, so equal steps have equal costs.
+Costs are for the rank with the largest shards. Resizing assumes that each op keeps its strategy:
+bytes and FLOP scale with the axes that split them. Costs do not contain names, so equal steps have
+equal costs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dtensor.sharding.plan.steps import (
     Transfer,
     Update,
 )
-from dtensor.sharding.redistribute.moves import Move
+from dtensor.sharding.redistribute.moves import Move, bytes_sent_together
 from dtensor.sharding.redistribute.topology import Topology, sent_bytes
 from dtensor.sharding.spec.placements import Shard
 from dtensor.sharding.spec.spec import TensorSpec
@@ -210,9 +210,9 @@ def _message(moves: Iterable[Move]) -> StepMessage:
     """Return the message that makes these moves, which have one kind and one axis."""
     moves = tuple(moves)
     first, sent = moves[0], dict[frozenset[str], int]()  # bytes by the axes that split them
-    for move in moves:
+    for move, nbytes in zip(moves, bytes_sent_together(moves), strict=True):
         axes = shard_bytes(move.src).axes - {move.axis}
-        sent[axes] = sent.get(axes, 0) + move.bytes_sent
+        sent[axes] = sent.get(axes, 0) + nbytes
     return StepMessage(
         kind=first.kind,
         axis=first.axis,

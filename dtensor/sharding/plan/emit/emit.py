@@ -45,7 +45,7 @@ from dtensor.sharding.plan.steps import (
     over_stages,
 )
 from dtensor.sharding.plan.storage import split_over, stored_spec
-from dtensor.sharding.redistribute.moves import FREE_KINDS, Move, moves
+from dtensor.sharding.redistribute.moves import FREE_KINDS, Move, bytes_sent_together, moves
 from dtensor.sharding.redistribute.topology import Topology
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
 from dtensor.sharding.spec.placements import REPLICATE, Partial, Placement, Shard
@@ -404,15 +404,17 @@ def _reduced_over(path: Sequence[Move], axes: Sequence[str], num: int) -> tuple[
 
 def _bucket_seconds(paths: Sequence[Sequence[Move]], topology: Topology) -> float:
     """Return the seconds of the messages of one bucket, whose gradients take these paths."""
-    sent: dict[tuple[int, str, str, int], int] = {}
+    moves: dict[tuple[int, str, str, int], list[Move]] = {}
     for path in paths:
         for at, move in enumerate(path):
             if move.kind not in FREE_KINDS:
                 key = (at, move.kind, move.axis, move.src.mesh.axis_size(move.axis))
-                sent[key] = sent.get(key, 0) + move.bytes_sent
+                moves.setdefault(key, []).append(move)
     return sum(
-        topology.collective_seconds(kind, axis, num=num, bytes_sent=nbytes)
-        for (_, kind, axis, num), nbytes in sent.items()
+        topology.collective_seconds(
+            kind, axis, num=num, bytes_sent=sum(bytes_sent_together(together))
+        )
+        for (_, kind, axis, num), together in moves.items()
     )
 
 

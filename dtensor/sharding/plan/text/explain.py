@@ -30,6 +30,7 @@ from dtensor.sharding.plan.steps import (
     Update,
 )
 from dtensor.sharding.plan.text.words import call_text, distance_text, op_text, size_text
+from dtensor.sharding.redistribute.moves import bytes_sent_together
 from dtensor.sharding.rules.rule import Strategy
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
 from dtensor.sharding.spec.placements import Partial, Placement, Replicate, Shard
@@ -292,7 +293,7 @@ def _conversion(plan: PlanRecord, step: Redistribute | Transfer) -> str:
         sent = f"{size_text(step.spec.max_local_nbytes)} sent{times_text}"
         where = f"{plan.stage_axis} {step.stage} -> {step.to_stage}"
         return f"{step.result} = transfer({step.operand}, {where}), {sent}"
-    sent = f"{size_text(sum(move.bytes_sent for move in step.moves))} sent{times_text}"
+    sent = f"{size_text(sum(bytes_sent_together(step.moves)))} sent{times_text}"
     sent = "free" if step.is_free else sent
     if step.counts:
         sent += (
