@@ -12,6 +12,7 @@ Every model starts from the same weights, with a loss near ln 32.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -279,7 +280,7 @@ def assert_same_bits(found: Any, expected: Any, where: str = "state") -> None:
         assert set(found) == set(expected), f"{where}: {set(found) ^ set(expected)}"
         for key in expected:
             assert_same_bits(found[key], expected[key], f"{where}.{key}")
-    elif isinstance(expected, (list, tuple)):
+    elif isinstance(expected, (list, tuple, deque)):
         assert len(found) == len(expected), where
         for i, (a, b) in enumerate(zip(found, expected, strict=True)):
             assert_same_bits(a, b, f"{where}[{i}]")

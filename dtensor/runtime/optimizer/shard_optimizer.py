@@ -215,7 +215,7 @@ class ShardOptimizer:
         for buffer in buffers:
             gradient, is_copy = buffer.gradient(gradients)
             if clip is not None and not kernel_divides_by_clip:
-                gradient = _divide(gradient, clip)
+                gradient = divide(gradient, clip)
             elif (kernel_divides_by_clip or not is_torch_class) and not (
                 is_copy or all(m.name in writable for m in buffer.members)
             ):
@@ -566,7 +566,8 @@ def _check_as_probed(
         )
 
 
-def _divide(gradient: torch.Tensor, clip: torch.Tensor) -> torch.Tensor:
+def divide(gradient: torch.Tensor, clip: torch.Tensor) -> torch.Tensor:
+    """Return the gradient divided by ``clip``, computed in float32 if it is narrower."""
     wide = gradient.float() if is_narrow(gradient.dtype) else gradient
     return (wide / clip.to(accumulation_dtype(wide.dtype))).to(gradient.dtype)
 
