@@ -235,7 +235,7 @@ def strategy_name(mesh: Mesh, zero: Mapping[str, int] | None, schedule: Schedule
 def _optimizer(work: Workload, options: argparse.Namespace) -> Any:
     stated = work.stated.get("optimizer")
     if options.optimizer is None and stated is not None:
-        if isinstance(stated, Optimizer):
+        if isinstance(stated, Optimizer | list | tuple):
             return stated
         return call_user_function(stated, options.model, work.model.parameters())
     cls = optimizer_class(options.optimizer or "AdamW")

@@ -10,7 +10,7 @@ import torch
 
 import dtensor as dt
 from tests.models import batch, loss_fn
-from tests.training import MEGATRON, SIX, adamw, make_model
+from tests.training import MEGATRON, SIX, adamw, make_model, sgd
 
 TP2 = dt.Mesh(tp=2)
 TOKENS, TARGETS = batch()
@@ -56,7 +56,21 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
         lambda: step(make=lambda _: torch.optim.SGD([torch.nn.Parameter(torch.ones(2))])),
         r"a parameter of shape \[2\] that is not one of the model's",
     ),
-    (lambda: step(make=lambda _: 3), "the optimizer is 3, not a torch.optim optimizer"),
+    (lambda: step(make=lambda _: 3), r"the optimizer is 3 \(int\), not a torch.optim optimizer"),
+    (lambda: step(make=lambda _: []), r"the list of optimizers is empty(.|\n)*fix: "),
+    (
+        lambda: step(make=lambda m: [adamw(m), 3]),
+        r"optimizer 1 of the list is 3 \(int\), not a torch.optim optimizer",
+    ),
+    (lambda: step(make=lambda m: [adamw(m)] * 2), "in the list twice: AdamW, AdamW"),
+    (
+        lambda: step(make=lambda m: [adamw(m), sgd(m)]),
+        r"embed.weight is a parameter of two optimizers(.|\n)*: AdamW, (.|\n)* SGD, (.|\n)*fix: ",
+    ),
+    (
+        lambda: step(make=lambda m: [adamw(m), torch.optim.SGD([dict(params=[])])]),
+        "the SGD has no parameter of the model",
+    ),
     (lambda: step(clip_grad_norm=0.0), "clip_grad_norm=0.0"),
     (lambda: dt.parallelize(dt.parallelize(make_model(), TP2), TP2), "parallelized already"),
     (

@@ -239,7 +239,7 @@ class _Located:
 
 
 def submit_save(
-    options: SaveOptions, model: ParallelModule, optimizer: torch.optim.Optimizer | None
+    options: SaveOptions, model: ParallelModule, optimizers: Sequence[torch.optim.Optimizer]
 ) -> Saved:
     """Start a save of the state after the steps called before."""
     with CALL_LOCK, held_back():
@@ -252,8 +252,9 @@ def submit_save(
             model_home.settle()
         state = _Located()
         _locate_model(state, model, model_home, () if options.format == "hf" else ("model",))
-        if optimizer is not None:
-            _locate_optimizer(state, model, optimizer, model_home)
+        keys = keys_in_state(model, optimizers)
+        for optimizer in optimizers:
+            _locate_optimizer(state, optimizer, keys, model_home)
         files = _files_of(model, state) if options.format == "hf" else None
         writing = _begin_writing(options, model, state, files)
         saving = Saving(folder=writing.folder, previous=writing.previous, format=options.format)
@@ -263,7 +264,7 @@ def submit_save(
                 if session.cluster.device.type == "cuda":
                     from dtensor.api.checkpoint.equal_copies import warn_of_unequal
 
-                    compare = warn_of_unequal(model_home, optimizer)
+                    compare = warn_of_unequal(model_home, optimizers)
                 run = _copy_on_ranks(saving, session, model_home, state.on_ranks, files)
             if state.local:
                 pieces = [
@@ -276,10 +277,19 @@ def submit_save(
             writing.abort()
             raise
         counters = {"seed": initial_seed(), "counts": counts(), "steps": model.steps.present()}
-        if optimizer is not None:
-            counters["optimizer"] = type(optimizer).__name__
-            counters["attributes"] = changed_attributes(optimizer)
-            counters["numbers"] = python_numbers(optimizer)
+        descriptions = [
+            {
+                "optimizer": type(optimizer).__name__,
+                "groups": len(optimizer.param_groups),
+                "attributes": changed_attributes(optimizer),
+                "numbers": python_numbers(optimizer),
+            }
+            for optimizer in optimizers
+        ]
+        if len(descriptions) == 1:  # one optimizer is described without lists
+            counters |= {k: v for k, v in descriptions[0].items() if k != "groups"}
+        elif descriptions:
+            counters |= {k: [each[k] for each in descriptions] for k in descriptions[0]}
         completion = _Completion(
             options, writing, saving, state, counters, model.mesh.size, session, model_home, run,
             compare,
@@ -366,16 +376,16 @@ def _locate_model(
 
 def _locate_optimizer(
     state: _Located,
-    model: ParallelModule,
     optimizer: torch.optim.Optimizer,
+    keys: Mapping[int, str],
     model_home: ModelHome | None,
 ) -> None:
-    """Add the locations of the optimizer's state and of its groups' options."""
-    keys = keys_in_state(model, optimizer)
-    state.small["optimizer", "param_groups"] = [
+    """Add the locations of an optimizer's state and of its groups' options. ``keys``: the names of
+    parameters in files, by id."""
+    state.small.setdefault(("optimizer", "param_groups"), []).extend(
         {**_options(group), "params": [keys[id(p)] for p in group["params"]]}
         for group in optimizer.param_groups
-    ]
+    )
     home = model_home.optimizers.get(id(optimizer)) if model_home is not None else None
     if home is not None and home.current:
         for (label, key), stored in home.owner.stored.items():

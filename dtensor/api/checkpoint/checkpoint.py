@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from dtensor.api.checkpoint.async_save import Saved, SaveOptions, submit_save
-from dtensor.api.checkpoint.matching import OWN, InCheckpoint, matched, matched_state
+from dtensor.api.checkpoint.matching import OWN, InCheckpoint, matched, matched_states
 from dtensor.api.model.parallel import ParallelModule, check_parallel
-from dtensor.api.step.wrapped_optimizers import checked_optimizer
+from dtensor.api.step.wrapped_optimizers import Optimizers, checked_optimizers
 from dtensor.api.store.default_home import current_homes
 from dtensor.api.store.home import ModelHome
 from dtensor.api.store.session import MeshSession, existing_session, launched
@@ -56,7 +56,7 @@ class Loaded:
 def save(
     path: str | os.PathLike[str],
     model: ParallelModule,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     *,
     step: int | None = None,
     extra: Any = None,
@@ -70,7 +70,7 @@ def save(
             ``format="hf"`` it may exist, for example with a tokenizer: other files stay, and files
             of an earlier save there are replaced, so that no reader gets a mix of both. Other
             weights in it are refused.
-        optimizer: None leaves its state out.
+        optimizer: an optimizer, or a list of several; None leaves the state out.
         step: returned by `load`; by default the number of training steps taken.
         extra: returned by `load`: numbers, text, containers, tensors, such as state_dict()s of
             schedulers.
@@ -89,7 +89,7 @@ def save(
     """
     _check_path("save", path)
     check_parallel("save", model)
-    optimizer = checked_optimizer(optimizer)
+    optimizers = checked_optimizers(optimizer)
     if format not in ("dcp", "hf"):
         raise PlanningError(
             f"format={format!r} does not exist.\n"
@@ -97,7 +97,7 @@ def save(
         )
     if keep is not None:
         check_number("keep", keep, least=1, whole=True, fix="keep=3, or leave it out to keep all")
-    if optimizer is not None and format == "hf":
+    if optimizers and format == "hf":
         raise PlanningError(
             'format="hf" has the model alone: Hugging Face\'s files have no place for an '
             "optimizer.\n"
@@ -107,7 +107,7 @@ def save(
     with _SAVE_LOCK:
         if _LAST_SAVE:
             _LAST_SAVE.pop().settle()
-        saved = submit_save(stated, model, optimizer)
+        saved = submit_save(stated, model, optimizers)
         _LAST_SAVE.append(saved)
     if format == "hf" or launched() is None:
         saved.wait()
@@ -117,7 +117,7 @@ def save(
 def load(
     path: str | os.PathLike[str],
     model: ParallelModule,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     *,
     dtype: str = "saved",
 ) -> Loaded:
@@ -127,7 +127,8 @@ def load(
         path: a path passed to `save`; or a directory of torch.distributed.checkpoint, or of
             Hugging Face's safetensors, that another program wrote. These may have the published
             names of a transformers model.
-        optimizer: None leaves the optimizer's state in the files.
+        optimizer: an optimizer, or the list that was saved, in its order; None leaves the state in
+            the files.
         dtype: "saved" refuses a tensor of another dtype than the model's; "model" converts it.
 
     In a launch each rank reads its own shards. Outside, the controller's tensors are filled, but
@@ -139,7 +140,7 @@ def load(
     _check_path("load", path)
     _wait_for_save()
     check_parallel("load", model)
-    optimizer = checked_optimizer(optimizer)
+    optimizers = checked_optimizers(optimizer)
     check_word("dtype", dtype, ("saved", "model"))
     if model.source is not None:
         raise PlanningError(
@@ -150,21 +151,18 @@ def load(
     checkpoint.check_files()
     model.look()
     values = matched(checkpoint, model, convert=dtype == "model")
-    saved_state = None if optimizer is None else matched_state(checkpoint, model, optimizer)
+    saved_states = matched_states(checkpoint, model, optimizers)
     with CALL_LOCK:
         session = existing_session(model.mesh) if launched() is not None else None
-        if (
-            session is None
-            and saved_state is not None
-            and not any(p.is_meta for p in model.parameters())
-        ):
-            saved_state.read()
+        if session is None and not any(p.is_meta for p in model.parameters()):
+            for saved_state in saved_states:
+                saved_state.read()
         if session is None:
             _fill_controller(checkpoint, model, values)
         else:
             _fill_ranks(checkpoint, session, model, values)
-        if optimizer is not None and saved_state is not None:
-            saved_state.give(optimizer)
+        for loaded_optimizer, saved_state in zip(optimizers, saved_states, strict=True):
+            saved_state.give(loaded_optimizer)
         counters = checkpoint.small.get(OWN)
         if counters is not None:
             restore_counts(counters["seed"], counters["counts"])
@@ -178,7 +176,7 @@ def load(
 def resume(
     path: str | os.PathLike[str],
     model: ParallelModule | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers | None = None,
 ) -> Loaded | None:
     """Load the newest complete checkpoint in a folder, or the checkpoint at ``path``. Return None
     if there is none.

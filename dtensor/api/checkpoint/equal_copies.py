@@ -11,7 +11,7 @@ them), and the copies may then drift apart without a trace in the loss.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dtensor.api.model.parallel import ParallelModule, check_parallel
-from dtensor.api.step.wrapped_optimizers import checked_optimizer
+from dtensor.api.step.wrapped_optimizers import Optimizers, checked_optimizers
 from dtensor.api.store.home import ModelHome
 from dtensor.api.store.session import existing_session
 from dtensor.daft import DaftError
@@ -45,20 +45,20 @@ class ReplicasDiffer(RuntimeError):
         super().__init__(f"ranks do not hold equal copies of {values}.\n{text}\n{_FIX}")
 
 
-def check_replicas(model: ParallelModule, optimizer: torch.optim.Optimizer | None = None) -> int:
+def check_replicas(model: ParallelModule, optimizer: Optimizers | None = None) -> int:
     """Compare bitwise the copies of each value that several ranks hold. Return the number of values
     that have copies.
 
     Args:
         model: the model, whose parameters and buffers are compared after the steps called before.
-        optimizer: None leaves its state out.
+        optimizer: an optimizer, or a list of several; None leaves the state out.
 
     Raises `ReplicasDiffer`, which names the values, the ranks and the largest differences. Each
     rank reads its copies once and sends 16 bytes for each value; only copies that differ are sent
     in full. On CUDA, `gather_state_dict` and `save` also compare, and warn.
     """
     check_parallel("check_replicas", model)
-    optimizer = checked_optimizer(optimizer)
+    optimizers = checked_optimizers(optimizer)
     with CALL_LOCK:
         model.look()
         session = existing_session(model.mesh)
@@ -68,23 +68,24 @@ def check_replicas(model: ParallelModule, optimizer: torch.optim.Optimizer | Non
                 "no rank holds a value of this model.\n"
                 "fix: call dt.check_replicas(model, opt) in the launch, after a step"
             )
-        values = with_copies(home, optimizer)
+        values = with_copies(home, optimizers)
         if values and (unequal_values := _submit(home, values)()):
             _raise(home, values, unequal_values)
     return len(values)
 
 
-def with_copies(home: ModelHome, optimizer: torch.optim.Optimizer | None) -> Paths:
-    """Return the values of a model, by (name,), and of its optimizer, by (name, key), that several
-    ranks hold."""
+def with_copies(home: ModelHome, optimizers: Sequence[torch.optim.Optimizer]) -> Paths:
+    """Return the values that several ranks hold: the values of a model, by (name,), and of its
+    optimizers, by (name, key, label of the optimizer)."""
     name = home.model.seen.name
     values: dict[tuple[str, ...], StoredTensor] = {
         (name(label),): stored for label, stored in home.owner.stored.items()
     }
-    optimizer_home = None if optimizer is None else home.optimizers.get(id(optimizer))
-    if optimizer_home is not None and optimizer_home.current:
-        for (label, key), stored in optimizer_home.owner.stored.items():
-            values[name(label), key] = stored
+    for optimizer in optimizers:
+        optimizer_home = home.optimizers.get(id(optimizer))
+        if optimizer_home is not None and optimizer_home.current:
+            for (label, key), stored in optimizer_home.owner.stored.items():
+                values[name(label), key, optimizer_home.label] = stored
     return {path: stored for path, stored in values.items() if copy_groups(stored)}
 
 
@@ -107,10 +108,12 @@ def _submit(home: ModelHome, values: Paths) -> Callable[[], Unequal]:
     return wait
 
 
-def warn_of_unequal(home: ModelHome, optimizer: torch.optim.Optimizer | None) -> Callable[[], None]:
+def warn_of_unequal(
+    home: ModelHome, optimizers: Sequence[torch.optim.Optimizer]
+) -> Callable[[], None]:
     """Submit the comparison, before one of the copies is written to a checkpoint. Return a function
     that waits for it and warns if copies differ."""
-    values = with_copies(home, optimizer)
+    values = with_copies(home, optimizers)
     if not values:
         return lambda: None
     wait = _submit(home, values)

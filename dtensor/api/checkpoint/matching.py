@@ -2,16 +2,18 @@
 
     values = matched(checkpoint, model, convert=False)
     values["up.weight"]        # InCheckpoint("model.up.weight", (64, 16), f32, ".../100", ...)
-    state = matched_state(checkpoint, model, adamw)
+    (state,) = matched_states(checkpoint, model, (adamw,))
     state.read()               # {parameter: {"step": ..., "exp_avg": f32[64,16], ...}}
 
 Names are as in state dicts, and shapes are global. A tied tensor matches any of its names; in
 another program's checkpoint, names may begin with "model."; Hugging Face's files may have the
-published names (published.py). One error lists all differences.
+published names (published.py). One error lists all differences. A checkpoint has the groups of
+several optimizers one after another, and their entries side by side: no parameter has two.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -23,8 +25,9 @@ from torch import Tensor
 
 from dtensor.api.checkpoint.published import assembled, is_ignored
 from dtensor.api.model.initial_values import labels_in_state
-from dtensor.api.model.parallel import ParallelModule, foreign_parameter_error
+from dtensor.api.model.parallel import ParallelModule
 from dtensor.api.model.stating.patterns import listing, nearest
+from dtensor.api.step.controller_optimizer import check_parameters
 from dtensor.api.values.lazy_parameters import (
     Entries,
     LazyOptimizerState,
@@ -234,19 +237,19 @@ def _type(dtype: torch.dtype, shape: Sequence[int]) -> str:
 # -- giving an optimizer its state -----------------------------------------------------------------
 
 
-def keys_in_state(model: ParallelModule, optimizer: torch.optim.Optimizer) -> dict[int, str]:
-    """Return the names, in files, of an optimizer's parameters, by id: the name in the state dict,
+def keys_in_state(
+    model: ParallelModule, optimizers: Sequence[torch.optim.Optimizer]
+) -> dict[int, str]:
+    """Return the names, in files, of the optimizers' parameters, by id: the name in the state dict,
     or "(gone) " and the label of a parameter that has left the module. Raises PlanningError for a
-    parameter that was never in the module."""
+    parameter that was never in the module, and for a parameter of two optimizers."""
+    check_parameters(model, optimizers)
     keys: dict[str, str] = {}
     for key, label in labels_in_state(model.module, model.seen).items():
         keys.setdefault(label, key)
     names = {id(p): keys.get(label, label) for label, p in model.seen.tensors.items()}
-    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        label = model.labels.of(parameter)
-        if label is None:
-            raise foreign_parameter_error(parameter)
-        names.setdefault(id(parameter), f"(gone) {label}")
+    for parameter in (p for o in optimizers for group in o.param_groups for p in group["params"]):
+        names.setdefault(id(parameter), f"(gone) {model.labels.of(parameter)}")
     return names
 
 
@@ -289,27 +292,64 @@ def _to_device_of(parameter: Tensor, entries: Mapping[str, Any]) -> dict[str, An
     return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in entries.items()}
 
 
-def matched_state(
-    checkpoint: Checkpoint, model: ParallelModule, optimizer: torch.optim.Optimizer
-) -> MatchedState:
-    """Return the optimizer's state in the checkpoint. Raises PlanningError if its class, groups or
-    shapes differ."""
-    keys = keys_in_state(model, optimizer)
-    labels = [[keys[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-    groups = _groups_in(checkpoint, labels)
+def matched_states(
+    checkpoint: Checkpoint, model: ParallelModule, optimizers: Sequence[torch.optim.Optimizer]
+) -> list[MatchedState]:
+    """Return the state of each optimizer in the checkpoint. Raises PlanningError if the optimizers'
+    number, order, classes, groups or shapes differ."""
+    if not optimizers:
+        return []
+    keys = keys_in_state(model, optimizers)
+    labels = [
+        [[keys[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+        for optimizer in optimizers
+    ]
+    groups = _groups_in(checkpoint, [names for of_groups in labels for names in of_groups])
     if groups is None:
         raise PlanningError(
             f"{checkpoint.path} has no state of an optimizer; nothing was loaded.\n"
             f"fix: dt.load(path, model), which leaves the optimizer as it is"
         )
     saved = checkpoint.small.get(OWN, {})
-    saved_kind = saved.get("optimizer")
-    kind = type(optimizer).__name__
-    if saved_kind not in (None, kind):
+    saved_kinds = _by_optimizer(saved.get("optimizer"))
+    kinds = [type(optimizer).__name__ for optimizer in optimizers]
+    if saved_kinds not in ([None], kinds):
+        saved_text, text = ", ".join(saved_kinds), ", ".join(kinds)
+        fix = f"build the {saved_text} that was saved"
+        if len(saved_kinds) > 1:
+            fix = f"pass all of them in the order of the checkpoint, [{saved_text}]"
         raise PlanningError(
-            f"{checkpoint.path} has the state of {saved_kind}, and this is {kind}; nothing was "
-            f"loaded.\nfix: build the {saved_kind} that was saved, or dt.load(path, model) alone"
+            f"{checkpoint.path} has the state of {saved_text}, and this is {text}; nothing was "
+            f"loaded.\nfix: {fix}, or dt.load(path, model) alone"
         )
+    counts = saved.get("groups", [len(of_groups) for of_groups in labels])
+    ends = [*itertools.accumulate(counts[:-1]), len(groups)]
+    unsaved = [{}] * len(optimizers)
+    attributes, numbers = (_by_optimizer(saved.get(k, unsaved)) for k in ("attributes", "numbers"))
+    return [
+        MatchedState(
+            *_matched_groups(checkpoint, optimizer, keys, labels[i], groups[begin:end]),
+            attributes[i],
+            numbers[i],
+        )
+        for i, (optimizer, begin, end) in enumerate(zip(optimizers, [0, *ends], ends, strict=False))
+    ]
+
+
+def _by_optimizer(value: Any) -> list[Any]:
+    """Return an item of dtensor's own entry, which is a list if several optimizers were saved."""
+    return value if isinstance(value, list) else [value]
+
+
+def _matched_groups(
+    checkpoint: Checkpoint,
+    optimizer: torch.optim.Optimizer,
+    keys: Mapping[int, str],
+    labels: Sequence[Sequence[str]],
+    groups: Sequence[Mapping[str, Any]],
+) -> tuple[list[dict[str, Any]], Entries]:
+    """Return the groups of an optimizer with their saved options, and its entries in the
+    checkpoint. Raises PlanningError if groups or shapes differ."""
     saved_labels = [list(group["params"]) for group in groups]
     if [sorted(names) for names in labels] != [sorted(names) for names in saved_labels]:
         raise PlanningError(
@@ -326,8 +366,7 @@ def matched_state(
         {**_with_saved_options(group, saved_group), "params": group["params"]}
         for group, saved_group in zip(optimizer.param_groups, groups, strict=True)
     ]
-    entries = {parameter: labels for parameter, labels in entries.items() if labels}
-    return MatchedState(options, entries, saved.get("attributes", {}), saved.get("numbers", {}))
+    return options, {parameter: values for parameter, values in entries.items() if values}
 
 
 def _groups_in(

@@ -4,9 +4,10 @@
     load_state_dict(model, opt, state)           # the same model, with other placements
 
 "model" is `module.state_dict()` and "optimizer" is `opt.state_dict()`. Master weights are float32
-entries "master_param" of the optimizer's state; without them, the next step makes them again.
-"step", if a step was taken, is the number of the next training step, which random numbers depend
-on. "attributes" has the attributes that the step of a user's optimizer class changes.
+entries "master_param" of the optimizer's state; without them, the next step makes them again. For a
+list of optimizers, "optimizer" and "attributes" are lists with an item for each, in order. "step",
+if a step was taken, is the number of the next training step, which random numbers depend on.
+"attributes" has the attributes that the step of a user's optimizer class changes.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any, NoReturn, cast
 
 import torch
 
 from dtensor.api.model.initial_values import labels_in_state
 from dtensor.api.model.parallel import ParallelModule, check_parallel
-from dtensor.api.step.wrapped_optimizers import checked_optimizer
+from dtensor.api.step.wrapped_optimizers import Optimizers, checked_optimizers, kinds_text
 from dtensor.api.store.home import ModelHome
 from dtensor.api.values.lazy_parameters import LazyOptimizerState, by_holder, label_of, without_hook
 from dtensor.errors import PlanningError, check_kind
@@ -51,22 +52,32 @@ class _GatheredState(dict[str, Any]):
         return OrderedDict, (), None, None, items
 
 
-def gather_state_dict(
-    model: ParallelModule, optimizer: torch.optim.Optimizer | None = None
-) -> dict[str, Any]:
+def gather_state_dict(model: ParallelModule, optimizer: Optimizers | None = None) -> dict[str, Any]:
     """Return the full state of the model and the optimizer, on the CPU. Waits for running steps.
 
-    The controller's module and optimizer have the same values afterwards, unless they are on the
-    meta device. Raises RuntimeError if values were lost with a launch that has ended.
+    For a list of optimizers, "optimizer" is the list of their state dicts. The controller's module
+    and optimizers have the same values afterwards, unless they are on the meta device.
+    Raises RuntimeError if values were lost with a launch that has ended.
     """
     check_parallel("gather_state_dict", model)
-    optimizer = checked_optimizer(optimizer)
+    optimizers = checked_optimizers(optimizer)
     with CALL_LOCK:
-        return _gather_state(model, optimizer)
+        state = _gather_model(model, optimizers)
+        states = [copy.deepcopy(_torch_state(each)) for each in optimizers]
+        attributes = [changed_attributes(each) for each in optimizers]
+        is_list = isinstance(optimizer, list | tuple)
+        if states:
+            state["optimizer"] = states if is_list else states[0]
+        if any(attributes):
+            state["attributes"] = attributes if is_list else attributes[0]
+    return state
 
 
-def _gather_state(model: ParallelModule, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    """Gather the values into the controller's tensors, and return them as a state dict."""
+def _gather_model(
+    model: ParallelModule, optimizers: Sequence[torch.optim.Optimizer]
+) -> dict[str, Any]:
+    """Gather the model's values into the controller's tensors, and return them as a state dict with
+    the number of the next step."""
     model.look()
     with without_hook():
         for holder, tensors in by_holder(model.seen.tensors.values()):
@@ -78,7 +89,7 @@ def _gather_state(model: ParallelModule, optimizer: torch.optim.Optimizer | None
             if holder.session.cluster.device.type == "cuda":
                 from dtensor.api.checkpoint.equal_copies import warn_of_unequal
 
-                warn_of_unequal(holder, optimizer)()
+                warn_of_unequal(holder, optimizers)()
         entries = model.module.state_dict()
         labels = labels_in_state(model.module, model.seen)
         on_meta = _gather_from_meta(model, {labels[key] for key, t in entries.items() if t.is_meta})
@@ -89,10 +100,6 @@ def _gather_state(model: ParallelModule, optimizer: torch.optim.Optimizer | None
     state = _GatheredState(model=values)
     if model.steps.present():
         state["step"] = model.steps.present()
-    if optimizer is not None:
-        state["optimizer"] = copy.deepcopy(_torch_state(optimizer))
-        if attributes := changed_attributes(optimizer):
-            state["attributes"] = attributes
     return state
 
 
@@ -123,17 +130,19 @@ def _torch_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def load_state_dict(
-    model: ParallelModule, optimizer: torch.optim.Optimizer | None, state: Mapping[str, Any]
+    model: ParallelModule, optimizer: Optimizers | None, state: Mapping[str, Any]
 ) -> None:
     """Load the result of `gather_state_dict`, or torch's state dicts, inside or outside a launch.
 
     Args:
         model: the model, with any placements.
-        optimizer: None leaves its state as it is.
-        state: ``{"model": ..., "optimizer": ...}``, with full tensors.
+        optimizer: an optimizer, or a list of several; None leaves the state as it is.
+        state: ``{"model": ..., "optimizer": ...}``, with full tensors. For several optimizers,
+            "optimizer" is the list of their state dicts, in the same order.
 
     The controller's tensors change in place; the ranks get the new values at the next step. Raises
-    torch's errors for names and shapes that do not fit.
+    torch's errors for names and shapes that do not fit, and PlanningError for state dicts of
+    optimizers of another number or order.
     """
     check_parallel("load_state_dict", model)
     if model.source is not None:
@@ -141,13 +150,16 @@ def load_state_dict(
             "a replica has no values of its own to load.\n"
             "fix: dt.load_state_dict(policy, opt, state), then dt.sync(policy, actor)"
         )
-    optimizer = checked_optimizer(optimizer)
+    optimizers = checked_optimizers(optimizer)
     check_kind("the state", state, Mapping, "a dict", '{"model": ..., "optimizer": ...}')
     if "model" not in state:
         raise PlanningError(
             f"the state has no entry 'model', only {sorted(state)}; "
             f'fix: pass {{"model": ..., "optimizer": ...}}'
         )
+    saved = _states_of(optimizers, state) if optimizers and "optimizer" in state else []
+    attributes = state.get("attributes", {})
+    attributes = attributes if isinstance(attributes, list) else [attributes] * len(saved)
     with CALL_LOCK:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")
@@ -156,12 +168,58 @@ def load_state_dict(
         model.initial.load(model.module, model.seen, state["model"])
         if "step" in state:
             model.steps.restore(state["step"])
-        if optimizer is not None and "optimizer" in state:
+        for i, saved_state in enumerate(saved):
             # torch would keep the state's own tensors
-            optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
-            _keep_values(optimizer, state["optimizer"])
-            set_attributes(optimizer, state.get("attributes", {}))
+            optimizers[i].load_state_dict(copy.deepcopy(saved_state))
+            _keep_values(optimizers[i], saved_state)
+            set_attributes(optimizers[i], attributes[i])
         model.loads += 1
+
+
+def _states_of(
+    optimizers: Sequence[torch.optim.Optimizer], state: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Return the state dict of each optimizer. Raises PlanningError for another number of state
+    dicts, and for an order in which a state dict fits another optimizer and not its own."""
+    present = state["optimizer"]
+    saved = list(present) if isinstance(present, list | tuple) else [present]
+    if len(saved) != len(optimizers):
+        raise PlanningError(
+            f"the state is of {len(saved)} optimizers, and {len(optimizers)} are passed: "
+            f"{kinds_text(optimizers)}; nothing was loaded.\n"
+            f"fix: pass the optimizers whose state was gathered, in the same order"
+        )
+    for i, saved_state in enumerate(saved):
+        fits = [_fits(optimizer, saved_state) for optimizer in optimizers]
+        if not fits[i] and any(fits):
+            right, own = fits.index(True), type(optimizers[i]).__name__
+            raise PlanningError(
+                f"the state dict {i} of the list fits {type(optimizers[right]).__name__}, which "
+                f"is optimizer {right}, and not {own}, which is optimizer {i}; nothing was "
+                f"loaded.\nfix: pass the optimizers in the order of their state dicts"
+            )
+    return saved
+
+
+def _fits(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> bool:
+    """Return whether a state dict has the optimizer's groups, with the same options, and for each
+    parameter with tensors a tensor of the parameter's shape."""
+    groups, saved_groups = optimizer.param_groups, saved["param_groups"]
+    forms = [
+        [(len(g["params"]), g.keys() - {"param_names"}) for g in gs]
+        for gs in (groups, saved_groups)
+    ]
+    if forms[0] != forms[1]:
+        return False
+    numbers = [number for group in saved_groups for number in group["params"]]
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=True):
+        values = saved["state"].get(number, {}).values()
+        shapes = {v.shape for v in values if isinstance(v, torch.Tensor) and v.ndim}
+        with without_hook():
+            if shapes and parameter.shape not in shapes:
+                return False
+    return True
 
 
 def _keep_values(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:

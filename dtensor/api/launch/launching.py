@@ -29,7 +29,8 @@ from dtensor.api.checkpoint.exit_status import not_zero
 from dtensor.api.model.parallel import ParallelModule
 from dtensor.api.model.stating.roles_of_weights import StatedRoles
 from dtensor.api.model.stating.stages import Stages
-from dtensor.api.move.switch import Optimizers, SwitchTarget, switch_of
+from dtensor.api.move.switch import SwitchTarget, switch_of
+from dtensor.api.step.wrapped_optimizers import Optimizers
 from dtensor.api.store.session import (
     Launch,
     LocalKind,
@@ -224,7 +225,7 @@ class LaunchSession(MeshSession):
     def switch_plan(
         self,
         model: ParallelModule,
-        optimizer: Optimizers,
+        optimizer: Optimizers | None,
         mesh: Mesh,
         placements: Mapping[str, StatedRoles] | None = None,
         *,
@@ -259,7 +260,7 @@ class LaunchSession(MeshSession):
     def switch(
         self,
         model: ParallelModule,
-        optimizer: Optimizers,
+        optimizer: Optimizers | None,
         mesh: Mesh,
         placements: Mapping[str, StatedRoles] | None = None,
         *,

@@ -354,11 +354,14 @@ def check_parallel(verb: str, model: object) -> None:
         )
 
 
-def foreign_parameter_error(parameter: torch.Tensor) -> PlanningError:
+def foreign_parameter_error(
+    optimizer: torch.optim.Optimizer, parameter: torch.Tensor
+) -> PlanningError:
     """Return the error for a parameter of an optimizer that never was in the module."""
     return PlanningError(
-        f"the optimizer holds a parameter of shape {list(parameter.shape)} that is not one of the "
-        f"model's.\nfix: build it over model.parameters(); to train a criterion's parameters too, "
+        f"the {type(optimizer).__name__} holds a parameter of shape {list(parameter.shape)} that "
+        f"is not one of the model's.\n"
+        f"fix: build it over model.parameters(); to train a criterion's parameters too, "
         f"parallelize nn.ModuleDict(dict(model=model, criterion=criterion))"
     )
 

@@ -38,7 +38,7 @@ from dtensor.api.step.training import (
     TrainStep,
     grid_of,
 )
-from dtensor.api.step.wrapped_optimizers import unwrapped_optimizer
+from dtensor.api.step.wrapped_optimizers import Optimizers, checked_optimizers
 from dtensor.api.store.default_home import current_homes
 from dtensor.api.store.home import ModelHome, OptimizerHome
 from dtensor.api.store.meshes import not_launched
@@ -57,8 +57,6 @@ from dtensor.sharding.redistribute.topology import Topology, check_topology
 from dtensor.sharding.spec.mesh import Mesh, check_mesh
 from dtensor.sharding.spec.stored import StoredTensor
 
-Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
-
 
 @dataclass(frozen=True, slots=True)
 class SwitchTarget:
@@ -73,7 +71,11 @@ class SwitchTarget:
 
 
 def switch_of(
-    launch: Launch, model: ParallelModule, optimizer: Optimizers, mesh: Mesh, target: SwitchTarget
+    launch: Launch,
+    model: ParallelModule,
+    optimizer: Optimizers | None,
+    mesh: Mesh,
+    target: SwitchTarget,
 ) -> _Switch:
     """Return a checked and planned switch. Raises PlanningError if it is impossible."""
     _check_running(launch)
@@ -405,19 +407,13 @@ def _planned_steps(
 
 
 def _optimizers(
-    model: ParallelModule, stated: Optimizers, model_home: ModelHome | None
+    model: ParallelModule, stated: Optimizers | None, model_home: ModelHome | None
 ) -> tuple[torch.optim.Optimizer, ...]:
     """Return the optimizers as a tuple. Raises PlanningError if one is not of this model, or if one
     with state on the ranks is missing."""
     fix = "run.switch(model, opt, mesh, placements)"
-    kinds = torch.optim.Optimizer | list | tuple | None
-    check_kind("the optimizer", stated, kinds, "a torch.optim optimizer or None", fix)
-    optimizers = (stated,) if isinstance(stated, torch.optim.Optimizer) else tuple(stated or ())
-    optimizers = tuple(map(unwrapped_optimizer, optimizers))
+    optimizers = checked_optimizers(stated, fix)
     for optimizer in optimizers:
-        check_kind(
-            "the optimizer", optimizer, torch.optim.Optimizer, "a torch.optim optimizer", fix
-        )
         parameters = (p for group in optimizer.param_groups for p in group["params"])
         if any(model.labels.of(p) is None for p in parameters):
             raise PlanningError(

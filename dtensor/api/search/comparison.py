@@ -26,7 +26,7 @@ from dtensor.api.model.parallel import ParallelModule, parallelize
 from dtensor.api.model.stating.patterns import listing, nearest
 from dtensor.api.step.bound_call import BoundCall, for_capture
 from dtensor.api.step.train_step import train_step
-from dtensor.api.step.wrapped_optimizers import unwrapped_optimizer
+from dtensor.api.step.wrapped_optimizers import Optimizers, checked_optimizers, kinds_text
 from dtensor.errors import PlanningError, check_callable, check_kind
 from dtensor.frontend.graph import Graph
 from dtensor.gc_pause import collector_paused
@@ -45,7 +45,7 @@ from dtensor.showing import html_text, screen, table
 Strategy = tuple[Any, ...] | Mapping[str, Any]
 """(mesh, placements), (mesh, placements, options), or a dict with "mesh", "placements" and options.
 Options are keywords of `parallelize` and `train_step`."""
-MakeOptimizer = Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
+MakeOptimizer = Callable[[Iterator[nn.Parameter]], Optimizers]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +146,7 @@ def compare(
     strategies: Mapping[str, Strategy],
     *batch: Any,
     topology: Topology | None = None,
-    optimizer: MakeOptimizer | torch.optim.Optimizer = torch.optim.AdamW,
+    optimizer: MakeOptimizer | Optimizers = torch.optim.AdamW,
     **kwargs: Any,
 ) -> Comparison:
     """Return the cost of a step of ``loss_fn(model, *batch, **kwargs)`` under each strategy.
@@ -159,7 +159,7 @@ def compare(
             shapes are global.
         topology: the hardware that the prices are for, with the memory of a rank; a strategy may
             state another topology.
-        optimizer: a class, or a function of the parameters, or an optimizer over them.
+        optimizer: a class, or a function of the parameters, or an optimizer over them, or a list.
 
     Raises PlanningError if the program cannot be captured or a strategy is invalid. A valid
     strategy that the planner refuses is a row with the error.
@@ -184,12 +184,13 @@ def compare_captured(
     strategies: Mapping[str, Strategy],
     *batch: Any,
     topology: Topology | None,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizers,
 ) -> Comparison:
     """Return the comparison of a step that is already captured, as `compare` does."""
     stated = [_parse_strategy(name, strategy) for name, strategy in strategies.items()]
+    optimizers = checked_optimizers(optimizer, least=1)
     step = CapturedStep(
-        model=model, loss_fn=loss_fn, optimizer=optimizer, graph=graph, args=batch, kwargs={}
+        model=model, loss_fn=loss_fn, optimizers=optimizers, graph=graph, args=batch, kwargs={}
     )
     return _compare(step, stated, topology)
 
@@ -199,7 +200,7 @@ def _compare(
 ) -> Comparison:
     return Comparison(
         name=step.name,
-        optimizer=type(step.optimizer).__name__,
+        optimizer=kinds_text(step.optimizers),
         rows=tuple(_plan_row(step, strategy, topology or Topology()) for strategy in stated),
     )
 
@@ -223,7 +224,7 @@ class CapturedStep:
 
     model: nn.Module
     loss_fn: Callable[..., Any]
-    optimizer: torch.optim.Optimizer
+    optimizers: tuple[torch.optim.Optimizer, ...]
     graph: Graph
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -235,20 +236,21 @@ class CapturedStep:
         loss_fn: Callable[..., Any],
         batch: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        optimizer: MakeOptimizer | torch.optim.Optimizer,
+        optimizer: MakeOptimizer | Optimizers,
     ) -> CapturedStep:
         """Capture a step. Raises PlanningError if it cannot be captured or has no optimizer."""
-        made = optimizer
-        if not isinstance(made, torch.optim.Optimizer):
-            check_callable("optimizer", made, "torch.optim.AdamW, or an optimizer")
+        made, fix = optimizer, "torch.optim.AdamW, or an optimizer"
+        if not isinstance(made, torch.optim.Optimizer | Sequence):
+            check_callable("optimizer", made, fix)
             made = made(model.parameters())
-        made = unwrapped_optimizer(made)
-        check_optimizer(made)
+        optimizers = checked_optimizers(made, fix, least=1)
+        for each in optimizers:
+            check_optimizer(each)
         args, named = pytree.tree_map(_argument, (batch, dict(kwargs)))
         return CapturedStep(
             model=model,
             loss_fn=loss_fn,
-            optimizer=made,
+            optimizers=optimizers,
             graph=BoundCall.of(loss_fn, (model, *args), named).graph("loss"),
             args=args,
             kwargs=named,
@@ -345,7 +347,7 @@ def _plan_row(program: CapturedStep, stated: _StrategyOptions, topology: Topolog
     try:
         parallel = parallelize(program.model, stated.mesh, stated.placements, **stated.parallelize)
         options = {"topology": topology, **stated.train_step}
-        step = train_step(parallel, program.loss_fn, program.optimizer, **options)
+        step = train_step(parallel, program.loss_fn, program.optimizers, **options)
         found: Plan | PlanningError = step.plan_of(program.graph, *program.args, **program.kwargs)
     except PlanningError as error:
         found = error

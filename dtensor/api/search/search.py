@@ -35,6 +35,7 @@ from dtensor.api.search.result import (
 )
 from dtensor.api.search.space import SearchPoint, points_of, space_text
 from dtensor.api.search.strategy_family import Estimate, StrategyFamily
+from dtensor.api.step.wrapped_optimizers import Optimizers, kinds_text
 from dtensor.errors import PlanningError, check_callable, check_number, check_word
 from dtensor.sharding.plan.text.words import size_text
 from dtensor.sharding.redistribute.topology import Topology, check_topology
@@ -54,7 +55,7 @@ def search(
     topology: Topology | None = None,
     memory: float | None = None,
     objective: str = "time",
-    optimizer: MakeOptimizer | torch.optim.Optimizer = torch.optim.AdamW,
+    optimizer: MakeOptimizer | Optimizers = torch.optim.AdamW,
     progress: Progress | None = None,
     slots: int | None = None,
     length: int | None = None,
@@ -69,7 +70,7 @@ def search(
         memory: the bytes that a rank may hold; the default is ``topology.memory_bytes``.
         objective: "time" of a step, "memory" of the fullest rank, or "tokens": the tokens per
             second of `generator` with the model, with ``loss_fn=None`` and no batch.
-        optimizer: a class, or a function of the parameters, or an optimizer over them.
+        optimizer: a class, or a function of the parameters, or an optimizer over them, or a list.
         progress: called with the number done, the approximate total, and a description.
         slots, length, prompt: only for "tokens": the number of texts at once, the positions of a
             text, and the positions of its prompt. A slot makes ``n = length - prompt`` tokens per
@@ -156,7 +157,7 @@ class _Training:
 
     program: SearchedProgram
     objective: Objective
-    optimizer: MakeOptimizer | torch.optim.Optimizer
+    optimizer: MakeOptimizer | Optimizers
     stated: bool
     report: Progress
     families: dict[tuple[int, int], StrategyFamily | PlanningError] = field(
@@ -207,7 +208,7 @@ class _Training:
         facts, step = self.program.facts, self.program.step
         return SearchResult(
             name=step.name,
-            optimizer=type(step.optimizer).__name__,
+            optimizer=kinds_text(step.optimizers),
             objective=self.objective,
             num_ranks=facts.num_ranks,
             hardware=self.program.topology.title,
@@ -329,9 +330,9 @@ class _Training:
         return PlanningError("\n".join(lines))
 
 
-def _optimizer_lines(optimizer: MakeOptimizer | torch.optim.Optimizer) -> list[str]:
+def _optimizer_lines(optimizer: MakeOptimizer | Optimizers) -> list[str]:
     """Return the lines of code that make the optimizer; none if the user passed an optimizer."""
-    if isinstance(optimizer, torch.optim.Optimizer):
+    if isinstance(optimizer, torch.optim.Optimizer | list | tuple):
         return []
     name = getattr(optimizer, "__name__", "")
     if isinstance(optimizer, type) and optimizer.__module__.startswith("torch.optim"):

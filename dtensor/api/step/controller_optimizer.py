@@ -1,7 +1,7 @@
 """The user's optimizer on the controller: names of its parameters, hooks and schedulers.
 
-    groups = GroupNames(model, optimizer)
-    groups()                        # (("up.weight", "down.weight"), ("up.bias",))
+    groups = GroupNames(model, (muon, adamw))
+    groups()                        # ((("up.weight", "down.weight"),), (("up.bias",),))
     step_without_gradients(opt)     # after each step on the ranks
 
 The ranks run the updates; schedulers and hooks on the controller only need to notice a step.
@@ -22,35 +22,58 @@ from dtensor.runtime.optimizer.elementwise.optimizer_rule import known_rule
 
 
 class GroupNames:
-    """Returns the names of the parameters of each group of an optimizer, as they are at the call.
+    """Returns the names of the parameters of each group of each optimizer, as they are at the call.
 
     A parameter that was removed from the module is left out. Raises PlanningError for a parameter
-    that never was in the module.
+    that never was in the module, and for a parameter of two optimizers.
     """
 
-    def __init__(self, model: ParallelModule, optimizer: torch.optim.Optimizer) -> None:
-        self.model, self.optimizer = model, optimizer
+    def __init__(self, model: ParallelModule, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self.model, self.optimizers = model, optimizers
         self.key: object = None  # of ``names``: the module's contents, the ids of the parameters
-        self.names: tuple[tuple[str, ...], ...] = ()
+        self.names: tuple[tuple[tuple[str, ...], ...], ...] = ()
 
-    def __call__(self) -> tuple[tuple[str, ...], ...]:
-        """Return the names by group, computed again if the module or a group has changed."""
-        groups = self.optimizer.param_groups
+    def __call__(self) -> tuple[tuple[tuple[str, ...], ...], ...]:
+        """Return the names by optimizer and group, computed again if the module or a group has
+        changed."""
         seen = self.model.seen
-        key = seen.number, tuple(tuple(map(id, group["params"])) for group in groups)
-        if key != self.key:
-            self.names = tuple(tuple(self._names(group["params"], seen)) for group in groups)
-            self.key = key
+        groups = [[group["params"] for group in each.param_groups] for each in self.optimizers]
+        ids = tuple(tuple(tuple(map(id, group)) for group in of_one) for of_one in groups)
+        if (seen.number, ids) != self.key:
+            check_parameters(self.model, self.optimizers)
+            self.names = tuple(
+                tuple(tuple(self._names(group, seen)) for group in of_one) for of_one in groups
+            )
+            self.key = seen.number, ids
         return self.names
 
     def _names(self, parameters: Sequence[torch.Tensor], seen: ModuleSnapshot) -> Iterator[str]:
         """Yield the names of the parameters that are still in the module."""
         for parameter in parameters:
             label = self.model.labels.of(parameter)
-            if label is None:
-                raise foreign_parameter_error(parameter)
-            if label in seen.names:
+            if label is not None and label in seen.names:
                 yield seen.names[label]
+
+
+def check_parameters(model: ParallelModule, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raise PlanningError for a parameter that never was in the module, and for a parameter of two
+    optimizers."""
+    numbers: dict[str, int] = {}
+    for number, optimizer in enumerate(optimizers):
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            label = model.labels.of(parameter)
+            if label is None:
+                raise foreign_parameter_error(optimizer, parameter)
+            first = numbers.setdefault(label, number)
+            if first != number:
+                kind, own = type(optimizers[first]).__name__, type(optimizer).__name__
+                raise PlanningError(
+                    f"{model.seen.name(label)} is a parameter of two optimizers, and each would "
+                    f"update it: {kind}, optimizer {first} of the list, and {own}, optimizer "
+                    f"{number}.\n"
+                    f"fix: build each optimizer over other parameters, such as the matrices "
+                    f"[p for p in model.parameters() if p.ndim == 2] and the rest"
+                )
 
 
 def refuse_early_hooks(optimizer: torch.optim.Optimizer) -> None:

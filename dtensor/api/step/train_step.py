@@ -19,7 +19,7 @@ from dtensor.api.model.stating.recomputed import checked_recompute
 from dtensor.api.step import loss_scale
 from dtensor.api.step.plan_call import checked_capture
 from dtensor.api.step.training import StepOptions, TrainStep
-from dtensor.api.step.wrapped_optimizers import unwrapped_optimizer
+from dtensor.api.step.wrapped_optimizers import Optimizers, checked_optimizers
 from dtensor.errors import (
     PlanningError,
     check_callable,
@@ -47,7 +47,7 @@ _KINDS = {"model": ParallelModule, "loss_fn": Callable, "optimizer": torch.optim
 def train_step(
     model: ParallelModule,
     loss_fn: Callable[..., Any],
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizers,
     *,
     inputs: Mapping[str, Any] | None = None,
     schedule: Schedule | None = None,
@@ -78,8 +78,11 @@ def train_step(
 
     Args:
         loss_fn: ``loss_fn(model, *batch)`` returns a scalar, or (scalar, {name: scalar}).
-        optimizer: an elementwise optimizer over the model's parameters: torch's own except
-            Adafactor, LBFGS, Muon and SparseAdam; others need ``elementwise=True``. Adam, AdamW,
+        optimizer: an optimizer over the model's parameters, or a list of several, such as one for
+            matrices and one for the rest, which share no parameter. A step updates with each of
+            them, after one gradient norm. Each keeps its own groups, state and schedulers. They are
+            elementwise: torch's own except Adafactor, LBFGS, Muon and SparseAdam; others need
+            ``elementwise=True``. Adam, AdamW,
             SGD and Adagrad use torch's fused kernels unless a group has another setting:
             ``foreach=False`` is torch's default on the CPU, whose float32 results differ in the
             last bits.
@@ -87,7 +90,7 @@ def train_step(
         schedule: a schedule with its number of microbatches, such as OneFOneB; default one
             microbatch. The batch is cut as by torch.chunk: 30 rows in 8 microbatches are 7 of 4
             rows and one of 2; 9 rows in 4 are 3 of 3.
-        clip_grad_norm: the largest global norm of the gradients of the optimizer's parameters. The
+        clip_grad_norm: the largest global norm of the gradients of all optimizers' parameters. The
             gradients are divided by max(1, (norm + 1e-6) / clip_grad_norm). The norm is float32,
             or float64 if a gradient is.
         topology: the hardware figures for the planner's prices; by default the figures of an H100.
@@ -146,10 +149,14 @@ def train_step(
     fix = "dt.train_step(model, lambda model, x, y: ..., optimizer)"
     check_callable("loss_fn", loss_fn, fix)
     check_kind("elementwise", elementwise, bool, "True or False", "elementwise=True")
-    wrapper, optimizer = optimizer, unwrapped_optimizer(optimizer)
-    if elementwise:
-        state_elementwise(optimizer)
-    check_optimizer(optimizer)
+    fix = "torch.optim.AdamW(model.parameters()), or a list of optimizers"
+    optimizers = checked_optimizers(optimizer, fix, least=1)
+    is_single = isinstance(optimizer, torch.optim.Optimizer)
+    wrappers = [optimizer] if is_single else optimizer
+    for each in optimizers:
+        if elementwise:
+            state_elementwise(each)
+        check_optimizer(each)
     is_schedule = isinstance(schedule, Schedule) and not isinstance(schedule, type)
     if schedule is not None and not is_schedule:
         raise PlanningError(
@@ -168,9 +175,10 @@ def train_step(
     check_topology(topology)
     check_kind("keep_gradients", keep_gradients, bool, "True or False", "keep_gradients=True")
     check_kind("master_weights", master_weights, bool, "True or False", "master_weights=True")
-    if master_weights:
-        check_masters(optimizer)
-    rule_of(optimizer, master_weights)
+    for each in optimizers:
+        if master_weights:
+            check_masters(each)
+        rule_of(each, master_weights)
     check_word("batch_norm", batch_norm, ("whole_batch", "per_microbatch"))
     check_word("aux_loss", aux_loss, ("whole_batch", "per_microbatch"))
     if capacity is not None:
@@ -198,8 +206,8 @@ def train_step(
         detect_nan=checked_detect(detect_nan) if detect_nan else False,
         grad_scaler=scaler,
     )
-    step = TrainStep(model, loss_fn, (optimizer,), options)
-    step.accelerated = (wrapper,) if wrapper is not optimizer else ()
+    step = TrainStep(model, loss_fn, optimizers[0] if is_single else list(optimizers), options)
+    step.accelerated = tuple(w for w, o in zip(wrappers, optimizers, strict=True) if w is not o)
     model.claim_homes(step.grid.home())
     return step
 

@@ -35,7 +35,7 @@ from dtensor.api.step.loaded_program import load, on_stage
 from dtensor.api.step.loss import Loss
 from dtensor.api.step.plan_cache import PROFILER, PlanCache
 from dtensor.api.step.plan_call import Planned, plan_call, stated_device
-from dtensor.api.step.wrapped_optimizers import refuse_accumulation
+from dtensor.api.step.wrapped_optimizers import Optimizers, kinds_text, refuse_accumulation
 from dtensor.api.store.optimizer_state import place_optimizer
 from dtensor.api.store.session import MeshSession, launched, planning_for, session_for
 from dtensor.api.values.randomness import random_inputs
@@ -108,7 +108,7 @@ class TrainStep:
         self,
         model: ParallelModule,
         loss_fn: Callable[..., Any],
-        optimizers: tuple[torch.optim.Optimizer, ...],
+        optimizer: Optimizers,
         options: StepOptions,
     ) -> None:
         self.model = model
@@ -116,14 +116,23 @@ class TrainStep:
         is_scaled = options.grad_scaler is not None
         self._captured_fn = loss_scale.scaled(loss_fn) if is_scaled else loss_fn
         self._scale_of_kept_gradients = 1.0  # the loss scale of the kept gradients
-        self.optimizers = optimizers
+        self.optimizer = optimizer  # or a list, as the user passed it
+        is_single = isinstance(optimizer, torch.optim.Optimizer)
+        self.optimizers = (optimizer,) if is_single else tuple(optimizer)
         self.options = options
         self.plans: PlanCache = PlanCache("loss")
         self._grid = model.switches, grid_of(options.schedule, model)
-        self._names = tuple(GroupNames(model, optimizer) for optimizer in optimizers)
+        self.groups = GroupNames(model, self.optimizers)
         with CALL_LOCK:
             model.look()
-            self.groups()
+            names = self.groups()
+        for each, groups in zip(self.optimizers, names, strict=True):
+            if not any(groups):
+                kind = type(each).__name__
+                raise PlanningError(
+                    f"the {kind} has no parameter of the model, so it would update nothing.\n"
+                    f"fix: leave it out, or torch.optim.{kind}(model.parameters())"
+                )
         self.last: Planned | None = None
         self._pending: deque[Loss] = deque()  # of submitted steps, until they were read
         self._last_loss: Loss | None = None  # of the last step that succeeded
@@ -134,21 +143,12 @@ class TrainStep:
         self._line = None if line is None else f"{line}: {line.text}"
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer | list[torch.optim.Optimizer]:
-        """The optimizer, or the list of several."""
-        first, *more = self.optimizers
-        return [first, *more] if more else first
-
-    def groups(self) -> tuple[tuple[tuple[str, ...], ...], ...]:
-        """Return the names of the parameters of each group of each optimizer."""
-        return tuple(names() for names in self._names)
-
-    @property
-    def elementwise(self) -> ProbeReport | None:
-        """The report of the optimizer's probe (``elementwise=True``), which prints the lines of the
-        optimizer's step that it did not reach. None for torch's own optimizers."""
-        rule = known_rule(self.optimizers[0])
-        return None if rule is None else rule.report
+    def elementwise(self) -> ProbeReport | tuple[ProbeReport | None, ...] | None:
+        """The report of the optimizer's probe, which prints the lines of the optimizer's step that
+        it did not reach. None for torch's own optimizers. A tuple for a list of optimizers."""
+        rules = map(known_rule, self.optimizers)
+        reports = tuple(None if rule is None else rule.report for rule in rules)
+        return reports[0] if isinstance(self.optimizer, torch.optim.Optimizer) else reports
 
     @property
     def grid(self) -> Grid:
@@ -169,8 +169,7 @@ class TrainStep:
     def __repr__(self) -> str:
         schedule = self.options.schedule
         order = f"{type(schedule).__name__}, microbatches: {schedule.microbatches}"
-        names = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
-        by = f"{names}, {order}, plans: {len(self.plans)}"
+        by = f"{kinds_text(self.optimizers)}, {order}, plans: {len(self.plans)}"
         return screen(f"<step of {self._name}: {by}\n  {self.model!r}>")
 
     def _repr_html_(self) -> str:
