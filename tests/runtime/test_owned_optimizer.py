@@ -121,6 +121,11 @@ class Sharing(Nested):
             self.state[p]["anchor"] = p.data
 
 
+class Counting(Nested):
+    def step(self, closure: Any = None) -> None:
+        self.state["k"] = 1  # type: ignore[index]
+
+
 class Raising(Nested):
     def step(self, closure: Any = None) -> None:
         torch.linalg.eigh(self.param_groups[0]["params"][0].detach() * torch.nan)
@@ -130,6 +135,7 @@ class Raising(Nested):
     ("kind", "error", "text"),
     [
         (Sharing, TypeError, "shares memory with the parameter"),
+        (Counting, TypeError, "keeps state of 'k'"),
         (Raising, torch.linalg.LinAlgError, "linalg.eigh"),
     ],
 )

@@ -95,6 +95,7 @@ class OwnedOptimizer:
             is_torch_class = self.kind.cls.__module__.startswith("torch.optim")
             with torch.enable_grad(), without_compiler() if is_torch_class else nullcontext():
                 step_without_hooks(optimizer)
+            _check_state(optimizer)
             blobs = {
                 label: self._packed(label, work, optimizer, states[label])
                 for label, work in works.items()
@@ -163,6 +164,15 @@ class _KnownLayouts:
     def layout(self, blob: Tensor) -> Layout | None:
         is_same = self.value() is blob and self.version == blob._version
         return self.by_address.get(blob.data_ptr()) if is_same else None
+
+
+def _check_state(optimizer: torch.optim.Optimizer) -> None:
+    """Raise TypeError if the optimizer keeps state of something other than its parameters."""
+    parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for key in optimizer.state:
+        if id(key) not in parameters:
+            name = f"a tensor of shape {list(key.shape)}" if isinstance(key, Tensor) else repr(key)
+            raise TypeError(f"the optimizer keeps state of {name}, which is none of its parameters")
 
 
 def _gradient(gradient: Tensor, parameter: Tensor, clip: Tensor | None) -> Tensor:
