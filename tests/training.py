@@ -62,7 +62,8 @@ FOUR: dict[str, Placed] = {
     "dp4": Placed(axes=dict(dp=4), inputs=dict(dp=dt.Row())),
 }
 
-MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+MakeOptimizer = Callable[[nn.Module], Optimizers]
 
 
 def make_model(**options: Any) -> nn.Module:
@@ -83,13 +84,17 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
+def listed(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
+    return [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else [*optimizer]
+
+
 def batches(count: int, **options: Any) -> list[tuple[Tensor, Tensor]]:
     return [batch(seed, **options) for seed in range(count)]
 
 
 def train_torch(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizers,
     data: Sequence[Sequence[Tensor]],
     *,
     loss: Callable[..., Any] = loss_fn,
@@ -101,17 +106,20 @@ def train_torch(
     model, which the optimizer updates and ``model`` follows."""
     losses: list[float] = []
     updated = model if masters is None else masters
+    optimizers = listed(optimizer)
     for one in data:
         value = loss(model, *one)
         value = value[0] if isinstance(value, tuple) else value
-        optimizer.zero_grad()
+        for each in optimizers:
+            each.zero_grad()
         value.backward()
         for p, q in zip(model.parameters(), updated.parameters(), strict=True):
             if masters is not None and p.grad is not None:
                 q.grad, p.grad = p.grad.float(), None
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(updated.parameters(), clip)
-        optimizer.step()
+        for each in optimizers:
+            each.step()
         if masters is not None:
             model.load_state_dict(masters.state_dict())
         if scheduler is not None:
@@ -136,7 +144,7 @@ class Run:
     mesh: dt.Mesh
     module: nn.Module
     model: dt.ParallelModule
-    optimizer: torch.optim.Optimizer
+    optimizer: Optimizers
     step: dt.TrainStep
 
     @staticmethod
@@ -207,11 +215,13 @@ def assert_trains_as_torch(
     start = build().state_dict()
     assert_states_close(state["model"], plain.state_dict(), atol, start=start, part=part)
     names = {p: n for n, p in updated.named_parameters()}
-    order = [names[p] for group in optimizer.param_groups for p in group["params"]]
-    found, wanted = state["optimizer"]["state"], optimizer.state_dict()["state"]
-    assert set(found) == set(wanted), "optimizer state"
-    by_name = ({order[i]: entry for i, entry in entries.items()} for entries in (found, wanted))
-    assert_states_close(*by_name, atol, "optimizer", part=part)
+    gathered = state["optimizer"] if isinstance(state["optimizer"], list) else [state["optimizer"]]
+    for each, own in zip(listed(optimizer), gathered, strict=True):
+        order = [names[p] for group in each.param_groups for p in group["params"]]
+        found, wanted = own["state"], each.state_dict()["state"]
+        assert set(found) == set(wanted), "optimizer state"
+        by_name = ({order[i]: entry for i, entry in entries.items()} for entries in (found, wanted))
+        assert_states_close(*by_name, atol, "optimizer", part=part)
     return run
 
 

@@ -40,7 +40,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     ),
     "zero": ("0", "1", "2", "3"),
     "dtype": ("f32", "f64", "bf16", "masters", "autocast"),
-    "optimizer": ("adamw", "sgd", "adagrad", "nadam", "groups"),
+    "optimizer": ("adamw", "sgd", "adagrad", "nadam", "pair"),
     "recompute": ("none", "all"),
     "data": ("full", "ignored", "short"),
     "clip": ("none", "small"),
@@ -308,13 +308,18 @@ def data_of(row: Row, seed: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
     return x.to(dtype), torch.randn(rows, 6, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def groups(module: nn.Module) -> torch.optim.Optimizer:
-    """Return groups with weight decay only for matrices and another learning rate for vectors. The
-    larger ``eps`` limits updates from gradients that are only rounding errors."""
-    parameters = [p for p in module.parameters() if p.requires_grad]
-    matrices = dict(params=[p for p in parameters if p.dim() > 1], weight_decay=0.1)
-    vectors = dict(params=[p for p in parameters if p.dim() <= 1], lr=3e-2, betas=(0.8, 0.9))
-    return torch.optim.AdamW([matrices, vectors], lr=1e-2, weight_decay=0.0, eps=1e-6)
+def pair(module: nn.Module) -> list[torch.optim.Optimizer]:
+    """Return two optimizers: the first has groups, with weight decay only for matrices and another
+    learning rate for vectors; the second has every other matrix. The larger ``eps`` limits updates
+    from gradients that are only rounding errors."""
+    matrices = [p for p in trained(module) if p.dim() > 1]
+    decayed = dict(params=matrices[::2], weight_decay=0.1)
+    vectors = [p for p in trained(module) if p.dim() <= 1]
+    others = dict(params=vectors, lr=3e-2, betas=(0.8, 0.9))
+    return [
+        torch.optim.AdamW([decayed, others], lr=1e-2, weight_decay=0.0, eps=1e-6),
+        torch.optim.SGD(matrices[1::2], lr=0.05, momentum=0.9),
+    ]
 
 
 def trained(module: nn.Module) -> list[nn.Parameter]:
@@ -326,7 +331,7 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     "sgd": lambda module: torch.optim.SGD(trained(module), lr=0.05, momentum=0.9),
     "adagrad": lambda module: torch.optim.Adagrad(trained(module), lr=1e-2),
     "nadam": lambda module: torch.optim.NAdam(trained(module), lr=1e-2),
-    "groups": groups,
+    "pair": pair,
 }
 
 
