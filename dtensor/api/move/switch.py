@@ -221,7 +221,7 @@ class _MovedState:
             updated |= planned.updated(home, numbers)
         homes: dict[tuple[str, str], StoredTensor] = {}
         for key, before in home.values().items():
-            if key in updated:
+            if key in updated and not before.is_pending:  # a pending value is gathered: summed
                 spec = replace(updated[key].spec, dtype=before.spec.dtype)
                 homes[key] = replace(updated[key], spec=spec)
         return _MovedState(home, homes, tuple(key for key in home.values() if key not in homes))

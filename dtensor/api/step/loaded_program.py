@@ -36,6 +36,7 @@ from dtensor.kernels.registry import current
 from dtensor.runtime.lower.program import argument_spec, holders, lower, on_mesh
 from dtensor.runtime.lower.rank_builder import Roles
 from dtensor.runtime.lower.step_end import SCALE
+from dtensor.runtime.optimizer.shard_optimizer import DELAYED, value_name
 from dtensor.runtime.schedule import Grid
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.text.notices import repeated_work
@@ -302,7 +303,7 @@ def load(
     key = (roles.gradients, roles.updates, roles.detect_nan, current())
     if key not in programs:
         programs_of(session).evict()
-        state = state_names(session, planned)
+        state = {**state_names(session, planned), **_delayed_names(planned, roles)}
         programs_of(session).unload_outdated(_state_specs(planned.plan, state))
         lowered = lower(
             planned.plan,
@@ -358,7 +359,7 @@ def _fused(
         coordinates = session.mesh.coordinates(rank)
         names = {*rank_program.inputs, *rank_program.state}
         buffers: dict[str, object] = {}
-        for item in plan.inputs:
+        for item in (*plan.inputs, *plan.delayed):
             name = state.get(item.name, item.name)
             if name in names:
                 spec = item.held if item.name in state else item.spec
@@ -403,6 +404,16 @@ def state_names(session: MeshSession, planned: Planned) -> dict[str, str]:
             model, label = owner
             names[item.name] = session.model_home(model).name(label)
     return names
+
+
+def _delayed_names(planned: Planned, roles: Roles) -> dict[str, str]:
+    """Return the name on the ranks of each delayed gradient, by plan input."""
+    optimizers = {n: r.optimizer for r in roles.updates for group in r.groups for n in group}
+    return {
+        item.name: value_name(optimizers[item.label], DELAYED, *roles.labels_of([item.label]))
+        for item in planned.plan.delayed
+        if item.label in optimizers
+    }
 
 
 def on_stage(plan: Plan, spec: TensorSpec, stage: int) -> TensorSpec:

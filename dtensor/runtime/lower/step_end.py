@@ -48,6 +48,7 @@ from dtensor.sharding.plan.steps import (
     Redistribute,
     Update,
     norm_of,
+    roots,
     updates_of,
 )
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
@@ -213,20 +214,24 @@ def _reduce_votes(b: RankBuilder, squares: str | None, square_buffer: Buffer = W
 
 
 def snapshot(b: RankBuilder, state: StateWrites | None) -> dict[str, str]:
-    """Emit copies of the results that may be views of state which the program changes. Return the
-    name of the copy by the program's name of the result."""
+    """Emit copies of the results and delayed gradients that may be views of state which the program
+    changes. Return the name of the copy by the program's name of the output."""
     copies: dict[str, str] = {}
     if b.roles.updates:
         b.segment()  # so that all ranks have a segment, with a result or without
+    inputs = {item.name for item in b.plan.inputs}
     for output in b.plan.outputs:
-        for stage, value in output.values[:1] if output.kind == "result" else ():
+        at = {"result": output.values[:1], "delayed": output.values}.get(output.kind, ())
+        for stage, value in at:
             shared = bool(b.roles.updates) or (state is not None and state.may_share(value))
+            if output.kind == "delayed":
+                shared = not inputs.isdisjoint(roots(value, b.shared.producers))
             if stage in b.stages and shared:
-                name = f"result_{output.of}_copy"
+                name = f"{value}_copy" if output.kind == "delayed" else f"result_{output.of}_copy"
                 read = value if state is None else state.names_in_code([value])[0]
                 b.segment().code.line(f"{name} = {read}.clone()", [read], [name], op=COPIES)
                 b.nbytes[name] = b.shared.nbytes(output.spec, b.coordinates)
-                copies[f"result {output.of}"] = name
+                copies[f"{output.kind} {output.of}"] = name
     b.close()
     return copies
 

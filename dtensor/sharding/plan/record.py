@@ -112,7 +112,7 @@ class PlannedInput:
 class PlannedOutput:
     """An output of the plan. ``values``: the (stage, value) pairs that hold it when the step has
     run; ``of``: the index of a result, or the label of the input that a gradient or mutation
-    belongs to."""
+    belongs to. A "delayed" output is the local gradient that the next step reads."""
 
     kind: OutputKind
     of: int | str
@@ -310,6 +310,7 @@ class PlanRecord(PlanTerms):
     inputs: tuple[PlannedInput, ...]
     steps: tuple[Step, ...]
     outputs: tuple[PlannedOutput, ...]
+    delayed: tuple[PlannedInput, ...] = ()  # local gradients of the step before, by parameter
     opened: tuple[tuple[str, tuple[Opened, ...]], ...]
     pinned: tuple[tuple[str, str, str], ...] = ()  # (axis, value, the name that the user wrote)
     in_flight: tuple[int, ...] = ()  # microbatches held per stage
@@ -341,7 +342,7 @@ class PlanRecord(PlanTerms):
 
     def value_specs(self) -> Mapping[str, TensorSpec]:
         """Return the spec of every value of the plan by name, inputs included."""
-        specs = {item.name: item.held for item in self.inputs}
+        specs = {item.name: item.held for item in (*self.inputs, *self.delayed)}
         for step in self.steps:
             specs.update((name, spec) for _, name, spec in step.gives_as())
         return specs

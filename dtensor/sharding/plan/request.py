@@ -46,13 +46,15 @@ class Training:
     """The inputs of the optimizer phase: the optimizers with their parameters, and clipping.
 
     ``master_weights``: whether optimizers update float32 copies of narrow parameters. ``scaled``:
-    whether the loss, and so each gradient, is multiplied by a loss scale.
+    whether the loss, and so each gradient, is multiplied by a loss scale. ``delay``: 1 if a step
+    updates with the gradients of the step before, else 0.
     """
 
     updaters: tuple[Updater, ...]
     clip_grad_norm: float | None = None
     master_weights: bool = False
     scaled: bool = False
+    delay: int = 0
 
     @property
     def trained(self) -> frozenset[str]:

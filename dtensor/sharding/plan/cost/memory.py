@@ -35,6 +35,7 @@ Rows = Literal["balanced", "capacity", "most"]
 class Memory:
     """Bytes of the fullest rank of one stage.
 
+    ``delayed``: the gradients of the step before, and the buffers of their reductions.
     ``snapshots``: the copies that the launch keeps of written values, to undo a step.
     ``not_at_once``: a correction, subtracted in ``total``, because the other figures do not peak at
     the same time: some gradients are made after the peak of activations, and the stages of a rank
@@ -46,13 +47,14 @@ class Memory:
     optimizer: int
     activations: int
     masters: int = 0  # float32 copies of parameters
+    delayed: int = 0
     snapshots: int = 0
     not_at_once: int = 0
 
     @property
     def total(self) -> int:
         """The peak memory."""
-        state = self.parameters + self.gradients + self.optimizer + self.masters
+        state = self.parameters + self.gradients + self.optimizer + self.masters + self.delayed
         return state + self.activations + self.snapshots - self.not_at_once
 
 
@@ -74,6 +76,7 @@ def stage_memory(plan: PlanRecord, stage: int, rows: Rows = "balanced") -> Memor
         gradients=sum(gradients.values()),
         optimizer=sum(step.state_bytes for step in updates),
         masters=sum(step.master_bytes for step in updates),
+        delayed=_delayed_bytes(plan, stage),
         activations=activations,
         snapshots=plan.copies * _written_bytes(plan, stage) if plan.copies else 0,
         not_at_once=activations - max(base + parts.above, parts.end),
@@ -111,7 +114,22 @@ def _written_bytes(plan: PlanRecord, stage: int) -> int:
     changed = {w.name for w in plan.state_writes if w.stage == stage and w.how != "in place"}
     changed |= {i.name for i in plan.inputs if i.label in {s.parameter for s in updates}}
     input_bytes = sum(i.held.max_local_nbytes for i in plan.inputs if i.name in changed)
-    return input_bytes + sum(s.state_bytes + s.master_bytes for s in updates)
+    kept = sum(i.spec.max_local_nbytes for i in plan.delayed if stage in i.stages)
+    return input_bytes + kept + sum(s.state_bytes + s.master_bytes for s in updates)
+
+
+def _delayed_bytes(plan: PlanRecord, stage: int) -> int:
+    """Return the bytes of the gradients of the step before, and of the messages that reduce them,
+    which exist from the beginning of the step until it has updated."""
+    total = sum(i.spec.max_local_nbytes for i in plan.delayed if stage in i.stages)
+    values = {item.name for item in plan.delayed}
+    for step in plan.steps if values else ():
+        if isinstance(step, Redistribute) and step.reads and values.issuperset(step.reads):
+            values.update(step.gives)
+            if step.stage == stage and step.sends:
+                total += sum(move.dst.max_local_nbytes for move in step.moves)
+                total += 0 if step.kind == "all_reduce" else _buffer_bytes(step)
+    return total
 
 
 def _cast_bytes(step: Update, gradient: torch.dtype) -> int:
@@ -125,10 +143,10 @@ def waiting_gradients(plan: PlanRecord, stage: int) -> dict[str, int]:
     optimizer runs."""
     producers = {name: step for step in plan.steps for name in step.gives}
     state = {item.label for item in plan.inputs if item.kind in _STATE_KINDS}
-    specs = plan.value_specs()
+    specs, kind = plan.value_specs(), "delayed" if plan.delayed else "gradient"
     waiting: dict[str, int] = {}
     for output in plan.outputs:
-        if output.kind != "gradient" or output.of not in state:
+        if output.kind != kind or output.of not in state:
             continue
         for at, value in output.values:
             if at == stage:

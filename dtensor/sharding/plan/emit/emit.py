@@ -3,7 +3,8 @@
     emit(request, axis_problem, chosen) -> PlanRecord
 
 Ops keep their order; their operands are converted to the specs that they need (values.py). After
-the last microbatch, each output is summed over microbatches and converted to its final spec.
+the last microbatch, each output is summed over microbatches and converted to its final spec. With
+delayed gradients, the sum is an output, and the sum of the step before is converted in its place.
 Reductions of gradients over one axis share buckets. A bucket that is pending over several axes is
 scattered over all axes but the last, reduced over the last, and gathered, where that is faster.
 Gradients of a parameter that several stages use are summed over these stages. The norm and the
@@ -70,7 +71,8 @@ def emit(request: Request, axis_problem: AxisProblem, chosen: Sequence[AxisChoic
             emitter.add_copy(item.name, Copy(item.name, spec, stage, True, "forward"))
     for op in flow.ops:
         emit_op(emitter, op)
-    outputs = Outputs(emitter, {i.label: i for i in inputs}).emit()
+    ends = Outputs(emitter, {i.label: i for i in inputs})
+    outputs = ends.emit()
     if emitter.routes:
         check_orders(emitter.steps)
     return PlanRecord(
@@ -79,6 +81,7 @@ def emit(request: Request, axis_problem: AxisProblem, chosen: Sequence[AxisChoic
         inputs=tuple(inputs),
         steps=tuple(emitter.steps),
         outputs=outputs,
+        delayed=tuple(ends.delayed),
         opened=tuple(
             (c.axis, c.opened)
             for c in sorted(chosen, key=lambda c: mesh.index(c.axis))
@@ -122,37 +125,84 @@ def _planned_input(
 class _PendingOutput:
     """An output that is being converted to its final spec. ``name`` and ``spec`` are its present
     value, ``path`` the moves that remain, and ``of`` the label of an input, or "result 0".
-    ``scattered``: whether the path reduces a gradient by scattering and gathering it."""
+    ``is_new``: whether it is no result of an op. ``scattered``: whether the path reduces a gradient
+    by scattering and gathering it. ``is_delayed``: whether it is a gradient of the step before."""
 
     output: Output
     name: str
-    path: tuple[Move, ...]
     spec: TensorSpec
     of: str
+    is_new: bool
+    path: tuple[Move, ...] = ()
     scattered: bool = False
+    is_delayed: bool = False
 
 
 @dataclass(slots=True)
 class Outputs:
     """Emits the steps that produce the outputs, and the optimizer phase. ``scattered``: (value,
-    stage, parameter) -> the shard of a gradient that was already split within the backward."""
+    stage, parameter) -> the shard of a gradient that was already split within the backward.
+    ``delayed``: the local gradients of the step before, and ``local``: those of this step."""
 
     emitter: Emitter
     inputs: Mapping[str, PlannedInput]
     scattered: Mapping[tuple[str, int, str], Copy] = field(
         default_factory=dict[tuple[str, int, str], Copy]
     )
+    delayed: list[PlannedInput] = field(default_factory=list[PlannedInput])
+    local: list[PlannedOutput] = field(default_factory=list[PlannedOutput])
 
     def emit(self) -> tuple[PlannedOutput, ...]:
         """Emit the steps after the ops, and return the outputs."""
         if self.emitter.request.stores_split:
             self.scattered = scatter_early(self.emitter, self.inputs)
-        pending = [self._start(output) for output in self.emitter.request.flow.outputs]
+        outputs, training = self.emitter.request.flow.outputs, self.emitter.request.training
+        if training is not None and training.delay:
+            pending = self._delay([self._start(output) for output in outputs])
+            pending = [self._with_path(item) for item in pending]
+        else:
+            pending = [self._with_path(self._start(output)) for output in outputs]
+        self._convert(pending)
+        return (*self._finish(pending), *self.local)
+
+    def _convert(self, pending: list[_PendingOutput]) -> None:
+        """Emit the moves that convert outputs to their final specs."""
         if self._trains():
             self._choose_reductions(pending)
         while any(item.path for item in pending):
             self._advance(pending)
-        return self._finish(pending)
+
+    def _delay(self, pending: Sequence[_PendingOutput]) -> list[_PendingOutput]:
+        """Make the local gradients outputs, and return the pending outputs with the gradients of
+        the step before in their places. A gradient of several stages is summed over them before it
+        is kept; each of their ranks keeps the sum once."""
+        e = self.emitter
+        groups: dict[str, list[_PendingOutput]] = {}
+        for item in pending:
+            if item.output.kind == "gradient":
+                groups.setdefault(item.of, []).append(item)
+        tied = [items for items in groups.values() if len(items) > 1]
+        self._convert([self._with_path(item) for items in tied for item in items])
+        for items in tied:
+            self._sum_over_stages(items)
+        result = [item for item in pending if item.output.kind != "gradient"]
+        for label, items in groups.items():
+            by_rank = {e.request.stage_ranks[item.output.stage]: item for item in reversed(items)}
+            kept = [
+                item for item in items if by_rank[e.request.stage_ranks[item.output.stage]] is item
+            ]
+            values = tuple((item.output.stage, item.name) for item in kept)
+            self.local.append(PlannedOutput("delayed", label, values, items[0].spec))
+            name, stages = (
+                e.fresh(f"delayed_{self.inputs[label].name}"),
+                tuple(s for s, _ in values),
+            )
+            self.delayed.append(PlannedInput(name, label, "delayed", items[0].spec, stages))
+            result += [
+                _PendingOutput(item.output, name, item.spec, label, is_new=True, is_delayed=True)
+                for item in kept
+            ]
+        return result
 
     def _final_spec(self, output: Output, spec: TensorSpec) -> TensorSpec:
         """Return the spec that an output with the present spec ``spec`` must have. A gradient is
@@ -175,8 +225,7 @@ class Outputs:
         return TensorSpec(spec.shape, spec.dtype, spec.mesh, full)
 
     def _start(self, output: Output) -> _PendingOutput:
-        """Emit the sum of the output over microbatches, if there are any. Return the output with
-        the moves that remain until it has its final spec."""
+        """Emit the sum of the output over microbatches, if there are any, and return it."""
         e = self.emitter
         by = Reader(output.stage, _phase(output), "", "an output")
         copy = self.scattered.get((output.value, output.stage, str(output.of)))
@@ -200,10 +249,16 @@ class Outputs:
                 Accumulate(result=result, operand=name, src=spec, dst=dst, stage=stage, of=of)
             )
             name, spec = result, dst
+        return _PendingOutput(output, name, spec, of, is_new=name != copy.name)
+
+    def _with_path(self, item: _PendingOutput) -> _PendingOutput:
+        """Return the output with the moves that remain until it has its final spec."""
+        e, output, spec, of = self.emitter, item.output, item.spec, item.of
         final_spec = self._final_spec(output, spec)
-        for existing in e.copies_on(output.value, output.stage) if name == copy.name else ():
+        for existing in () if item.is_new else e.copies_on(output.value, output.stage):
             if alike(existing.spec, final_spec):
-                return _PendingOutput(output, existing.name, (), existing.spec, of)
+                item.name, item.spec = existing.name, existing.spec
+                return item
         # all_reduces of gradients share buckets, so `moves` must not split them into two steps
         trained = output.kind == "gradient" and self._trains()
         is_final = alike(spec, final_spec)
@@ -215,9 +270,9 @@ class Outputs:
         path = (*first, *rest)
         if trained:
             path = reduce_in_float32(path)
-        elif output.value in e.float32_parts and name == copy.name:
+        elif output.value in e.float32_parts and not item.is_new:
             path = round_after_sum(path, e.request.flow.metas[output.value].dtype)
-        item = _PendingOutput(output, name, path, spec, of)
+        item.path = path
         for move in first:
             if move.kind == "slice":  # now, so that all gradients are reduced in the same buckets
                 self._move(item, item.path[0])
@@ -306,37 +361,42 @@ class Outputs:
     def _finish(self, pending: Sequence[_PendingOutput]) -> tuple[PlannedOutput, ...]:
         """Return the outputs, after emitting the sums of gradients of parameters that several
         stages use, and the optimizer phase."""
-        e = self.emitter
         groups: dict[tuple[OutputKind, str], list[_PendingOutput]] = {}
         for item in pending:
             groups.setdefault((item.output.kind, item.of), []).append(item)
         outputs: list[PlannedOutput] = []
-        for (kind, of), items in groups.items():
-            if len(items) > 1 and kind == "gradient":  # mutations are new values: not summed
-                total = sum_spec(items[0].spec) if self._trains() else items[0].spec
-                results = tuple(e.fresh(f"{item.name}_tied") for item in items)
-                stages = tuple(item.output.stage for item in items)
-                axis = e.request.stage_axis
-                assert axis is not None, "several stages have a gradient"
-                e.steps.append(
-                    Redistribute(
-                        results=results,
-                        operands=tuple(item.name for item in items),
-                        moves=(over_stages(total, axis, len(items)),) * len(items),
-                        phase="optimizer",
-                        stage=stages[0],
-                        of=(of,),
-                        tied=stages,
-                    )
-                )
-                for item, result in zip(items, results, strict=True):
-                    item.name, item.spec = result, total
+        for (kind, _), items in groups.items():
+            # mutations are new values: not summed
+            if len(items) > 1 and kind == "gradient" and not items[0].is_delayed:
+                self._sum_over_stages(items)
             values = tuple((item.output.stage, item.name) for item in items)
             outputs.append(PlannedOutput(kind, items[0].output.of, values, items[0].spec))
-        training = e.request.training
+        training = self.emitter.request.training
         if training is not None:
             self._update_parameters(training.trained, outputs)
         return tuple(outputs)
+
+    def _sum_over_stages(self, items: Sequence[_PendingOutput]) -> None:
+        """Emit the sum of the gradients of one parameter over the stages that use it."""
+        e = self.emitter
+        total = sum_spec(items[0].spec) if self._trains() else items[0].spec
+        results = tuple(e.fresh(f"{item.name}_tied") for item in items)
+        stages = tuple(item.output.stage for item in items)
+        axis = e.request.stage_axis
+        assert axis is not None, "several stages have a gradient"
+        e.steps.append(
+            Redistribute(
+                results=results,
+                operands=tuple(item.name for item in items),
+                moves=(over_stages(total, axis, len(items)),) * len(items),
+                phase="optimizer",
+                stage=stages[0],
+                of=(items[0].of,),
+                tied=stages,
+            )
+        )
+        for item, result in zip(items, results, strict=True):
+            item.name, item.spec, item.is_new = result, total, True
 
     def _update_parameters(self, trained: frozenset[str], outputs: Sequence[PlannedOutput]) -> None:
         """Emit the norm of gradients, the updates, and the gathers of updated parameters."""

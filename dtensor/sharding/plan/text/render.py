@@ -89,6 +89,7 @@ def render(
         *attention_lines(plan),
         *split_ends(plan),
         *_stored_lines(plan),
+        *_delay_lines(totals),
         *_statistics(plan),
     ]
     text += [*notices_of(plan), *note]
@@ -435,6 +436,18 @@ def _stored_lines(plan: PlanRecord) -> list[str]:
     return [*lines, *wrapped(text, "zero    ", WIDTH)]
 
 
+def _delay_lines(totals: PlanTotals) -> list[str]:
+    """Return the line of the delay and of the memory that it costs; [] without a delay."""
+    if not totals.plan.delayed:
+        return []
+    sizes = [size_text(memory.delayed) for memory in totals.stage_memory]
+    by_stage = sizes[0] if len(sizes) == 1 else f"{', '.join(sizes)} by stage"
+    return [
+        f"delay   1: updates with the gradients of the step before; {by_stage} for them and their "
+        f"reductions"
+    ]
+
+
 def _statistics(plan: PlanRecord) -> list[str]:
     """Return the lines about batch norms and load-balancing losses whose statistics are over each
     microbatch and not over the batch; [] if there are none."""
@@ -533,6 +546,8 @@ def _memory(totals: PlanTotals) -> list[str]:
     ]
     if any(m.masters for m in memory):
         rows.append(["  float32 masters", *(size_text(m.masters) for m in memory)])
+    if plan.delayed:
+        rows.append(["  delayed gradients", *(size_text(m.delayed) for m in memory)])
     rows.append(["  activations", *(size_text(m.activations) for m in memory)])
     if plan.plain is not None:
         plain = [size_text(m.activations) for m in PlanTotals(plan.plain).stage_memory]

@@ -131,6 +131,7 @@ def _memory_rows(totals: PlanTotals) -> list[Row]:
         "gradients": memory.gradients,
         "optimizer state": memory.optimizer,
         "float32 masters": memory.masters,
+        "delayed gradients": memory.delayed,
         "activations": memory.activations,
         "kept to undo a step": memory.snapshots,
     }
