@@ -176,7 +176,8 @@ class _PlannedStep:
         stages = planned.stages if len(planned.models.parts) == 1 else self.other.stage_plan
         for part, chosen in planned.models.by_part(chosen_placements(planned.plan)):
             if part is self.other:
-                part.settle(chosen, planned.plan.stage_ranks, stages)
+                level = planned.plan.level_choice
+                part.settle(chosen, planned.plan.stage_ranks, stages, level)
 
     def adopt(self) -> None:
         """Make the step continue with the new plan, over the moved model."""

@@ -106,12 +106,12 @@ class LoadedProgram(ClusterProgram):
         return frozenset(returned)
 
     def is_outdated(self, state: Mapping[str, TensorSpec]) -> bool:
-        """Return whether the program reads a value with another shape or dtype than ``state`` has
-        (name on the ranks -> spec)."""
+        """Return whether the program reads a value with another shape, dtype or size of shards than
+        ``state`` has (name on the ranks -> spec)."""
         specs = _state_specs(self.planned.plan, self._state)
         return any(
-            (specs[name].shape, specs[name].dtype) != (state[name].shape, state[name].dtype)
-            for name in specs.keys() & state.keys()
+            (a.shape, a.dtype, a.max_local_nbytes) != (b.shape, b.dtype, b.max_local_nbytes)
+            for a, b in ((specs[name], state[name]) for name in specs.keys() & state.keys())
         )
 
     def put_constants(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -271,7 +271,8 @@ class LoadedPrograms:
 
     def unload_outdated(self, state: Mapping[str, TensorSpec]) -> None:
         """Unload programs that read a value of ``state`` (name on the ranks -> spec) with another
-        shape or dtype: their module was cast since."""
+        shape, dtype or size of shards: their module was cast since, or its level of ZeRO was
+        chosen."""
         for cache in self._caches():
             cache.unload(lambda plan: any(p.is_outdated(state) for p in plan.programs.values()))
 

@@ -19,7 +19,7 @@ from typing import Any, Literal, Protocol
 from dtensor.sharding.plan.dataflow import Dataflow, InputKind, OutputKind
 from dtensor.sharding.plan.sequence import Attention, AttentionChoice
 from dtensor.sharding.plan.steps import Step
-from dtensor.sharding.plan.storage import Zero
+from dtensor.sharding.plan.storage import LevelChoice, Zero
 from dtensor.sharding.redistribute.topology import Topology
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import Shard
@@ -321,6 +321,7 @@ class PlanRecord(PlanTerms):
     state_writes: tuple[StateWrite, ...] = ()  # one for each input that changes, on each stage
     hints: tuple[Hint, ...] = ()  # if requested; printed last
     swapped: tuple[SwappedPair, ...] = ()
+    level_choice: LevelChoice | None = None  # of zero={axis: "auto"}
     copies: int = 0  # how many copies of the written values are kept, to undo a step
 
     def __repr__(self) -> str:

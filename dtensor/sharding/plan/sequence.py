@@ -27,8 +27,8 @@ WORDS = (*STRATEGIES, "auto")
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """The prediction for one strategy: seconds and bytes of memory of a step on a rank, or the
-    reason why the strategy does not apply."""
+    """The prediction for one strategy, or one level of ZeRO: seconds and bytes of memory of a step
+    on a rank, or the reason why the strategy does not apply."""
 
     word: str
     seconds: float = 0.0

@@ -17,7 +17,7 @@ from dataclasses import replace
 from dtensor.errors import PlanningError
 from dtensor.sharding.plan.choose.annotations import annotation_placements
 from dtensor.sharding.plan.choose.sequence_axes import Governed, is_attention
-from dtensor.sharding.plan.cost.totals import PlanTotals
+from dtensor.sharding.plan.cost.totals import PlanTotals, index_of_best
 from dtensor.sharding.plan.record import PlanRecord
 from dtensor.sharding.plan.request import Request
 from dtensor.sharding.plan.sequence import STRATEGIES, Alternative, AttentionChoice
@@ -66,11 +66,7 @@ def choose_attention(
     if not plans:
         assert refusal is not None
         raise refusal
-    fitting = [(plan, totals) for plan, totals in plans if totals.fits]
-    if fitting:
-        best, _ = min(fitting, key=lambda each: each[1].cost.seconds)
-    else:
-        best, _ = min(plans, key=lambda each: each[1].memory.total)
+    best, _ = plans[index_of_best([totals for _, totals in plans])]
     chosen = (replace(c, alternatives=tuple(alternatives[c.axis])) for c in best.sequence)
     return replace(best, sequence=tuple(chosen))
 

@@ -52,13 +52,14 @@ def _choice_text(plan: PlanRecord, choice: AttentionChoice) -> str:
     others = [a for a in choice.alternatives if a.word != choice.word]
     predicted = min(chosen, key=lambda alternative: alternative.seconds, default=None)
     if predicted is not None:
-        text += f": {_prediction(predicted)} a step"
+        text += f": {prediction(predicted)} a step"
     if others:
-        text += f"; {', '.join(f'{a.word} {_prediction(a)}' for a in others)}"
+        text += f"; {', '.join(f'{a.word} {prediction(a)}' for a in others)}"
     return text
 
 
-def _prediction(alternative: Alternative) -> str:
+def prediction(alternative: Alternative) -> str:
+    """Return the seconds and memory of an alternative, or why it is not possible."""
     if alternative.refused:
         return f"is not possible ({alternative.refused.rstrip('.')})"
     return f"{seconds_text(alternative.seconds)} and {size_text(alternative.memory)}"

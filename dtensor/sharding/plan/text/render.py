@@ -34,7 +34,7 @@ from dtensor.sharding.plan.steps import (
     updates_of,
 )
 from dtensor.sharding.plan.storage import LEVELS
-from dtensor.sharding.plan.text.attention import attention_lines
+from dtensor.sharding.plan.text.attention import attention_lines, prediction
 from dtensor.sharding.plan.text.notices import notices_of, split_ends
 from dtensor.sharding.plan.text.view import UPDATED, axis_splits, steps_by_section
 from dtensor.sharding.plan.text.words import (
@@ -420,7 +420,7 @@ def _stored_lines(plan: PlanRecord) -> list[str]:
         )
         lines += wrapped(text, "stored  ", WIDTH)
     if plan.zero is None:
-        return lines
+        return [*lines, *_level_lines(plan)]
     axes, level = plan.zero.axes, plan.zero.level
     by_axes: dict[tuple[str, ...], list[str]] = {}
     for item in plan.inputs:
@@ -433,7 +433,25 @@ def _stored_lines(plan: PlanRecord) -> list[str]:
     text = (
         f"{', '.join(axes)}: {level} ({LEVELS[level]} stored over {' x '.join(axes)}{exceptions})"
     )
-    return [*lines, *wrapped(text, "zero    ", WIDTH)]
+    return [*lines, *wrapped(text, "zero    ", WIDTH), *_level_lines(plan)]
+
+
+def _level_lines(plan: PlanRecord) -> list[str]:
+    """Return the lines about the level of ZeRO that "auto" chose, and the predictions for each
+    level; [] if the level is stated."""
+    choice = plan.level_choice
+    if choice is None:
+        return []
+    capacity = int(plan.topology.memory_bytes)
+    why = (
+        "the least memory, as none fits in" if not choice.fits else "the fewest seconds that fit in"
+    )
+    rows = [
+        (f"level {a.word}", f"{prediction(a)}{' (does not fit)' if a.memory > capacity else ''}")
+        for a in choice.alternatives
+    ]
+    lines = [f"{choice.level} by auto, {why} {size_text(capacity)}", *table(rows, "<<")]
+    return [f"{'' if number else 'level':8}{line}" for number, line in enumerate(lines)]
 
 
 def _delay_lines(totals: PlanTotals) -> list[str]:
