@@ -246,13 +246,8 @@ class LaunchSession(MeshSession):
         Args:
             topology: the hardware for which the price is computed.
         """
-        options = dict(
-            stages=stages,
-            zero=zero,
-            recompute=recompute,
-            misaligned=misaligned,
-            attention=attention,
-        )
+        options: Any = dict(stages=stages, zero=zero, recompute=recompute)
+        options |= dict(misaligned=misaligned, attention=attention)
         target = SwitchTarget(placements or {}, options, inputs, schedule, ranks, topology)
         with CALL_LOCK:
             return switch_of(self.launch, model, optimizer, mesh, target).plan
@@ -288,13 +283,8 @@ class LaunchSession(MeshSession):
             inputs, schedule: replace those of the model's steps, if they do not suit the mesh.
             ranks: the launch's numbers of the mesh's ranks, if the mesh is not in the launch yet.
         """
-        options = dict(
-            stages=stages,
-            zero=zero,
-            recompute=recompute,
-            misaligned=misaligned,
-            attention=attention,
-        )
+        options: Any = dict(stages=stages, zero=zero, recompute=recompute)
+        options |= dict(misaligned=misaligned, attention=attention)
         target = SwitchTarget(placements or {}, options, inputs, schedule, ranks, None)
         with CALL_LOCK:
             switching = switch_of(self.launch, model, optimizer, mesh, target)

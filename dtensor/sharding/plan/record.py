@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Any, Literal, Protocol
 
 from dtensor.sharding.plan.dataflow import Dataflow, InputKind, OutputKind
-from dtensor.sharding.plan.sequence import Attention, AttentionChoice
+from dtensor.sharding.plan.sequence import AttentionChoice
 from dtensor.sharding.plan.steps import Step
 from dtensor.sharding.plan.storage import LevelChoice, Zero
 from dtensor.sharding.redistribute.topology import Topology
@@ -271,7 +271,6 @@ class PlanTerms:
     zero: Zero | None = None
     auto: tuple[tuple[str, ...], ...] = field(default=(), compare=False)  # patterns of auto stages
     by_microbatch: tuple[str, ...] = ()  # modules with statistics of each microbatch (batch norm)
-    attention: Attention = ()  # as stated: (axis, word)
     sequence: tuple[AttentionChoice, ...] = ()  # of each axis that splits a sequence
     model: str = field(default="", compare=False)  # the class of the module; several are joined
 

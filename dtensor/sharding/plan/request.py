@@ -11,6 +11,7 @@ from typing import Literal, cast, get_args
 
 from dtensor.errors import check_word
 from dtensor.sharding.plan.record import PlanTerms, Timetable
+from dtensor.sharding.plan.sequence import Attention
 from dtensor.sharding.spec.placements import Placement, Shard
 from dtensor.sharding.spec.spec import TensorSpec
 
@@ -95,6 +96,7 @@ class Request(PlanTerms):
     split_results: whether a result without a stated placement may stay split.
     pending_results: whether a result without a stated placement may stay pending; it is priced as
     if it were reduced.
+    attention: the stated strategies of attention, as (axis, word).
     search: "predictable" splits only values that pins reach; "free" may split any value.
     stored_whole: labels of the parameters to which ``zero`` does not apply.
     misaligned: if a parameter's pin does not line up with the program, "redistribute" changes the
@@ -113,6 +115,7 @@ class Request(PlanTerms):
     )
     timetable: Timetable | None = None
     training: Training | None = None
+    attention: Attention = ()
     search: Search = "predictable"
     split_results: bool = False
     pending_results: bool = False
