@@ -81,8 +81,9 @@ def _nothing(q: Tensor, v: Tensor) -> Tensor:
 
 
 def like_output(q: Tensor, v: Tensor) -> Tensor:
-    """Return an empty tensor with the shape and strides of the output: those of q if values are as
-    wide as keys, else [b h t f] with the memory of [b t h f]."""
+    """Return an empty tensor with the shape and strides of the output. The output has the shape and
+    strides of q if values are as wide as keys, else the shape [b h t f] in the memory order
+    (b t h f)."""
     b, h, t, e = q.shape
     f = v.shape[3]
     return torch.empty_like(q) if e == f else q.new_empty((b, t, h, f)).transpose(1, 2)

@@ -240,7 +240,7 @@ def attention_part_backward(
     *options: Any,
 ) -> Gradients:
     """Return ``dq`` (None: 0) plus the gradient of the queries from these keys, and the gradients
-    of these keys and values; ``out`` and ``lse`` are those of all keys."""
+    of these keys and values. ``out`` and ``lse`` are the final results, of all keys."""
     seen = _visible(queries, keys, is_causal, *options)
     return _gradients(grad, q, k, v, out, lse, dq, run, seen, scale)
 

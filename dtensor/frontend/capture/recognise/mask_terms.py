@@ -86,7 +86,8 @@ class _Value:
         object.__setattr__(self, "roles", tuple(sized))
 
     def operand(self, node: fx.Node, *, is_inverted: bool = False) -> _Value:
-        """Return an operand of an elementwise op or expand, whose last dims are those of the op."""
+        """Return an operand of the elementwise op or expand that made this value. The dims of the
+        operand are the last dims of the result."""
         return _Value(node, self.roles, self.is_hidden != is_inverted)
 
 

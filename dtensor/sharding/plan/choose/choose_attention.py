@@ -2,10 +2,10 @@
 
     heads  2.10 ms, 3.1 GiB      gather  2.40 ms, 4.0 GiB      ring  2.05 ms, 3.2 GiB   -> ring
 
-A stated word is planned alone. "auto" plans each strategy that applies, and takes the plan with the
-least predicted seconds among those that fit in the memory of the topology, or else the plan with
-the least memory. Gathered keys are kept for the backward; they are gathered again if the plan that
-keeps them does not fit.
+A stated word is planned alone. "auto" plans each strategy that applies. It takes the plan with the
+least predicted seconds among the plans that fit in the memory of the topology, or else the plan
+with the least memory. Gathered keys are kept for the backward; they are gathered again if the plan
+that keeps them does not fit.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def choose_attention(
 
 def _combinations(words: Sequence[str]) -> list[tuple[str, ...]]:
     """Return the words to plan for each axis. Raises PlanningError if stated words exclude each
-    other: beside a ring, other axes that split the sequence split heads."""
+    other: if one axis is a ring, all other axes that split the sequence must split heads."""
     options = [STRATEGIES if word == "auto" else (word,) for word in words]
     combinations = [
         words

@@ -209,8 +209,8 @@ class _Ring:
         metas: Sequence[Meta | None],
         names: Sequence[str | None],
     ) -> list[Any]:
-        """Emit a local op on copies, which are among the arguments; return copies of its results.
-        Its strategies are those of its rule that read the copies as they are."""
+        """Emit a local op whose arguments contain copies; return copies of its results. On each
+        axis the op takes the strategy of its rule that reads the copies without a message."""
         copies: list[Copy] = []
 
         def operand(copy: Copy) -> Operand:
