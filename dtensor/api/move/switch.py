@@ -176,8 +176,7 @@ class _PlannedStep:
         stages = planned.stages if len(planned.models.parts) == 1 else self.other.stage_plan
         for part, chosen in planned.models.by_part(chosen_placements(planned.plan)):
             if part is self.other:
-                level = planned.plan.level_choice
-                part.settle(chosen, planned.plan.stage_ranks, stages, level)
+                part.settle(chosen, planned.plan.stage_ranks, stages)
 
     def adopt(self) -> None:
         """Make the step continue with the new plan, over the moved model."""
@@ -222,7 +221,7 @@ class _MovedState:
             updated |= planned.updated(home, numbers)
         homes: dict[tuple[str, str], StoredTensor] = {}
         for key, before in home.values().items():
-            if key in updated and not before.is_pending:  # a pending value is gathered: summed
+            if key in updated:
                 spec = replace(updated[key].spec, dtype=before.spec.dtype)
                 homes[key] = replace(updated[key], spec=spec)
         return _MovedState(home, homes, tuple(key for key in home.values() if key not in homes))

@@ -38,9 +38,6 @@ from dtensor.runtime.optimizer.optimizer_kind import (
 MASTER = "master_param"
 """The key of a master weight in a parameter's state, as in NVIDIA's Transformer Engine."""
 
-DELAYED = "delayed_gradient"
-"""The key, in a parameter's state, of the gradient with which the next step updates it."""
-
 ELEMENTWISE: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
     # class -> all keys that a parameter's state may have
     torch.optim.SGD: ("momentum_buffer",),
