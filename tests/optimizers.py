@@ -1,4 +1,6 @@
-"""Small optimizers for tests: elementwise ones, and ones that the probe must refuse."""
+"""Small optimizers for tests: elementwise ones, ones that need whole parameters, and ones that no
+step takes.
+"""
 
 from __future__ import annotations
 
@@ -139,7 +141,7 @@ class Doubled(torch.optim.SGD):
         super().step()
 
 
-# -- what is not -----------------------------------------------------------------------------------
+# -- what is not elementwise -----------------------------------------------------------------------
 
 
 class Normed(Each):
@@ -264,6 +266,42 @@ class Raises(Each):
         raise ValueError("not today")
 
 
+class GlobalNorm(Optimizer):
+    """Divides by the norm of all gradients, as LAMB does in some packages."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        total = torch.zeros(())
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    total = total + p.grad.double().square().sum()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad / total.sqrt().to(p.dtype), alpha=group["lr"])
+
+
+class Closes(Each):
+    """Needs a closure, as LBFGS."""
+
+    def step(self, closure: Callable[[], float]) -> None:  # type: ignore[override]
+        closure()
+
+
+class Hessian(Each):
+    """Needs a second backward, as AdaHessian."""
+
+    @torch.enable_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        for group in self.param_groups:
+            grads = [p.grad for p in group["params"] if p.grad is not None]
+            torch.autograd.grad(grads, group["params"], grads)
+
+
 REFUSED: dict[type[Optimizer], str] = {
     Normed: r"aten.linalg_vector_norm.*\n  its line: .*p.norm\(\) / g.norm\(\)",
     RootMeanSquare: r"aten.mean.*\n  its line: .*g.square\(\).mean\(\)",
@@ -285,3 +323,29 @@ REFUSED: dict[type[Optimizer], str] = {
     Raises: r"raised in its probe, on whole parameters: ValueError: not today\n  its line: .*today",
     Doubled: "",  # elementwise, and in no table: it needs the statement
 }
+"""Optimizers that are stated elementwise, and the error of each."""
+
+PER_PARAMETER = (
+    *(Normed, RootMeanSquare, SkipsNotFinite, DecayByDim, ByNumel, Indexes, Multiplies, Factored),
+    *(InBlocks, Queues),
+)
+"""Optimizers that need whole parameters."""
+
+_PAIR = r"parameter \d of group 0 \(of shape .*parameter \d of group 0 \(of shape "
+UNACCEPTED: dict[type[Optimizer], str] = {
+    GlobalNorm: rf"GlobalNorm couples parameters: with other values and gradients of {_PAIR}.*"
+    r"\n  its line: .*total = total \+ p.grad",
+    Reads: rf"Reads couples parameters: .*{_PAIR}",
+    Draws: r"aten.randn_like.* draws random numbers.*\n  its line: .*randn_like",
+    DrawsInPython: "draws from Python's random",
+    SharedState: "keeps a state that is of no parameter under 'all'",
+    CountsElements: r"a step changes its 'elements' of a group depending on .*\d",
+    Wrapper: "its attribute inner is another optimizer, a SGD",
+    Holds: r"its attribute mask is a tensor of shape \[3\]",
+    Raises: r"raised in its probe, on whole parameters: ValueError: not today\n  its line: .*today",
+    Closes: r"needs a closure that computes the loss again.*\n  its line: .*def step",
+    Hessian: r"needs a second backward.*\n  its line: .*autograd.grad",
+    torch.optim.SparseAdam: r"needs sparse gradients.*\n  its line: .*sparse_adam",
+    torch.optim.LBFGS: r"LBFGS needs a closure",
+}
+"""Optimizers that no step takes, and the error of each."""

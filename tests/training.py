@@ -156,7 +156,7 @@ class Run:
         loss: Callable[..., Any] = loss_fn,
         schedule: dt.Schedule | None = None,
         clip: float | None = 1.0,
-        zero: Mapping[str, int] | None = None,
+        zero: Mapping[str, int | str] | None = None,
         **stated: Any,
     ) -> Run:
         """Build the model, optimizer and step. ``stated``: other arguments of `dt.train_step`."""

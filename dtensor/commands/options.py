@@ -155,16 +155,16 @@ def _schedule_name(text: str) -> str:
     raise argparse.ArgumentTypeError(f"{text!r} is no schedule.\nfix: {fix}")
 
 
-def _zero_level(text: str) -> dict[str, int]:
+def _zero_level(text: str) -> dict[str, int | str]:
     """Return the level of each axis in ``AXIS=LEVEL,...``, or {} for ``none``."""
-    levels: dict[str, int] = {}
+    levels: dict[str, int | str] = {}
     for part in () if text.lower() == "none" else text.split(","):
         axis, _, level = part.partition("=")
-        if not axis or level not in ("0", "1", "2", "3"):
+        if not axis or level not in ("0", "1", "2", "3", "auto"):
             raise argparse.ArgumentTypeError(
-                f"{text!r} is no axis with a level of 1, 2 or 3.\nfix: dp=3"
+                f"{text!r} is no axis with a level of 1, 2, 3 or auto.\nfix: dp=3"
             )
-        levels[axis] = int(level)
+        levels[axis] = level if level == "auto" else int(level)
     return levels
 
 
@@ -263,7 +263,7 @@ STRATEGY = OptionGroup(
             type=_zero_level,
             metavar="AXIS=LEVEL,...",
             help="ZeRO over axes: level 1 shards the optimizer state, 2 also the gradients, 3 "
-            "also the parameters; or none",
+            "also the parameters; auto takes the cheapest; or none",
         ),
         "recompute": dict(
             action="append",

@@ -56,7 +56,7 @@ class PlacedWorkload:
             check_meshes(options.mesh if isinstance(options.mesh, list) else [options.mesh])
 
     def strategy(
-        self, mesh: Mesh, zero: Mapping[str, int] | None, schedule: str | None
+        self, mesh: Mesh, zero: Mapping[str, int | str] | None, schedule: str | None
     ) -> tuple[Mesh, Mapping[str, Any], dict[str, Any]]:
         """Return a strategy as `dt.compare` takes it: mesh, placements and keywords."""
         options = self.options
@@ -74,7 +74,7 @@ class PlacedWorkload:
         return mesh, self.placements(mesh), {k: v for k, v in keywords.items() if v is not None}
 
     def step(
-        self, mesh: Mesh, zero: Mapping[str, int] | None = None, schedule: str | None = None
+        self, mesh: Mesh, zero: Mapping[str, int | str] | None = None, schedule: str | None = None
     ) -> TrainStep:
         """Return a training step that is not planned yet."""
         mesh, placements, keywords = self.strategy(mesh, zero, schedule)
@@ -223,7 +223,9 @@ def check_meshes(meshes: Sequence[Mesh]) -> None:
             )
 
 
-def strategy_name(mesh: Mesh, zero: Mapping[str, int] | None, schedule: Schedule | None) -> str:
+def strategy_name(
+    mesh: Mesh, zero: Mapping[str, int | str] | None, schedule: Schedule | None
+) -> str:
     """Return a name in the style of `dt.search`, as ``pp2 dp2 tp4 zero3 OneFOneB(8)``."""
     parts = [f"{axis}{size}" for axis, size in mesh.shape.items()]
     if zero:

@@ -37,7 +37,7 @@ DP2_EP2 = Placed(axes=dict(dp=2, ep=2), inputs=BOTH)
 NO_LATENCY = dt.Topology(latency=0.0)
 
 
-def run_of(level: int, placed: Placed = DP2, **options: Any) -> Run:
+def run_of(level: int | str, placed: Placed = DP2, **options: Any) -> Run:
     zero = {axis: level for axis in ("dp", "ep") if axis in placed.axes}
     return Run.of(placed, zero=zero, **{"schedule": dt.GPipe(1), **options})
 
@@ -354,6 +354,62 @@ def test_evaluation_uses_zero3_shards_of_training() -> None:
     torch.testing.assert_close(found, module(one[0]), rtol=0, atol=1e-5)
 
 
+# -- zero={"dp": "auto"} ---------------------------------------------------------------------------
+
+
+def layers_run(level: int | str, memory: float) -> Run:
+    """Return a run of four layers on a topology on which level 1 is fastest."""
+    torch.manual_seed(0)
+    module = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    topology = dt.Topology(memory_bytes=memory, launch_latency=0.0, latency=0.0)
+    return run_of(level, module=module, loss=square_error, topology=topology)
+
+
+def pairs(count: int) -> list[tuple[Tensor, Tensor]]:
+    torch.manual_seed(1)
+    return [(torch.randn(8, 64), torch.randn(8, 64)) for _ in range(count)]
+
+
+@pytest.mark.parametrize(("level", "memory"), [(1, 80e9), (3, 1.0)])
+def test_level_of_first_step_holds_for_all_programs(level: int, memory: float) -> None:
+    """Before the step, an evaluation reads whole parameters; the step then moves them."""
+    data, stated = pairs(3), layers_run(level, memory)
+    with dt.launch(stated.mesh):
+        expected = stated.losses(data)
+        state = stated.state()
+    run = layers_run("auto", memory)
+    assert "zero={'dp': 'auto'}" in repr(run.model)
+    evaluate = dt.compile(lambda model, x: model(x), run.mesh)
+    x = data[0][0]
+    with dt.launch(run.mesh):
+        before = evaluate(run.model, x).full_tensor()
+        losses = run.losses(data[:1])
+        assert run.model.zero is not None and run.model.zero.level == level
+        assert f"zero={{'dp': {level}}}" in repr(run.model)
+        plan = evaluate.plan(run.model, x)
+        assert plan.zero == run.model.zero == run.step.plan(*data[1]).zero
+        assert not torch.equal(evaluate(run.model, x).full_tensor(), before)
+        assert losses + run.losses(data[1:]) == expected
+        assert_same_bits(run.state(), state)
+
+
+def test_auto_level_is_chosen_after_switch_and_load() -> None:
+    data, stated = pairs(4), layers_run(3, 1.0)
+    with dt.launch(stated.mesh):
+        stated.losses(data[:2])
+        state = stated.state()
+        expected = stated.losses(data[2:])
+    run = layers_run("auto", 1.0)
+    with dt.launch(run.mesh) as launch:
+        dt.load_state_dict(run.model, run.optimizer, state)
+        assert run.losses(data[2:3]) == expected[:1]
+        launch.switch(run.model, run.optimizer, run.mesh, {}, zero={"dp": "auto"})
+        assert run.model.zero is not None and run.model.zero.level == 3
+        assert run.losses(data[3:]) == expected[1:]
+        launch.switch(run.model, run.optimizer, dt.Mesh(dp=2, name="next"), {}, zero={"dp": "auto"})
+        assert run.model.zero is not None and run.model.zero.level == 3
+
+
 # -- refusals --------------------------------------------------------------------------------------
 
 
@@ -365,11 +421,13 @@ def test_evaluation_uses_zero3_shards_of_training() -> None:
         ({"dp": 1, "tp": 4}, r"not 4; fix: zero=\{'dp': 1, 'tp': 1\}"),
         ({"dp": 1, "tp": 3}, r"the levels differ.*\nfix: zero=\{'dp': 3, 'tp': 3\}"),
         ({"dp": 2, "pp": 2}, r"holds the pipeline's stages.*fix: zero=\{'dp': 2\}"),
+        ({"dp": "atuo"}, r"""or "auto", not 'atuo'; fix: zero=\{'dp': 'auto'\}"""),
+        ({"dp": "auto", "tp": 3}, r"the levels differ.*\nfix: zero=\{'dp': 'auto', 'tp': 'auto'\}"),
         ({"ep": 1}, "has no axis 'ep'"),
         ({"pp": 1}, "holds the pipeline's stages"),
     ],
 )
-def test_invalid_zero_argument_is_refused(zero: Mapping[str, int], message: str) -> None:
+def test_invalid_zero_argument_is_refused(zero: Mapping[str, int | str], message: str) -> None:
     mesh = dt.Mesh(pp=2, dp=2, tp=1)
     with pytest.raises(dt.PlanningError, match=message):
         dt.parallelize(make_model(), mesh, {}, stages=TWO_STAGES, zero=zero)

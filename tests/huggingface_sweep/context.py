@@ -29,24 +29,14 @@ from transformers.models.auto.modeling_auto import (
 )
 
 import dtensor as dt
+from tests.huggingface_sweep import experts
 from tests.huggingface_sweep.experts import RATE, STEPS, Run, difference
 
 ROWS, TOKENS = 4, 18  # neither 2 nor 4 ranks have equally many tokens in a zigzag
 KINDS = {"heads": "all_to_all", "gather": "all_gather", "ring": "shift"}
 """The messages that show that the plan has the stated strategy."""
 STRATEGIES = (*KINDS, "auto")
-COMMON: dict[str, Any] = dict(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    max_position_embeddings=32,
-    tie_word_embeddings=False,
-    pad_token_id=0,
-)
+COMMON: dict[str, Any] = {**experts.COMMON, "pad_token_id": 0}
 STAGES = (
     ["model.embed_tokens.*", "model.layers.0.*"],
     ["model.layers.1.*", "model.norm.*", "lm_head.*"],
@@ -97,20 +87,7 @@ GPT2 = (
     ["transformer.h.1.*", "transformer.ln_f.*", "lm_head.*"],
 )
 NO_DROPOUT = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-LATENT: dict[str, Any] = dict(
-    n_routed_experts=8,
-    num_experts_per_tok=2,
-    moe_intermediate_size=24,
-    n_group=2,
-    topk_group=1,
-    first_k_dense_replace=1,
-    q_lora_rank=16,
-    kv_lora_rank=16,
-    qk_rope_head_dim=8,
-    qk_nope_head_dim=8,
-    v_head_dim=4,
-    num_key_value_heads=4,
-)
+LATENT = {**experts.FAMILIES["deepseek_v3"], "v_head_dim": 4}  # narrower than keys
 FAMILIES: dict[str, Family] = {
     "llama": Family(kind="llama"),
     "llama padded": Family(kind="llama", batch="padded"),
@@ -122,9 +99,7 @@ FAMILIES: dict[str, Family] = {
     "gpt2": Family(kind="gpt2", stages=GPT2, is_random=True),
     "bert": Family(kind="bert", sizes=NO_DROPOUT, batch="padded", stages=BERT),
     "deepseek": Family(kind="deepseek_v3", sizes=LATENT),
-    "gpt-oss": Family(
-        kind="gpt_oss", sizes=dict(num_local_experts=8, num_experts_per_tok=2, sliding_window=5)
-    ),
+    "gpt-oss": Family(kind="gpt_oss", sizes=dict(num_local_experts=8, sliding_window=5)),
 }
 
 LAYOUTS: dict[str, dict[str, int]] = {

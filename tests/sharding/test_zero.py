@@ -291,3 +291,53 @@ def test_stored_spec_splits_over_each_zero_axis_that_is_free(
     assert (None if found is None else str(found)) == expected
     if found is not None:
         assert parse(str(found), mesh) == found
+
+
+# -- zero={"dp": "auto"} ---------------------------------------------------------------------------
+
+
+@cache
+def wide_plan(
+    level: int | str, num_dp: int, num_ep: int, width: int, microbatches: int, memory: float
+) -> Plan:
+    with torch.device("meta"):
+        module = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(3)))
+    axes = dict(dp=num_dp, ep=num_ep)
+    placed = Placed(axes=axes, inputs=dict.fromkeys(axes, dt.Row()))
+    given = dict(module=module, loss=mean_square, schedule=dt.GPipe(microbatches), clip=None)
+    topology = dt.Topology(memory_bytes=memory)
+    run = Run.of(placed, zero=dict.fromkeys(axes, level), topology=topology, **given)
+    return run.step.plan(torch.empty(4096, width, device="meta"))
+
+
+@pytest.mark.parametrize(
+    ("expected", "program"),
+    [
+        (0, (4, 1, 16, 1, 80e9)),  # messages cost more than the update
+        (1, (4, 1, 4096, 1, 80e9)),
+        (1, (4, 1, 2048, 8, 80e9)),
+        (1, (2, 2, 2048, 1, 80e9)),
+        (2, (4, 1, 2048, 8, 160e6)),
+        (3, (4, 1, 2048, 8, 150e6)),
+        (3, (4, 1, 2048, 8, 100e6)),  # none fits
+    ],
+)
+def test_auto_level_is_best_of_all_levels(
+    expected: int, program: tuple[int, int, int, int, float]
+) -> None:
+    chosen = wide_plan("auto", *program)
+    plans = [wide_plan(level, *program) for level in range(4)]
+    memory = [plan.totals.memory.total for plan in plans]
+    fitting = [plan.cost.seconds for plan in plans if plan.totals.fits]
+    assert (chosen.zero.level if chosen.zero else 0) == expected
+    if fitting:
+        assert chosen.cost.seconds <= 1.02 * min(fitting)
+    else:
+        assert chosen.totals.memory.total == min(memory)
+    assert chosen.steps == plans[expected].steps and chosen.inputs == plans[expected].inputs
+    text = str(chosen)
+    assert (
+        f"level   {expected} by auto, the {'fewest seconds' if fitting else 'least memory'}" in text
+    )
+    assert text.count("(does not fit)") == 4 - len(fitting)
+    assert f"zero {expected}" in chosen.summary() and "chosen by auto" in chosen.summary()

@@ -388,9 +388,14 @@ def _locate_optimizer(
     )
     home = model_home.optimizers.get(id(optimizer)) if model_home is not None else None
     if home is not None and home.current:
+        pending = {key: s for key, s in home.owner.stored.items() if s.is_pending}
         for (label, key), stored in home.owner.stored.items():
-            name = keys[id(home.parameters[label])]
-            state.on_ranks["optimizer", "state", name, key] = stored
+            if (label, key) not in pending:
+                name = keys[id(home.parameters[label])]
+                state.on_ranks["optimizer", "state", name, key] = stored
+        for (label, key), value in home.model_home.store.get(pending):  # summed
+            if value is not None:
+                state.local["optimizer", "state", keys[id(home.parameters[label])], key] = value
         entries = {
             p: read_whole(state_of_parameter) for p, state_of_parameter in home.unplaced.items()
         }

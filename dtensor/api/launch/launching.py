@@ -230,7 +230,7 @@ class LaunchSession(MeshSession):
         placements: Mapping[str, StatedRoles] | None = None,
         *,
         stages: Stages | None = None,
-        zero: Mapping[str, int] | None = None,
+        zero: Mapping[str, int | str] | None = None,
         recompute: Sequence[str] | None = None,
         misaligned: str = "redistribute",
         attention: Mapping[str, str] | None = None,
@@ -246,13 +246,8 @@ class LaunchSession(MeshSession):
         Args:
             topology: the hardware for which the price is computed.
         """
-        options = dict(
-            stages=stages,
-            zero=zero,
-            recompute=recompute,
-            misaligned=misaligned,
-            attention=attention,
-        )
+        options: Any = dict(stages=stages, zero=zero, recompute=recompute)
+        options |= dict(misaligned=misaligned, attention=attention)
         target = SwitchTarget(placements or {}, options, inputs, schedule, ranks, topology)
         with CALL_LOCK:
             return switch_of(self.launch, model, optimizer, mesh, target).plan
@@ -265,7 +260,7 @@ class LaunchSession(MeshSession):
         placements: Mapping[str, StatedRoles] | None = None,
         *,
         stages: Stages | None = None,
-        zero: Mapping[str, int] | None = None,
+        zero: Mapping[str, int | str] | None = None,
         recompute: Sequence[str] | None = None,
         misaligned: str = "redistribute",
         attention: Mapping[str, str] | None = None,
@@ -288,13 +283,8 @@ class LaunchSession(MeshSession):
             inputs, schedule: replace those of the model's steps, if they do not suit the mesh.
             ranks: the launch's numbers of the mesh's ranks, if the mesh is not in the launch yet.
         """
-        options = dict(
-            stages=stages,
-            zero=zero,
-            recompute=recompute,
-            misaligned=misaligned,
-            attention=attention,
-        )
+        options: Any = dict(stages=stages, zero=zero, recompute=recompute)
+        options |= dict(misaligned=misaligned, attention=attention)
         target = SwitchTarget(placements or {}, options, inputs, schedule, ranks, None)
         with CALL_LOCK:
             switching = switch_of(self.launch, model, optimizer, mesh, target)

@@ -24,6 +24,7 @@ from dtensor.api.model.stating.stages import StagePlan
 from dtensor.errors import PlanningError
 from dtensor.frontend.graph import named_tensors
 from dtensor.sharding.plan.plan import Plan
+from dtensor.sharding.plan.storage import Zero
 from dtensor.sharding.spec.mesh import Mesh
 
 
@@ -109,15 +110,32 @@ class Models:
     def switches(self) -> int:
         return sum(model.switches for model in self.parts.values())
 
+    @property
+    def zero(self) -> Zero | None:
+        """The common ``zero=``, or None. Raises PlanningError if modules state different values."""
+        stated = {model.zero for model in self.parts.values() if model.zero is not None}
+        if len(stated) > 1:
+            texts = " and ".join(sorted(map(str, stated)))
+            raise PlanningError(
+                f"the modules of a call state {texts}.\n"
+                f"fix: state the same for each, or for one of them alone"
+            )
+        return next(iter(stated), None)
+
     def settle(self, plan: Plan, stages: StagePlan) -> None:
-        """Fix the plan's stages and placements for all later programs of each module."""
+        """Fix the plan's stages, placements and level of ZeRO for all later programs of each
+        module."""
         is_single = len(self.parts) == 1  # only then may a plan choose the stages ("auto")
         for model, chosen in self.by_part(chosen_placements(plan)):
-            model.settle(chosen, plan.stage_ranks, stages if is_single else model.stage_plan)
+            stages_of_model = stages if is_single else model.stage_plan
+            model.settle(chosen, plan.stage_ranks, stages_of_model, plan.level_choice)
 
     def agrees(self, plan: Plan, stages: StagePlan) -> bool:
         """Return whether the plan agrees with the fixed choices of each module."""
         is_single = len(self.parts) == 1
+        zero = self.zero
+        if plan.zero != zero and not (zero is not None and zero.is_auto):
+            return False
         return all(
             model.agrees(chosen, plan.stage_ranks, stages if is_single else model.stage_plan)
             for model, chosen in self.by_part(chosen_placements(plan))

@@ -41,7 +41,7 @@ from dtensor.frontend.graph import named_tensors
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.request import OnMisaligned, dealt
 from dtensor.sharding.plan.sequence import Attention, checked_attention
-from dtensor.sharding.plan.storage import Zero
+from dtensor.sharding.plan.storage import AUTO, LevelChoice, Zero
 from dtensor.sharding.spec.mesh import Mesh, check_mesh
 from dtensor.sharding.spec.placements import REPLICATE, Placement
 
@@ -51,9 +51,9 @@ class ParallelModule(AsModule):
     It is the model of `train_step`, and an argument of compiled functions.
 
     ``module`` is the user's module, unchanged, with the same parameters; ``mesh`` is its mesh.
-    ``placements`` has an entry for each parameter and buffer. ``zero`` is the axis over which state
-    is sharded with the level, or None. Other attributes are the module's, also when they are
-    set: ``model.scale = 2.0`` sets ``model.module.scale``.
+    ``placements`` has an entry for each parameter and buffer. ``zero`` has the axes over which
+    state is sharded, and the level, or is None (level 0). Other attributes are the module's, also
+    when they are set: ``model.scale = 2.0`` sets ``model.module.scale``.
     """
 
     # Internal attributes:
@@ -161,9 +161,14 @@ class ParallelModule(AsModule):
         chosen: Mapping[str, dict[str, Placement]],
         stage_ranks: tuple[int, ...],
         stages: StagePlan,
+        level: LevelChoice | None = None,
     ) -> None:
-        """Fix the choices of a program that runs, for all later programs: the stages, and the
-        placements of parameters without stated placements (``chosen``, by label)."""
+        """Fix the choices of a program that runs, for all later programs: the stages, the
+        placements of parameters without stated placements (``chosen``, by label), and the level of
+        ZeRO."""
+        if level is not None and self.zero_waits:
+            self.zero = Zero(level.axes, level.level) if level.level else None
+            self.settlement += 1
         if self.stage_plan.waiting:
             self.stage_plan = stages
         self.stage_plan = replace(self.stage_plan, ranks=stage_ranks)
@@ -187,6 +192,11 @@ class ParallelModule(AsModule):
             self.settled.get(label, placements) == placements
             for label, placements in chosen.items()
         )
+
+    @property
+    def zero_waits(self) -> bool:
+        """Whether the level of ``zero=`` is still to be chosen ("auto")."""
+        return self.zero is not None and self.zero.is_auto
 
     @property
     def homes(self) -> tuple[int, ...]:
@@ -236,6 +246,7 @@ class ParallelModule(AsModule):
             f"{verb}({type(self.module).__name__}, {self.mesh!r}): {stated} of "
             f"{len(self.placements)} parameters and buffers placed, "
             f"{self.stage_plan.num_stages} stage{'s' * (self.stage_plan.num_stages != 1)}"
+            f"{'' if self.zero is None else f', {self.zero}'}"
         )
 
 
@@ -269,7 +280,7 @@ def parallelize(
     *,
     stages: Stages | None = None,
     init: Init | None = None,
-    zero: Mapping[str, int] | None = None,
+    zero: Mapping[str, int | str] | None = None,
     recompute: Sequence[str] | None = None,
     misaligned: str = "redistribute",
     attention: Mapping[str, str] | None = None,
@@ -296,7 +307,10 @@ def parallelize(
         zero: axis -> a level, the same for each axis. Level 1 stores the optimizer's state sharded
             over the axes, 2 also the gradients, 3 also the parameters, which are gathered before
             use and then freed. A parameter that is split over one of the axes by its placement is
-            stored over the others.
+            stored over the others. "auto" in place of the level: the plan of the first training
+            step that runs chooses the level from 0 to 3, with the least predicted seconds among
+            those that fit in the memory of the topology, or else with the least memory. The plan
+            has the predictions; the level is then in ``model.zero``.
         recompute: globs over names of modules whose activations are not stored for the backward but
             computed again. `train_step` has this argument too.
         misaligned: what to do if a placement does not line up with a program's use of the dim (352
@@ -377,7 +391,9 @@ def chosen_placements(plan: Plan) -> dict[str, dict[str, Placement]]:
     return placements
 
 
-def checked_zero(zero: Mapping[str, int] | None, mesh: Mesh, stage_axis: str | None) -> Zero | None:
+def checked_zero(
+    zero: Mapping[str, int | str] | None, mesh: Mesh, stage_axis: str | None
+) -> Zero | None:
     """Return the axes and level of ``zero=``, or None if nothing would be sharded: without an axis,
     at level 0, or on axes of size 1. Raises PlanningError for an invalid value."""
     if zero is not None and not isinstance(zero, Mapping):
@@ -387,18 +403,19 @@ def checked_zero(zero: Mapping[str, int] | None, mesh: Mesh, stage_axis: str | N
     stated = dict(zero or {})
     for axis, level in stated.items():
         mesh.axis_size(axis)
-        if type(level) is not int or level not in (0, 1, 2, 3):
+        if level != "auto" and (type(level) is not int or level not in (0, 1, 2, 3)):
+            fix = dict.fromkeys(stated, "auto" if isinstance(level, str) else 1)
             raise PlanningError(
-                f"zero={stated}: the level is 1 (optimizer state), 2 (gradients too) or "
-                f"3 (parameters too), not {level!r}; fix: zero={dict.fromkeys(stated, 1)}"
+                f"zero={stated}: the level is 1 (optimizer state), 2 (gradients too), "
+                f'3 (parameters too) or "auto", not {level!r}; fix: zero={fix}'
             )
-    levels = {level for level in stated.values() if level}
+    # the highest level first, "auto" before all
+    levels = sorted({level for level in stated.values() if level}, key=str, reverse=True)
+    highest = levels[0] if levels else 1
     if stage_axis in stated:
         others = [a for a in stated if a != stage_axis]
         others = others or [a for a, n in mesh.shape.items() if a != stage_axis and n > 1][:1]
-        fix = (
-            f"zero={dict.fromkeys(others, max(levels, default=1))}" if others else "leave zero= out"
-        )
+        fix = f"zero={dict.fromkeys(others, highest)}" if others else "leave zero= out"
         raise PlanningError(
             f"zero={stated}: the axis {stage_axis!r} holds the pipeline's stages, whose parameters "
             f"differ; fix: {fix}"
@@ -406,7 +423,7 @@ def checked_zero(zero: Mapping[str, int] | None, mesh: Mesh, stage_axis: str | N
     if len(levels) > 1:
         raise PlanningError(
             f"zero={stated}: the levels differ, and one level is for all axes.\n"
-            f"fix: zero={dict.fromkeys(stated, max(levels))}"
+            f"fix: zero={dict.fromkeys(stated, highest)}"
         )
     axes = tuple(a for a, size in mesh.shape.items() if size > 1 and stated.get(a))
-    return Zero(axes, levels.pop()) if axes else None
+    return Zero(axes, AUTO if highest == "auto" else int(highest)) if axes else None

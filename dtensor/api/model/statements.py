@@ -45,7 +45,6 @@ from dtensor.sharding.plan.dataflow import Dataflow, Input
 from dtensor.sharding.plan.planner import plan
 from dtensor.sharding.plan.request import OnMisaligned, Request, Search, Training
 from dtensor.sharding.plan.sequence import Attention
-from dtensor.sharding.plan.storage import Zero
 from dtensor.sharding.redistribute.topology import Topology
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import Placement, Shard
@@ -143,7 +142,9 @@ def _request(captured: CapturedCall, stages: StagePlan) -> Request:
     is_short = num_microbatches < options.num_microbatches
     if is_short:
         timetable = timetable.first(num_microbatches)
-    zero = _zero(models)
+    zero = models.zero
+    if zero is not None and zero.is_auto and options.training is None:
+        zero = None  # the level is chosen by the first training step
     request = Request(
         name=captured.name,
         model=", ".join(type(part.module).__name__ for part in models.parts.values()),
@@ -352,19 +353,6 @@ def _training(options: Options, graph: Graph) -> Training | None:
         return None
     parameters = {entry.name for entry in graph.inputs if isinstance(entry, Param)}
     return options.training.restricted_to(parameters)
-
-
-def _zero(models: Models) -> Zero | None:
-    """Return the common ``zero=``, or None. Raises PlanningError if models state different
-    values."""
-    stated = {model.zero for model in models.parts.values() if model.zero is not None}
-    if len(stated) > 1:
-        texts = " and ".join(sorted(map(str, stated)))
-        raise PlanningError(
-            f"the modules of a call state {texts}.\n"
-            f"fix: state the same for each, or for one of them alone"
-        )
-    return next(iter(stated), None)
 
 
 def _without_zero(models: Models) -> frozenset[str]:

@@ -176,7 +176,8 @@ class _PlannedStep:
         stages = planned.stages if len(planned.models.parts) == 1 else self.other.stage_plan
         for part, chosen in planned.models.by_part(chosen_placements(planned.plan)):
             if part is self.other:
-                part.settle(chosen, planned.plan.stage_ranks, stages)
+                level = planned.plan.level_choice
+                part.settle(chosen, planned.plan.stage_ranks, stages, level)
 
     def adopt(self) -> None:
         """Make the step continue with the new plan, over the moved model."""
@@ -221,7 +222,7 @@ class _MovedState:
             updated |= planned.updated(home, numbers)
         homes: dict[tuple[str, str], StoredTensor] = {}
         for key, before in home.values().items():
-            if key in updated:
+            if key in updated and not before.is_pending:  # a pending value is gathered: summed
                 spec = replace(updated[key].spec, dtype=before.spec.dtype)
                 homes[key] = replace(updated[key], spec=spec)
         return _MovedState(home, homes, tuple(key for key in home.values() if key not in homes))

@@ -36,6 +36,7 @@ from dtensor.kernels.registry import current
 from dtensor.runtime.lower.program import argument_spec, holders, lower, on_mesh
 from dtensor.runtime.lower.rank_builder import Roles
 from dtensor.runtime.lower.step_end import SCALE
+from dtensor.runtime.optimizer.shard_optimizer import DELAYED, value_name
 from dtensor.runtime.schedule import Grid
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.text.notices import repeated_work
@@ -105,12 +106,12 @@ class LoadedProgram(ClusterProgram):
         return frozenset(returned)
 
     def is_outdated(self, state: Mapping[str, TensorSpec]) -> bool:
-        """Return whether the program reads a value with another shape or dtype than ``state`` has
-        (name on the ranks -> spec)."""
+        """Return whether the program reads a value with another shape, dtype or size of shards than
+        ``state`` has (name on the ranks -> spec)."""
         specs = _state_specs(self.planned.plan, self._state)
         return any(
-            (specs[name].shape, specs[name].dtype) != (state[name].shape, state[name].dtype)
-            for name in specs.keys() & state.keys()
+            (a.shape, a.dtype, a.max_local_nbytes) != (b.shape, b.dtype, b.max_local_nbytes)
+            for a, b in ((specs[name], state[name]) for name in specs.keys() & state.keys())
         )
 
     def put_constants(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -270,7 +271,8 @@ class LoadedPrograms:
 
     def unload_outdated(self, state: Mapping[str, TensorSpec]) -> None:
         """Unload programs that read a value of ``state`` (name on the ranks -> spec) with another
-        shape or dtype: their module was cast since."""
+        shape, dtype or size of shards: their module was cast since, or its level of ZeRO was
+        chosen."""
         for cache in self._caches():
             cache.unload(lambda plan: any(p.is_outdated(state) for p in plan.programs.values()))
 
@@ -302,7 +304,7 @@ def load(
     key = (roles.gradients, roles.updates, roles.detect_nan, current())
     if key not in programs:
         programs_of(session).evict()
-        state = state_names(session, planned)
+        state = {**state_names(session, planned), **_delayed_names(planned, roles)}
         programs_of(session).unload_outdated(_state_specs(planned.plan, state))
         lowered = lower(
             planned.plan,
@@ -358,7 +360,7 @@ def _fused(
         coordinates = session.mesh.coordinates(rank)
         names = {*rank_program.inputs, *rank_program.state}
         buffers: dict[str, object] = {}
-        for item in plan.inputs:
+        for item in (*plan.inputs, *plan.delayed):
             name = state.get(item.name, item.name)
             if name in names:
                 spec = item.held if item.name in state else item.spec
@@ -403,6 +405,16 @@ def state_names(session: MeshSession, planned: Planned) -> dict[str, str]:
             model, label = owner
             names[item.name] = session.model_home(model).name(label)
     return names
+
+
+def _delayed_names(planned: Planned, roles: Roles) -> dict[str, str]:
+    """Return the name on the ranks of each delayed gradient, by plan input."""
+    optimizers = {n: r.optimizer for r in roles.updates for group in r.groups for n in group}
+    return {
+        item.name: value_name(optimizers[item.label], DELAYED, *roles.labels_of([item.label]))
+        for item in planned.plan.delayed
+        if item.label in optimizers
+    }
 
 
 def on_stage(plan: Plan, spec: TensorSpec, stage: int) -> TensorSpec:

@@ -108,6 +108,11 @@ class Loss(ReadsAsFloat):
                 return results[name].to(flow.metas[value].dtype)
         raise AssertionError(f"no rank returned {name}")
 
+    @property
+    def ended(self) -> bool:
+        """Whether the end of the step was reported to the step's object."""
+        return self._on_end is None
+
     def done(self) -> bool:
         """Return whether the step has ended, so that reading the loss does not wait."""
         return self._future.done()

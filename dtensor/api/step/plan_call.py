@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -105,6 +105,7 @@ def plan_call(
         captured = call.capture(mesh, grads, options, name, graph)
         request, stages = request_of(captured)
         new_plan = plan(request)
+        request = replace(request, zero=new_plan.zero)  # later plans of it have the chosen level
         trim_fake_cache()
         graph, models = captured.graph, captured.models
         inputs = captured.argument_inputs(request.flow)

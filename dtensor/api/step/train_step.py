@@ -64,6 +64,7 @@ def train_step(
     capacity: float | None = None,
     elementwise: bool = False,
     grad_scaler: torch.amp.GradScaler | None = None,
+    delay: int = 0,
 ) -> TrainStep:
     """Return a training step, whose forward, backward and update are one planned program.
 
@@ -134,6 +135,11 @@ def train_step(
             a gradient is not finite, the step changes nothing, ``loss.skipped`` is True, and the
             scaler backs off. A step updates the scaler when it ends, so the next call waits for it.
             A disabled scaler has no effect.
+        delay: 1: each step computes the gradient at the present weights, and updates with the
+            gradient of the step before, whose reductions overlap with the whole step. The first
+            step updates nothing. Clipping, ``loss.grad_norm`` and kept gradients are those of the
+            step before. The gradient that waits is saved with the optimizer's state, under
+            "delayed_gradient".
 
     Raises PlanningError, here and at the first `plan` or call.
     """
@@ -172,6 +178,17 @@ def train_step(
     if clip_grad_norm is not None:
         fix = "clip_grad_norm=1.0, or leave it out for no clipping"
         check_number("clip_grad_norm", clip_grad_norm, above=0, fix=fix)
+    if delay not in (0, 1) or isinstance(delay, bool):
+        raise PlanningError(
+            f"delay={delay!r} is not a delay of gradients in steps.\n"
+            f"fix: delay=1, or leave it out for the gradients of the same step"
+        )
+    if delay and scaler is not None:
+        raise PlanningError(
+            "delay=1 updates with gradients of the step before, which have its loss scale, and "
+            "grad_scaler changes the scale between steps.\n"
+            "fix: leave one of them out"
+        )
     check_topology(topology)
     check_kind("keep_gradients", keep_gradients, bool, "True or False", "keep_gradients=True")
     check_kind("master_weights", master_weights, bool, "True or False", "master_weights=True")
@@ -205,6 +222,7 @@ def train_step(
         master_weights=master_weights,
         detect_nan=checked_detect(detect_nan) if detect_nan else False,
         grad_scaler=scaler,
+        delay=delay,
     )
     step = TrainStep(model, loss_fn, optimizers[0] if is_single else list(optimizers), options)
     step.accelerated = tuple(w for w, o in zip(wrappers, optimizers, strict=True) if w is not o)

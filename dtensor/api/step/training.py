@@ -36,7 +36,7 @@ from dtensor.api.step.loss import Loss
 from dtensor.api.step.plan_cache import PROFILER, PlanCache
 from dtensor.api.step.plan_call import Planned, plan_call, stated_device
 from dtensor.api.step.wrapped_optimizers import Optimizers, kinds_text, refuse_accumulation
-from dtensor.api.store.optimizer_state import place_optimizer
+from dtensor.api.store.optimizer_state import lacks_delayed, place_optimizer
 from dtensor.api.store.session import MeshSession, launched, planning_for, session_for
 from dtensor.api.values.randomness import random_inputs
 from dtensor.daft import DaftError, TaskError
@@ -73,7 +73,7 @@ from dtensor.showing import html_text, screen
 from dtensor.signals import act, defer_signals
 
 if TYPE_CHECKING:
-    from dtensor.runtime.optimizer.elementwise.probe import ProbeReport
+    from dtensor.runtime.optimizer.elementwise.trial import ProbeReport
     from dtensor.runtime.profile import Profile
 
 RUN_AHEAD = 2
@@ -92,6 +92,7 @@ class StepOptions:
     master_weights: bool
     detect_nan: DetectNan
     grad_scaler: torch.amp.GradScaler | None
+    delay: int = 0
 
 
 class TrainStep:
@@ -136,6 +137,7 @@ class TrainStep:
         self.last: Planned | None = None
         self._pending: deque[Loss] = deque()  # of submitted steps, until they were read
         self._last_loss: Loss | None = None  # of the last step that succeeded
+        self._began: Loss | None = None  # the last step, if it had no delayed gradients to use
         self._last_batch: tuple[tuple[Callable[[], Any], ...], dict[str, Any]] | None = None
         self._session: MeshSession | None = None  # of the last step
         self.accelerated: tuple[Any, ...] = ()  # accelerate's wrappers of optimizers
@@ -227,14 +229,16 @@ class TrainStep:
         scaler = self.options.grad_scaler
         return 1.0 if scaler is None else loss_scale.scale_of(scaler)
 
-    def _plan(self, call: BoundCall, graph: Graph | None = None) -> Planned:
-        """Return the plan for this call, capturing it if it is not cached. CALL_LOCK is held."""
+    def _plan(self, call: BoundCall, graph: Graph | None = None, *, delays: bool = True) -> Planned:
+        """Return the plan for this call, capturing it if it is not cached. CALL_LOCK is held.
+        ``delays``: whether the plan's gradients are those of the step before, as stated."""
 
         def make(cached_graph: Graph | None) -> Planned:
             """Plan the step. If the forward slices full values, add the pairs of placements that
             look swapped to the plan."""
             _refuse_gradients_of_arguments(call)
-            options = self.plan_options(self.options, self.grid, groups)
+            stated = self.options if delays else replace(self.options, delay=0)
+            options = self.plan_options(stated, self.grid, groups)
             mesh, name = self.model.mesh, self._name
             planned = plan_call(call, mesh, "loss", options, name, graph or cached_graph)
             redistributions = (s for s in planned.plan.steps if isinstance(s, Redistribute))
@@ -249,9 +253,9 @@ class TrainStep:
             refuse_early_hooks(optimizer)
         if self.options.planning.each_call:
             _refuse_gradients_of_arguments(call)
-            planning_key = groups, call.arrangement
+            planning_key = groups, call.arrangement, delays
             return self.plans.get_for_graph(call.graph("loss", each_call=True), planning_key, make)
-        return self.plans.get(call, groups, make, captures=graph is None)
+        return self.plans.get(call, (groups, delays), make, captures=graph is None)
 
     def plan_options(
         self, stated: StepOptions, grid: Grid, groups: Sequence[Sequence[Sequence[str]]]
@@ -275,6 +279,7 @@ class TrainStep:
                 clip_grad_norm=stated.clip_grad_norm,
                 master_weights=stated.master_weights,
                 scaled=stated.grad_scaler is not None,
+                delay=stated.delay,
             ),
         )
 
@@ -322,6 +327,8 @@ class TrainStep:
         runs_ahead = self.options.grad_scaler is None and all(
             rule is None or rule.runs_ahead for rule in rules
         )
+        if self._began is not None and not self._began.ended:
+            runs_ahead = False  # the next step is another program if it fails
         limit = RUN_AHEAD if runs_ahead else 1
         return self._pending[0] if len(self._pending) >= limit else None
 
@@ -341,22 +348,25 @@ class TrainStep:
             OptimizerRole(home.name, groups_of_one, home.keys, home.rule.numbers())
             for home, groups_of_one in zip(homes, groups, strict=True)
         )
+        begins = lacks_delayed(homes) if self.options.delay else False
+        keeps_gradients = self.options.keep_gradients and not begins
         roles = Roles(
-            updates=updates,
+            updates=() if begins else updates,
             labels=planned.models.labels,
-            gradients=self.options.keep_gradients,
+            gradients=keeps_gradients,
             detect_nan=self.options.detect_nan,
         )
         program = load(session, planned, roles, planned.grid, owner=self)
         scaler, scale = self.options.grad_scaler, self._scale
         options: dict[str, Any] = {
             options_name(number): home.rule.sent_settings(home.optimizer)
-            for number, home in enumerate(homes)
+            for number, home in enumerate(() if begins else homes)
         }
         options |= {} if scaler is None else {SCALE: scale}
-        keeps_gradients = self.options.keep_gradients
         gradients = self._stored_gradients(session, planned) if keeps_gradients else {}
         label_by_output = {f"gradient {name}": stored.label for name, stored in gradients.items()}
+        for home in homes if self.options.delay else ():
+            label_by_output |= home.delayed_outputs(planned.plan, planned.models.labels)
         steps, model_home = self.model.steps, session.model_home(self.model)
         numbering = session.numbering(f"{model_home.prefix}steps", steps, takes=True)
         resets = steps.resets
@@ -367,8 +377,8 @@ class TrainStep:
         self.last = planned
         session.record_write(program.written, homes)
         session.launch.store.keep(model_home.gradients, gradients)
-        updated = [(home, home.updated) for home in homes]
-        undo = [home.advance() for home in homes]
+        updated = [(home, home.delayed if begins else home.updated) for home in homes]
+        undo = [] if begins else [home.advance() for home in homes]
 
         def on_end(succeeded: bool) -> None:
             """Record the end of the step; if it was undone, take back its number and options."""
@@ -386,6 +396,7 @@ class TrainStep:
 
         loss = Loss(future, planned, session, on_end, self._line)
         self._pending.append(loss)
+        self._began = loss if begins else None
         if session.at_once:
             try:
                 loss.wait()
@@ -449,7 +460,7 @@ class TrainStep:
     ) -> tuple[Planned, dict[str, torch.Tensor], float]:
         """Return the plan, the scaled gradients of the call, and the loss scale."""
         with CALL_LOCK:
-            planned = self._plan(call)
+            planned = self._plan(call, delays=False)
             roles = Roles(gradients=True, detect_nan=self.options.detect_nan)
             program = load(session, planned, roles, planned.grid, owner=self)
             session.place(planned.models, planned.plan, planned.stages)
@@ -472,11 +483,12 @@ class TrainStep:
     ) -> tuple[Planned, dict[str, torch.Tensor], float]:
         """Return the plan of the last step, its scaled gradients, and its loss scale."""
         planned = self.last
-        if not (self.options.keep_gradients and self._session is session) or planned is None:
+        is_kept = self.options.keep_gradients and self._session is session and not self._began
+        if not is_kept or planned is None:
             raise PlanningError(
                 "no gradients of a last step are kept.\n"
-                "fix: train_step(..., keep_gradients=True) and take a step in this launch, or "
-                "pass a batch: step.gradients(*batch)"
+                "fix: train_step(..., keep_gradients=True) and take a step in this launch (with "
+                "delay=1, two), or pass a batch: step.gradients(*batch)"
             )
         results = session.launch.store.get(self._stored_gradients(session, planned))
         gradients = {name: value for name, value in results if value is not None}

@@ -39,6 +39,7 @@ from dtensor.api.values.lazy_parameters import (
 from dtensor.daft import Cluster
 from dtensor.errors import PlanningError
 from dtensor.runtime.optimizer.elementwise.optimizer_rule import OptimizerRule
+from dtensor.runtime.optimizer.shard_optimizer import DELAYED
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.stored import StoredTensor
@@ -100,6 +101,18 @@ class OptimizerHome:
             key: value for key, value in self.owner.stored.items() if self.owner.is_present(key)
         }
 
+    @property
+    def delayed(self) -> frozenset[tuple[str, str]]:
+        """The delayed gradients in ``updated``."""
+        return frozenset(key for key in self.updated if key[1] == DELAYED)
+
+    def delayed_outputs(self, plan: Plan, labels: Mapping[str, str]) -> dict[str, str]:
+        """Return the name on the ranks of each delayed gradient, by the output of the program that
+        makes it. ``labels``: the label of each parameter's name."""
+        stored = self.owner.stored
+        keys = {item.label: (labels[item.label], DELAYED) for item in plan.delayed}
+        return {f"delayed {n}": stored[key].label for n, key in keys.items() if key in stored}
+
     def ended(self, updated: frozenset[tuple[str, str]]) -> None:
         """Record that a step that updated this state has ended without failure."""
         self.model_home.store.mark_present(self.owner, updated)
@@ -119,7 +132,7 @@ class OptimizerHome:
             return _nothing
         from dtensor.runtime.optimizer.elementwise.shadow_optimizer import advance
 
-        return advance(self.optimizer, self.shadow, self.groups, self.trained)
+        return advance(self.optimizer, self.shadow, self.groups, self.trained, self.parameters)
 
     def come_home(self) -> None:
         """Make ``optimizer.state`` a plain dict of gathered state, unless the user replaced it."""

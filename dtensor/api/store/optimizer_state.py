@@ -31,7 +31,7 @@ from dtensor.errors import PlanningError
 from dtensor.numerics import dtype_name
 from dtensor.runtime.lower.program import holders, on_mesh
 from dtensor.runtime.optimizer.elementwise.optimizer_rule import OptimizerRule, rule_of
-from dtensor.runtime.optimizer.shard_optimizer import MASTER, value_name
+from dtensor.runtime.optimizer.shard_optimizer import DELAYED, MASTER, value_name
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.steps import updates_of
 from dtensor.sharding.spec.placements import REPLICATE
@@ -80,6 +80,8 @@ def place_optimizer(
     opt_label = home.label if home else f"optimizer {len(model_home.optimizers)}"
     name = model_home.name(opt_label)
     updated = updated_state(session.ranks, plan, number, groups, keys, name, models.labels, rule)
+    if home is not None and home.current:
+        _bring_delayed(home, updated)
     stored = {} if home is None else home.owner.stored
     recast = set[tuple[str, str]]() if home is None else _check_as_before(home, updated)
     on_new_ranks = any(k in stored and not set(updated[k].at) <= set(stored[k].at) for k in updated)
@@ -110,7 +112,56 @@ def place_optimizer(
     home.trained = frozenset(
         labels[s.parameter] for s in updates_of(plan.steps) if s.number == number
     )
+    _check_delayed(home)
     return home
+
+
+def _bring_delayed(home: OptimizerHome, updated: Mapping[tuple[str, str], StoredTensor]) -> None:
+    """Take back to the controller the delayed gradients that the plan reads under another spec."""
+    moved = {
+        key: stored
+        for key, stored in home.owner.stored.items()
+        if key[1] == DELAYED and key in updated and stored.spec != updated[key].spec
+    }
+    if moved:
+        for parameter, entries in home.model_home.gather_values(home, moved).items():
+            home.unplaced.setdefault(parameter, {}).update(entries)
+        home.model_home.store.forget(home.owner, moved, delete=True)
+
+
+def _check_delayed(home: OptimizerHome) -> None:
+    """Raise PlanningError if the optimizer has delayed gradients that the plan does not read, or
+    has them for some of the parameters only."""
+    labels = home.model_home.model.labels
+    stored = [key for key in home.owner.stored if key[1] == DELAYED]
+    if not all(map(home.owner.is_present, stored)):
+        home.values()  # waits for a step that makes them
+    waiting = {key[0] for key in stored if home.owner.is_present(key)}
+    waiting |= {labels.of(p) for p, entries in home.unplaced.items() if DELAYED in entries}
+    read = {label for label, key in home.updated if key == DELAYED}
+    if not waiting or waiting == read:
+        return
+    kind = type(home.optimizer).__name__
+    fix = f'for state in opt.state.values(): state.pop("{DELAYED}", None)'
+    if not read:
+        raise PlanningError(
+            f"{kind} has the gradients of the last step for {len(waiting)} parameters, which "
+            f"this step, with delay=0, would not use.\n"
+            f"fix: train_step(..., delay=1); or, to lose them, {fix}"
+        )
+    first = sorted(map(str, waiting ^ read))[0]
+    text = ("has", "lacks") if first in waiting else ("lacks", "has")
+    raise PlanningError(
+        f"with delay=1, {kind} {text[0]} a gradient of the last step for {first}, for which this "
+        f"step {text[1]} one.\n"
+        f"fix: train the same parameters in each call; or, to lose these gradients, {fix}"
+    )
+
+
+def lacks_delayed(homes: Sequence[OptimizerHome]) -> bool:
+    """Return whether the ranks have no gradients of the step before for a plan that reads them."""
+    keys = [(home, key) for home in homes for key in home.updated if key[1] == DELAYED]
+    return not all(home.owner.is_present(key) for home, key in keys)
 
 
 def _shadow_of(
@@ -149,8 +200,11 @@ def _put_state(
         value = entries.get(key)
         if value is None:
             existing_keys = keys_on_ranks[label] | {k for k, e in entries.items() if e is not None}
-            _check_no_key_missing(home, label, key, existing_keys - {MASTER}, parameters[label])
+            existing_keys -= {MASTER, DELAYED}
+            _check_no_key_missing(home, label, key, existing_keys, parameters[label])
         else:
+            if isinstance(value, OnDisk) and stored.is_pending:
+                value = value.whole()  # one rank gets the value, others zeros
             value = _converted_to_spec(value, stored.spec, key, label, home.rule)
             stored = replace(stored, spec=replace(stored.spec, dtype=value.dtype))
             keys_on_ranks[label].add(key)
@@ -199,6 +253,11 @@ def updated_state(
             else:
                 spec = replace(base, dtype=entry.dtype(base.dtype)) if key != MASTER else base
             stored[label, key] = StoredTensor.of(name, spec, holders(plan, item), numbers)
+    for item in plan.delayed:
+        if item.label in keys_by_name:
+            label, spec = labels[item.label], on_mesh(plan, item.spec)
+            name = value_name(optimizer, DELAYED, label)
+            stored[label, DELAYED] = StoredTensor.of(name, spec, holders(plan, item), numbers)
     return stored
 
 
@@ -263,7 +322,7 @@ def _check_no_key_missing(
 ) -> None:
     """Raises PlanningError if a parameter's state has some ``keys`` but lacks ``key``: torch's
     optimizer would raise KeyError."""
-    if key == MASTER or home.rule.entry(key).late or not keys:
+    if key in (MASTER, DELAYED) or home.rule.entry(key).late or not keys:
         return
     groups = home.optimizer.param_groups
     group = next(g for g in groups if any(p is parameter for p in g["params"]))

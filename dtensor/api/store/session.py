@@ -290,7 +290,11 @@ class MeshSession:
             model_home.settle()
         if all(model_home.placed is plan for model_home in model_homes):
             return
+        waiting = [home for home in model_homes if home.model.zero_waits]
         models.settle(plan, stages)
+        for model_home in waiting:
+            if not model_home.model.zero_waits:  # values that were stored whole are moved
+                self.launch.store.unsettle(model_home.owner, model_home.owner.settled)
         items = {i.label: i for i in plan.inputs if i.kind in ("parameter", "buffer")}
         for model, read in models.by_part(items):
             model_home = self.model_home(model)

@@ -67,11 +67,8 @@ def canonicalise(
             child.forward = fx.Interpreter(child).run
     matches += _recognise(module.graph) if _has_anchor(module.graph) and not in_jvp else []
     for node in list(module.graph.nodes):
-        if is_idle_dropout(node):
-            node.replace_all_uses_with(node.args[0])
-            module.graph.erase_node(node)
-            continue
-        if node.target is dt.written_attention.default:  # it was not recognised
+        is_mark = node.target is dt.written_attention.default  # it was not recognised
+        if is_mark or is_idle_dropout(node):
             node.replace_all_uses_with(node.args[0])
             module.graph.erase_node(node)
             continue

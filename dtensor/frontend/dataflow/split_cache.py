@@ -11,9 +11,9 @@ three times. Attention whose mask is stated by comparisons gets a mask of [b 1 1
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache, partial, reduce
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 
 import dtensor.sharding.ops.cache_attention  # noqa: F401  (registers the ops)
 from dtensor.frontend.dataflow.composites import traced
+from dtensor.sharding.local.split_attention import paired, visible_keys
 from dtensor.sharding.ops.call import OpCall
 from dtensor.sharding.plan.choose.choose_composites import expand_ops
 from dtensor.sharding.plan.dataflow import Dataflow, Expansion, Op
@@ -99,20 +100,9 @@ def _compared_in_parts(
     if the places of keys in the cache count, which are no places in a text."""
     if is_causal or window:
         return None
-    mask: Tensor | None = None
-    queries = iter(query_values or ())
-    for key, word in zip(key_values or (), comparisons or (), strict=True):
-        keys = key[:, None, None, :]
-        is_visible = keys if word == "key" else getattr(operator, word)(_column(queries), keys)
-        mask = is_visible if mask is None else mask & is_visible
-    if mask is None:
-        mask = torch.ones(1, 1, 1, k.shape[2], dtype=torch.bool, device=k.device)
-    return _in_parts(num, block, q, k, v, mask, scale, softcap, sinks)
-
-
-def _column(values: Iterator[Tensor]) -> Tensor:
-    """Return the next values of queries [b t] as [b 1 t 1]."""
-    return next(values)[:, None, :, None]
+    masks = [visible_keys(*each) for each in paired(query_values, key_values, comparisons)]
+    masks = masks or [torch.ones(1, 1, 1, k.shape[2], dtype=torch.bool, device=k.device)]
+    return _in_parts(num, block, q, k, v, reduce(operator.and_, masks), scale, softcap, sinks)
 
 
 _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {

@@ -135,7 +135,7 @@ def _modules_reached(plan: PlanRecord) -> dict[str, set[str]]:
     for output in plan.outputs:
         for _, name in output.values:
             label = label_of.get(str(output.of), str(output.of))
-            reached[name].add(_module(label) if output.kind == "gradient" else _OTHER)
+            reached[name].add(_module(label) if output.kind in ("gradient", "delayed") else _OTHER)
     for step in reversed(plan.steps):
         match step:
             case Update():

@@ -78,6 +78,20 @@ def reductions_of(plan: PlanRecord, steps: Sequence[Step]) -> tuple[Step, ...]:
     return tuple(s for s in plan.steps if s.reduces_gradients and results.issuperset(s.reads))
 
 
+def delayed_reductions(plan: PlanRecord) -> tuple[tuple[Step, ...], ...]:
+    """Return the steps that convert the gradients of the step before, which can start before the
+    first action. They are in rounds: those of a round read results of messages of earlier
+    rounds."""
+    round_of = {item.name: 0 for item in plan.delayed}
+    rounds: dict[int, list[Step]] = {}
+    for step in plan.steps if round_of else ():
+        if isinstance(step, Redistribute) and step.reads and round_of.keys() >= set(step.reads):
+            number = max(round_of[name] for name in step.reads)
+            rounds.setdefault(number, []).append(step)
+            round_of.update(dict.fromkeys(step.gives, number + step.sends))
+    return tuple(tuple(rounds[number]) for number in sorted(rounds))
+
+
 class StepWalk(ABC, Generic[Message]):
     """A walk through steps of the ``stages`` of one rank. Subclasses emit instructions (program.py)
     or items of the clock (timetable.py). A late message is completed before the first step that
@@ -109,7 +123,7 @@ class StepWalk(ABC, Generic[Message]):
                     self.sum_tied(step)
                 case Redistribute() if not step.in_place:
                     is_late = id(step) in late
-                    if step.phase == "optimizer" and is_late:
+                    if step.phase == "optimizer" and is_late and stage is not None:
                         self.ran_early.add(id(step))
                         self.complete(self._reducing)  # only one at a time: it frees its operands
                         self._reducing = step.results
@@ -123,6 +137,12 @@ class StepWalk(ABC, Generic[Message]):
                     self.norm(step)
                 case Accumulate() | Update() | Redistribute():
                     pass  # sums follow their action; updates and gathers in place end the step
+
+    def run_round(self, rounds: Sequence[Sequence[Step]], number: int) -> None:
+        """Emit a round of `delayed_reductions`, without waiting for its messages."""
+        steps = [s for s in rounds[number] if self.concerns(s)] if number < len(rounds) else []
+        self.run_steps(steps, late=set(map(id, steps)))
+        self.ran_early.update(map(id, steps))
 
     def end_steps(self, plan: PlanRecord) -> list[Step]:
         """Return the rank's steps at the end of a training step that have not run early."""

@@ -34,7 +34,7 @@ from dtensor.kernels.registry import Made
 from dtensor.runtime.lower import detect_nan, experts, moves, step_end
 from dtensor.runtime.lower.actions import Actions
 from dtensor.runtime.lower.code import Functions
-from dtensor.runtime.lower.overlap import StepWalk
+from dtensor.runtime.lower.overlap import StepWalk, delayed_reductions
 from dtensor.runtime.lower.rank_builder import (
     LocalCode,
     ProgramContext,
@@ -53,7 +53,7 @@ from dtensor.sharding.plan.steps import (
     Redistribute,
     Step,
     Transfer,
-    at_the_commit,
+    Update,
     norm_of,
     roots,
 )
@@ -132,18 +132,28 @@ def lower_rank(b: RankBuilder) -> RankProgram:
     inputs = [i for i in plan.inputs if stages & set(i.stages)]
     state = [i for i in inputs if i.kind in ("parameter", "buffer", "constant")]
     arguments = [i for i in inputs if i.kind in ("argument", "tangent")]
+    if b.roles.updates:
+        state += [i for i in plan.delayed if stages & set(i.stages)]
     for item in (*state, *arguments):
         b.record(item.name, item.held)
     walk.run_steps([s for s in plan.steps if s.once and walk.concerns(s)])
-    for step, action in b.shared.actions.of(b.pipeline_rank):
+    rounds = delayed_reductions(plan)
+    for number, (step, action) in enumerate(b.shared.actions.of(b.pipeline_rank)):
         walk.complete_sends(step)
+        if b.roles.updates:
+            b.label, b.microbatch = Label("delayed"), None
+            walk.run_round(rounds, number)
         walk.run_action(action)
     b.label, b.microbatch = Label("optimizer"), None
     walk.complete_sends(None)
-    before, after = at_the_commit(walk.end_steps(plan))
-    walk.run_steps(before)
-    step_end.compute_new_values(b)
-    outputs = walk.end_program(after)
+    end_steps = walk.end_steps(plan)
+    if (
+        plan.delayed and not b.roles.updates
+    ):  # the first step, which has no gradients to update with
+        without = {id(s) for steps in rounds for s in steps}
+        end_steps = [s for s in end_steps if not (id(s) in without or isinstance(s, Norm | Update))]
+    walk.run_steps(end_steps)
+    outputs = walk.end_program()
     state_names = [b.value(i.name) for i in state]
     input_names = list(dict.fromkeys((*(i.name for i in arguments), *b.shared.numbers)))
     for number, role in enumerate(b.roles.updates):
@@ -194,22 +204,25 @@ class _Lowering(StepWalk[moves.Started]):
         step_end.accumulate(b, action, self.unshared_sums)
         b.close()
 
-    def end_program(self, after: Sequence[Step]) -> dict[str, str]:
-        """Emit the commit point, the steps ``after`` it, and the updates. Return the rank's
-        outputs: the name of each value in the table, by its name in the program."""
+    def end_program(self) -> dict[str, str]:
+        """Emit the commit point and the updates. Return the rank's outputs: the name of each value
+        in the table, by its name in the program."""
         b = self.b
         copies: dict[str, str] = {}
         step_end.agree(b)
-        if b.roles.updates or (self.state is not None and self.state.changed):
+        changes = self.state is not None and self.state.changed
+        if b.roles.updates or changes or b.plan.delayed:
             copies = step_end.snapshot(b, self.state)
         if self.state is not None:
             self.state.emit_at_commit()
-        self.run_steps(after)
         step_end.update(b)
         outputs_by_name: dict[str, str] = {}
         for output in b.plan.outputs:
-            returned = output.kind == "gradient" and b.roles.gradients
-            for stage, value in output.values[:1] if output.kind == "result" or returned else ():
+            returned = output.kind in ("result", "delayed") or (
+                output.kind == "gradient" and b.roles.gradients
+            )
+            values = output.values if output.kind == "delayed" else output.values[:1]
+            for stage, value in values if returned else ():
                 if stage in b.stages:
                     name = f"{output.kind} {output.of}"
                     outputs_by_name[name] = copies.get(name) or b.value(value)

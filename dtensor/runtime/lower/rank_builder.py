@@ -142,7 +142,7 @@ class ProgramContext:
         of one rank would leave other ranks with wrong results or with a different count of random
         numbers."""
         mutates = any(w.how != "in place" for w in self.plan.state_writes)
-        writes = bool(roles.updates) or (mutates and not roles.gradients)
+        writes = bool(roles.updates or self.plan.delayed) or (mutates and not roles.gradients)
         together = bool(self.plan.collectives or self.numbers) and self.plan.mesh.size > 1
         return writes or together
 
@@ -160,7 +160,7 @@ class ProgramContext:
     def once_values(self) -> frozenset[str]:
         """The values that exist once per step, not once per microbatch: inputs, numbers, and
         results of steps that run once."""
-        names = {*(i.name for i in self.plan.inputs), *self.numbers}
+        names = {*(i.name for i in (*self.plan.inputs, *self.plan.delayed)), *self.numbers}
         for step in self.plan.steps:
             if step.once or step.phase == "optimizer":
                 names.update(name for name in step.gives)

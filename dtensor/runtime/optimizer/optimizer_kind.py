@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from numbers import Number
 from types import BuiltinFunctionType, FunctionType, MethodType
@@ -52,6 +52,7 @@ class StateEntry:
     ``number``: the entry is one number of ``shape`` per parameter; otherwise it has the parameter's
     shape. ``python``: the type of a Python number. ``dtypes``: pairs of the updated tensor's dtype
     and the entry's. ``late``: the entry may be missing or None although other entries exist.
+    ``packed``: the entry is the whole state of a parameter (owned/packed_state.py).
     """
 
     number: bool
@@ -59,6 +60,7 @@ class StateEntry:
     shape: tuple[int, ...] = ()
     dtypes: tuple[tuple[torch.dtype, torch.dtype], ...] = ()
     late: bool = False
+    packed: bool = False
 
     def dtype(self, updated: torch.dtype) -> torch.dtype:
         """Return the entry's dtype in a rank's table. ``updated``: the updated tensor's dtype."""
@@ -126,6 +128,15 @@ class OptimizerKind:
             and plain_equal(self.fixed, other.fixed)
             and plain_equal(self.methods, other.methods)
         )
+
+    def new_options(self, options: Mapping[str, Any], changed: Set[str]) -> dict[str, Any]:
+        """Return a group's options as they are before the first step. ``changed``: the options that
+        a step changes."""
+        return {
+            key: copy_plain(self.defaults[key] if key in changed else value)
+            for key, value in options.items()
+            if key not in changed or key in self.defaults
+        }
 
     def make(
         self, groups: Sequence[dict[str, Any]], attributes: Mapping[str, Any]
@@ -204,6 +215,11 @@ def is_plain(value: Any) -> bool:
             return all(map(is_plain, value)) and all(map(is_plain, value.values()))
         case _:
             return isinstance(value, _PLAIN_TYPES)
+
+
+def is_number(value: Any) -> bool:
+    """Return whether the value is a number or a tensor of one element."""
+    return isinstance(value, Number) or (isinstance(value, torch.Tensor) and value.numel() == 1)
 
 
 def copy_plain(value: Any, shared: dict[int, Any] | None = None) -> Any:

@@ -37,6 +37,12 @@ from dtensor.runtime.optimizer.optimizer_kind import (
 
 MASTER = "master_param"
 """The key of a master weight in a parameter's state, as in NVIDIA's Transformer Engine."""
+STATE = "state"
+"""The key of the packed state of a parameter that one rank updates whole: its name in the rank's
+table is ``value_name(optimizer, STATE, label)``."""
+
+DELAYED = "delayed_gradient"
+"""The key, in a parameter's state, of the gradient with which the next step updates it."""
 
 ELEMENTWISE: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
     # class -> all keys that a parameter's state may have

@@ -2,7 +2,7 @@
 
     attention(q[b h t e], k[b g s e], v[b g s f], is_causal, scale)      -> out[b h t f], lse[b h t]
     attention_masked(q, k, v, mask[b h t s], scale)                      -> the same     h = g * r
-    attention_math(q, k, v, mask[b t s], scale, softcap)                 -> the same, by plain ops
+    attention_math(q, k, v, mask[b h t s], scale, softcap)               -> the same, by plain ops
 
 A CPU runs torch's flash kernel, CUDA the memory-efficient kernel, and plain ops for dtypes and head
 sizes that this kernel does not take. The strides of the results are those of the kernel.
@@ -81,8 +81,9 @@ def _nothing(q: Tensor, v: Tensor) -> Tensor:
 
 
 def like_output(q: Tensor, v: Tensor) -> Tensor:
-    """Return an empty tensor with the shape and strides of the output: those of q if values are as
-    wide as keys, else [b h t f] with the memory of [b t h f]."""
+    """Return an empty tensor with the shape and strides of the output. The output has the shape and
+    strides of q if values are as wide as keys, else the shape [b h t f] in the memory order
+    (b t h f)."""
     b, h, t, e = q.shape
     f = v.shape[3]
     return torch.empty_like(q) if e == f else q.new_empty((b, t, h, f)).transpose(1, 2)
@@ -232,8 +233,9 @@ def efficient_backward(
 def attention_math(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Return attention and its log-sum-exp by plain ops. ``mask``: bool [b t s] or [t s], True for
-    the keys that a query sees. ``softcap``: scores x become softcap * tanh(x / softcap); 0: not."""
+    """Return attention and its log-sum-exp by plain ops. ``mask``: [b h t s], in which each dim may
+    be 1, or [t s]; True for the keys that a query sees, or numbers that are added. ``softcap``:
+    scores x become softcap * tanh(x / softcap); 0: not."""
     scores, _ = _capped_scores(q, k, mask, scale, softcap)
     lse = scores.logsumexp(-1)
     weights = (scores - torch.where(lse == -math.inf, 0, lse)[..., None]).exp()
@@ -271,9 +273,17 @@ def _capped_scores(
         capped = torch.tanh(scores / softcap)
         scores, slope = capped * softcap, 1 - capped * capped
     if mask is not None:
-        hidden = ~(mask if mask.dim() == 2 else mask[:, None, None])
-        scores = scores.masked_fill(hidden, -math.inf)
+        if mask.dim() == 4:
+            mask = mask[:, :, None] if mask.shape[1] == 1 else mask.unflatten(1, (g, h // g))
+        scores = _with_mask(scores, mask)
     return scores, slope
+
+
+def _with_mask(scores: Tensor, mask: Tensor) -> Tensor:
+    """Return the scores plus a float mask; -inf where a bool mask is False."""
+    if mask.dtype == torch.bool:
+        return torch.where(mask, scores, -math.inf)
+    return scores + mask.to(scores.dtype)
 
 
 def causal_mask(q: Tensor, k: Tensor) -> Tensor:
@@ -332,8 +342,5 @@ def weights_and_grad(
 
 
 def _masked_scores(q: Tensor, k: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Return q k^T * scale [b h t s] plus the mask; -inf where a bool mask is False."""
-    scores = ((q @ k.mT) * scale).to(accumulation_dtype(q.dtype))
-    if mask.dtype == torch.bool:
-        return torch.where(mask, scores, -math.inf)
-    return scores + mask.to(scores.dtype)
+    """Return q k^T * scale [b h t s] with the mask."""
+    return _with_mask(((q @ k.mT) * scale).to(accumulation_dtype(q.dtype)), mask)

@@ -117,8 +117,9 @@ def _below_diagonal(span: Span, row: int, keys: Spans, band: Band) -> list[Piece
 
 
 def _tile(rows: Span, keys: Spans, seen: Span, by_all: Span) -> list[Piece]:
-    """Return the piece of these rows with the keys at positions in ``seen``, those that one of the
-    queries sees; [] if there are none. It needs no mask if all of them are in ``by_all``."""
+    """Return one piece: these rows, and the keys at positions in ``seen``, which at least one of
+    the queries sees. Return [] if the rank has no such key. The piece needs no mask if every query
+    sees all its keys, which then lie in ``by_all``."""
     visible: list[Span] = []  # local rows
     is_whole, at = True, 0
     for start, stop in keys:

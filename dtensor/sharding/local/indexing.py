@@ -97,7 +97,7 @@ def write_shard_in_place(
     index = torch.where(index < 0, index + size, index).long()
     is_local, local = local_positions(index, pieces)
     if kind == "scatter" and index.shape[dim] == 1 and x.shape[dim]:
-        # no two indices name one element, so the other ranks' indices may write what is there
+        # No two indices name the same element. An index of another rank writes the old value back.
         if isinstance(source, Tensor) and source.dim():
             source = source[tuple(slice(n) for n in index.shape)]
         x.scatter_(dim, local, torch.where(is_local, source, x.gather(dim, local)).to(x.dtype))

@@ -50,21 +50,42 @@ COMPARISONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 KEY = "key"
 """The comparison without a value of the query: the key's value, a bool, says if it is visible."""
 
+Comparison = tuple[Tensor | None, str, Tensor]
+"""Query values [b t] or None, the word of the comparison, key values [b s]."""
+
 _MAX_ROWS, _MIN_ROWS = 1024, 256
 _MAX_SCORES = 1 << 25  # that plain ops make at once
 _MAX_SCORES_ON_CPU = 1 << 19  # they fit into a cache
 
 
+def paired(
+    query_values: Sequence[Tensor] | None,
+    key_values: Sequence[Tensor] | None,
+    comparisons: Sequence[str] | None,
+) -> tuple[Comparison, ...]:
+    """Return the comparisons that these options of `dt.attention` state."""
+    left = iter(query_values or ())
+    return tuple(
+        (None if word == KEY else next(left), word, right)
+        for word, right in zip(comparisons or (), key_values or (), strict=True)
+    )
+
+
+def visible_keys(left: Tensor | None, word: str, right: Tensor) -> Tensor:
+    """Return whether a comparison lets each key be visible, [b 1 t s]; [b 1 1 s] for `KEY`."""
+    keys = right[:, None, None, :]
+    return keys if left is None else COMPARISONS[word](left[:, None, :, None], keys)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Seen:
-    """Which keys of the rank its queries see: by positions, and by the comparisons of token values
-    (query values [b t] or None, comparison, key values [b s])."""
+    """Which keys of the rank its queries see: by positions, and by comparisons of token values."""
 
     queries: tuple[Span, ...]
     keys: tuple[Span, ...]
     band: Band
     softcap: float
-    comparisons: tuple[tuple[Tensor | None, str, Tensor], ...]
+    comparisons: tuple[Comparison, ...]
 
     def pieces(self, q: Tensor) -> tuple[Piece, ...]:
         """Return the kernel calls of the queries q. They have at most 1,024 queries if they have a
@@ -80,17 +101,14 @@ class _Seen:
         return cut(self.queries, self.keys, self.band, rows, masked)
 
     def mask(self, piece: Piece, device: torch.device) -> Tensor:
-        """Return the mask of a piece, [b t s] or [t s], True for the keys that a query sees."""
+        """Return the mask of a piece, [b 1 t s] or [t s], True for the keys that a query sees."""
         at = _positions(self.queries, piece.rows, device)[:, None]
         key = _positions(self.keys, piece.keys, device)[None, :]
         mask = (key <= at + self.band.after) & (key >= at - self.band.before)
-        for query_values, comparison, key_values in self.comparisons:
-            right = key_values[:, None, slice(*piece.keys)]
-            if query_values is None:
-                mask = mask & right
-            else:
-                left = query_values[:, slice(*piece.rows), None]
-                mask = mask & COMPARISONS[comparison](left, right)
+        rows, keys = slice(*piece.rows), slice(*piece.keys)
+        for left, word, right in self.comparisons:
+            left = None if left is None else left[:, rows]
+            mask = mask & visible_keys(left, word, right[:, keys])
         return mask
 
 
@@ -105,16 +123,12 @@ def _visible(
     comparisons: Sequence[str] | None = None,
 ) -> _Seen:
     """Return the record of the options of a `dt.attention`."""
-    left = iter(query_values or ())
     return _Seen(
         queries=tuple((start, stop) for start, stop in queries),
         keys=tuple((start, stop) for start, stop in keys),
         band=band_of(is_causal, window),
         softcap=softcap,
-        comparisons=tuple(
-            (None if word == KEY else next(left), word, right)
-            for word, right in zip(comparisons or (), key_values or (), strict=True)
-        ),
+        comparisons=paired(query_values, key_values, comparisons),
     )
 
 
@@ -226,7 +240,7 @@ def attention_part_backward(
     *options: Any,
 ) -> Gradients:
     """Return ``dq`` (None: 0) plus the gradient of the queries from these keys, and the gradients
-    of these keys and values; ``out`` and ``lse`` are those of all keys."""
+    of these keys and values. ``out`` and ``lse`` are the final results, of all keys."""
     seen = _visible(queries, keys, is_causal, *options)
     return _gradients(grad, q, k, v, out, lse, dq, run, seen, scale)
 
@@ -270,8 +284,6 @@ def _run(
     mask = seen.mask(piece, q.device)
     if seen.softcap:
         return attention_math(q, k, v, mask, scale, seen.softcap)
-    if mask.dim() == 3:
-        mask = mask[:, None]
     out, lse = attention_masked(q, k, v, mask, scale)
     return out, lse.masked_fill(~mask.any(-1), -math.inf)
 
@@ -313,7 +325,6 @@ def _gradients(
                     grad_, q_, k_, v_, out_, lse_, mask, scale, seen.softcap
                 )
             else:
-                mask = mask[:, None] if mask.dim() == 3 else mask
                 parts = attention_masked_backward(grad_, q_, k_, v_, mask, out_, lse_, scale)
         for total, at, part in ((dq, rows, parts[0]), (dk, keys, parts[1]), (dv, keys, parts[2])):
             total[:, :, at] += part

@@ -170,7 +170,7 @@ def _all_positions(x: Tensor) -> tuple[tuple[int, int], ...]:
 
 
 def _with_defaults(options: Sequence[Any]) -> Sequence[Any]:
-    """Return the mask options and the sinks, with defaults for those that are left out."""
+    """Return the mask options and the sinks, with defaults for the options that are left out."""
     return (*options, *((), 0.0, None, None, None, None)[len(options) :])
 
 
@@ -216,7 +216,7 @@ def _attention_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Te
 
 def _attention_grad(ctx: Any, grad: Tensor | None, _lse: None) -> tuple[Any, ...]:
     """Return the gradients of q, k, v and the sinks, and None for the other inputs."""
-    num_inputs = len(ctx.needs_input_grad)  # without those that have their default value
+    num_inputs = len(ctx.needs_input_grad)  # arguments that are left out are not counted
     if grad is None:
         return (None, None, None, *ctx.no_grads, None)[:num_inputs]
     q, k, v, out, lse, sinks, *values = ctx.saved_tensors
@@ -283,7 +283,8 @@ def _part_backward(
     is_causal: bool, scale: float, shift: int, *options: Any,
 ) -> Gradients:  # fmt: skip
     """Return ``dq`` (None: 0) plus the gradient of q from these keys, in the accumulation dtype,
-    and the gradients of these keys and values; ``out`` and ``lse`` are those of all keys."""
+    and the gradients of these keys and values. ``out`` and ``lse`` are the final results, of all
+    keys."""
     fold = _all_positions(q), _all_positions(k), out, lse, dq
     run = attention_kernels.attention_backward
     dq, dk, dv = split_attention.attention_part_backward(

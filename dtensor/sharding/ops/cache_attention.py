@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from dtensor.numerics import accumulation_dtype
-from dtensor.sharding.local.attention_kernels import attention_masked
+from dtensor.sharding.local.attention_kernels import attention_masked, attention_math
 from dtensor.sharding.ops.library import define
 
 
@@ -60,33 +60,14 @@ def _part(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: 
     """Return [b h t f+1]: attention to these positions, and its log-sum-exp, -inf for a query that
     sees none of them."""
     dtype = accumulation_dtype(q.dtype)
-    if softcap or k.shape != v.shape:
-        out, lse = _written_out(q, k, v, mask, scale, softcap)
+    if softcap:
+        q, k, v = (x.to(dtype) for x in (q, k, v))
+        out, lse = attention_math(q, k, v, mask, scale, softcap)
     else:
         out, lse = attention_masked(q, k, v, mask, scale)
         sees_key = (mask if mask.dtype == torch.bool else mask > -math.inf).any(-1)
         lse = torch.where(sees_key, lse, -math.inf)
     return torch.cat([out.to(dtype), lse[..., None]], -1)
-
-
-def _written_out(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float
-) -> tuple[Tensor, Tensor]:
-    """Return attention and its log-sum-exp by plain ops, in the dtype of accumulation. Keys and
-    values are not repeated for the query heads of a group."""
-    (b, h, t, _), groups, dtype = q.shape, k.shape[1], accumulation_dtype(q.dtype)
-    grouped = q.to(dtype).unflatten(1, (groups, h // groups))
-    scores = (grouped @ k.to(dtype).mT[:, :, None] * scale).flatten(1, 2)
-    if softcap:
-        scores = softcap * (scores / softcap).tanh()
-    if mask.dtype == torch.bool:
-        scores = torch.where(mask, scores, -math.inf)
-    else:
-        scores = scores + mask
-    lse = scores.logsumexp(-1)
-    weights = (scores - torch.where(lse == -math.inf, 0, lse)[..., None]).exp()
-    out = weights.unflatten(1, (groups, h // groups)) @ v.to(dtype)[:, :, None]
-    return out.reshape(b, h, t, v.shape[-1]), lse
 
 
 def _fake(

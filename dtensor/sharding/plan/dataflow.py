@@ -21,8 +21,8 @@ import torch
 
 from dtensor.sharding.ops.call import Meta, OpCall
 
-InputKind = Literal["parameter", "buffer", "argument", "constant", "tangent"]
-OutputKind = Literal["result", "gradient", "mutation"]
+InputKind = Literal["parameter", "buffer", "argument", "constant", "tangent", "delayed"]
+OutputKind = Literal["result", "gradient", "mutation", "delayed"]
 Phase = Literal["forward", "backward"]
 
 

@@ -22,6 +22,7 @@ from dtensor.sharding.plan.choose.axis_problem import AxisChoice, axis_problem_o
 from dtensor.sharding.plan.choose.choose_attention import choose_attention
 from dtensor.sharding.plan.choose.choose_axis import choose_axis
 from dtensor.sharding.plan.choose.choose_composites import choose_composites
+from dtensor.sharding.plan.choose.choose_level import choose_level
 from dtensor.sharding.plan.choose.routes import size_fills
 from dtensor.sharding.plan.choose.sequence_axes import (
     Governed,
@@ -52,15 +53,20 @@ _RESHAPES = ("aten.reshape.default", "aten.view.default", "aten._unsafe_view.def
 
 @collector_paused()
 def plan(request: Request) -> Plan:
-    """Return the plan of the request, with every placement and collective decided. With
-    search="free", the program is also planned with search="predictable", and the plan with fewer
-    predicted seconds is returned. Raises PlanningError if there is no plan."""
+    """Return the plan of the request, with every placement and collective decided. Raises
+    PlanningError if there is no plan."""
+    planned = choose_level(request, _searched)
+    verify(planned)
+    return Plan.of(planned)
+
+
+def _searched(request: Request) -> PlanRecord:
+    """Return the plan of the request. With search="free", the program is also planned with
+    search="predictable", and the plan with fewer predicted seconds is returned."""
     candidates = [_candidate(request)]
     if request.search == "free":
         candidates.append(_candidate(replace(request, search="predictable")))
-    cheapest_plan = min(candidates, key=lambda candidate: PlanTotals(candidate).cost.seconds)
-    verify(cheapest_plan)
-    return Plan.of(cheapest_plan)
+    return min(candidates, key=lambda candidate: PlanTotals(candidate).cost.seconds)
 
 
 def _candidate(request: Request) -> PlanRecord:

@@ -17,12 +17,12 @@ from functools import cached_property
 from typing import Any, Literal, Protocol
 
 from dtensor.sharding.plan.dataflow import Dataflow, InputKind, OutputKind
-from dtensor.sharding.plan.sequence import Attention, AttentionChoice
+from dtensor.sharding.plan.sequence import AttentionChoice
 from dtensor.sharding.plan.steps import Step
-from dtensor.sharding.plan.storage import Zero
+from dtensor.sharding.plan.storage import LevelChoice, Zero
 from dtensor.sharding.redistribute.topology import Topology
 from dtensor.sharding.spec.mesh import Mesh
-from dtensor.sharding.spec.placements import REPLICATE, Shard
+from dtensor.sharding.spec.placements import Shard
 from dtensor.sharding.spec.spec import TensorSpec
 
 WriteHow = Literal["in place", "at the commit", "copied"]
@@ -73,8 +73,7 @@ class PlannedInput:
     ``misaligned``: pins that determine only how the input is stored: it is used with replicas on
     their axes, and ``pinned`` is its spec with them. ``zero``: the ZeRO level. ``stored``: the spec
     split over ZeRO axes, or None; at level 1 the optimizer state has this spec, at level 2 the
-    gradient too, at level 3 the parameter too. ``owned``: for a parameter that one rank updates
-    whole, the spec of the gradient and the state on this rank, at each level.
+    gradient too, at level 3 the parameter too.
     """
 
     name: str
@@ -86,7 +85,6 @@ class PlannedInput:
     zero: int = 0
     misaligned: tuple[Misaligned, ...] = ()
     pinned: TensorSpec | None = None
-    owned: TensorSpec | None = None
 
     @property
     def base(self) -> TensorSpec:
@@ -101,38 +99,20 @@ class PlannedInput:
     @property
     def state(self) -> TensorSpec:
         """The spec of a parameter's optimizer state."""
-        return self.owned or self.stored or self.base
-
-    @property
-    def updated(self) -> TensorSpec:
-        """The spec of the values that ranks write into a parameter when they update it. The other
-        ranks get these values on the axes on which this spec differs from ``held``."""
-        if self.owned is None:
-            return self.state
-        replicated = [a for a in self.held.mesh.axes if self.held.placement(a) == REPLICATE]
-        return self.held.with_placements(**{a: self.owned.placement(a) for a in replicated})
+        return self.base if self.stored is None else self.stored
 
     @property
     def stored_axes(self) -> tuple[str, ...]:
-        """The ZeRO axes that split the storage of a parameter."""
-        return () if self.stored is None else _differing(self.base, self.stored)
-
-    @property
-    def state_axes(self) -> tuple[str, ...]:
-        """The axes on which the state of a parameter is placed otherwise than ``base``."""
-        return _differing(self.base, self.state)
-
-
-def _differing(a: TensorSpec, b: TensorSpec) -> tuple[str, ...]:
-    """Return the axes on which the placements differ."""
-    return tuple(axis for axis in a.mesh.axes if a.placement(axis) != b.placement(axis))
+        """The ZeRO axes that split the state of a parameter."""
+        base, state = self.base, self.state
+        return tuple(a for a in base.mesh.axes if base.placement(a) != state.placement(a))
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedOutput:
     """An output of the plan. ``values``: the (stage, value) pairs that hold it when the step has
     run; ``of``: the index of a result, or the label of the input that a gradient or mutation
-    belongs to."""
+    belongs to. A "delayed" output is the local gradient that the next step reads."""
 
     kind: OutputKind
     of: int | str
@@ -291,7 +271,6 @@ class PlanTerms:
     zero: Zero | None = None
     auto: tuple[tuple[str, ...], ...] = field(default=(), compare=False)  # patterns of auto stages
     by_microbatch: tuple[str, ...] = ()  # modules with statistics of each microbatch (batch norm)
-    attention: Attention = ()  # as stated: (axis, word)
     sequence: tuple[AttentionChoice, ...] = ()  # of each axis that splits a sequence
     model: str = field(default="", compare=False)  # the class of the module; several are joined
 
@@ -330,6 +309,7 @@ class PlanRecord(PlanTerms):
     inputs: tuple[PlannedInput, ...]
     steps: tuple[Step, ...]
     outputs: tuple[PlannedOutput, ...]
+    delayed: tuple[PlannedInput, ...] = ()  # local gradients of the step before, by parameter
     opened: tuple[tuple[str, tuple[Opened, ...]], ...]
     pinned: tuple[tuple[str, str, str], ...] = ()  # (axis, value, the name that the user wrote)
     in_flight: tuple[int, ...] = ()  # microbatches held per stage
@@ -340,6 +320,7 @@ class PlanRecord(PlanTerms):
     state_writes: tuple[StateWrite, ...] = ()  # one for each input that changes, on each stage
     hints: tuple[Hint, ...] = ()  # if requested; printed last
     swapped: tuple[SwappedPair, ...] = ()
+    level_choice: LevelChoice | None = None  # of zero={axis: "auto"}
     copies: int = 0  # how many copies of the written values are kept, to undo a step
 
     def __repr__(self) -> str:
@@ -361,7 +342,7 @@ class PlanRecord(PlanTerms):
 
     def value_specs(self) -> Mapping[str, TensorSpec]:
         """Return the spec of every value of the plan by name, inputs included."""
-        specs = {item.name: item.held for item in self.inputs}
+        specs = {item.name: item.held for item in (*self.inputs, *self.delayed)}
         for step in self.steps:
             specs.update((name, spec) for _, name, spec in step.gives_as())
         return specs

@@ -11,6 +11,7 @@ from typing import Literal, cast, get_args
 
 from dtensor.errors import check_word
 from dtensor.sharding.plan.record import PlanTerms, Timetable
+from dtensor.sharding.plan.sequence import Attention
 from dtensor.sharding.spec.placements import Placement, Shard
 from dtensor.sharding.spec.spec import TensorSpec
 
@@ -46,13 +47,15 @@ class Training:
     """The inputs of the optimizer phase: the optimizers with their parameters, and clipping.
 
     ``master_weights``: whether optimizers update float32 copies of narrow parameters. ``scaled``:
-    whether the loss, and so each gradient, is multiplied by a loss scale.
+    whether the loss, and so each gradient, is multiplied by a loss scale. ``delay``: 1 if a step
+    updates with the gradients of the step before, else 0.
     """
 
     updaters: tuple[Updater, ...]
     clip_grad_norm: float | None = None
     master_weights: bool = False
     scaled: bool = False
+    delay: int = 0
 
     @property
     def trained(self) -> frozenset[str]:
@@ -93,6 +96,7 @@ class Request(PlanTerms):
     split_results: whether a result without a stated placement may stay split.
     pending_results: whether a result without a stated placement may stay pending; it is priced as
     if it were reduced.
+    attention: the stated strategies of attention, as (axis, word).
     search: "predictable" splits only values that pins reach; "free" may split any value.
     stored_whole: labels of the parameters to which ``zero`` does not apply.
     misaligned: if a parameter's pin does not line up with the program, "redistribute" changes the
@@ -111,6 +115,7 @@ class Request(PlanTerms):
     )
     timetable: Timetable | None = None
     training: Training | None = None
+    attention: Attention = ()
     search: Search = "predictable"
     split_results: bool = False
     pending_results: bool = False
@@ -131,12 +136,6 @@ class Request(PlanTerms):
     def stores_split(self) -> bool:
         """Whether the spec of a stored parameter may differ from the spec that ops use."""
         return self.zero is not None or self.misaligned == "gather"
-
-    @property
-    def updates_whole(self) -> bool:
-        """Whether an optimizer updates whole parameters, each on one rank."""
-        training = self.training
-        return training is not None and any(u.owned is not None for u in training.updaters)
 
 
 def checked_search(search: str) -> Search:

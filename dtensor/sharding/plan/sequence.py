@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dtensor.errors import PlanningError, check_word
-from dtensor.sharding.ops.call import OpCall
 from dtensor.sharding.spec.mesh import Mesh
 
 Attention = tuple[tuple[str, str], ...]
@@ -27,8 +26,8 @@ WORDS = (*STRATEGIES, "auto")
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """The prediction for one strategy: seconds and bytes of memory of a step on a rank, or the
-    reason why the strategy does not apply."""
+    """The prediction for one strategy, or one level of ZeRO: seconds and bytes of memory of a step
+    on a rank, or the reason why the strategy does not apply."""
 
     word: str
     seconds: float = 0.0
@@ -72,11 +71,3 @@ def checked_attention(
                 f"and splits no sequence; fix: leave {axis!r} out of attention="
             )
     return tuple((attention or {}).items())
-
-
-def part_shift(call: OpCall) -> int:
-    """Return the shift of a part of a ring, 0 for other calls."""
-    name = call.name.removeprefix("dt.attention_part")
-    if name == call.name:
-        return 0
-    return call.args[9 if "backward" in name else 7]

@@ -17,9 +17,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dtensor.sharding.plan.sequence import Alternative
 from dtensor.sharding.spec.placements import REPLICATE, Shard, refine
 from dtensor.sharding.spec.spec import TensorSpec
 
+AUTO = 0
+"""The level of ``zero={"dp": "auto"}`` until a training step has run, whose plan chooses it."""
 LEVELS = {1: "optimizer state", 2: "gradients, optimizer state"} | {
     3: "parameters, gradients, optimizer state"
 }
@@ -29,14 +32,30 @@ _NUMBER = re.compile(r"(^|\.)\d+(?=\.|$)")
 @dataclass(frozen=True, slots=True)
 class Zero:
     """A checked ``zero=``: the axes over which state is stored split, in the order of the mesh, and
-    the level, 1 to 3. The axes have more than one rank."""
+    the level, 1 to 3, or `AUTO`. The axes have more than one rank. In a plan no level is `AUTO`."""
 
     axes: tuple[str, ...]
     level: int
 
+    @property
+    def is_auto(self) -> bool:
+        """Whether the level is still to be chosen."""
+        return self.level == AUTO
+
     def __str__(self) -> str:
         """Return the argument as the user writes it: ``zero={'dp': 1, 'ep': 1}``."""
-        return f"zero={dict.fromkeys(self.axes, self.level)}"
+        return f"zero={dict.fromkeys(self.axes, self.level or 'auto')}"
+
+
+@dataclass(frozen=True, slots=True)
+class LevelChoice:
+    """The level, 0 to 3, that a plan chose for ``zero={axis: "auto"}``. ``alternatives``: the
+    predictions for each level. ``fits``: whether a level fits in the memory of the topology."""
+
+    axes: tuple[str, ...]
+    level: int
+    alternatives: tuple[Alternative, ...]
+    fits: bool
 
 
 def stored_spec(spec: TensorSpec, axes: Sequence[str]) -> TensorSpec | None:

@@ -77,7 +77,7 @@ class _DefinedValues:
         """Add the inputs of the plan."""
         inner = self.plan.inner
         self.axes = {axis: (inner.index(axis), inner.axis_size(axis)) for axis in inner.axes}
-        for item in self.plan.inputs:
+        for item in (*self.plan.inputs, *self.plan.delayed):
             self.add_value(item.name, item.held, item.stages)
             self.once.add(item.name)
 

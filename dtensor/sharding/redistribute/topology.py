@@ -65,7 +65,7 @@ class Topology:
         bandwidth: bytes per second that a rank sends along an axis.
         flops: FLOP per second of a rank.
         memory_bandwidth: bytes per second that a rank reads and writes.
-        memory_bytes: memory of a rank's device; `compare` checks it, the planner does not.
+        memory_bytes: memory of a rank's device; `compare` checks it, and choices of "auto" fit it.
         op_latency: seconds that each local op takes besides its work, for a CPU, which computes
             nothing while it dispatches the op.
         launch_latency: seconds that the host of a GPU takes to launch a local op (also a view, or

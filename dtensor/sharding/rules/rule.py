@@ -47,7 +47,7 @@ Dims = tuple[Dim, ...]
 
 @dataclass(frozen=True, slots=True)
 class FactorSharding:
-    """How one factor is split over an axis: the fields are those of Shard."""
+    """How one factor is split over an axis. The fields mean the same as the fields of Shard."""
 
     blocks: tuple[int, ...]  # sizes, adding up to the factor's, or to its tokens or experts
     unit: int = 1

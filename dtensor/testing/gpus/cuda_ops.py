@@ -41,8 +41,8 @@ def _weights(
     scale: float,
     given: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the attention weights p[b h t s] and lse[b h t], in float32. ``given``: the lse of a
-    backward, which may count further keys; None: that of these keys."""
+    """Return the attention weights p[b h t s] and lse[b h t], in float32. ``given``: the lse in a
+    backward, which may include other keys; None: compute the lse of these keys."""
     scores = (q.float() @ k.float().mT) * scale
     if bias is not None:
         scores = scores + bias.float()

@@ -12,15 +12,15 @@ import torch
 from torch import nn
 
 import dtensor as dt
-from dtensor.runtime.optimizer.elementwise import certified
 from dtensor.runtime.optimizer.elementwise import probe as probes
 from dtensor.runtime.optimizer.elementwise.optimizer_rule import (
-    check_optimizer,
     known_class,
+    owned_costs,
     rule_of,
     state_elementwise,
 )
 from dtensor.runtime.optimizer.optimizer_kind import StateEntry
+from dtensor.sharding.plan.request import UpdateCost
 from tests import optimizers as own
 
 
@@ -33,21 +33,30 @@ def over(kind: Any, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
     return kind(nn.Linear(3, 2, dtype=dtype).parameters(), **options)
 
 
-@pytest.mark.parametrize("kind", [k for k, why in own.REFUSED.items() if why])
-def test_non_elementwise_optimizer_is_refused_with_op_and_line(
-    kind: type[torch.optim.Optimizer],
-) -> None:
-    """The random states of torch and Python are unchanged."""
+REFUSED = [
+    *(
+        pytest.param(k, why, True, id=f"{k.__name__}-stated")
+        for k, why in own.REFUSED.items()
+        if why
+    ),
+    *(pytest.param(k, why, False, id=k.__name__) for k, why in own.UNACCEPTED.items()),
+]
+
+
+@pytest.mark.parametrize("kind, reason, is_stated", REFUSED)
+def test_refused_optimizer_gets_reason_and_line(kind: Any, reason: str, is_stated: bool) -> None:
+    """With ``elementwise=True`` the update must be elementwise, otherwise also per parameter. The
+    random states of torch and Python are unchanged."""
     optimizer = over(kind)
     before = torch.get_rng_state(), random.getstate()
-    with pytest.raises(dt.PlanningError, match=own.REFUSED[kind]) as raised:
-        stated(optimizer)
+    with pytest.raises(dt.PlanningError, match=reason) as raised:
+        stated(optimizer) if is_stated else rule_of(optimizer)
     assert kind.__name__ in str(raised.value) and "\nfix: " in str(raised.value)
     assert torch.equal(before[0], torch.get_rng_state()) and before[1] == random.getstate()
 
 
 @pytest.mark.parametrize("kind", ["Adafactor", "LBFGS", "Muon", "SparseAdam"])
-def test_non_elementwise_torch_optimizer_is_refused(kind: str) -> None:
+def test_non_elementwise_torch_optimizer_is_refused_if_stated(kind: str) -> None:
     cls = getattr(torch.optim, kind)
     optimizer = cls([nn.Parameter(torch.ones(3, 3))])
     with pytest.raises(dt.PlanningError, match=kind):
@@ -85,7 +94,7 @@ def test_probe_runs_once_per_class_and_kind_of_options(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     probed: list[str] = []
-    probe = probes._Trial.run
+    probe = probes._ElementwiseTrial.run
 
     def counted(self: Any) -> Any:
         probed.append(self.name)
@@ -94,7 +103,7 @@ def test_probe_runs_once_per_class_and_kind_of_options(
     class Fresh(own.Amsgrad):
         pass
 
-    monkeypatch.setattr(probes._Trial, "run", counted)
+    monkeypatch.setattr(probes._ElementwiseTrial, "run", counted)
     first, second = over(Fresh), over(Fresh, lr=0.5)
     rule, same = stated(first), stated(second)
     assert rule_of(first) is rule and rule_of(second) is same and len(probed) == 1
@@ -153,26 +162,49 @@ def test_scheduler_keeps_optimizer_known_but_replaced_step_does_not() -> None:
     optimizer = over(torch.optim.SGD, lr=0.1)
     optimizer.step = lambda closure=None: None
     assert known_class(optimizer) is None
-    with pytest.raises(dt.PlanningError, match="SGD is not known to be elementwise"):
-        check_optimizer(optimizer)
 
 
-def test_certified_optimizer_needs_no_elementwise_statement(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """An optimizer is certified by class and package version; it is probed as well."""
-    for version, taken in (("2.0", True), ("1.9", False)):
-        name = f"{own.Lion.__module__}.{own.Lion.__qualname__}"
-        monkeypatch.setitem(certified.CERTIFIED, name, ("some-package", ("2.0",)))
-        monkeypatch.setattr(certified, "version", lambda package, v=version: v)
-        optimizer = over(own.Lion)
-        if taken:
-            assert rule_of(optimizer).report is not None
-        else:
-            with pytest.raises(dt.PlanningError) as raised:
-                rule_of(optimizer)
-            assert str(raised.value).startswith("Lion is not known to be elementwise")
-            assert str(raised.value).endswith(
-                "fix: train_step(..., elementwise=True), if each element of a parameter is updated "
-                "from its own gradient and state alone"
-            )
+# -- per parameter ---------------------------------------------------------------------------------
+
+MATRICES = [nn.Parameter(torch.ones(8, 4)), nn.Parameter(torch.ones(4, 8))]
+
+
+@pytest.mark.parametrize("kind", [*own.PER_PARAMETER, torch.optim.Adafactor, torch.optim.Muon])
+def test_optimizer_that_needs_whole_parameters_is_per_parameter(kind: Any) -> None:
+    rule = rule_of(kind(MATRICES))
+    assert rule.owned and rule.keys({}) == ("state",) and rule.entry("state").packed
+    assert rule.report is not None and rule.report.updates == "per parameter"
+    assert rule.report.dtypes == (torch.float64, torch.float32)
+
+
+def test_number_of_dims_of_the_users_parameters_are_probed() -> None:
+    """Muon takes no 1-D parameter, so only an optimizer over matrices passes."""
+
+    class Matrices(own.Each):
+        def update(self, p: Any, g: Any, state: Any, group: Any) -> None:
+            assert p.ndim == 2, "a matrix, please"
+            p.sub_(g @ g.T @ g, alpha=group["lr"])
+
+    assert rule_of(Matrices(MATRICES)).owned
+    with pytest.raises(dt.PlanningError, match="raised in its probe.*a matrix, please"):
+        rule_of(over(Matrices))
+
+
+def test_cost_of_an_owned_update_is_counted_on_meta_or_scaled() -> None:
+    """Muon in float32: 5 iterations of three products, in bfloat16. LAMB reads numbers, so it is
+    counted on a small tensor."""
+
+    class Reads(own.Normed):
+        def update(self, p: Any, g: Any, state: Any, group: Any) -> None:
+            state.setdefault("row", g.new_zeros(g.shape[-1]))
+            if float(g.norm()) > 0:
+                super().update(p, g @ g.T @ g, state.setdefault("m", torch.zeros_like(p)), group)
+
+    up = nn.Parameter(torch.empty(64, 32))
+    muon = owned_costs(torch.optim.Muon([up]), {"up": up})
+    products = 2 * 32 * 64 * 32 + 2 * 32**3 + 2 * 32 * 32 * 64
+    assert muon == {"up": UpdateCost(5 * products, 4 * 64 * 32)}
+    cost = owned_costs(Reads([up]), {"up": up})
+    assert cost is not None and cost["up"].state_bytes == 4 * (64 * 32 + 32)
+    assert 0.5 <= cost["up"].flops / (4 * 64 * 64 * 32) <= 2
+    assert owned_costs(over(own.Lion), {}) is None

@@ -86,7 +86,8 @@ class _Value:
         object.__setattr__(self, "roles", tuple(sized))
 
     def operand(self, node: fx.Node, *, is_inverted: bool = False) -> _Value:
-        """Return an operand of an elementwise op or expand, whose last dims are those of the op."""
+        """Return an operand of the elementwise op or expand that made this value. The dims of the
+        operand are the last dims of the result."""
         return _Value(node, self.roles, self.is_hidden != is_inverted)
 
 
@@ -219,7 +220,7 @@ class MaskTerms:
         value = self._constant(x)
         if value is None or value.numel() == 0:
             return False
-        low, high = _first_rows(value).aminmax()
+        low, high = _first_rows(value, value.dim()).aminmax()
         return bool(low == high) and low.item() in numbers
 
     def _check_unchanged(self, node: fx.Node) -> None:
@@ -477,9 +478,9 @@ def _tokens(call: Writer, token: _Token, op: str) -> fx.Node:
     return node if list(shape(value.node)) == full else call(aten.reshape.default, node, full)
 
 
-def _first_rows(x: Tensor) -> Tensor:
-    """Return x with one row of each dim in which it repeats the same row."""
-    for dim in range(x.dim()):
+def _first_rows(x: Tensor, num_dims: int) -> Tensor:
+    """Return x with one row of each of its first dims in which it repeats the same row."""
+    for dim in range(num_dims):
         if x.stride(dim) == 0:
             x = x.narrow(dim, 0, min(1, x.shape[dim]))
     return x
@@ -487,9 +488,7 @@ def _first_rows(x: Tensor) -> Tensor:
 
 def _visible_keys(mask: Tensor) -> Tensor | None:
     """Return which keys each query sees; None if the mask does more than hide keys."""
-    for dim in range(mask.dim() - 2):
-        if mask.stride(dim) == 0:
-            mask = mask.narrow(dim, 0, min(1, mask.shape[dim]))
+    mask = _first_rows(mask, mask.dim() - 2)
     if mask.dtype == torch.bool:
         return mask
     visible = mask == 0

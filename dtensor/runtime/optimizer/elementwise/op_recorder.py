@@ -32,7 +32,8 @@ from dtensor.private_torch import DisableTorchFunction, OpOverload, TorchDispatc
 
 
 class NotElementwise(BaseException):
-    """The step ran an op that mixes elements. A BaseException, so that the step cannot catch it."""
+    """The step mixed elements or drew random numbers. A BaseException, so that the step cannot
+    catch it."""
 
     def __init__(self, fact: str, line: str) -> None:
         super().__init__(fact)
@@ -75,10 +76,11 @@ _RAW = {
 
 class RecordedSteps(AbstractContextManager["RecordedSteps"]):
     """A context in which ops on tensors that hold elements are recorded, or refused. ``files``: the
-    executed lines of these files are recorded."""
+    executed lines of these files are recorded. ``mixing``: only random numbers are refused."""
 
-    def __init__(self, files: Collection[str]) -> None:
+    def __init__(self, files: Collection[str], mixing: bool = False) -> None:
         self.files = frozenset(files)
+        self.mixing = mixing
         self.ops: dict[str, None] = {}
         self.reached: dict[CodeType, set[int]] = {}
         self._memory: dict[int, Any] = {}  # element storages, kept alive
@@ -99,7 +101,8 @@ class RecordedSteps(AbstractContextManager["RecordedSteps"]):
     def __enter__(self) -> RecordedSteps:
         """Begin to record ops, and the executed lines of ``files``. Remember the random states."""
         self._block.enter_context(_Dispatched(self))
-        self._block.enter_context(_MemoryReads(self))
+        if not self.mixing:
+            self._block.enter_context(_MemoryReads(self))
         self._drawn = random.getstate(), numpy.random.get_state()
         self._tracing = sys.gettrace()
         sys.settrace(self._trace)
@@ -140,11 +143,13 @@ class RecordedSteps(AbstractContextManager["RecordedSteps"]):
 
     def op(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
         """Run an op. Raises NotElementwise if it is not allowed."""
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.refuse(func, "draws random numbers, on each rank its own")
+        if self.mixing:
+            return func(*args, **kwargs)
         tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         element_tensors = [t for t in tensors if self.holds(t)]
         packet = func.overloadpacket
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            self.refuse(func, "draws random numbers, on each rank its own")
         if element_tensors and packet not in _FACTORIES:
             if packet in _READS:
                 self.refuse(func, "reads elements of a parameter to Python")
@@ -156,7 +161,7 @@ class RecordedSteps(AbstractContextManager["RecordedSteps"]):
             if packet not in _VIEWS and packet not in _FUSED:
                 self._check_sizes(func, (*args, *kwargs.values(), out))
             self.follow(t for t in pytree.tree_leaves(out) if isinstance(t, Tensor))
-            self.follow(_written(func, args, kwargs))
+            self.follow(written(func, args, kwargs))
         return out
 
     def _check_sizes(self, func: OpOverload, values: Sequence[Any]) -> None:
@@ -236,7 +241,7 @@ def _allowed(func: OpOverload) -> bool:
     )
 
 
-def _written(func: OpOverload, args: Sequence[Any], kwargs: Any) -> Iterator[Tensor]:
+def written(func: OpOverload, args: Sequence[Any], kwargs: Any) -> Iterator[Tensor]:
     """Yield the tensors that an op writes to."""
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

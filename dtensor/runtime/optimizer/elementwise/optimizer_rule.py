@@ -1,27 +1,33 @@
 """Decide which optimizers a train step accepts, and describe the state of each by a rule.
 
-    state_elementwise(lion)                    # the user passed train_step(..., elementwise=True)
-    rule = rule_of(lion)                       # raises PlanningError if the probe fails
+    rule = rule_of(lion)                       # raises PlanningError if both probes fail
+    rule.owned                                 # False: its update is elementwise
     rule.keys(lion.param_groups[0])            # ("exp_avg",)
     rule.on_rank(masters=False)                # ShardOptimizer(...), for a rank's table
+    rule_of(muon).owned                        # True: it needs whole parameters
 
 A torch class in ELEMENTWISE is accepted, and so is a subclass that changes only `__init__`. Any
-other class must be certified (certified.py) or stated elementwise by the user, and must pass the
-probe (probe.py). It is probed again if an option changes in kind (`amsgrad` switched on, a first
-weight decay), but not for a new number such as another learning rate.
+other class must pass the probe of elementwise updates (probe.py), or the probe of updates per
+parameter (per_parameter.py) unless the user stated that it is elementwise. It is probed again if an
+option changes in kind (`amsgrad` switched on, a first weight decay), but not for a new number such
+as another learning rate.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 import weakref
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch import Tensor
 
 from dtensor.errors import PlanningError
+from dtensor.numerics import is_narrow
+from dtensor.private_torch import DisableTorchFunctionSubclass
 from dtensor.runtime.optimizer.optimizer_kind import (
     TORCH_ATTRIBUTES,
     OptimizerKind,
@@ -36,14 +42,17 @@ from dtensor.runtime.optimizer.optimizer_kind import (
 from dtensor.runtime.optimizer.shard_optimizer import (
     ELEMENTWISE,
     NUMBERS,
+    STATE,
     ShardOptimizer,
     hyperparameters,
     keys_of,
 )
 
 if TYPE_CHECKING:  # most programs never import the probe
-    from dtensor.runtime.optimizer.elementwise.probe import Probed, ProbeReport
     from dtensor.runtime.optimizer.elementwise.shadow_optimizer import ShadowOptimizer
+    from dtensor.runtime.optimizer.elementwise.trial import Probed, ProbeReport
+    from dtensor.runtime.optimizer.owned.owned_optimizer import OwnedOptimizer
+    from dtensor.sharding.plan.request import UpdateCost
 
 Optimizer = torch.optim.Optimizer
 
@@ -54,6 +63,11 @@ class OptimizerRule(Protocol):
     @property
     def name(self) -> str:
         """The name of the optimizer's class, as plans print it."""
+        ...
+
+    @property
+    def owned(self) -> bool:
+        """Whether an update needs a whole parameter, so that one rank owns it and its state."""
         ...
 
     @property
@@ -73,7 +87,7 @@ class OptimizerRule(Protocol):
         """Return the keys of the state entries that are one number per parameter."""
         ...
 
-    def on_rank(self, masters: bool) -> ShardOptimizer:
+    def on_rank(self, masters: bool) -> ShardOptimizer | OwnedOptimizer:
         """Return a new optimizer for a rank's table."""
         ...
 
@@ -112,6 +126,7 @@ class _TorchRule:
     report: None = None
     attributes: frozenset[str] = frozenset()
     runs_ahead: bool = True
+    owned: bool = False
 
     @property
     def name(self) -> str:
@@ -146,9 +161,10 @@ _PER_PARAMETER, _PER_ELEMENT = StateEntry(number=True), StateEntry(number=False)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _ProbedRule:
-    """The rule of a class that passed the probe."""
+    """The rule of a class that passed a probe."""
 
     probed: Probed
+    owned: bool = False
 
     @property
     def name(self) -> str:
@@ -168,7 +184,7 @@ class _ProbedRule:
         return self.probed.attributes_changed
 
     def keys(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        from dtensor.runtime.optimizer.elementwise.probe import group_key
+        from dtensor.runtime.optimizer.elementwise.trial import group_key
 
         return self.probed.keys[group_key(group, self.probed.changed)]
 
@@ -208,36 +224,68 @@ class _ProbedRule:
         return True
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _OwnedRule(_ProbedRule):
+    """The rule of a class that needs whole parameters. A rank's table has one value for the whole
+    state of a parameter (owned/packed_state.py)."""
+
+    owned: bool = True
+    masters: bool = False
+
+    def keys(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        return (STATE,)
+
+    def entry(self, key: str) -> StateEntry:
+        return _PACKED
+
+    def on_rank(self, masters: bool) -> OwnedOptimizer:
+        from dtensor.runtime.optimizer.owned.owned_optimizer import OwnedOptimizer
+
+        return OwnedOptimizer(self.probed.kind, masters)
+
+    def shadow(self, numbers: Mapping[str, Mapping[str, Any]]) -> ShadowOptimizer | None:
+        from dtensor.runtime.optimizer.elementwise.shadow_optimizer import ShadowOptimizer
+
+        if not self.probed.changes_optimizer:
+            return None
+        return ShadowOptimizer(self.probed.kind, numbers, {}, self.probed.changed, self.masters)
+
+    def creates_missing_state(
+        self, optimizer: Optimizer, group: Mapping[str, Any], present: Set[str]
+    ) -> bool:
+        return True  # the state of a parameter is complete or absent
+
+    def cost(
+        self, group: Mapping[str, Any], attributes: Mapping[str, Any], parameter: Tensor
+    ) -> UpdateCost:
+        """Return the cost of one update of a parameter of a group with these options. ``group``,
+        ``attributes``: of the user's optimizer."""
+        from dtensor.runtime.optimizer.elementwise.trial import group_key
+        from dtensor.runtime.optimizer.owned.update_cost import update_cost
+
+        probed, costs = self.probed, self.probed.costs
+        with DisableTorchFunctionSubclass():  # does not fetch lazy parameters
+            shape, dtype = tuple(parameter.shape), parameter.dtype
+        has_master = self.masters and is_narrow(dtype)
+        key = group_key(group, probed.changed), shape, dtype, has_master
+        if key not in costs:
+            options = probed.kind.new_options(options_of(group), probed.changed)
+            wide = torch.float32 if has_master else dtype
+            cost = update_cost(probed.kind, options, attributes, shape, wide)
+            master_bytes = math.prod(shape) * wide.itemsize if has_master else 0
+            costs[key] = replace(cost, state_bytes=cost.state_bytes + master_bytes)
+        return costs[key]
+
+
+_PACKED = StateEntry(number=False, packed=True)
+
+
 def check_optimizer(optimizer: Optimizer) -> None:
-    """Raise PlanningError unless the class is in ELEMENTWISE, certified, or stated elementwise."""
+    """Raise PlanningError unless the value is an optimizer of torch's kind."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise PlanningError(
             f"the optimizer is {optimizer!r}, not a torch.optim optimizer; "
             f"fix: torch.optim.AdamW(model.parameters())"
-        )
-    if (
-        known_class(optimizer) is None
-        and optimizer not in _STATED_ELEMENTWISE
-        and not _is_certified(optimizer)
-    ):
-        known_names = ", ".join(cls.__name__ for cls in ELEMENTWISE)
-        kind = type(optimizer)
-        if kind not in ELEMENTWISE and kind.__module__.startswith("torch.optim"):
-            reason = (
-                "needs sparse gradients, and those of a step are dense"
-                if kind is torch.optim.SparseAdam
-                else "updates an element from others than its own gradient and state, so on shards "
-                "it would give other numbers"
-            )
-            raise PlanningError(
-                f"{kind.__name__} {reason}.\n  known: {known_names}\n"
-                f"fix: one of these, as torch.optim.AdamW(model.parameters())"
-            )
-        raise PlanningError(
-            f"{type(optimizer).__name__} is not known to be elementwise, so on shards it could "
-            f"give other numbers than on whole parameters.\n  known: {known_names}\n"
-            f"fix: train_step(..., elementwise=True), if each element of a parameter is updated "
-            f"from its own gradient and state alone"
         )
 
 
@@ -262,18 +310,20 @@ def rule_of(optimizer: Optimizer, masters: bool | None = None) -> OptimizerRule:
         if known is not None:
             _RULES[optimizer] = probed = _TorchRule(known)
             return probed
-    from dtensor.runtime.optimizer.elementwise.probe import probe, probe_key
+    from dtensor.runtime.optimizer.elementwise.trial import probe_key
 
     with_masters = _MASTERS.get(optimizer, False) if masters is None else masters
     _MASTERS[optimizer] = with_masters
     known = _PROBED_BY_CLASS.setdefault(type(optimizer), [])
     last_probed = last_rule.probed if isinstance(last_rule, _ProbedRule) else None
     for probed in [*([last_probed] if last_probed else []), *known]:
-        key = probe_key(optimizer, with_masters, probed.changed, probed.attributes_changed)
-        if key == probed.key:
+        changed, owned = (probed.changed, probed.attributes_changed), probed.owned
+        if owned and optimizer in _STATED_ELEMENTWISE:
+            continue
+        if probe_key(optimizer, with_masters, *changed, owned) == probed.key:
             break
     else:
-        probed = probe(optimizer, with_masters)
+        probed = _classify(optimizer, with_masters)
         known.append(probed)
     kind = OptimizerKind.of(optimizer)
     if (
@@ -283,9 +333,25 @@ def rule_of(optimizer: Optimizer, masters: bool | None = None) -> OptimizerRule:
         and kind.equals(last_probed.kind)
     ):
         return last_rule
-    rule = _ProbedRule(replace(probed, kind=replace(kind, entries=probed.kind.entries)))
+    probed = replace(probed, kind=replace(kind, entries=probed.kind.entries))
+    rule = _OwnedRule(probed, masters=with_masters) if probed.owned else _ProbedRule(probed)
     _RULES[optimizer] = rule
     return rule
+
+
+def _classify(optimizer: Optimizer, masters: bool) -> Probed:
+    """Return the result of the first probe that the optimizer passes. Raises PlanningError with the
+    reason if its updates are neither elementwise nor per parameter."""
+    from dtensor.runtime.optimizer.elementwise.probe import probe
+
+    try:
+        return probe(optimizer, masters)
+    except PlanningError:
+        if optimizer in _STATED_ELEMENTWISE:
+            raise
+    from dtensor.runtime.optimizer.elementwise.per_parameter import probe_parameters
+
+    return probe_parameters(optimizer, masters)
 
 
 _STATED_ELEMENTWISE: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = (
@@ -331,10 +397,17 @@ def state_tensors(optimizer: Optimizer) -> int:
     return max(sum(not rule.entry(key).number for key in rule.keys(group)) for group in groups)
 
 
-def _is_certified(optimizer: Optimizer) -> bool:
-    from dtensor.runtime.optimizer.elementwise.certified import certified
-
-    return certified(optimizer)
+def owned_costs(
+    optimizer: Optimizer, parameters: Mapping[str, Tensor]
+) -> dict[str, UpdateCost] | None:
+    """Return the cost of the update of each parameter, by label; None if the optimizer is
+    elementwise. ``parameters``: those of the optimizer, by label."""
+    rule = rule_of(optimizer)
+    if not isinstance(rule, _OwnedRule):
+        return None
+    attributes = plain_attributes(optimizer)
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    return {label: rule.cost(groups[id(p)], attributes, p) for label, p in parameters.items()}
 
 
 # -- torch's classes ----------------------------------------------------------------------------

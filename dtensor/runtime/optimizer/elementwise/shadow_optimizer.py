@@ -7,7 +7,8 @@
 Such counts belong to the controller's optimizer, which never steps; the ranks receive their current
 values with each step. The new values do not depend on the elements of parameters, which a step may
 not read. So the shadow steps an optimizer of the same class over one-element parameters and returns
-its options and attributes. The probe checks that torch's own step leaves equal ones.
+its options and attributes. The probe checks that torch's own step leaves equal ones. An optimizer
+that needs whole parameters has small parameters with as many dims as the user's.
 """
 
 from __future__ import annotations
@@ -20,9 +21,12 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
+from dtensor.numerics import is_narrow
+from dtensor.private_torch import DisableTorchFunctionSubclass
 from dtensor.runtime.optimizer.optimizer_kind import (
     OptimizerKind,
     copy_plain,
+    is_number,
     options_of,
     plain_attributes,
     plain_equal,
@@ -31,20 +35,38 @@ from dtensor.runtime.optimizer.optimizer_kind import (
 
 SAMPLE_GRADIENT = 1e-3
 
+
+Form = tuple[tuple[int, ...], torch.dtype]
+"""The shape and dtype of a shadow's parameter."""
+
+
+def small_form(parameter: torch.Tensor, masters: bool) -> Form:
+    """Return the form of the parameter that represents a whole parameter in a shadow."""
+    with DisableTorchFunctionSubclass():  # does not fetch lazy parameters
+        shape = tuple(min(size, 2) for size in parameter.shape)
+        return shape, torch.float32 if masters and is_narrow(parameter.dtype) else parameter.dtype
+
+
 Settings = tuple[tuple[dict[str, Any], ...], dict[str, Any]]
 """The options of each group, and the optimizer's attributes."""
 
 
 @dataclass(slots=True, eq=False)
 class ShadowOptimizer:
-    """An optimizer over one-element parameters, which follows the user's optimizer.
+    """An optimizer over small parameters, which follows the user's optimizer.
 
-    ``numbers``: the state entries of parameters that already have a state, by label.
-    ``parameters``: the one-element parameter that represents each parameter, by label.
+    ``numbers``: the state entries of parameters that already have a state, by label. ``forms``:
+    the form of each small parameter, by label, for an optimizer that needs whole parameters; None
+    for one-element parameters. ``parameters``: the small parameter that represents each parameter.
+    ``changed``: the options that a step changes. ``masters``: whether the
+    ranks have float32 copies of narrow parameters.
     """
 
     kind: OptimizerKind
     numbers: Mapping[str, Mapping[str, Any]]
+    forms: Mapping[str, Form] | None = None
+    changed: Set[str] = frozenset()
+    masters: bool = False
     parameters: dict[str, Parameter] = field(default_factory=dict[str, Parameter])
     state: dict[torch.Tensor, dict[str, Any]] = field(default_factory=dict[torch.Tensor, Any])
     _last_assignment: tuple[object, object] = (None, None)
@@ -58,7 +80,7 @@ class ShadowOptimizer:
     ) -> Settings:
         """Return the options and attributes after a step in which ``trained`` have gradients."""
         if self._last_assignment != (groups, trained):
-            self._assign_parameters(groups, trained)
+            self._assign_parameters(groups, trained, options, attributes)
             self._last_assignment = groups, trained
         group_parameters = [
             dict.fromkeys(self.parameters[label] for label in group) for group in groups
@@ -93,46 +115,67 @@ class ShadowOptimizer:
         self.parameters, state, self._last_assignment = snapshot
         self.state = {p: state[id(p)] for p in self.parameters.values() if id(p) in state}
 
-    def _assign_parameters(self, groups: Sequence[Sequence[str]], trained: Set[str]) -> None:
+    def _form(self, label: str) -> Form:
+        return (self.forms or {}).get(label, ((1,), torch.float32))
+
+    def _new_value(self, label: str) -> torch.Tensor:
+        shape, dtype = self._form(label)
+        return torch.full(shape, 0.5, dtype=dtype)
+
+    def _assign_parameters(
+        self,
+        groups: Sequence[Sequence[str]],
+        trained: Set[str],
+        options: Sequence[Mapping[str, Any]],
+        attributes: Mapping[str, Any],
+    ) -> None:
         """Represent each run of equal neighbours in a group by one parameter.
 
         Neighbours are equal if they have the same history and both have gradients or both have
-        none. The group's order is kept, since its last parameter may determine an option.
+        none. The group's order is kept, since its last parameter may determine an option. With
+        ``forms``, equal parameters that are not neighbours are represented by one parameter too.
         """
-        runs: list[tuple[tuple[object, ...], list[str]]] = []
+        runs: list[tuple[tuple[int, *tuple[object, ...]], list[str]]] = []
         for number, group in enumerate(groups):
             for label in group:
                 history = (
                     id(self.parameters[label]) if label in self.parameters else self._history(label)
                 )
-                key = number, history, label in trained
-                if not runs or runs[-1][0] != key:
-                    runs.append((key, []))
-                runs[-1][1].append(label)
+                key = number, history, label in trained, self._form(label)
+                candidates = runs[-1:] if self.forms is None else runs
+                labels = next((labels for k, labels in candidates if k == key), None)
+                if labels is None:
+                    labels = list[str]()
+                    runs.append((key, labels))
+                labels.append(label)
         old_parameters, self.parameters = self.parameters, {}
         used_ids = set[int]()
-        for _, labels in runs:
+        for (number, *_), labels in runs:
             old_parameter = old_parameters.get(labels[0])
             if old_parameter is not None and id(old_parameter) not in used_ids:
                 used_ids.add(id(old_parameter))
                 parameter = old_parameter
             else:
-                parameter = Parameter(torch.full((1,), 0.5))
-                state = (
-                    self._initial_state(labels[0])
-                    if old_parameter is None
-                    else self.state.get(old_parameter)
-                )
+                parameter = Parameter(self._new_value(labels[0]))
+                if old_parameter is not None:
+                    state = self.state.get(old_parameter)
+                elif self.forms is None:
+                    state = self._initial_state(labels[0])
+                else:
+                    state = self._begun_state(labels[0], options[number], attributes)
                 if state:
-                    self.state[parameter] = copy_plain(state)
+                    self.state[parameter] = copy.deepcopy(state)
             self.parameters.update(dict.fromkeys(labels, parameter))
         self.state = {p: s for p, s in self.state.items() if p in set(self.parameters.values())}
 
     def _history(self, label: str) -> object:
         """Return a key that is equal for two new parameters if one can represent both."""
         state, entries = self.numbers.get(label, {}), self.kind.entries
-        numbers = ((k, float(v)) for k, v in state.items() if k in entries and entries[k].number)
-        return tuple(sorted(numbers)), frozenset(state)
+        if self.forms is None:
+            state_numbers = {k: v for k, v in state.items() if k in entries and entries[k].number}
+        else:
+            state_numbers = {k: v for k, v in state.items() if is_number(v)}
+        return tuple(sorted((k, float(v)) for k, v in state_numbers.items())), frozenset(state)
 
     def _initial_state(self, label: str) -> dict[str, Any]:
         """Return a one-element state with the numbers of the parameter's state."""
@@ -146,15 +189,37 @@ class ShadowOptimizer:
                 state[key] = entry.sample()
         return state
 
+    def _begun_state(
+        self, label: str, options: Mapping[str, Any], attributes: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Return a state that a step of a new optimizer makes, with the numbers of the parameter's
+        state; {} if the parameter has no state."""
+        numbers = {k: v for k, v in self.numbers.get(label, {}).items() if is_number(v)}
+        if not self.numbers.get(label):
+            return {}
+        parameter = Parameter(self._new_value(label))
+        parameter.grad = torch.full_like(parameter, SAMPLE_GRADIENT)
+        group = {**self.kind.new_options(options, self.changed), "params": [parameter]}
+        optimizer = self.kind.make([group], copy_plain(dict(attributes)))
+        with torch.enable_grad():
+            step_without_hooks(optimizer)
+        state = dict(optimizer.state[parameter])
+        kept = {k for k in numbers if k in state and is_number(state[k])}
+        return {**state, **copy_plain({k: numbers[k] for k in kept})}
+
 
 def advance(
     optimizer: torch.optim.Optimizer,
     shadow: ShadowOptimizer,
     groups: tuple[tuple[str, ...], ...],
     trained: Set[str],
+    parameters: Mapping[str, torch.Tensor],
 ) -> Callable[[], None]:
     """Set the options and attributes of the user's optimizer to their values after a step. The
-    returned function restores the old values, except where the user has set others since."""
+    returned function restores the old values, except where the user has set others since.
+    ``parameters``: at least the trained ones, by label."""
+    if shadow.forms is not None:
+        shadow.forms = {label: small_form(p, shadow.masters) for label, p in parameters.items()}
     snapshot = shadow.snapshot()
     targets: list[dict[str, Any]] = [*optimizer.param_groups, vars(optimizer)]
     old_settings = [*map(options_of, optimizer.param_groups), plain_attributes(optimizer)]

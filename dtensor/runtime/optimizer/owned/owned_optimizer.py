@@ -30,10 +30,6 @@ from dtensor.runtime.optimizer.optimizer_kind import OptimizerKind, copy_plain, 
 from dtensor.runtime.optimizer.owned.packed_state import Layout, PackedState, pack
 from dtensor.runtime.optimizer.shard_optimizer import MASTER, Updated, divide, is_absent
 
-STATE = "state"
-"""The key of the packed state of a parameter: its name in a rank's table is
-``value_name(optimizer, STATE, label)``."""
-
 
 @dataclass(slots=True, eq=False)
 class _Work:

@@ -2,10 +2,10 @@
 
     heads  2.10 ms, 3.1 GiB      gather  2.40 ms, 4.0 GiB      ring  2.05 ms, 3.2 GiB   -> ring
 
-A stated word is planned alone. "auto" plans each strategy that applies, and takes the plan with the
-least predicted seconds among those that fit in the memory of the topology, or else the plan with
-the least memory. Gathered keys are kept for the backward; they are gathered again if the plan that
-keeps them does not fit.
+A stated word is planned alone. "auto" plans each strategy that applies. It takes the plan with the
+least predicted seconds among the plans that fit in the memory of the topology, or else the plan
+with the least memory. Gathered keys are kept for the backward; they are gathered again if the plan
+that keeps them does not fit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import replace
 from dtensor.errors import PlanningError
 from dtensor.sharding.plan.choose.annotations import annotation_placements
 from dtensor.sharding.plan.choose.sequence_axes import Governed, is_attention
-from dtensor.sharding.plan.cost.totals import PlanTotals
+from dtensor.sharding.plan.cost.totals import PlanTotals, index_of_best
 from dtensor.sharding.plan.record import PlanRecord
 from dtensor.sharding.plan.request import Request
 from dtensor.sharding.plan.sequence import STRATEGIES, Alternative, AttentionChoice
@@ -66,18 +66,14 @@ def choose_attention(
     if not plans:
         assert refusal is not None
         raise refusal
-    fitting = [(plan, totals) for plan, totals in plans if totals.fits]
-    if fitting:
-        best, _ = min(fitting, key=lambda each: each[1].cost.seconds)
-    else:
-        best, _ = min(plans, key=lambda each: each[1].memory.total)
+    best, _ = plans[index_of_best([totals for _, totals in plans])]
     chosen = (replace(c, alternatives=tuple(alternatives[c.axis])) for c in best.sequence)
     return replace(best, sequence=tuple(chosen))
 
 
 def _combinations(words: Sequence[str]) -> list[tuple[str, ...]]:
     """Return the words to plan for each axis. Raises PlanningError if stated words exclude each
-    other: beside a ring, other axes that split the sequence split heads."""
+    other: if one axis is a ring, all other axes that split the sequence must split heads."""
     options = [STRATEGIES if word == "auto" else (word,) for word in words]
     combinations = [
         words

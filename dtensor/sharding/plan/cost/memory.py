@@ -20,14 +20,7 @@ from typing import Literal
 import torch
 
 from dtensor.sharding.plan.record import PlanRecord
-from dtensor.sharding.plan.steps import (
-    Accumulate,
-    Redistribute,
-    Step,
-    Update,
-    on_fullest_rank,
-    updates_of,
-)
+from dtensor.sharding.plan.steps import Accumulate, Redistribute, Step, Update, updates_of
 from dtensor.sharding.spec.spec import TensorSpec
 
 _STATE_KINDS = ("parameter", "buffer")
@@ -42,6 +35,7 @@ Rows = Literal["balanced", "capacity", "most"]
 class Memory:
     """Bytes of the fullest rank of one stage.
 
+    ``delayed``: the gradients of the step before, and the buffers of their reductions.
     ``snapshots``: the copies that the launch keeps of written values, to undo a step.
     ``not_at_once``: a correction, subtracted in ``total``, because the other figures do not peak at
     the same time: some gradients are made after the peak of activations, and the stages of a rank
@@ -53,13 +47,14 @@ class Memory:
     optimizer: int
     activations: int
     masters: int = 0  # float32 copies of parameters
+    delayed: int = 0
     snapshots: int = 0
     not_at_once: int = 0
 
     @property
     def total(self) -> int:
         """The peak memory."""
-        state = self.parameters + self.gradients + self.optimizer + self.masters
+        state = self.parameters + self.gradients + self.optimizer + self.masters + self.delayed
         return state + self.activations + self.snapshots - self.not_at_once
 
 
@@ -79,8 +74,9 @@ def stage_memory(plan: PlanRecord, stage: int, rows: Rows = "balanced") -> Memor
     return Memory(
         parameters=parameters,
         gradients=sum(gradients.values()),
-        optimizer=sum(step.state_bytes for step in on_fullest_rank(updates)),
-        masters=sum(step.master_bytes for step in on_fullest_rank(updates)),
+        optimizer=sum(step.state_bytes for step in updates),
+        masters=sum(step.master_bytes for step in updates),
+        delayed=_delayed_bytes(plan, stage),
         activations=activations,
         snapshots=plan.copies * _written_bytes(plan, stage) if plan.copies else 0,
         not_at_once=activations - max(base + parts.above, parts.end),
@@ -118,7 +114,22 @@ def _written_bytes(plan: PlanRecord, stage: int) -> int:
     changed = {w.name for w in plan.state_writes if w.stage == stage and w.how != "in place"}
     changed |= {i.name for i in plan.inputs if i.label in {s.parameter for s in updates}}
     input_bytes = sum(i.held.max_local_nbytes for i in plan.inputs if i.name in changed)
-    return input_bytes + sum(s.state_bytes + s.master_bytes for s in on_fullest_rank(updates))
+    kept = sum(i.spec.max_local_nbytes for i in plan.delayed if stage in i.stages)
+    return input_bytes + kept + sum(s.state_bytes + s.master_bytes for s in updates)
+
+
+def _delayed_bytes(plan: PlanRecord, stage: int) -> int:
+    """Return the bytes of the gradients of the step before, and of the messages that reduce them,
+    which exist from the beginning of the step until it has updated."""
+    total = sum(i.spec.max_local_nbytes for i in plan.delayed if stage in i.stages)
+    values = {item.name for item in plan.delayed}
+    for step in plan.steps if values else ():
+        if isinstance(step, Redistribute) and step.reads and values.issuperset(step.reads):
+            values.update(step.gives)
+            if step.stage == stage and step.sends:
+                total += sum(move.dst.max_local_nbytes for move in step.moves)
+                total += 0 if step.kind == "all_reduce" else _buffer_bytes(step)
+    return total
 
 
 def _cast_bytes(step: Update, gradient: torch.dtype) -> int:
@@ -132,18 +143,16 @@ def waiting_gradients(plan: PlanRecord, stage: int) -> dict[str, int]:
     optimizer runs."""
     producers = {name: step for step in plan.steps for name in step.gives}
     state = {item.label for item in plan.inputs if item.kind in _STATE_KINDS}
-    specs = plan.value_specs()
-    elsewhere = {s.gradient for s in updates_of(plan.steps, [stage]) if not s.is_fullest}
+    specs, kind = plan.value_specs(), "delayed" if plan.delayed else "gradient"
     waiting: dict[str, int] = {}
     for output in plan.outputs:
-        if output.kind != "gradient" or output.of not in state:
+        if output.kind != kind or output.of not in state:
             continue
         for at, value in output.values:
             if at == stage:
                 chain = _reduction_chain(value, producers)
                 # gradients are reduced in place; a float32 gradient is larger than its 16-bit parts
-                here = [name for name in chain if name not in elsewhere] or chain
-                waiting[chain[-1]] = max(specs[name].max_local_nbytes for name in here)
+                waiting[chain[-1]] = max(specs[name].max_local_nbytes for name in chain)
     return waiting
 
 
@@ -287,7 +296,7 @@ def _bytes_of_pieces(step: Redistribute, values: _StageValues, is_read_later: bo
 
 def _end_bytes(plan: PlanRecord, stage: int, gradients: int) -> int:
     """Return the bytes that exist at the end of the step in addition to ``gradients``: buffers of
-    reductions and gathers, or casts of gradients and the new values and state of owners."""
+    reductions and gathers, and casts of gradients."""
     buckets = [  # gradients are gone when updated parameters are gathered
         _buffer_bytes(step) - (gradients if step.in_place else 0)
         for step in plan.steps
@@ -295,9 +304,8 @@ def _end_bytes(plan: PlanRecord, stage: int, gradients: int) -> int:
         if step.stage == stage and not step.in_microbatch
     ]
     specs = plan.value_specs()
-    updates = on_fullest_rank(updates_of(plan.steps, [stage]))
-    casts = (_cast_bytes(s, specs[s.gradient].dtype) for s in updates)
-    return max(*buckets, sum(casts) + sum(s.new_bytes for s in updates), 0)
+    casts = (_cast_bytes(s, specs[s.gradient].dtype) for s in updates_of(plan.steps, [stage]))
+    return max(*buckets, sum(casts), 0)
 
 
 def base_of(plan: PlanRecord, name: str, step: Step) -> str | None:

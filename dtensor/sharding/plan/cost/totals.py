@@ -210,6 +210,15 @@ class PlanTotals:
         return tuple(work), {key: tuple(stages) for key, stages in sent.items()}
 
 
+def index_of_best(candidates: Sequence[PlanTotals]) -> int:
+    """Return the index of the plan with the least predicted seconds among those that fit in memory,
+    or else of the plan with the least memory; of equals the first. Six digits are compared."""
+    fitting = [at for at, totals in enumerate(candidates) if totals.fits]
+    if fitting:
+        return min(fitting, key=lambda at: float(f"{candidates[at].cost.seconds:.5e}"))
+    return min(range(len(candidates)), key=lambda at: candidates[at].memory.total)
+
+
 def _no_key(key: Key) -> str:
     """Return the same value for every key, so that all messages form one group."""
     return ""

@@ -3,7 +3,8 @@
     emit(request, axis_problem, chosen) -> PlanRecord
 
 Ops keep their order; their operands are converted to the specs that they need (values.py). After
-the last microbatch, each output is summed over microbatches and converted to its final spec.
+the last microbatch, each output is summed over microbatches and converted to its final spec. With
+delayed gradients, the sum is an output, and the sum of the step before is converted in its place.
 Reductions of gradients over one axis share buckets. A bucket that is pending over several axes is
 scattered over all axes but the last, reduced over the last, and gathered, where that is faster.
 Gradients of a parameter that several stages use are summed over these stages. The norm and the
@@ -27,7 +28,6 @@ from dtensor.sharding.plan.emit.stored_gradients import (
     scattering_moves,
 )
 from dtensor.sharding.plan.emit.values import Copy, Emitter, Reader
-from dtensor.sharding.plan.owners import owned_inputs, owner_of, update_seconds
 from dtensor.sharding.plan.precision import (
     left_in_float32,
     reduce_in_float32,
@@ -69,11 +69,10 @@ def emit(request: Request, axis_problem: AxisProblem, chosen: Sequence[AxisChoic
         inputs.append(_planned_input(request, item, spec, chosen))
         for stage in item.stages:
             emitter.add_copy(item.name, Copy(item.name, spec, stage, True, "forward"))
-    if request.updates_whole:
-        inputs = list(owned_inputs(request, inputs))
     for op in flow.ops:
         emit_op(emitter, op)
-    outputs = Outputs(emitter, {i.label: i for i in inputs}).emit()
+    ends = Outputs(emitter, {i.label: i for i in inputs})
+    outputs = ends.emit()
     if emitter.routes:
         check_orders(emitter.steps)
     return PlanRecord(
@@ -82,6 +81,7 @@ def emit(request: Request, axis_problem: AxisProblem, chosen: Sequence[AxisChoic
         inputs=tuple(inputs),
         steps=tuple(emitter.steps),
         outputs=outputs,
+        delayed=tuple(ends.delayed),
         opened=tuple(
             (c.axis, c.opened)
             for c in sorted(chosen, key=lambda c: mesh.index(c.axis))
@@ -125,48 +125,84 @@ def _planned_input(
 class _PendingOutput:
     """An output that is being converted to its final spec. ``name`` and ``spec`` are its present
     value, ``path`` the moves that remain, and ``of`` the label of an input, or "result 0".
-    ``scattered``: whether the path reduces a gradient by scattering and gathering it. ``bucket``:
-    the name of the buckets in which all its messages travel; "" if only its reductions do."""
+    ``is_new``: whether it is no result of an op. ``scattered``: whether the path reduces a gradient
+    by scattering and gathering it. ``is_delayed``: whether it is a gradient of the step before."""
 
     output: Output
     name: str
-    path: tuple[Move, ...]
     spec: TensorSpec
     of: str
+    is_new: bool
+    path: tuple[Move, ...] = ()
     scattered: bool = False
-    bucket: str = ""
-
-    def is_bucketed(self) -> bool:
-        """Return whether the next move of a trained parameter or its gradient is in a bucket."""
-        move = self.path[0]
-        is_message = move.kind not in FREE_KINDS
-        return (
-            move.reduces
-            or (self.scattered and move.kind == "all_gather")
-            or (bool(self.bucket) and is_message)
-        )
+    is_delayed: bool = False
 
 
 @dataclass(slots=True)
 class Outputs:
     """Emits the steps that produce the outputs, and the optimizer phase. ``scattered``: (value,
-    stage, parameter) -> the shard of a gradient that was already split within the backward."""
+    stage, parameter) -> the shard of a gradient that was already split within the backward.
+    ``delayed``: the local gradients of the step before, and ``local``: those of this step."""
 
     emitter: Emitter
     inputs: Mapping[str, PlannedInput]
     scattered: Mapping[tuple[str, int, str], Copy] = field(
         default_factory=dict[tuple[str, int, str], Copy]
     )
+    delayed: list[PlannedInput] = field(default_factory=list[PlannedInput])
+    local: list[PlannedOutput] = field(default_factory=list[PlannedOutput])
 
     def emit(self) -> tuple[PlannedOutput, ...]:
         """Emit the steps after the ops, and return the outputs."""
         if self.emitter.request.stores_split:
             self.scattered = scatter_early(self.emitter, self.inputs)
-        pending = [self._start(output) for output in self.emitter.request.flow.outputs]
+        outputs, training = self.emitter.request.flow.outputs, self.emitter.request.training
+        if training is not None and training.delay:
+            pending = self._delay([self._start(output) for output in outputs])
+            pending = [self._with_path(item) for item in pending]
+        else:
+            pending = [self._with_path(self._start(output)) for output in outputs]
+        self._convert(pending)
+        return (*self._finish(pending), *self.local)
+
+    def _convert(self, pending: list[_PendingOutput]) -> None:
+        """Emit the moves that convert outputs to their final specs."""
         if self._trains():
             self._choose_reductions(pending)
-        self._advance_all(pending)
-        return self._finish(pending)
+        while any(item.path for item in pending):
+            self._advance(pending)
+
+    def _delay(self, pending: Sequence[_PendingOutput]) -> list[_PendingOutput]:
+        """Make the local gradients outputs, and return the pending outputs with the gradients of
+        the step before in their places. A gradient of several stages is summed over them before it
+        is kept; each of their ranks keeps the sum once."""
+        e = self.emitter
+        groups: dict[str, list[_PendingOutput]] = {}
+        for item in pending:
+            if item.output.kind == "gradient":
+                groups.setdefault(item.of, []).append(item)
+        tied = [items for items in groups.values() if len(items) > 1]
+        self._convert([self._with_path(item) for items in tied for item in items])
+        for items in tied:
+            self._sum_over_stages(items)
+        result = [item for item in pending if item.output.kind != "gradient"]
+        for label, items in groups.items():
+            by_rank = {e.request.stage_ranks[item.output.stage]: item for item in reversed(items)}
+            kept = [
+                item for item in items if by_rank[e.request.stage_ranks[item.output.stage]] is item
+            ]
+            values = tuple((item.output.stage, item.name) for item in kept)
+            self.local.append(PlannedOutput("delayed", label, values, items[0].spec))
+            name, stages = (
+                e.fresh(f"delayed_{self.inputs[label].name}"),
+                tuple(s for s, _ in values),
+            )
+            self.delayed.append(PlannedInput(name, label, "delayed", items[0].spec, stages))
+            result += [
+                _PendingOutput(item.output, name, item.spec, label, is_new=True, is_delayed=True)
+                for item in kept
+            ]
+        return result
 
     def _final_spec(self, output: Output, spec: TensorSpec) -> TensorSpec:
         """Return the spec that an output with the present spec ``spec`` must have. A gradient is
@@ -189,8 +225,7 @@ class Outputs:
         return TensorSpec(spec.shape, spec.dtype, spec.mesh, full)
 
     def _start(self, output: Output) -> _PendingOutput:
-        """Emit the sum of the output over microbatches, if there are any. Return the output with
-        the moves that remain until it has its final spec."""
+        """Emit the sum of the output over microbatches, if there are any, and return it."""
         e = self.emitter
         by = Reader(output.stage, _phase(output), "", "an output")
         copy = self.scattered.get((output.value, output.stage, str(output.of)))
@@ -214,10 +249,16 @@ class Outputs:
                 Accumulate(result=result, operand=name, src=spec, dst=dst, stage=stage, of=of)
             )
             name, spec = result, dst
+        return _PendingOutput(output, name, spec, of, is_new=name != copy.name)
+
+    def _with_path(self, item: _PendingOutput) -> _PendingOutput:
+        """Return the output with the moves that remain until it has its final spec."""
+        e, output, spec, of = self.emitter, item.output, item.spec, item.of
         final_spec = self._final_spec(output, spec)
-        for existing in e.copies_on(output.value, output.stage) if name == copy.name else ():
+        for existing in () if item.is_new else e.copies_on(output.value, output.stage):
             if alike(existing.spec, final_spec):
-                return _PendingOutput(output, existing.name, (), existing.spec, of)
+                item.name, item.spec = existing.name, existing.spec
+                return item
         # all_reduces of gradients share buckets, so `moves` must not split them into two steps
         trained = output.kind == "gradient" and self._trains()
         is_final = alike(spec, final_spec)
@@ -229,10 +270,9 @@ class Outputs:
         path = (*first, *rest)
         if trained:
             path = reduce_in_float32(path)
-        elif output.value in e.float32_parts and name == copy.name:
+        elif output.value in e.float32_parts and not item.is_new:
             path = round_after_sum(path, e.request.flow.metas[output.value].dtype)
-        owned = output.kind == "gradient" and self.inputs[of].owned is not None
-        item = _PendingOutput(output, name, path, spec, of, bucket="gradients" if owned else "")
+        item.path = path
         for move in first:
             if move.kind == "slice":  # now, so that all gradients are reduced in the same buckets
                 self._move(item, item.path[0])
@@ -269,7 +309,7 @@ class Outputs:
                 continue
             move = item.path[0]
             trained = item.output.kind == "gradient" and self._trains()
-            if trained and item.is_bucketed():
+            if trained and (move.reduces or (item.scattered and move.kind == "all_gather")):
                 key = (move.axis, item.output.stage, item.spec.dtype, move.kind)
                 buckets.setdefault(key, []).append(item)
             else:
@@ -294,7 +334,6 @@ class Outputs:
                 phase="optimizer" if after_microbatches else _phase(item.output),
                 stage=item.output.stage,
                 source=producer.source if producer else "",
-                of=(item.of,) if item.bucket else (),
                 why=f"{item.of} is wanted as {move.dst}",
             )
         )
@@ -307,7 +346,7 @@ class Outputs:
         results = tuple(e.fresh(f"{item.name}_{first.suffix}") for item in items)
         e.steps.append(
             Redistribute(
-                bucket=e.fresh(f"{items[0].bucket or 'gradients'}_{first.axis}"),
+                bucket=e.fresh(f"gradients_{first.axis}"),
                 results=results,
                 operands=tuple(item.name for item in items),
                 moves=tuple(item.path[0] for item in items),
@@ -322,44 +361,48 @@ class Outputs:
     def _finish(self, pending: Sequence[_PendingOutput]) -> tuple[PlannedOutput, ...]:
         """Return the outputs, after emitting the sums of gradients of parameters that several
         stages use, and the optimizer phase."""
-        e = self.emitter
         groups: dict[tuple[OutputKind, str], list[_PendingOutput]] = {}
         for item in pending:
             groups.setdefault((item.output.kind, item.of), []).append(item)
         outputs: list[PlannedOutput] = []
-        for (kind, of), items in groups.items():
-            if len(items) > 1 and kind == "gradient":  # mutations are new values: not summed
-                total = sum_spec(items[0].spec) if self._trains() else items[0].spec
-                results = tuple(e.fresh(f"{item.name}_tied") for item in items)
-                stages = tuple(item.output.stage for item in items)
-                axis = e.request.stage_axis
-                assert axis is not None, "several stages have a gradient"
-                e.steps.append(
-                    Redistribute(
-                        results=results,
-                        operands=tuple(item.name for item in items),
-                        moves=(over_stages(total, axis, len(items)),) * len(items),
-                        phase="optimizer",
-                        stage=stages[0],
-                        of=(of,),
-                        tied=stages,
-                    )
-                )
-                for item, result in zip(items, results, strict=True):
-                    item.name, item.spec = result, total
+        for (kind, _), items in groups.items():
+            # mutations are new values: not summed
+            if len(items) > 1 and kind == "gradient" and not items[0].is_delayed:
+                self._sum_over_stages(items)
             values = tuple((item.output.stage, item.name) for item in items)
             outputs.append(PlannedOutput(kind, items[0].output.of, values, items[0].spec))
-        training = e.request.training
+        training = self.emitter.request.training
         if training is not None:
             self._update_parameters(training.trained, outputs)
         return tuple(outputs)
+
+    def _sum_over_stages(self, items: Sequence[_PendingOutput]) -> None:
+        """Emit the sum of the gradients of one parameter over the stages that use it."""
+        e = self.emitter
+        total = sum_spec(items[0].spec) if self._trains() else items[0].spec
+        results = tuple(e.fresh(f"{item.name}_tied") for item in items)
+        stages = tuple(item.output.stage for item in items)
+        axis = e.request.stage_axis
+        assert axis is not None, "several stages have a gradient"
+        e.steps.append(
+            Redistribute(
+                results=results,
+                operands=tuple(item.name for item in items),
+                moves=(over_stages(total, axis, len(items)),) * len(items),
+                phase="optimizer",
+                stage=stages[0],
+                of=(items[0].of,),
+                tied=stages,
+            )
+        )
+        for item, result in zip(items, results, strict=True):
+            item.name, item.spec, item.is_new = result, total, True
 
     def _update_parameters(self, trained: frozenset[str], outputs: Sequence[PlannedOutput]) -> None:
         """Emit the norm of gradients, the updates, and the gathers of updated parameters."""
         training = self.emitter.request.training
         assert training is not None
         grads = [o for o in outputs if o.kind == "gradient" and str(o.of) in trained]
-        wholes = self._move_parameters(self._on_owners(grads))
         if training.clip_grad_norm is not None or training.scaled:
             self.emitter.steps.append(
                 Norm(
@@ -375,17 +418,14 @@ class Outputs:
             for number, updater in enumerate(training.updaters)
             for label in updater.trained
         }
-        updates: list[Update] = []
         for output in grads:
             number, updater = updaters[str(output.of)]
-            if updater.owned is not None:
-                continue
             for stage, value in output.values:
                 elements = output.spec.max_local_nbytes // output.spec.dtype.itemsize
                 dtype = self.inputs[str(output.of)].spec.dtype
                 master = training.master_weights and is_narrow(dtype)
                 itemsize = 4 if master else dtype.itemsize
-                updates.append(
+                self.emitter.steps.append(
                     Update(
                         parameter=str(output.of),
                         gradient=value,
@@ -398,90 +438,8 @@ class Outputs:
                     )
                 )
 
-        self.emitter.steps += updates
-        self._update_whole(wholes, {label: n for label, (n, _) in updaters.items()})
-        if self.emitter.request.stores_split or wholes:
+        if self.emitter.request.stores_split:
             gather_updated(self.emitter, self.inputs, grads)
-
-    def _on_owners(self, grads: Sequence[PlannedOutput]) -> list[tuple[PlannedInput, int, str]]:
-        """Return (parameter, stage, gradient) of each update of a whole parameter. Stages on one
-        rank that share a parameter update it once."""
-        ranks = self.emitter.request.stage_ranks
-        found: dict[tuple[str, int], tuple[PlannedInput, int, str]] = {}
-        for output in grads:
-            item = self.inputs[str(output.of)]
-            for stage, value in output.values if item.owned is not None else ():
-                found.setdefault((item.label, ranks[stage]), (item, stage, value))
-        return list(found.values())
-
-    def _move_parameters(
-        self, owned: Sequence[tuple[PlannedInput, int, str]]
-    ) -> list[tuple[PlannedInput, str, _PendingOutput]]:
-        """Emit the moves of parameters to their owners. Return (parameter, its gradient, its moved
-        value) of each."""
-        moving: list[_PendingOutput] = []
-        for item, stage, _ in owned:
-            assert item.owned is not None
-            path = moves(item.held, item.owned, self.emitter.request.topology, whole=True)
-            output = Output(item.name, "gradient", item.label, stage)
-            moving.append(
-                _PendingOutput(output, item.name, path, item.held, item.label, bucket="parameters")
-            )
-        self._advance_all(moving)
-        return [(i, value, m) for (i, _, value), m in zip(owned, moving, strict=True)]
-
-    def _advance_all(self, pending: list[_PendingOutput]) -> None:
-        while any(item.path for item in pending):
-            self._advance(pending)
-
-    def _update_whole(
-        self, wholes: Sequence[tuple[PlannedInput, str, _PendingOutput]], numbers: Mapping[str, int]
-    ) -> None:
-        """Emit the updates of whole parameters on their owners, and the moves of the new values
-        that other ranks write into their shards."""
-        e, training = self.emitter, self.emitter.request.training
-        assert training is not None
-        first, owners = len(e.steps), list[tuple[PlannedInput, str, _PendingOutput, str]]()
-        moving: list[_PendingOutput] = []
-        for item, gradient, whole in wholes:
-            assert item.owned is not None
-            result = e.fresh(f"{item.name}_updated")
-            owners.append((item, gradient, whole, result))
-            path = moves(item.owned, item.updated, e.request.topology, whole=True)
-            moving.append(replace(whole, name=result, path=path, spec=item.owned, bucket="updated"))
-        self._advance_all(moving)
-        load: dict[tuple[int, tuple[tuple[str, int], ...]], float] = {}
-        updates: list[Update] = []
-        for (item, gradient, whole, result), moved in zip(owners, moving, strict=True):
-            number = numbers[item.label]
-            updater = training.updaters[number]
-            assert item.owned is not None and updater.owned is not None
-            cost = updater.owned[item.label]
-            master = training.master_weights and is_narrow(item.spec.dtype)
-            update = Update(
-                parameter=item.label,
-                gradient=gradient,
-                spec=item.owned,
-                stage=whole.output.stage,
-                optimizer=updater.optimizer,
-                number=number,
-                state_bytes=cost.state_bytes,
-                master_bytes=item.spec.nbytes * 4 // item.spec.dtype.itemsize if master else 0,
-                owner=owner_of(item.owned),
-                value=whole.name,
-                result=result,
-                written=moved.name,
-                flops=cost.flops,
-            )
-            seconds = update_seconds(e.request.topology, item.spec.nbytes, cost)
-            updates.append(update)
-            if update.owner:
-                at = update.stage, update.owner
-                load[at] = load.get(at, 0.0) + seconds
-        fullest = dict(sorted(load, key=load.__getitem__))
-        e.steps[first:first] = [
-            replace(u, is_fullest=not u.owner or u.owner == fullest[u.stage]) for u in updates
-        ]
 
 
 def _reduced_over(path: Sequence[Move], axes: Sequence[str], num: int) -> tuple[Move, ...]:

@@ -133,21 +133,18 @@ class _Ring:
         arrived in ``chunk``, and the next chunk is on its way."""
         travelling = [first_key, first_key + 1, *self._token_values()]
         here = {at: self.operands[at] for at in travelling}
-        groups: dict[torch.dtype, list[int]] = {}  # a message has one dtype
-        for at, copy in here.items():
-            if isinstance(copy.spec.placement(self.axis), Shard):
-                groups.setdefault(copy.spec.dtype, []).append(at)
+        moving = [at for at, x in here.items() if isinstance(x.spec.placement(self.axis), Shard)]
         tokens = self.operands[first_key].spec.placement(self.axis)
         assert isinstance(tokens, Shard)
         shifts = visible_shifts(self.op.call, tokens, self.emitter.mesh.axis_size(self.axis))
         for part, shift in enumerate(shifts):
             self.shift, self.chunk, after = shift, here, dict(here)
-            for group in groups.values() if part + 1 < len(shifts) else ():
+            if part + 1 < len(shifts):
                 following = shifts[part + 1]
-                bases = [self.operands[at].name for at in group]
+                bases = [self.operands[at].name for at in moving]
                 names = [self.emitter.fresh(f"{base}_shifted{following}") for base in bases]
-                moved = self._send([here[at] for at in group], following - shift, names)
-                after |= dict(zip(group, moved, strict=True))
+                moved = self._send([here[at] for at in moving], following - shift, names)
+                after |= dict(zip(moving, moved, strict=True))
             yield part, part + 1 == len(shifts)
             here = after
 
@@ -212,8 +209,8 @@ class _Ring:
         metas: Sequence[Meta | None],
         names: Sequence[str | None],
     ) -> list[Any]:
-        """Emit a local op on copies, which are among the arguments; return copies of its results.
-        Its strategies are those of its rule that read the copies as they are."""
+        """Emit a local op whose arguments contain copies; return copies of its results. On each
+        axis the op takes the strategy of its rule that reads the copies without a message."""
         copies: list[Copy] = []
 
         def operand(copy: Copy) -> Operand:

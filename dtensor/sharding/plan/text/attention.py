@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from dtensor.sharding.plan.choose.sequence_axes import first_query
 from dtensor.sharding.plan.cost.seconds import step_times
 from dtensor.sharding.plan.record import PlanRecord
-from dtensor.sharding.plan.sequence import TOKENS, Alternative, AttentionChoice, part_shift
+from dtensor.sharding.plan.sequence import TOKENS, Alternative, AttentionChoice
 from dtensor.sharding.plan.steps import Compute
 from dtensor.sharding.plan.text.words import seconds_text, size_text, wrapped
 from dtensor.sharding.rules.rule import fullest_over_mean
-from dtensor.sharding.rules.tables.attention import imbalance_of
+from dtensor.sharding.rules.tables.attention import arguments_of, imbalance_of
 from dtensor.sharding.spec.placements import Shard, Zigzag
 from dtensor.showing import WIDTH
 
@@ -52,13 +52,14 @@ def _choice_text(plan: PlanRecord, choice: AttentionChoice) -> str:
     others = [a for a in choice.alternatives if a.word != choice.word]
     predicted = min(chosen, key=lambda alternative: alternative.seconds, default=None)
     if predicted is not None:
-        text += f": {_prediction(predicted)} a step"
+        text += f": {prediction(predicted)} a step"
     if others:
-        text += f"; {', '.join(f'{a.word} {_prediction(a)}' for a in others)}"
+        text += f"; {', '.join(f'{a.word} {prediction(a)}' for a in others)}"
     return text
 
 
-def _prediction(alternative: Alternative) -> str:
+def prediction(alternative: Alternative) -> str:
+    """Return the seconds and memory of an alternative, or why it is not possible."""
     if alternative.refused:
         return f"is not possible ({alternative.refused.rstrip('.')})"
     return f"{seconds_text(alternative.seconds)} and {size_text(alternative.memory)}"
@@ -112,5 +113,9 @@ def _split_attention(plan: PlanRecord, axis: str) -> Iterator[tuple[Compute, Sha
             continue
         strategies = dict(step.strategies)
         out = strategies[axis].results[0] if axis in strategies else None
-        if isinstance(out, Shard) and out.dim == TOKENS and not part_shift(step.op.call):
+        if (
+            isinstance(out, Shard)
+            and out.dim == TOKENS
+            and not arguments_of(step.op.call).get("shift")
+        ):
             yield step, out

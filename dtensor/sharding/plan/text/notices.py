@@ -101,7 +101,7 @@ def _redistributed_bytes(plan: PlanRecord, axis: str, ops: Collection[str]) -> i
 
 def _little_split_text(plan: PlanRecord, axis: str) -> str:
     """Return the warning about an axis that splits (almost) nothing; "" if it splits enough."""
-    zero = plan.zero or Zero((), 1)
+    zero = plan.zero or Zero((), 1) if plan.level_choice is None else plan.level_choice
     if plan.mesh.axis_size(axis) == 1 or axis in (plan.stage_axis, *zero.axes):
         return ""
     labels, share = _split_parameters(plan, axis)

@@ -31,13 +31,11 @@ from dtensor.sharding.plan.steps import (
     Step,
     Transfer,
     Update,
-    on_fullest_rank,
     updates_of,
 )
 from dtensor.sharding.plan.storage import LEVELS
-from dtensor.sharding.plan.text.attention import attention_lines
+from dtensor.sharding.plan.text.attention import attention_lines, prediction
 from dtensor.sharding.plan.text.notices import notices_of, split_ends
-from dtensor.sharding.plan.text.owners import owner_lines
 from dtensor.sharding.plan.text.view import UPDATED, axis_splits, steps_by_section
 from dtensor.sharding.plan.text.words import (
     call_text,
@@ -91,6 +89,7 @@ def render(
         *attention_lines(plan),
         *split_ends(plan),
         *_stored_lines(plan),
+        *_delay_lines(totals),
         *_statistics(plan),
     ]
     text += [*notices_of(plan), *note]
@@ -203,10 +202,11 @@ def _bucket_line(plan: PlanRecord, step: Redistribute) -> Line:
     size = sum((m.dst if gathers else m.src).max_local_nbytes for m in step.moves)
     src, dst = step.moves[0].src.dtype, step.moves[0].dst.dtype
     cast = f", to {dtype_name(dst)}" if src != dst else ""  # sends 16 bits, sums in float32
+    noun = f"updated {step.noun}" if step.in_place else step.noun
     return Line(
         "*",
         step.name,
-        f"{step.kind}({count_text(len(step.of), step.noun)}, {step.axis})",
+        f"{step.kind}({count_text(len(step.of), noun)}, {step.axis})",
         f"one bucket of {size_text(size)}{cast}",
         _sent_text(plan, step, step.stage),
         step.source,
@@ -221,23 +221,23 @@ def member_lines(labels: Sequence[str]) -> tuple[str, ...]:
 
 def _updates(plan: PlanRecord, stage: int) -> list[Line]:
     """Return one line for each optimizer, with the parameters that it updates."""
-    groups: dict[int, list[Update]] = {}
+    groups: dict[str, list[Update]] = {}
     for step in updates_of(plan.steps, [stage]):
-        groups.setdefault(step.number, []).append(step)
+        groups.setdefault(step.optimizer, []).append(step)
     lines: list[Line] = []
-    for updates in groups.values():
-        here = on_fullest_rank(updates)
-        costs = [f"{size_text(sum(step.state_bytes for step in here))} of state"]
-        if copies := sum(step.master_bytes for step in here):
-            costs.append(f"{size_text(copies)} of float32 masters")
-        text, more = "", member_lines([step.parameter for step in updates])
-        if updates[0].owner is not None:
-            costs = [flop_text(sum(step.flops for step in here)), *costs]
-            costs.append(f"{size_text(sum(step.new_bytes for step in here))} for new values")
-            text, more = ", each on one rank", owner_lines(plan, updates)
-        what = count_text(len(updates), "parameter")
-        text = f"update {what} by {updates[0].optimizer}{text}"
-        lines.append(Line("", "", text, ", ".join(costs), more=more))
+    for optimizer, updates in groups.items():
+        state = size_text(sum(step.state_bytes for step in updates))
+        copies = sum(step.master_bytes for step in updates)
+        masters = f", {size_text(copies)} of float32 masters" if copies else ""
+        lines.append(
+            Line(
+                "",
+                "",
+                f"update {count_text(len(updates), 'parameter')} by {optimizer}",
+                f"{state} of state{masters}",
+                more=member_lines([step.parameter for step in updates]),
+            )
+        )
     return lines
 
 
@@ -366,9 +366,7 @@ def _stage_values(plan: PlanRecord, stage: int) -> Iterable[tuple[str, TensorSpe
         if stage in item.stages:
             yield item.name, item.base
     for step in plan.steps:
-        alone = isinstance(step, Compute) or (
-            isinstance(step, Redistribute) and step.is_alone and not (step.is_free and step.of)
-        )
+        alone = isinstance(step, Compute) or (isinstance(step, Redistribute) and step.is_alone)
         if alone and step.stage == stage:
             yield from ((name, spec) for _, name, spec in step.gives_as())
 
@@ -422,7 +420,7 @@ def _stored_lines(plan: PlanRecord) -> list[str]:
         )
         lines += wrapped(text, "stored  ", WIDTH)
     if plan.zero is None:
-        return lines
+        return [*lines, *_level_lines(plan)]
     axes, level = plan.zero.axes, plan.zero.level
     by_axes: dict[tuple[str, ...], list[str]] = {}
     for item in plan.inputs:
@@ -435,7 +433,37 @@ def _stored_lines(plan: PlanRecord) -> list[str]:
     text = (
         f"{', '.join(axes)}: {level} ({LEVELS[level]} stored over {' x '.join(axes)}{exceptions})"
     )
-    return [*lines, *wrapped(text, "zero    ", WIDTH)]
+    return [*lines, *wrapped(text, "zero    ", WIDTH), *_level_lines(plan)]
+
+
+def _level_lines(plan: PlanRecord) -> list[str]:
+    """Return the lines about the level of ZeRO that "auto" chose, and the predictions for each
+    level; [] if the level is stated."""
+    choice = plan.level_choice
+    if choice is None:
+        return []
+    capacity = int(plan.topology.memory_bytes)
+    why = (
+        "the least memory, as none fits in" if not choice.fits else "the fewest seconds that fit in"
+    )
+    rows = [
+        (f"level {a.word}", f"{prediction(a)}{' (does not fit)' if a.memory > capacity else ''}")
+        for a in choice.alternatives
+    ]
+    lines = [f"{choice.level} by auto, {why} {size_text(capacity)}", *table(rows, "<<")]
+    return [f"{'' if number else 'level':8}{line}" for number, line in enumerate(lines)]
+
+
+def _delay_lines(totals: PlanTotals) -> list[str]:
+    """Return the line of the delay and of the memory that it costs; [] without a delay."""
+    if not totals.plan.delayed:
+        return []
+    sizes = [size_text(memory.delayed) for memory in totals.stage_memory]
+    by_stage = sizes[0] if len(sizes) == 1 else f"{', '.join(sizes)} by stage"
+    return [
+        f"delay   1: updates with the gradients of the step before; {by_stage} for them and their "
+        f"reductions"
+    ]
 
 
 def _statistics(plan: PlanRecord) -> list[str]:
@@ -536,6 +564,8 @@ def _memory(totals: PlanTotals) -> list[str]:
     ]
     if any(m.masters for m in memory):
         rows.append(["  float32 masters", *(size_text(m.masters) for m in memory)])
+    if plan.delayed:
+        rows.append(["  delayed gradients", *(size_text(m.delayed) for m in memory)])
     rows.append(["  activations", *(size_text(m.activations) for m in memory)])
     if plan.plain is not None:
         plain = [size_text(m.activations) for m in PlanTotals(plan.plain).stage_memory]

@@ -57,10 +57,10 @@ def _parts(totals: PlanTotals) -> list[Part]:
     """Return the parts of the summary, in order."""
     plan = totals.plan
     facts = [(f"plan {plan.name}", _mesh_text(plan)), ("steps", _steps_text(plan)), *_axes(plan)]
-    if plan.zero is not None:
-        zero = plan.zero
-        over = " x ".join(zero.axes)
-        facts.append((f"zero {zero.level}", f"{LEVELS[zero.level]} stored over {over}"))
+    if (zero := plan.zero or plan.level_choice) is not None:
+        text = f"{LEVELS.get(zero.level, 'nothing')} stored over {' x '.join(zero.axes)}"
+        text += "" if plan.level_choice is None else ", chosen by auto"
+        facts.append((f"zero {zero.level}", text))
     if plan.regions:
         num_repeated = sum(len(region.repeated) > 0 for region in plan.regions)
         names = ", ".join(collapse([r.name for r in plan.regions if r.repeated])) or "nothing"
@@ -131,6 +131,7 @@ def _memory_rows(totals: PlanTotals) -> list[Row]:
         "gradients": memory.gradients,
         "optimizer state": memory.optimizer,
         "float32 masters": memory.masters,
+        "delayed gradients": memory.delayed,
         "activations": memory.activations,
         "kept to undo a step": memory.snapshots,
     }

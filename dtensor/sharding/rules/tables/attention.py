@@ -73,8 +73,8 @@ def _with_used_heads(q: int, inner: Localizer | None) -> Localizer:
     rank's query heads use."""
 
     def localize(call: OpCall, local: Local) -> OpCall:
-        """Return a call with, for each query head, the position of its key head among those that
-        the rank holds; without them if it uses all of them in order."""
+        """Return a call with, for each query head, the position of its key head among the key
+        heads that the rank holds; without positions if the rank uses all of them in order."""
         local_call = call if inner is None else inner(call, local)
         group = call.operands[q].shape[1] // max(1, call.operands[q + 1].shape[1])
         key_heads = [i for lo, hi in local.operand_intervals(q + 1, 1) for i in range(lo, hi)]

@@ -1,0 +1,458 @@
+"""Test whether an optimizer updates each parameter from its own gradient and state alone.
+
+    probed = probe_parameters(muon, masters=False)  # PlanningError names two coupled parameters
+    probed.owned                                    # True: each parameter is updated by one rank
+    probed.report                                   # the trials, and the lines that did not run
+
+An optimizer of the user's class steps small CPU parameters together, with as many dims as the
+user's: square, tall, wide, equal and larger ones. For each of them an `OwnedOptimizer`, as the rank
+that owns it has, must give the same bits of values, states, options and attributes over 12 steps.
+Then other values and gradients of one parameter must change no bit of the others. A step may not
+draw random numbers. The probe takes 0.1 to 1 s.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence, Set
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from dtensor.errors import PlanningError
+from dtensor.private_torch import TorchDispatchMode, pytree
+from dtensor.runtime.optimizer.elementwise.op_recorder import (
+    NotElementwise,
+    RecordedSteps,
+    line_of,
+    unreached,
+    written,
+)
+from dtensor.runtime.optimizer.elementwise.shadow_optimizer import (
+    Settings,
+    ShadowOptimizer,
+    small_form,
+)
+from dtensor.runtime.optimizer.elementwise.trial import (
+    SCALES,
+    Probed,
+    ProbeReport,
+    Reference,
+    Trial,
+    probe_key,
+    random_states_kept,
+)
+from dtensor.runtime.optimizer.optimizer_kind import (
+    is_plain,
+    plain_equal,
+    step_without_hooks,
+)
+from dtensor.runtime.optimizer.owned.owned_optimizer import OwnedOptimizer
+from dtensor.runtime.optimizer.owned.packed_state import pack, unpack
+from dtensor.runtime.optimizer.shard_optimizer import MASTER, STATE, Updated, absent
+
+SHAPES_BY_DIMS: dict[int, tuple[tuple[int, ...], ...]] = {
+    0: ((),),
+    1: ((7,), (30,), (7,)),
+    2: ((6, 5), (8, 8), (4, 12), (66, 64), (6, 5)),
+    3: ((4, 3, 5), (5, 4, 3)),
+    4: ((3, 2, 3, 3), (4, 3, 1, 1)),
+}
+NOT_FINITE = 10
+"""The first step in which some elements of some gradients are NaN or infinite."""
+SETTINGS = "settings"
+RESUMED = 6
+"""The step before which a second shadow begins, as after a load."""
+
+
+def probe_parameters(optimizer: torch.optim.Optimizer, masters: bool) -> Probed:
+    """Test the optimizer's class with its options. Raises PlanningError if its step couples
+    parameters, draws random numbers, or raises."""
+    with random_states_kept():
+        return _PerParameterTrial(optimizer, masters).run()
+
+
+@dataclass(slots=True, eq=False)
+class _OwnerRank:
+    """The rank that owns one parameter."""
+
+    optimizer: OwnedOptimizer
+    label: str
+    value: Tensor
+    blob: Tensor
+
+    def step(self, reference: Reference, settings: Settings, gradient: Tensor) -> None:
+        options, attributes = settings
+        updated = Updated(reference.groups, (self.label,), ((self.label, STATE),))
+        values, blobs = self.optimizer.compute(
+            updated,
+            {self.label: self.value},
+            (*options, attributes),
+            {self.label: gradient},
+            {self.label: self.blob},
+            None,
+        )
+        self.value, self.blob = values[self.label], blobs[self.label]
+
+    def state(self) -> dict[str, Any]:
+        """Return the parameter's state as in torch."""
+        return {} if self.blob.dtype == torch.bool else unpack(self.blob)
+
+
+class _PerParameterTrial(Trial):
+    updates, shadowed = "per parameter", "small parameters"
+    fix = (
+        "fix: an optimizer that updates each parameter from its own gradient and state alone, such "
+        "as torch.optim.AdamW or torch.optim.Muon"
+    )
+
+    def __init__(self, optimizer: torch.optim.Optimizer, masters: bool) -> None:
+        super().__init__(optimizer, masters)
+        self.shapes = [_shapes(dims, len(self.options)) for dims in self.dims]
+        self.with_not_finite = True
+        self.changed_label = ""  # the parameter that has other values and gradients
+        self.known_runs: dict[tuple[torch.dtype, str], list[dict[str, Any]]] = {}
+        self.labels = [f"{g}.{i}" for g, of in enumerate(self.shapes) for i in range(len(of))]
+
+    def run(self) -> Probed:
+        """Run all parts of the probe, and return its result. Raises PlanningError if one fails."""
+        changed, attributes_changed = self.find_changed()
+        try:
+            recorded = self._record()
+        except PlanningError:  # perhaps the code of matrices does not take NaN
+            self.with_not_finite = False
+            self.gradient_cache.clear()
+            recorded = self._record()
+        wide = (d for d in (torch.float64, torch.float32) if d in self.dtypes or self._runs_in(d))
+        dtypes = tuple(dict.fromkeys((*wide, *self.dtypes)))
+        state: dict[str, str] = {}
+        self._change_one(self.dtypes[0])
+        for dtype in dtypes:
+            state |= self._compare(dtype, changed if changed or attributes_changed else None)
+        cls = type(self.optimizer)
+        report = ProbeReport(
+            optimizer=f"{cls.__module__}.{cls.__qualname__}",
+            updates=self.updates,
+            steps=len(SCALES),
+            dtypes=dtypes,
+            ops=(),
+            state=tuple(f"{key} ({form})" for key, form in state.items()),
+            changed=tuple(sorted({*changed, *attributes_changed})),
+            unreached=unreached(recorded.reached),
+        )
+        key = probe_key(self.optimizer, self.masters, changed, attributes_changed, owned=True)
+        return Probed(self.kind, report, {}, changed, attributes_changed, key, owned=True)
+
+    # -- the trials --------------------------------------------------------------------------------
+
+    def is_finite(self, index: int, step: int) -> bool:
+        return step < NOT_FINITE or index % 2 == 0 or not self.with_not_finite
+
+    def make_reference(self, dtype: torch.dtype) -> Reference:
+        reference = super().make_reference(dtype)
+        if self.changed_label:
+            parameter = reference.parameters[self.changed_label]
+            parameter.data.mul_(-1.25).add_(0.1)
+        return reference
+
+    def gradients(self, reference: Reference, step: int) -> dict[str, Tensor]:
+        gradients = super().gradients(reference, step)
+        if self.changed_label in gradients:
+            gradients[self.changed_label] = gradients[self.changed_label] * -3
+        return gradients
+
+    def _record(self) -> RecordedSteps:
+        try:
+            return self.record(mixing=True)
+        except NotElementwise as found:
+            raise self.refused(f"cannot be updated by one rank: {found.what}", found.line) from None
+
+    def _runs_in(self, dtype: torch.dtype) -> bool:
+        """Return whether steps over parameters of ``dtype`` do not raise."""
+        with suppress(PlanningError):
+            return bool(self._run(dtype, ""))
+        return False
+
+    def _compare(self, dtype: torch.dtype, changed: Set[str] | None) -> dict[str, str]:
+        """Return the forms of the state's entries. Raises PlanningError if the parameters' own
+        optimizers differ from the one over all. ``changed``: the options that a step changes; None
+        if it changes neither options nor attributes."""
+        reference = self.make_reference(dtype)
+        ranks = {
+            label: _OwnerRank(
+                OwnedOptimizer(self.kind, self.masters),
+                label,
+                parameter.detach().to(dtype, copy=True),
+                self._initial_blob(reference, label),
+            )
+            for label, parameter in reference.parameters.items()
+        }
+        shadows = [] if changed is None else [self._shadow(reference, changed)]
+        forms: dict[str, str] = {}
+        for step in range(len(SCALES)):
+            gradients, settings = self.gradients(reference, step), reference.settings
+            if shadows and step == RESUMED:
+                shadows.append(self._shadow(reference, changed or frozenset()))
+            try:
+                expected = [s.step(reference.groups, gradients.keys(), *settings) for s in shadows]
+            except Exception as error:
+                raise self.step_error(error, "on small parameters") from error
+            self.step_reference(reference, step)
+            for key in reference.optimizer.state:
+                if key not in set(reference.parameters.values()):
+                    raise self.refused(f"keeps a state that is of no parameter under {key!r}")
+            for label, gradient in gradients.items():
+                try:
+                    ranks[label].step(reference, settings, gradient)
+                except Exception as error:
+                    where = f"with one parameter of shape {list(gradient.shape)}"
+                    raise self.step_error(error, where) from error
+            self._check_step(reference, ranks, gradients, step)
+            for shadow_settings in expected:
+                self.check_settings(shadow_settings, reference.settings, f"step {step + 1}")
+            for parameter, state in reference.optimizer.state.items():
+                forms |= {str(key): _form(value, parameter) for key, value in state.items()}
+        return forms
+
+    def _initial_blob(self, reference: Reference, label: str) -> Tensor:
+        """Return the packed state that the class's `__init__` makes, or an absent value."""
+        state = reference.optimizer.state.get(reference.parameters[label])
+        return pack(dict(state), torch.device("cpu"))[0] if state else absent("cpu")
+
+    def _shadow(self, reference: Reference, changed: Set[str]) -> ShadowOptimizer:
+        """Return a shadow that begins at the reference's current state."""
+        states = {
+            label: dict(state)
+            for label, parameter in reference.parameters.items()
+            if (state := reference.optimizer.state.get(parameter))
+        }
+        forms = {label: small_form(p, self.masters) for label, p in reference.parameters.items()}
+        return ShadowOptimizer(self.kind, states, forms, changed, self.masters)
+
+    def _check_step(
+        self,
+        reference: Reference,
+        ranks: Mapping[str, _OwnerRank],
+        gradients: Mapping[str, Tensor],
+        step: int,
+    ) -> None:
+        """Raise PlanningError unless the ranks have the bits of the reference."""
+        for label, parameter in reference.parameters.items():
+            rank, dtype = ranks[label], reference.stored_dtype
+            value, state = parameter.detach().to(dtype), reference.optimizer.state.get(parameter)
+            unequal = [] if same(rank.value, value) else [_difference(rank.value, value)]
+            if not unequal and label in gradients:
+                own = rank.state()
+                own.pop(MASTER, None)
+                keys = {*own, *(state or {})}
+                unequal = [
+                    f"{key!r} of its state is another value"
+                    for key in keys
+                    if not same(own.get(key), (state or {}).get(key))
+                ]
+            if unequal:
+                self._raise_coupled(label, dtype, step, unequal[0])
+
+    def _change_one(self, dtype: torch.dtype) -> None:
+        """Raise PlanningError if other values and gradients of the first or the last parameter
+        change another parameter."""
+        for changed in dict.fromkeys((self.labels[0], self.labels[-1])):
+            for label in self.labels:
+                found = label != changed and self._influence(changed, label, dtype, len(SCALES))
+                if found:
+                    raise self._coupled(label, changed, found, dtype)
+
+    # -- coupled parameters ------------------------------------------------------------------------
+
+    def settings_error(self, what: str, found: str) -> PlanningError:
+        dtype = self.dtypes[0]
+        changing = [n for n in self.labels if self._influence(n, SETTINGS, dtype, len(SCALES))]
+        if len(changing) < 2:
+            return super().settings_error(what, found)
+        first, second, *_ = changing
+        return self.refused(
+            f"couples parameters: a step changes its {what} depending on {self._describe(first)} "
+            f"and on {self._describe(second)}",
+            self._meeting_line(first, second, dtype),
+        )
+
+    def _run(self, dtype: torch.dtype, changed: str) -> list[dict[str, Any]]:
+        """Return the values of all parameters, by label, and the options and attributes, by
+        SETTINGS, after each step. ``changed``: the parameter that has other values and gradients,
+        or ""."""
+        known = self.known_runs.get((dtype, changed))
+        if known is None:
+            known = self.known_runs[dtype, changed] = []
+            self.changed_label = changed
+            reference = self.make_reference(dtype)
+            for step in range(len(SCALES)):
+                self.step_reference(reference, step)
+                values = {n: p.detach().clone() for n, p in reference.parameters.items()}
+                known.append({**values, SETTINGS: reference.settings})
+            self.changed_label = ""
+        return known
+
+    def _influence(self, changed: str, label: str, dtype: torch.dtype, steps: int) -> str:
+        """Return how other values and gradients of ``changed`` change the parameter ``label``, or
+        "" if they don't."""
+        runs = zip(self._run(dtype, "")[:steps], self._run(dtype, changed), strict=False)
+        for step, (old, new) in enumerate(runs):
+            if not same(old[label], new[label]):
+                return f"{_difference(new[label], old[label])} after step {step + 1}"
+        return ""
+
+    def _raise_coupled(self, label: str, dtype: torch.dtype, step: int, what: str) -> NoReturn:
+        """Raise PlanningError for a parameter whose own optimizer gives other numbers."""
+        for changed in self.labels:
+            if changed != label and (found := self._influence(changed, label, dtype, step + 1)):
+                raise self._coupled(label, changed, found, dtype)
+        raise self.refused(
+            f"couples parameters: an optimizer of its own gives {self._describe(label)} other "
+            f"numbers than one over all parameters: {what} after step {step + 1} in {dtype}"
+        )
+
+    def _coupled(self, label: str, changed: str, found: str, dtype: torch.dtype) -> PlanningError:
+        return self.refused(
+            f"couples parameters: with other values and gradients of {self._describe(changed)}, "
+            f"{self._describe(label)} {found}",
+            self._meeting_line(label, changed, dtype),
+        )
+
+    def _meeting_line(self, label: str, changed: str, dtype: torch.dtype) -> str:
+        """Return the line at which numbers of both parameters meet, or ""."""
+        reference = self.make_reference(dtype)
+        meetings = _Meetings(self.files, label, changed)
+        for step in range(len(SCALES)):
+            meetings.follow(reference, self.gradients(reference, step))
+            with suppress(Exception), meetings:
+                step_without_hooks(reference.optimizer)
+        return meetings.line
+
+    def _describe(self, label: str) -> str:
+        group, _, index = label.partition(".")
+        shape = list(self.shapes[int(group)][int(index)])
+        return f"parameter {index} of group {group} (of shape {shape})"
+
+
+class _Meetings(TorchDispatchMode):
+    """Finds the line at which numbers of two parameters first meet in an op.
+
+    Each tensor's storage has the labels of the parameters from which it was computed. A stack is
+    not followed, because most are cut into their parts again.
+    """
+
+    def __init__(self, files: Collection[str], label: str, changed: str) -> None:
+        super().__init__()
+        self._files, self._pair, self._changed = files, {label, changed}, changed
+        self._labels: dict[int, set[str]] = {}
+        self._storages: list[Any] = []
+        self._lines: dict[str, str] = dict.fromkeys(("op", "read", "stack"), "")
+
+    @property
+    def line(self) -> str:
+        """The line, or else one that reads a number of the changed parameter to Python or stacks
+        numbers of both, or ""."""
+        return next(filter(None, self._lines.values()), "")
+
+    def follow(self, reference: Reference, gradients: Mapping[str, Tensor]) -> None:
+        """Set the parameters' gradients, and follow both."""
+        for label, parameter in reference.parameters.items():
+            gradient = gradients.get(label)
+            parameter.grad = None if gradient is None else gradient.to(parameter.dtype).clone()
+            for tensor in (parameter.data, parameter.grad):
+                if tensor is not None:
+                    self._add(tensor, {label})
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        name = func.overloadpacket.__name__
+        tensors = _tensors((args, kwargs))
+        if name in ("stack", "cat"):
+            self._record("stack", self._pair <= self._all(tensors))
+        elif name == "_local_scalar_dense":
+            self._record("read", self._changed in self._all(tensors))
+        elif name.startswith("_foreach_"):
+            lists = [a for a in args if isinstance(a, list | tuple)]
+            single = _tensors([a for a in args if not isinstance(a, list | tuple)])
+            for index in range(len(args[0])):
+                of_index = _tensors([values[index] for values in lists if index < len(values)])
+                self._mix([*of_index, *single], [args[0][index], *_tensors(out)[index : index + 1]])
+        else:
+            self._mix(tensors, [*_tensors(out), *written(func, args, kwargs)])
+        return out
+
+    def _mix(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        labels = self._all(sources)
+        self._record("op", self._pair <= labels)
+        for tensor in targets if labels else ():
+            self._add(tensor, labels)
+
+    def _record(self, what: str, is_met: bool) -> None:
+        if is_met and not self._lines[what]:
+            self._lines[what] = line_of(self._files)
+
+    def _all(self, tensors: Sequence[Tensor]) -> set[str]:
+        known = (self._labels.get(t.untyped_storage()._cdata, set()) for t in tensors)
+        return set[str]().union(*known)
+
+    def _add(self, tensor: Tensor, labels: Set[str]) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._labels:
+            self._storages.append(storage)  # kept, so that its address is not reused
+        self._labels.setdefault(storage._cdata, set()).update(labels)
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [t for t in pytree.tree_leaves(values) if isinstance(t, Tensor)]
+
+
+def _shapes(dims: Set[int], num_groups: int) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of a group's parameters, in an order in which numbers of dims alternate."""
+    per_dims = 5 if num_groups <= 4 else 2
+    columns = [SHAPES_BY_DIMS.get(n, ((2,) * n,))[:per_dims] for n in sorted(dims or {1, 2})[::-1]]
+    return tuple(shape for row in zip_longest(*columns) for shape in row if shape is not None)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Return whether two states are equal: the bits of tensors, and numbers in containers and
+    objects. NaN equals NaN."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        is_alike = (a.shape, a.dtype, a.layout) == (b.shape, b.dtype, b.layout)
+        return is_alike and (torch.equal(a, b) or bool(((a == b) | (a != a) & (b != b)).all()))
+    if a is b or type(a) is not type(b):
+        return a is b
+    match a:
+        case dict():
+            return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+        case list() | tuple() | deque():
+            return len(a) == len(b) and all(map(same, a, b))
+        case _ if is_plain(a):
+            return plain_equal(a, b)
+        case _ if hasattr(a, "__dict__"):
+            return same(vars(a), vars(b))
+        case _:
+            return bool(a == b)
+
+
+def _difference(a: Any, b: Any) -> str:
+    if not isinstance(a, Tensor):
+        return "differ"
+    unequal = ~((a == b) | (a != a) & (b != b))
+    most = (a - b)[unequal].abs().nan_to_num(torch.inf).max()
+    return f"differs in {int(unequal.sum())} of {a.numel()} elements, by up to {float(most):.2g}"
+
+
+def _form(value: Any, parameter: Tensor) -> str:
+    """Return the form of a state entry, for the report."""
+    match value:
+        case Tensor() if value.shape == parameter.shape:
+            return "like the parameter"
+        case Tensor():
+            return "one number" if value.numel() == 1 else "tensor of another shape"
+        case _:
+            return type(value).__name__
