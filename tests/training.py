@@ -101,10 +101,13 @@ def train_torch(
     clip: float | None = None,
     scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
     masters: nn.Module | None = None,
+    delay: int = 0,
 ) -> list[float]:
     """Train the model in plain torch and return the losses. ``masters``: a float32 copy of the
-    model, which the optimizer updates and ``model`` follows."""
+    model, which the optimizer updates and ``model`` follows. ``delay``: 1 to update with the
+    gradients of the batch before; the last ones are put into the optimizer's state."""
     losses: list[float] = []
+    delayed: dict[Tensor, Tensor] = {}
     updated = model if masters is None else masters
     optimizers = listed(optimizer)
     for one in data:
@@ -116,6 +119,11 @@ def train_torch(
         for p, q in zip(model.parameters(), updated.parameters(), strict=True):
             if masters is not None and p.grad is not None:
                 q.grad, p.grad = p.grad.float(), None
+        if delay:
+            gradients = {p: p.grad for p in updated.parameters() if p.grad is not None}
+            for p in gradients:
+                p.grad = delayed.get(p)
+            delayed = gradients
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(updated.parameters(), clip)
         for each in optimizers:
@@ -125,6 +133,9 @@ def train_torch(
         if scheduler is not None:
             scheduler.step()
         losses.append(value.item())
+    for each in optimizers:
+        for p in (p for group in each.param_groups for p in group["params"] if p in delayed):
+            each.state[p]["delayed_gradient"] = delayed[p]
     return losses
 
 
@@ -210,7 +221,10 @@ def assert_trains_as_torch(
     masters = deepcopy(plain).float() if stated.get("master_weights") else None
     updated = plain if masters is None else masters
     optimizer = make(updated)
-    expected = train_torch(plain, optimizer, data, loss=loss, clip=clip, masters=masters)
+    delay = stated.get("delay", 0)
+    expected = train_torch(
+        plain, optimizer, data, loss=loss, clip=clip, masters=masters, delay=delay
+    )
     assert_losses_close(losses, expected, limit)
     start = build().state_dict()
     assert_states_close(state["model"], plain.state_dict(), atol, start=start, part=part)
@@ -220,6 +234,10 @@ def assert_trains_as_torch(
         order = [names[p] for group in each.param_groups for p in group["params"]]
         found, wanted = own["state"], each.state_dict()["state"]
         assert set(found) == set(wanted), "optimizer state"
+        for i, entry in wanted.items():  # sums of 16-bit gradients are wider than torch's
+            if "delayed_gradient" in entry:
+                dtype = entry["delayed_gradient"].dtype
+                found[i]["delayed_gradient"] = found[i]["delayed_gradient"].to(dtype)
         by_name = ({order[i]: entry for i, entry in entries.items()} for entries in (found, wanted))
         assert_states_close(*by_name, atol, "optimizer", part=part)
     return run

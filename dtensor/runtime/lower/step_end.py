@@ -131,19 +131,19 @@ def sum_tied(b: RankBuilder, step: Redistribute) -> None:
 
 
 def _addends(b: RankBuilder, step: Redistribute, own_indices: Sequence[int]) -> list[str]:
-    """Return the names of the gradients of this rank's stages, converted to float32 if the
-    parameter has 16 bits."""
-    operands, spec = [step.operands[i] for i in own_indices], step.moves[0].dst
-    parameter = next(i for i in b.plan.inputs if i.label in step.of)
-    if parameter.spec.dtype == spec.dtype:
-        return operands
-    code = b.segment().code
-    dtype = code.literal(spec.dtype, ())
-    for operand in operands:
-        wide = f"{operand}_wide"
-        code.line(f"{wide} = {operand}.to({dtype})", [operand], [wide], op=COPIES)
-        b.record(wide, spec)
-    return [f"{operand}_wide" for operand in operands]
+    """Return the names of the gradients of this rank's stages, converted to float32 if they are
+    narrower."""
+    spec, specs = step.moves[0].dst, b.plan.value_specs()
+    addends: list[str] = []
+    for operand in (step.operands[i] for i in own_indices):
+        addends.append(operand)
+        if specs[operand].dtype != spec.dtype:
+            addends[-1] = wide = f"{operand}_wide"
+            code = b.segment().code
+            dtype = code.literal(spec.dtype, ())
+            code.line(f"{wide} = {operand}.to({dtype})", [operand], [wide], op=COPIES)
+            b.record(wide, spec)
+    return addends
 
 
 def is_counted(b: RankBuilder, spec: TensorSpec) -> bool:
