@@ -138,8 +138,8 @@ def _output_buffers(b: RankBuilder, step: Redistribute) -> tuple[tuple[str, Buff
     base, dtype = b.value(step.name), step.moves[0].dst.dtype
     if step.kind in ("all_gather", "all_to_all"):
         if step.bucket:
-            peers = _peers(b, step.axis)
-            shapes = [(sum(math.prod(m.src.local_shape(p)) for m in step.moves),) for p in peers]
+            received = [[math.prod(shape) for shape, _ in blocks] for _, blocks in _layout(b, step)]
+            shapes = [(sum(sizes),) for sizes in zip(*received, strict=True)]
         else:
             shapes = [shape_of(where) for where in _places_by_peer(b, step.moves[0])]
         return tuple((f"{base}.{i}", Buffer(shape, dtype)) for i, shape in enumerate(shapes))
@@ -247,13 +247,15 @@ def _record(b: RankBuilder, step: Redistribute) -> None:
 
 
 def _layout(b: RankBuilder, step: Redistribute) -> Layout:
-    """Return the layout of the flat pieces of a gather."""
+    """Return the layout of the flat pieces of a gather or an exchange."""
     coordinates, peers = b.coordinates, _peers(b, step.axis)
+
+    def blocks(move: Move, dst: TensorSpec) -> tuple[tuple[Shape, Where], ...]:
+        places = [taken(move.src, dst, peer, coordinates) for peer in peers]
+        return tuple((shape_of(where), where) for where in places)
+
     return tuple(
-        (
-            dst.local_shape(coordinates),
-            tuple((move.src.local_shape(p), taken(move.src, dst, p, coordinates)) for p in peers),
-        )
+        (dst.local_shape(coordinates), blocks(move, dst))
         for move, dst in zip(step.moves, step.written_specs, strict=True)
     )
 
