@@ -54,6 +54,7 @@ from dtensor.sharding.plan.steps import (
     Step,
     Transfer,
     Update,
+    at_the_commit,
     norm_of,
     roots,
 )
@@ -146,14 +147,15 @@ def lower_rank(b: RankBuilder) -> RankProgram:
         walk.run_action(action)
     b.label, b.microbatch = Label("optimizer"), None
     walk.complete_sends(None)
-    end_steps = walk.end_steps(plan)
-    if (
-        plan.delayed and not b.roles.updates
-    ):  # the first step, which has no gradients to update with
+    before, after = at_the_commit(walk.end_steps(plan))
+    if not b.roles.updates:
+        after = []
+    if plan.delayed and not b.roles.updates:  # the first step has no gradients to update with
         without = {id(s) for steps in rounds for s in steps}
-        end_steps = [s for s in end_steps if not (id(s) in without or isinstance(s, Norm | Update))]
-    walk.run_steps(end_steps)
-    outputs = walk.end_program()
+        before = [s for s in before if not (id(s) in without or isinstance(s, Norm | Update))]
+    walk.run_steps(before)
+    step_end.compute_new_values(b)
+    outputs = walk.end_program(after)
     state_names = [b.value(i.name) for i in state]
     input_names = list(dict.fromkeys((*(i.name for i in arguments), *b.shared.numbers)))
     for number, role in enumerate(b.roles.updates):
@@ -204,9 +206,9 @@ class _Lowering(StepWalk[moves.Started]):
         step_end.accumulate(b, action, self.unshared_sums)
         b.close()
 
-    def end_program(self) -> dict[str, str]:
-        """Emit the commit point and the updates. Return the rank's outputs: the name of each value
-        in the table, by its name in the program."""
+    def end_program(self, after: Sequence[Step]) -> dict[str, str]:
+        """Emit the commit point, the steps ``after`` it, and the updates. Return the rank's
+        outputs: the name of each value in the table, by its name in the program."""
         b = self.b
         copies: dict[str, str] = {}
         step_end.agree(b)
@@ -215,6 +217,7 @@ class _Lowering(StepWalk[moves.Started]):
             copies = step_end.snapshot(b, self.state)
         if self.state is not None:
             self.state.emit_at_commit()
+        self.run_steps(after)
         step_end.update(b)
         outputs_by_name: dict[str, str] = {}
         for output in b.plan.outputs:

@@ -26,6 +26,7 @@ from dtensor.runtime.lower import moves
 from dtensor.runtime.lower.code import ADDING, COPIES
 from dtensor.runtime.lower.rank_builder import OptimizerRole, RankBuilder, options_name
 from dtensor.runtime.optimizer.flat_buffers import filled, group_by_size
+from dtensor.runtime.optimizer.owned.owned_optimizer import STATE, OwnedOptimizer
 from dtensor.runtime.optimizer.shard_optimizer import (
     ELEMENTWISE,
     MASTER,
@@ -50,6 +51,7 @@ from dtensor.sharding.plan.steps import (
     norm_of,
     roots,
     updates_of,
+    updates_whole,
 )
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
 from dtensor.sharding.spec.placements import Replicate
@@ -173,7 +175,7 @@ def norm(b: RankBuilder, step: Norm) -> None:
     else:
         b.segment().code.apply(sum_of_squares, [counted], [name], b.shared.device, *wide)
     b.nbytes[name] = square_buffer.nbytes
-    name = _reduce_votes(b, name, square_buffer)
+    name = _reduce_votes(b, name, square_buffer, votes=not updates_whole(b.plan.steps))
     pair = (step.result, f"{step.result}_clip")
     if step.scaled:
         segment = b.segment()
@@ -191,10 +193,13 @@ def agree(b: RankBuilder) -> None:
         _reduce_votes(b, None)
 
 
-def _reduce_votes(b: RankBuilder, squares: str | None, square_buffer: Buffer = WORD) -> str:
-    """Emit the sum over all ranks of the votes (the commit point) and of a norm's ``squares``, and
-    return the name of the result. ``square_buffer``: the buffer of a sum of squares."""
-    agrees, vote, what = b.shared.has_commit_point(b.roles), "rank.vote", "the votes"
+def _reduce_votes(
+    b: RankBuilder, squares: str | None, square_buffer: Buffer = WORD, *, votes: bool = True
+) -> str:
+    """Emit the sum over all ranks of the votes (the commit point), unless ``votes`` is False, and
+    of a norm's ``squares``, and return the name of the result. ``square_buffer``: the buffer of a
+    sum of squares."""
+    agrees, vote, what = votes and b.shared.has_commit_point(b.roles), "rank.vote", "the votes"
     if squares is not None:
         what = "the norm and the votes" if agrees else "the norm"
     if agrees:
@@ -250,6 +255,12 @@ def optimizer_values(b: RankBuilder, number: int) -> dict[str, tuple[str, str]]:
     keys_of = {n: k for group, k in zip(role.groups, role.keys, strict=False) for n in group}
     names: dict[str, tuple[str, str]] = {}
     for step in _updates(b, number) if keys_of else ():
+        if step.owner is not None:
+            if step.is_on_rank(b.coordinates):
+                (label,) = b.roles.labels_of([step.parameter])
+                name = value_name(role.optimizer, STATE, label)
+                names[name], b.nbytes[name] = (label, STATE), step.state_bytes + step.master_bytes
+            continue
         narrow = (MASTER,) if step.master_bytes else ()
         width = torch.float32 if narrow else step.spec.dtype
         numel = b.shared.nbytes(step.spec, b.coordinates) // step.spec.dtype.itemsize
@@ -279,6 +290,9 @@ def update(b: RankBuilder) -> None:
 def _step_of(b: RankBuilder, number: int) -> None:
     """Emit the call that steps the optimizer ``number`` of the rank."""
     role, updates = b.roles.updates[number], _updates(b, number)
+    if any(step.owner is not None for step in updates):
+        _store_new_values(b, number, updates)
+        return
     inputs = {i.label: i for i in b.plan.inputs}
     norm = norm_of(b.plan.steps)
     clip = norm and f"{norm.result}_clip"
@@ -320,6 +334,82 @@ def _step_of(b: RankBuilder, number: int) -> None:
         # a part of several blocks is a copy, which must be written back
         if part != name and any(len(intervals) > 1 for intervals in where):
             code.apply(write, [name, part], (), layout=where)
+    b.close()
+
+
+def compute_new_values(b: RankBuilder) -> None:
+    """Emit the calls that compute the new values and the new state of the parameters that this rank
+    owns, into new memory, before ranks vote."""
+    norm = norm_of(b.plan.steps)
+    clip = norm and f"{norm.result}_clip"
+    for number, role in enumerate(b.roles.updates):
+        owned = [step for step in _updates(b, number) if step.owner is not None]
+        mine = [step for step in owned if step.is_on_rank(b.coordinates)]
+        for step in owned:
+            if step not in mine:  # the value has no elements here
+                b.assign(step.value, step.result)
+                b.record(step.result, step.spec)
+        if not mine:
+            continue
+        b.close()
+        b.label = Label("update")
+        segment = b.segment()
+        code = segment.code
+        segment.table |= {"optimizer": role.optimizer, "options": options_name(number)}
+        state, new_state = _state_names(b, number)
+        segment.table |= state | new_state
+        labels_of = b.roles.labels_of
+        labels = labels_of(s.parameter for s in mine)
+        groups, values = tuple(map(labels_of, role.groups)), optimizer_values(b, number)
+        updated = code.bind("updated", Updated(groups, labels, tuple(values.values())))
+        wholes, gradients = [s.value for s in mine], [s.gradient for s in mine]
+        function = code.bind("compute_owned", compute_owned)
+        results = [*(s.result for s in mine), *new_state]
+        code.line(
+            f"{tuple_text(results)} = {function}(optimizer, {updated}, options, "
+            f"{tuple_text(wholes)}, {tuple_text(gradients)}, {tuple_text(tuple(state))}, "
+            f"{clip})",
+            ["optimizer", "options", *wholes, *gradients, *state, *([clip] if clip else [])],
+            results,
+            called=function,
+        )
+        for step in mine:
+            b.price(step)
+            b.record(step.result, step.spec)
+        b.nbytes.update((name, b.nbytes[old]) for name, old in zip(new_state.values(), values))
+        b.close()
+    b.label = Label("optimizer")
+
+
+def _state_names(b: RankBuilder, number: int) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the names in the table of the state and of the new state of the parameters that this
+    rank owns, by their names in code."""
+    names = tuple(optimizer_values(b, number))
+    return (
+        {f"optimizer_{at}": name for at, name in enumerate(names)},
+        {f"new_state_{at}": f"new {name}" for at, name in enumerate(names)},
+    )
+
+
+def _store_new_values(b: RankBuilder, number: int, updates: Sequence[Update]) -> None:
+    """Emit the writes of new values into the rank's shards of the parameters, and of the new state
+    of the parameters that the rank owns."""
+    inputs = {i.label: i for i in b.plan.inputs}
+    b.close()
+    b.label = Label("update")
+    segment = b.segment()
+    state, new_state = _state_names(b, number)
+    segment.table |= state | new_state
+    if state:
+        segment.code.apply(replace_state, [tuple(state), tuple(new_state)], ())
+    written: list[str] = []
+    for step in updates:
+        item = inputs[step.parameter]
+        where = given(item.held, item.updated, b.coordinates, b.coordinates)
+        if all(where):
+            segment.code.apply(write, [item.name, step.written], (), layout=where)
+            written.append(item.name)
+    segment.writes = (*state, *written)
     b.close()
 
 
@@ -447,6 +537,33 @@ def publish(b: RankBuilder, outputs: Mapping[str, str]) -> None:
 
 
 # -- functions that generated code calls -----------------------------------------------------------
+
+
+def compute_owned(
+    optimizer: OwnedOptimizer,
+    updated: Updated,
+    options: tuple[dict[str, object], ...],
+    values: tuple[torch.Tensor, ...],
+    gradients: tuple[torch.Tensor, ...],
+    states: tuple[torch.Tensor, ...],
+    clip: torch.Tensor | None,
+) -> tuple[torch.Tensor, ...]:
+    """Return the new values, then the new states, of the parameters that a rank owns; see
+    `OwnedOptimizer.compute`. Runs on ranks."""
+    labels = updated.labels
+    parameters, grads, old_states = (
+        dict(zip(labels, x, strict=True)) for x in (values, gradients, states)
+    )
+    new_values, new_states = optimizer.compute(
+        updated, parameters, options, grads, old_states, clip
+    )
+    return (*map(new_values.__getitem__, labels), *map(new_states.__getitem__, labels))
+
+
+def replace_state(old: tuple[torch.Tensor, ...], new: tuple[torch.Tensor, ...]) -> None:
+    """Let the tensors ``old`` of the rank's table have the memory of ``new``. Runs on ranks."""
+    for value, new_value in zip(old, new, strict=True):
+        value.data = new_value
 
 
 def step_optimizer(

@@ -25,7 +25,15 @@ from dtensor.runtime.schedule import Grid, Kind, held_at_once, in_flight
 from dtensor.runtime.schedule.clock import Begin, Interval, Item, Stretch, Until, folded, run
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.record import Cost, PlanRecord
-from dtensor.sharding.plan.steps import Norm, Redistribute, Step, Transfer, Update
+from dtensor.sharding.plan.steps import (
+    Norm,
+    Redistribute,
+    Step,
+    Transfer,
+    Update,
+    at_the_commit,
+    updates_whole,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,12 +146,18 @@ class _RankItems(StepWalk[str]):
         """Add the reductions of gradients that have not run early, the commit point, the updates,
         and the gathers of updated parameters."""
         steps = self.end_steps(self.plan)
-        self.run_steps(steps)
-        if self.has_commit_point and not self.committed:
-            self._add_votes(0)
+        before, after = at_the_commit(steps)
+        self.run_steps(before)
         updates = {s.parameter: s for s in reversed(steps) if isinstance(s, Update)}
         for step in reversed(updates.values()):
-            self.compute(step)
+            if step.owner is not None:  # into new memory
+                self.compute(step)
+        if self.has_commit_point and not self.committed:
+            self._add_votes(0)
+        self.run_steps(after)
+        for step in reversed(updates.values()):
+            if step.owner is None:
+                self.compute(step)
         for step in steps:
             if isinstance(step, Redistribute) and step.in_place:
                 self.redistribute(step, wait=True)
@@ -191,7 +205,7 @@ class _RankItems(StepWalk[str]):
             self._add_all_reduce(f"tied {step.of[0]}", step.axis, hosts, len(hosts), nbytes)
 
     def norm(self, step: Norm) -> None:
-        self._add_votes(step.dtype.itemsize)
+        self._add_votes(step.dtype.itemsize, commits=not updates_whole(self.plan.steps))
 
     def wait(self, message: str) -> None:
         self.items.append(Until((message,)))
@@ -199,10 +213,11 @@ class _RankItems(StepWalk[str]):
     def wait_sends(self, values: Sequence[str]) -> None:
         self.items.append(Until(tuple(n for v in values for n in self.send_names.pop(v))))
 
-    def _add_votes(self, nbytes: int) -> None:
-        """Add the commit point, which also sums the ``nbytes`` of a norm's squares."""
-        self.committed = True
-        nbytes += WORD.nbytes if self.has_commit_point else 0
+    def _add_votes(self, nbytes: int, *, commits: bool = True) -> None:
+        """Add the commit point, which also sums the ``nbytes`` of a norm's squares, or only the
+        sum of these bytes."""
+        self.committed = self.committed or commits
+        nbytes += WORD.nbytes if self.has_commit_point and commits else 0
         for axis, num in self.plan.mesh.shape.items():
             if num > 1:
                 members = tuple(range(num)) if axis == self.plan.stage_axis else (self.rank,)

@@ -22,7 +22,7 @@ from dtensor.sharding.plan.steps import Step
 from dtensor.sharding.plan.storage import LevelChoice, Zero
 from dtensor.sharding.redistribute.topology import Topology
 from dtensor.sharding.spec.mesh import Mesh
-from dtensor.sharding.spec.placements import Shard
+from dtensor.sharding.spec.placements import REPLICATE, Shard
 from dtensor.sharding.spec.spec import TensorSpec
 
 WriteHow = Literal["in place", "at the commit", "copied"]
@@ -73,7 +73,8 @@ class PlannedInput:
     ``misaligned``: pins that determine only how the input is stored: it is used with replicas on
     their axes, and ``pinned`` is its spec with them. ``zero``: the ZeRO level. ``stored``: the spec
     split over ZeRO axes, or None; at level 1 the optimizer state has this spec, at level 2 the
-    gradient too, at level 3 the parameter too.
+    gradient too, at level 3 the parameter too. ``owned``: for a parameter that one rank updates
+    whole, the spec of the gradient and the state on this rank, at each level.
     """
 
     name: str
@@ -85,6 +86,7 @@ class PlannedInput:
     zero: int = 0
     misaligned: tuple[Misaligned, ...] = ()
     pinned: TensorSpec | None = None
+    owned: TensorSpec | None = None
 
     @property
     def base(self) -> TensorSpec:
@@ -99,13 +101,31 @@ class PlannedInput:
     @property
     def state(self) -> TensorSpec:
         """The spec of a parameter's optimizer state."""
-        return self.base if self.stored is None else self.stored
+        return self.owned or self.stored or self.base
+
+    @property
+    def updated(self) -> TensorSpec:
+        """The spec of the values that ranks write into a parameter when they update it. The other
+        ranks get these values on the axes on which this spec differs from ``held``."""
+        if self.owned is None:
+            return self.state
+        replicated = [a for a in self.held.mesh.axes if self.held.placement(a) == REPLICATE]
+        return self.held.with_placements(**{a: self.owned.placement(a) for a in replicated})
 
     @property
     def stored_axes(self) -> tuple[str, ...]:
-        """The ZeRO axes that split the state of a parameter."""
-        base, state = self.base, self.state
-        return tuple(a for a in base.mesh.axes if base.placement(a) != state.placement(a))
+        """The ZeRO axes that split the storage of a parameter."""
+        return () if self.stored is None else _differing(self.base, self.stored)
+
+    @property
+    def state_axes(self) -> tuple[str, ...]:
+        """The axes on which the state of a parameter is placed otherwise than ``base``."""
+        return _differing(self.base, self.state)
+
+
+def _differing(a: TensorSpec, b: TensorSpec) -> tuple[str, ...]:
+    """Return the axes on which the placements differ."""
+    return tuple(axis for axis in a.mesh.axes if a.placement(axis) != b.placement(axis))
 
 
 @dataclass(frozen=True, slots=True)

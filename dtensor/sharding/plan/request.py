@@ -137,6 +137,12 @@ class Request(PlanTerms):
         """Whether the spec of a stored parameter may differ from the spec that ops use."""
         return self.zero is not None or self.misaligned == "gather"
 
+    @property
+    def updates_whole(self) -> bool:
+        """Whether an optimizer updates whole parameters, each on one rank."""
+        training = self.training
+        return training is not None and any(u.owned is not None for u in training.updaters)
+
 
 def checked_search(search: str) -> Search:
     """Return the word as a `Search`. Raises PlanningError if it is not one."""

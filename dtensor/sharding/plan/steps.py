@@ -257,9 +257,10 @@ class Redistribute(_Step):
 
     @property
     def noun(self) -> str:
-        """The word for a value of the bucket: "parameter" or "gradient"."""
-        is_gather = self.kind == "all_gather" and not self.reduces_gradients
-        return "parameter" if is_gather else "gradient"
+        """The word for a value of the bucket: "parameter", "updated parameter" or "gradient"."""
+        is_updated = self.in_place or self.bucket.startswith("updated")
+        parameter = "updated parameter" if is_updated else "parameter"
+        return "gradient" if self.bucket.startswith("gradients") else parameter
 
     @property
     def is_alone(self) -> bool:
@@ -461,7 +462,14 @@ class Norm(_Step):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update(_Step):
-    """The optimizer's step on the shards of one parameter on one stage."""
+    """The optimizer's step on one parameter on one stage: on the shards of all ranks, or on the
+    whole parameter on its owner.
+
+    The owner has these fields besides. ``owner``: (axis, coordinate) of the rank; () if each rank
+    updates a parameter that cannot be cut. ``value``: the whole parameter; ``result``: its new
+    value; ``written``: the new value as ranks write it into the parameter. ``is_fullest``: whether
+    the owner is the rank of the stage whose updates cost most.
+    """
 
     parameter: str  # label
     gradient: str
@@ -471,6 +479,12 @@ class Update(_Step):
     number: int = 0  # the index of the optimizer
     state_bytes: int  # per rank
     master_bytes: int = 0  # per rank, of the float32 master copy; 0 without master weights
+    owner: tuple[tuple[str, int], ...] | None = None
+    value: str = ""
+    result: str = ""
+    written: str = ""
+    is_fullest: bool = True
+    flops: int = 0
     phase: StepPhase = "optimizer"
     once: bool = False
     source: ClassVar[str] = ""
@@ -481,11 +495,27 @@ class Update(_Step):
     def labels(self) -> tuple[str, ...]:
         return (self.parameter,)
 
+    @property
+    def new_bytes(self) -> int:
+        """The bytes of the owner's new value and new state, until the step commits."""
+        return 0 if self.owner is None else self.spec.nbytes + self.state_bytes + self.master_bytes
+
+    def is_on_rank(self, coordinates: Mapping[str, int]) -> bool:
+        """Return whether the rank of the stage at these coordinates makes the update."""
+        return all(coordinates[axis] == at for axis, at in self.owner or ())
+
     def reads_as(self) -> Iterator[tuple[int, str, TensorSpec]]:
         yield self.stage, self.gradient, self.spec
+        if self.value:
+            yield self.stage, self.value, self.spec
+
+    def gives_as(self) -> Iterator[tuple[int, str, TensorSpec]]:
+        if self.result:
+            yield self.stage, self.result, self.spec
 
     def reading(self, names: Mapping[str, str]) -> Update:
-        return replace(self, gradient=names.get(self.gradient, self.gradient))
+        gradient, value = (names.get(name, name) for name in (self.gradient, self.value))
+        return replace(self, gradient=gradient, value=value)
 
 
 Step = Compute | Redistribute | Transfer | Accumulate | Norm | Update
@@ -512,6 +542,29 @@ def updates_of(steps: Iterable[Step], stages: Collection[int] | None = None) -> 
     """Return the updates among the steps, on ``stages`` only unless that is None."""
     updates = (step for step in steps if isinstance(step, Update))
     return tuple(step for step in updates if stages is None or step.stage in stages)
+
+
+def updates_whole(steps: Iterable[Step]) -> bool:
+    """Return whether an owner updates a whole parameter."""
+    return any(step.owner is not None for step in updates_of(steps))
+
+
+def on_fullest_rank(updates: Iterable[Update]) -> list[Update]:
+    """Return the updates that the fullest rank of their stage makes."""
+    return [step for step in updates if step.is_fullest]
+
+
+def at_the_commit(steps: Sequence[Step]) -> tuple[list[Step], list[Step]]:
+    """Return the steps at the end of a training step that run before the commit, and those that
+    run after it: the moves of new values from the owners of parameters."""
+    before: list[Step] = []
+    after: list[Step] = []
+    updated = False
+    for step in steps:
+        updated = updated or isinstance(step, Update)
+        moves_back = updated and isinstance(step, Redistribute) and not step.in_place
+        (after if moves_back else before).append(step)
+    return before, after
 
 
 def norm_of(steps: Iterable[Step]) -> Norm | None:

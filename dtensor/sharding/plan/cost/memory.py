@@ -20,7 +20,14 @@ from typing import Literal
 import torch
 
 from dtensor.sharding.plan.record import PlanRecord
-from dtensor.sharding.plan.steps import Accumulate, Redistribute, Step, Update, updates_of
+from dtensor.sharding.plan.steps import (
+    Accumulate,
+    Redistribute,
+    Step,
+    Update,
+    on_fullest_rank,
+    updates_of,
+)
 from dtensor.sharding.spec.spec import TensorSpec
 
 _STATE_KINDS = ("parameter", "buffer")
@@ -74,8 +81,8 @@ def stage_memory(plan: PlanRecord, stage: int, rows: Rows = "balanced") -> Memor
     return Memory(
         parameters=parameters,
         gradients=sum(gradients.values()),
-        optimizer=sum(step.state_bytes for step in updates),
-        masters=sum(step.master_bytes for step in updates),
+        optimizer=sum(step.state_bytes for step in on_fullest_rank(updates)),
+        masters=sum(step.master_bytes for step in on_fullest_rank(updates)),
         delayed=_delayed_bytes(plan, stage),
         activations=activations,
         snapshots=plan.copies * _written_bytes(plan, stage) if plan.copies else 0,
@@ -115,7 +122,9 @@ def _written_bytes(plan: PlanRecord, stage: int) -> int:
     changed |= {i.name for i in plan.inputs if i.label in {s.parameter for s in updates}}
     input_bytes = sum(i.held.max_local_nbytes for i in plan.inputs if i.name in changed)
     kept = sum(i.spec.max_local_nbytes for i in plan.delayed if stage in i.stages)
-    return input_bytes + kept + sum(s.state_bytes + s.master_bytes for s in updates)
+    return (
+        input_bytes + kept + sum(s.state_bytes + s.master_bytes for s in on_fullest_rank(updates))
+    )
 
 
 def _delayed_bytes(plan: PlanRecord, stage: int) -> int:
@@ -144,6 +153,7 @@ def waiting_gradients(plan: PlanRecord, stage: int) -> dict[str, int]:
     producers = {name: step for step in plan.steps for name in step.gives}
     state = {item.label for item in plan.inputs if item.kind in _STATE_KINDS}
     specs, kind = plan.value_specs(), "delayed" if plan.delayed else "gradient"
+    elsewhere = {s.gradient for s in updates_of(plan.steps, [stage]) if not s.is_fullest}
     waiting: dict[str, int] = {}
     for output in plan.outputs:
         if output.kind != kind or output.of not in state:
@@ -152,7 +162,8 @@ def waiting_gradients(plan: PlanRecord, stage: int) -> dict[str, int]:
             if at == stage:
                 chain = _reduction_chain(value, producers)
                 # gradients are reduced in place; a float32 gradient is larger than its 16-bit parts
-                waiting[chain[-1]] = max(specs[name].max_local_nbytes for name in chain)
+                here = [name for name in chain if name not in elsewhere] or chain
+                waiting[chain[-1]] = max(specs[name].max_local_nbytes for name in here)
     return waiting
 
 
@@ -296,7 +307,7 @@ def _bytes_of_pieces(step: Redistribute, values: _StageValues, is_read_later: bo
 
 def _end_bytes(plan: PlanRecord, stage: int, gradients: int) -> int:
     """Return the bytes that exist at the end of the step in addition to ``gradients``: buffers of
-    reductions and gathers, and casts of gradients."""
+    reductions and gathers, or casts of gradients and the new values and state of owners."""
     buckets = [  # gradients are gone when updated parameters are gathered
         _buffer_bytes(step) - (gradients if step.in_place else 0)
         for step in plan.steps
@@ -304,8 +315,9 @@ def _end_bytes(plan: PlanRecord, stage: int, gradients: int) -> int:
         if step.stage == stage and not step.in_microbatch
     ]
     specs = plan.value_specs()
-    casts = (_cast_bytes(s, specs[s.gradient].dtype) for s in updates_of(plan.steps, [stage]))
-    return max(*buckets, sum(casts), 0)
+    updates = on_fullest_rank(updates_of(plan.steps, [stage]))
+    casts = (_cast_bytes(s, specs[s.gradient].dtype) for s in updates)
+    return max(*buckets, sum(casts) + sum(s.new_bytes for s in updates), 0)
 
 
 def base_of(plan: PlanRecord, name: str, step: Step) -> str | None:

@@ -168,6 +168,11 @@ def step_cost(plan: PlanRecord, step: Step, stage: int) -> StepCost:
             return StepCost(bytes=tuple(shard_bytes(move.dst) for move in copied), rate="op")
         case Accumulate():
             return StepCost(bytes=(shard_bytes(step.src), shard_bytes(step.dst, 2)), rate="op")
+        case Update() if step.owner is not None:
+            if not step.is_fullest:
+                return StepCost()
+            moved = 3 * step.spec.nbytes + 2 * (step.state_bytes + step.master_bytes)
+            return StepCost(flops=Amount(step.flops), bytes=(Amount(moved),), rate="op")
         case Update():
             state = 2 * (step.state_bytes + step.master_bytes)  # read and written
             bytes_moved = shard_bytes(step.spec, 3), Amount(state, shard_bytes(step.spec).axes)

@@ -28,6 +28,7 @@ from dtensor.sharding.plan.emit.stored_gradients import (
     scattering_moves,
 )
 from dtensor.sharding.plan.emit.values import Copy, Emitter, Reader
+from dtensor.sharding.plan.owners import owned_inputs, owner_of, update_seconds
 from dtensor.sharding.plan.precision import (
     left_in_float32,
     reduce_in_float32,
@@ -69,6 +70,8 @@ def emit(request: Request, axis_problem: AxisProblem, chosen: Sequence[AxisChoic
         inputs.append(_planned_input(request, item, spec, chosen))
         for stage in item.stages:
             emitter.add_copy(item.name, Copy(item.name, spec, stage, True, "forward"))
+    if request.updates_whole:
+        inputs = list(owned_inputs(request, inputs))
     for op in flow.ops:
         emit_op(emitter, op)
     ends = Outputs(emitter, {i.label: i for i in inputs})
@@ -126,7 +129,9 @@ class _PendingOutput:
     """An output that is being converted to its final spec. ``name`` and ``spec`` are its present
     value, ``path`` the moves that remain, and ``of`` the label of an input, or "result 0".
     ``is_new``: whether it is no result of an op. ``scattered``: whether the path reduces a gradient
-    by scattering and gathering it. ``is_delayed``: whether it is a gradient of the step before."""
+    by scattering and gathering it. ``is_delayed``: whether it is a gradient of the step before.
+    ``bucket``: the name of the buckets in which all its messages travel; "" if only its reductions
+    do."""
 
     output: Output
     name: str
@@ -136,6 +141,17 @@ class _PendingOutput:
     path: tuple[Move, ...] = ()
     scattered: bool = False
     is_delayed: bool = False
+    bucket: str = ""
+
+    def is_bucketed(self) -> bool:
+        """Return whether the next move of a trained parameter or its gradient is in a bucket."""
+        move = self.path[0]
+        is_message = move.kind not in FREE_KINDS
+        return (
+            move.reduces
+            or (self.scattered and move.kind == "all_gather")
+            or (bool(self.bucket) and is_message)
+        )
 
 
 @dataclass(slots=True)
@@ -169,8 +185,7 @@ class Outputs:
         """Emit the moves that convert outputs to their final specs."""
         if self._trains():
             self._choose_reductions(pending)
-        while any(item.path for item in pending):
-            self._advance(pending)
+        self._advance_all(pending)
 
     def _delay(self, pending: Sequence[_PendingOutput]) -> list[_PendingOutput]:
         """Make the local gradients outputs, and return the pending outputs with the gradients of
@@ -273,6 +288,8 @@ class Outputs:
         elif output.value in e.float32_parts and not item.is_new:
             path = round_after_sum(path, e.request.flow.metas[output.value].dtype)
         item.path = path
+        if output.kind == "gradient" and self.inputs[of].owned is not None:
+            item.bucket = "gradients"
         for move in first:
             if move.kind == "slice":  # now, so that all gradients are reduced in the same buckets
                 self._move(item, item.path[0])
@@ -309,7 +326,7 @@ class Outputs:
                 continue
             move = item.path[0]
             trained = item.output.kind == "gradient" and self._trains()
-            if trained and (move.reduces or (item.scattered and move.kind == "all_gather")):
+            if trained and item.is_bucketed():
                 key = (move.axis, item.output.stage, item.spec.dtype, move.kind)
                 buckets.setdefault(key, []).append(item)
             else:
@@ -334,6 +351,7 @@ class Outputs:
                 phase="optimizer" if after_microbatches else _phase(item.output),
                 stage=item.output.stage,
                 source=producer.source if producer else "",
+                of=(item.of,) if item.bucket else (),
                 why=f"{item.of} is wanted as {move.dst}",
             )
         )
@@ -346,7 +364,7 @@ class Outputs:
         results = tuple(e.fresh(f"{item.name}_{first.suffix}") for item in items)
         e.steps.append(
             Redistribute(
-                bucket=e.fresh(f"gradients_{first.axis}"),
+                bucket=e.fresh(f"{items[0].bucket or 'gradients'}_{first.axis}"),
                 results=results,
                 operands=tuple(item.name for item in items),
                 moves=tuple(item.path[0] for item in items),
@@ -403,6 +421,7 @@ class Outputs:
         training = self.emitter.request.training
         assert training is not None
         grads = [o for o in outputs if o.kind == "gradient" and str(o.of) in trained]
+        wholes = self._move_parameters(self._on_owners(grads))
         if training.clip_grad_norm is not None or training.scaled:
             self.emitter.steps.append(
                 Norm(
@@ -418,14 +437,17 @@ class Outputs:
             for number, updater in enumerate(training.updaters)
             for label in updater.trained
         }
+        updates: list[Update] = []
         for output in grads:
             number, updater = updaters[str(output.of)]
+            if updater.owned is not None:
+                continue
             for stage, value in output.values:
                 elements = output.spec.max_local_nbytes // output.spec.dtype.itemsize
                 dtype = self.inputs[str(output.of)].spec.dtype
                 master = training.master_weights and is_narrow(dtype)
                 itemsize = 4 if master else dtype.itemsize
-                self.emitter.steps.append(
+                updates.append(
                     Update(
                         parameter=str(output.of),
                         gradient=value,
@@ -438,8 +460,89 @@ class Outputs:
                     )
                 )
 
-        if self.emitter.request.stores_split:
+        self.emitter.steps += updates
+        self._update_whole(wholes, {label: n for label, (n, _) in updaters.items()})
+        if self.emitter.request.stores_split or wholes:
             gather_updated(self.emitter, self.inputs, grads)
+
+    def _on_owners(self, grads: Sequence[PlannedOutput]) -> list[tuple[PlannedInput, int, str]]:
+        """Return (parameter, stage, gradient) of each update of a whole parameter. Stages on one
+        rank that share a parameter update it once."""
+        ranks = self.emitter.request.stage_ranks
+        found: dict[tuple[str, int], tuple[PlannedInput, int, str]] = {}
+        for output in grads:
+            item = self.inputs[str(output.of)]
+            for stage, value in output.values if item.owned is not None else ():
+                found.setdefault((item.label, ranks[stage]), (item, stage, value))
+        return list(found.values())
+
+    def _move_parameters(
+        self, owned: Sequence[tuple[PlannedInput, int, str]]
+    ) -> list[tuple[PlannedInput, str, _PendingOutput]]:
+        """Emit the moves of parameters to their owners. Return (parameter, its gradient, its moved
+        value) of each."""
+        moving: list[_PendingOutput] = []
+        for item, stage, _ in owned:
+            assert item.owned is not None
+            path = moves(item.held, item.owned, self.emitter.request.topology, whole=True)
+            output = Output(item.name, "gradient", item.label, stage)
+            whole = _PendingOutput(output, item.name, item.held, item.label, True, path)
+            moving.append(replace(whole, bucket="parameters"))
+        self._advance_all(moving)
+        return [(i, value, m) for (i, _, value), m in zip(owned, moving, strict=True)]
+
+    def _advance_all(self, pending: list[_PendingOutput]) -> None:
+        while any(item.path for item in pending):
+            self._advance(pending)
+
+    def _update_whole(
+        self, wholes: Sequence[tuple[PlannedInput, str, _PendingOutput]], numbers: Mapping[str, int]
+    ) -> None:
+        """Emit the updates of whole parameters on their owners, and the moves of the new values
+        that other ranks write into their shards."""
+        e, training = self.emitter, self.emitter.request.training
+        assert training is not None
+        first, owners = len(e.steps), list[tuple[PlannedInput, str, _PendingOutput, str]]()
+        moving: list[_PendingOutput] = []
+        for item, gradient, whole in wholes:
+            assert item.owned is not None
+            result = e.fresh(f"{item.name}_updated")
+            owners.append((item, gradient, whole, result))
+            path = moves(item.owned, item.updated, e.request.topology, whole=True)
+            moving.append(replace(whole, name=result, path=path, spec=item.owned, bucket="updated"))
+        self._advance_all(moving)
+        load: dict[tuple[int, tuple[tuple[str, int], ...]], float] = {}
+        updates: list[Update] = []
+        for (item, gradient, whole, result), moved in zip(owners, moving, strict=True):
+            number = numbers[item.label]
+            updater = training.updaters[number]
+            assert item.owned is not None and updater.owned is not None
+            cost = updater.owned[item.label]
+            master = training.master_weights and is_narrow(item.spec.dtype)
+            update = Update(
+                parameter=item.label,
+                gradient=gradient,
+                spec=item.owned,
+                stage=whole.output.stage,
+                optimizer=updater.optimizer,
+                number=number,
+                state_bytes=cost.state_bytes,
+                master_bytes=item.spec.nbytes * 4 // item.spec.dtype.itemsize if master else 0,
+                owner=owner_of(item.owned),
+                value=whole.name,
+                result=result,
+                written=moved.name,
+                flops=cost.flops,
+            )
+            seconds = update_seconds(e.request.topology, item.spec.nbytes, cost)
+            updates.append(update)
+            if update.owner:
+                at = update.stage, update.owner
+                load[at] = load.get(at, 0.0) + seconds
+        fullest = dict(sorted(load, key=load.__getitem__))
+        e.steps[first:first] = [
+            replace(u, is_fullest=not u.owner or u.owner == fullest[u.stage]) for u in updates
+        ]
 
 
 def _reduced_over(path: Sequence[Move], axes: Sequence[str], num: int) -> tuple[Move, ...]:

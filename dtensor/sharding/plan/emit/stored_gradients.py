@@ -32,11 +32,12 @@ from dtensor.sharding.spec.spec import TensorSpec
 def scattering_moves(
     request: Request, item: PlannedInput, gradient: TensorSpec
 ) -> tuple[Move, ...]:
-    """Return the moves that split a gradient over the ZeRO axes of its parameter if there are
-    several; () if there is one, because the cheapest path then has a fixed order of sums."""
-    axes = [a for a in request.scatter_order(gradient.mesh.axes) if a in item.stored_axes]
+    """Return the moves that split a gradient over the axes that split the state of its parameter,
+    if there are several or if one rank owns the parameter; () if there is one, because the cheapest
+    path then has a fixed order of sums."""
+    axes = [a for a in request.scatter_order(gradient.mesh.axes) if a in item.state_axes]
     path: list[Move] = []
-    for kind in ("slice", "reduce_scatter") if len(axes) > 1 else ():
+    for kind in ("slice", "reduce_scatter") if len(axes) > 1 or item.owned else ():
         for axis in axes:
             src = path[-1].dst if path else gradient
             placement = item.state.placement(axis)
@@ -55,7 +56,7 @@ def scatter_early(
     axes_of = {item.label: {m.axis for m in item.misaligned} for item in inputs.values()}
     for label, item in inputs.items():
         if zero is not None and zero.level >= 2:
-            axes_of[label].update(item.stored_axes)
+            axes_of[label].update(a for a in item.state_axes if a in zero.axes)
     scattered: dict[tuple[str, int, str], Copy] = {}
     order = e.request.scatter_order(e.mesh.axes)
     for axis in order if zero is not None and len(zero.axes) > 1 else ():
@@ -101,7 +102,7 @@ def _split_over(
             key = (in_float32, layer, output.stage, copy.spec.dtype)
             groups.setdefault(key, []).append((output.value, copy, move, item.label))
         elif copy.spec.placement(axis) == REPLICATE and (
-            item.misaligned or len(item.stored_axes) > 1
+            item.misaligned or len(item.state_axes) > 1
         ):
             scattered[at] = replace(copy, name=e.fresh(f"{copy.name}_sliced"), spec=dst)
             step = Redistribute(
@@ -148,16 +149,12 @@ def _is_accumulated(copy: Copy) -> bool:
 def gather_updated(
     e: Emitter, inputs: Mapping[str, PlannedInput], gradients: Sequence[PlannedOutput]
 ) -> None:
-    """Emit the gathers of the slices that ranks updated, for ZeRO levels 1 and 2. Stages on one
+    """Emit the gathers of the slices, or of the whole parameters, that ranks updated. Stages on one
     rank that share a parameter gather it once."""
-    request = e.request
-    if request.zero is None or request.zero.level > 2:
-        return
     gathered: list[str] = []
-    for axis in reversed(request.scatter_order(e.mesh.axes)):
-        if axis in request.zero.axes:
-            _gather_over(e, axis, gathered, inputs, gradients)
-            gathered.append(axis)
+    for axis in reversed(e.request.scatter_order(e.mesh.axes)):
+        _gather_over(e, axis, gathered, inputs, gradients)
+        gathered.append(axis)
 
 
 def _gather_over(
@@ -174,11 +171,11 @@ def _gather_over(
     gathered: set[tuple[str, int]] = set()
     for output in gradients:
         item = inputs[str(output.of)]
-        if item.stored is None or axis not in item.stored_axes:
+        if item.updated.placement(axis) == item.held.placement(axis):
             continue
-        whole = {a: item.base.placement(a) for a in before}
-        src = item.stored.with_placements(**whole)
-        dst = src.with_placements(**{axis: item.base.placement(axis)})
+        whole = {a: item.held.placement(a) for a in before}
+        src = item.updated.with_placements(**whole)
+        dst = src.with_placements(**{axis: item.held.placement(axis)})
         for stage, _ in output.values:
             if (item.name, ranks[stage]) not in gathered:
                 gathered.add((item.name, ranks[stage]))
@@ -186,7 +183,7 @@ def _gather_over(
                 groups.setdefault((stage, item.spec.dtype), []).append((item, move, stage))
     for members in groups.values():
         for bucket in fill_buckets(members, [move.dst.max_local_nbytes for _, move, _ in members]):
-            is_whole = all(move.dst == item.base for item, move, _ in bucket)
+            is_whole = all(move.dst == item.held for item, move, _ in bucket)
             e.steps.append(
                 Redistribute(
                     bucket=e.fresh(f"parameters_{axis}"),
@@ -195,7 +192,7 @@ def _gather_over(
                     moves=tuple(move for _, move, _ in bucket),
                     phase="optimizer",
                     stage=bucket[0][2],
-                    into=() if is_whole else tuple(item.base for item, _, _ in bucket),
+                    into=() if is_whole else tuple(item.held for item, _, _ in bucket),
                     of=tuple(item.label for item, _, _ in bucket),
                 )
             )

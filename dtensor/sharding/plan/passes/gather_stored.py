@@ -74,13 +74,13 @@ class _Gathering:
         values = set(self.plan.value_specs()) - self.local_steps.keys()
         self.names = values | {s.bucket for s in other_steps if isinstance(s, Redistribute)}
         for step in other_steps:
-            for stage, value in _uses(step):
+            for stage, value in _uses(step, self.split):
                 self._add_to_group(value, stage, _when(step))
         for output in self.plan.outputs:
             for stage, value in output.values:
                 self._add_to_group(value, stage, _when_used(output))
         for step in other_steps:
-            reads = [(at, value) for at, value in _uses(step) if self._depends(value)]
+            reads = [(at, value) for at, value in _uses(step, self.split) if self._depends(value)]
             names = {value: self._read(value, at, _when(step)) for at, value in reads}
             self.steps.append(step.reading(names) if names else step)
         outputs = [
@@ -96,7 +96,7 @@ class _Gathering:
             case Compute() if step.is_view or _narrows(step):
                 is_local = len(step.operands) == 1
             case Redistribute():
-                is_local = step.is_free
+                is_local = step.is_free and len(_uses(step, self.split)) == 1
             case _:
                 return False
         if not is_local or not self._depends(step.reads[0]):
@@ -247,11 +247,16 @@ class _Gathering:
         return name, shard_spec
 
 
-def _uses(step: Step) -> list[tuple[int, str]]:
-    """Return (stage, value) of each operand; none for an in-place gather of updated slices."""
+def _uses(step: Step, split: Mapping[str, PlannedInput]) -> list[tuple[int, str]]:
+    """Return (stage, value) of each operand, without parameters that are read as they are stored:
+    a parameter that is moved to its owner, or an in-place gather of updated slices."""
     if isinstance(step, Redistribute) and step.in_place:
         return []
-    return [(stage, value) for stage, value, _ in step.reads_as()]
+    return [
+        (stage, value)
+        for stage, value, spec in step.reads_as()
+        if value not in split or spec != split[value].held
+    ]
 
 
 def _shard_strategies(

@@ -31,11 +31,13 @@ from dtensor.sharding.plan.steps import (
     Step,
     Transfer,
     Update,
+    on_fullest_rank,
     updates_of,
 )
 from dtensor.sharding.plan.storage import LEVELS
 from dtensor.sharding.plan.text.attention import attention_lines, prediction
 from dtensor.sharding.plan.text.notices import notices_of, split_ends
+from dtensor.sharding.plan.text.owners import owner_lines
 from dtensor.sharding.plan.text.view import UPDATED, axis_splits, steps_by_section
 from dtensor.sharding.plan.text.words import (
     call_text,
@@ -202,11 +204,10 @@ def _bucket_line(plan: PlanRecord, step: Redistribute) -> Line:
     size = sum((m.dst if gathers else m.src).max_local_nbytes for m in step.moves)
     src, dst = step.moves[0].src.dtype, step.moves[0].dst.dtype
     cast = f", to {dtype_name(dst)}" if src != dst else ""  # sends 16 bits, sums in float32
-    noun = f"updated {step.noun}" if step.in_place else step.noun
     return Line(
         "*",
         step.name,
-        f"{step.kind}({count_text(len(step.of), noun)}, {step.axis})",
+        f"{step.kind}({count_text(len(step.of), step.noun)}, {step.axis})",
         f"one bucket of {size_text(size)}{cast}",
         _sent_text(plan, step, step.stage),
         step.source,
@@ -221,23 +222,23 @@ def member_lines(labels: Sequence[str]) -> tuple[str, ...]:
 
 def _updates(plan: PlanRecord, stage: int) -> list[Line]:
     """Return one line for each optimizer, with the parameters that it updates."""
-    groups: dict[str, list[Update]] = {}
+    groups: dict[int, list[Update]] = {}
     for step in updates_of(plan.steps, [stage]):
-        groups.setdefault(step.optimizer, []).append(step)
+        groups.setdefault(step.number, []).append(step)
     lines: list[Line] = []
-    for optimizer, updates in groups.items():
-        state = size_text(sum(step.state_bytes for step in updates))
-        copies = sum(step.master_bytes for step in updates)
-        masters = f", {size_text(copies)} of float32 masters" if copies else ""
-        lines.append(
-            Line(
-                "",
-                "",
-                f"update {count_text(len(updates), 'parameter')} by {optimizer}",
-                f"{state} of state{masters}",
-                more=member_lines([step.parameter for step in updates]),
-            )
-        )
+    for updates in groups.values():
+        here = on_fullest_rank(updates)
+        costs = [f"{size_text(sum(step.state_bytes for step in here))} of state"]
+        if copies := sum(step.master_bytes for step in here):
+            costs.append(f"{size_text(copies)} of float32 masters")
+        text, more = "", member_lines([step.parameter for step in updates])
+        if updates[0].owner is not None:
+            costs = [flop_text(sum(step.flops for step in here)), *costs]
+            costs.append(f"{size_text(sum(step.new_bytes for step in here))} for new values")
+            text, more = ", each on one rank", owner_lines(plan, updates)
+        what = count_text(len(updates), "parameter")
+        text = f"update {what} by {updates[0].optimizer}{text}"
+        lines.append(Line("", "", text, ", ".join(costs), more=more))
     return lines
 
 
@@ -366,7 +367,9 @@ def _stage_values(plan: PlanRecord, stage: int) -> Iterable[tuple[str, TensorSpe
         if stage in item.stages:
             yield item.name, item.base
     for step in plan.steps:
-        alone = isinstance(step, Compute) or (isinstance(step, Redistribute) and step.is_alone)
+        alone = isinstance(step, Compute) or (
+            isinstance(step, Redistribute) and step.is_alone and not (step.is_free and step.of)
+        )
         if alone and step.stage == stage:
             yield from ((name, spec) for _, name, spec in step.gives_as())
 

@@ -20,7 +20,7 @@ from dtensor.sharding.plan.text.folding import Run, runs_of
 from dtensor.sharding.plan.text.words import collapse
 
 SECTIONS = ("once a step", "forward", "backward", "optimizer")
-UPDATED = "updated"  # in-place gathers, which end the optimizer section, after the updates
+UPDATED = "updated"  # moves of new values, which end the optimizer section, after the updates
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +54,16 @@ def sections_of(plan: PlanRecord) -> list[Section]:
 
 
 def steps_by_section(plan: PlanRecord, stage: int) -> dict[str, list[Step]]:
-    """Return section name -> steps of the stage, except updates, which are shown together."""
+    """Return section name -> steps of the stage, except updates, which are shown together, and
+    except the free cuts of whole parameters and their gradients for their owners."""
     sections = {name: list[Step]() for name in (*SECTIONS, UPDATED)}
+    updated = False
     for step in plan.steps:
-        if step.is_on(stage) and not isinstance(step, Update):
-            in_place = isinstance(step, Redistribute) and step.in_place
-            sections[UPDATED if in_place else SECTIONS[0] if step.once else step.phase].append(step)
+        updated = updated or isinstance(step, Update)
+        for_owner = isinstance(step, Redistribute) and step.is_free and bool(step.of)
+        if step.is_on(stage) and not (isinstance(step, Update) or for_owner):
+            name = UPDATED if updated else SECTIONS[0] if step.once else step.phase
+            sections[name].append(step)
     return sections
 
 
