@@ -97,9 +97,11 @@ CASES = {
 def training(case: Case) -> tuple[dt.ParallelModule, Any, dt.TrainStep]:
     torch.manual_seed(0)
     model = dt.parallelize(Net(), case.mesh, dict(case.placements), **case.options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    step = dt.train_step(model, loss_fn, optimizer, clip_grad_norm=1.0, **case.step)
-    return model, optimizer, step
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim <= 1]
+    optimizers = [torch.optim.AdamW(matrices, lr=1e-2), torch.optim.SGD(others, 0.05, momentum=0.9)]
+    step = dt.train_step(model, loss_fn, optimizers, clip_grad_norm=1.0, **case.step)
+    return model, optimizers, step
 
 
 def batch(number: int) -> tuple[Tensor, Tensor]:
