@@ -26,10 +26,11 @@ from dtensor.runtime.lower import moves
 from dtensor.runtime.lower.code import ADDING, COPIES
 from dtensor.runtime.lower.rank_builder import OptimizerRole, RankBuilder, options_name
 from dtensor.runtime.optimizer.flat_buffers import filled, group_by_size
-from dtensor.runtime.optimizer.owned.owned_optimizer import STATE, OwnedOptimizer
+from dtensor.runtime.optimizer.owned.owned_optimizer import OwnedOptimizer
 from dtensor.runtime.optimizer.shard_optimizer import (
     ELEMENTWISE,
     MASTER,
+    STATE,
     ShardOptimizer,
     Updated,
     clip_divisor,
