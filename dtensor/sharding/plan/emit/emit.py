@@ -30,6 +30,7 @@ from dtensor.sharding.plan.emit.stored_gradients import (
 from dtensor.sharding.plan.emit.values import Copy, Emitter, Reader
 from dtensor.sharding.plan.owners import owned_inputs, owner_of, update_seconds
 from dtensor.sharding.plan.precision import (
+    gradient_sum_spec,
     left_in_float32,
     reduce_in_float32,
     round_after_sum,
@@ -257,7 +258,9 @@ class Outputs:
                 move = Move("fill", MICROBATCH_AXIS, spec, pending)
                 copy = e.move(copy, output.value, move, by)
                 name, spec = copy.name, copy.spec
-            dst = sum_spec(spec.with_placements(**{MICROBATCH_AXIS: REPLICATE}))
+            dst = spec.with_placements(**{MICROBATCH_AXIS: REPLICATE})
+            training = e.request.training if output.kind == "gradient" else None
+            dst = gradient_sum_spec(dst, training.accumulate, of) if training else sum_spec(dst)
             result = e.fresh(f"{name}_total")
             stage = output.stage
             e.steps.append(
