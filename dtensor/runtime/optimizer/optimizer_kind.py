@@ -6,8 +6,9 @@
 
 `make` does not call `__init__`: it copies the attributes of the user's object. Plain data
 (numbers, text, one-element tensors, containers of these) is sent again for each step, because a
-step may change it. Functions and classes are constant; methods are bound to the new object. Any
-other attribute raises PlanningError, because it may hold tensors or an optimizer, or draw numbers.
+step may change it. Functions, classes and objects with plain data are constant; methods are bound
+to the new object. Tensors and optimizers raise PlanningError. Any other attribute, such as a model
+or a generator, may hold tensors, so it is left out: the step raises PlanningError if it reads it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from numbers import Number
 from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.optim.optimizer as torch_optimizer
@@ -86,6 +87,35 @@ class StateEntry:
         return torch.tensor(value, dtype=TABLE_DTYPES[self.python])
 
 
+class Unread:
+    """Stands for an attribute that is not given to other objects. A step that reads it raises
+    PlanningError. ``was_read`` records this, since the step may catch the error."""
+
+    def __init__(self, why: str) -> None:
+        self.why, self.was_read = why, False
+
+    def _refuse(self, *_: object) -> NoReturn:
+        self.was_read = True
+        raise PlanningError(self.why)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # as copy and pickle look for
+            raise AttributeError(name)
+        self._refuse()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return unread, (self.why,)
+
+    __bool__ = __call__ = __iter__ = __next__ = __len__ = __getitem__ = __contains__ = _refuse
+    __enter__ = __exit__ = _refuse
+
+
+@functools.cache
+def unread(why: str) -> Unread:
+    """Return the object for an attribute that is left out, the same one for each ``why``."""
+    return Unread(why)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class OptimizerKind:
     """An optimizer class, and the attributes that the ranks' objects share with the user's.
@@ -110,14 +140,22 @@ class OptimizerKind:
             if isinstance(value, MethodType) and value.__self__ is optimizer:
                 methods[name] = value.__func__
             elif not is_plain(value):
-                _check_fixed(optimizer, f"its attribute {name}", value)
-                fixed[name] = value
+                fixed[name] = _fixed_value(optimizer, f"its attribute {name}", value)
         for number, group in enumerate(optimizer.param_groups):
             for name, value in options_of(group).items():
                 if not is_plain(value):
                     _check_fixed(optimizer, f"{name!r} of its group {number}", value)
         defaults = {k: v for k, v in optimizer.defaults.items() if is_plain(v) or callable(v)}
         return OptimizerKind(type(optimizer), copy_plain(defaults), fixed, methods)
+
+    def check_fixed(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise PlanningError if steps of this kind's objects have read an attribute that is left
+        out, or have changed an object that is an attribute of ``optimizer``."""
+        for name, value in self.fixed.items():
+            if isinstance(value, Unread) and value.was_read:
+                raise PlanningError(value.why)
+            if not isinstance(value, Unread) and not plain_equal(value, vars(optimizer)[name]):
+                _refuse_attribute(optimizer, f"its attribute {name}", "is changed by a step")
 
     def equals(self, other: OptimizerKind) -> bool:
         """Return whether both kinds make equal objects; the forms of their states are not
@@ -265,7 +303,8 @@ def plain_equal(a: Any, b: Any) -> bool:
         case tuple() | list() | deque():
             return type(a) is type(b) and len(a) == len(b) and all(map(plain_equal, a, b))
         case _ if not is_plain(a):
-            return a is b
+            is_alike = type(a) is type(b) and _is_plain_object(a) and _is_plain_object(b)
+            return a is b or (is_alike and plain_equal(vars(a), vars(b)))
         case _:
             return type(a) is type(b) and bool(a == b or (a != a and b != b))
 
@@ -296,8 +335,29 @@ def kind_of_value(value: Any) -> object:
             return value.__code__, id(value.__globals__), *map(kind_of_value, cells)
         case functools.partial():
             return kind_of_value((value.func, *value.args, *value.keywords.items()))
+        case _ if _is_plain_object(value):
+            return type(value), kind_of_value(vars(value))
         case _:
             return value if type(value).__hash__ else id(value)
+
+
+def _fixed_value(optimizer: torch.optim.Optimizer, what: str, value: Any) -> Any:
+    """Return what other objects have in place of an attribute that is not plain data."""
+    if isinstance(value, (torch.Tensor, torch.optim.Optimizer, *_FUNCTION_TYPES)):
+        _check_fixed(optimizer, what, value)
+        return value
+    if _is_plain_object(value):
+        copy_of_value = object.__new__(type(value))
+        vars(copy_of_value).update(copy_plain(vars(value)))
+        return copy_of_value
+    return unread(_text_of_refusal(optimizer, what, _refusal(optimizer, value)))
+
+
+def _is_plain_object(value: Any) -> bool:
+    """Return whether the value is an object of a Python class whose attributes are plain data."""
+    cls: type = type(value)
+    is_python = cls.__new__ is object.__new__ and not isinstance(value, (type, Unread))
+    return is_python and hasattr(value, "__dict__") and is_plain(vars(value))
 
 
 def _check_fixed(optimizer: torch.optim.Optimizer, what: str, value: Any) -> None:
@@ -305,10 +365,18 @@ def _check_fixed(optimizer: torch.optim.Optimizer, what: str, value: Any) -> Non
     optimizer, to tensors or to another optimizer."""
     why = _refusal(optimizer, value)
     if why:
-        raise PlanningError(
-            f"{type(optimizer).__name__} cannot be made on the ranks: {what} {why}.\n"
-            f"fix: use an optimizer whose attributes are numbers, text and functions"
-        )
+        _refuse_attribute(optimizer, what, why)
+
+
+def _refuse_attribute(optimizer: torch.optim.Optimizer, what: str, why: str) -> NoReturn:
+    raise PlanningError(_text_of_refusal(optimizer, what, why))
+
+
+def _text_of_refusal(optimizer: torch.optim.Optimizer, what: str, why: str) -> str:
+    return (
+        f"{type(optimizer).__name__} cannot be made on the ranks: {what} {why}.\n"
+        f"fix: use an optimizer whose attributes are numbers, text and functions"
+    )
 
 
 def _refusal(optimizer: torch.optim.Optimizer, value: Any, visited: tuple[Any, ...] = ()) -> str:

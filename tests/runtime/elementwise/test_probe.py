@@ -190,6 +190,16 @@ def test_number_of_dims_of_the_users_parameters_are_probed() -> None:
         rule_of(over(Matrices))
 
 
+def test_class_that_takes_the_users_shapes_only_is_probed_with_parts_of_them() -> None:
+    """Groups with other names that run the same lines are represented by two. An attribute that
+    the step does not read (a generator) is left out, and refused where the step reads it."""
+    module = nn.ModuleDict({f"{n}{i}": nn.Linear(16, 16) for n in "qo" for i in range(8)})
+    rule = rule_of(own.Named(module.named_parameters()))
+    assert rule.owned and rule.probed.exact and rule.report.changed == ("begun",)
+    with pytest.raises(dt.PlanningError, match=r"named is a generator.*\n  its line: .*self.named"):
+        rule_of(own.Models(module.named_parameters()))
+
+
 def test_cost_of_an_owned_update_is_counted_on_meta_or_scaled() -> None:
     """Muon in float32: 5 iterations of three products, in bfloat16. LAMB reads numbers, so it is
     counted on a small tensor."""

@@ -18,7 +18,7 @@ import linecache
 import os
 import random
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack
 from types import CodeType, FrameType
 from typing import Any
@@ -213,6 +213,76 @@ class _MemoryReads(TorchFunctionMode):
             name = getattr(func, "__name__", str(func))
             self._recorded.refuse(f"Tensor.{name}", "reads elements of a parameter to Python")
         return func(*args, **(kwargs or {}))
+
+
+class Meetings(TorchDispatchMode):
+    """Finds the line at which numbers of two parameters first meet in an op.
+
+    Each tensor's storage has the labels of the parameters from which it was computed. A stack is
+    not followed, because most are cut into their parts again.
+    """
+
+    def __init__(self, files: Collection[str], label: str, changed: str) -> None:
+        super().__init__()
+        self._files, self._pair, self._changed = files, {label, changed}, changed
+        self._labels: dict[int, set[str]] = {}
+        self._storages: list[Any] = []
+        self._lines: dict[str, str] = dict.fromkeys(("op", "read", "stack"), "")
+
+    @property
+    def line(self) -> str:
+        """The line, or else one that reads a number of the changed parameter to Python or stacks
+        numbers of both, or ""."""
+        return next(filter(None, self._lines.values()), "")
+
+    def follow(self, label: str, tensors: Iterable[Tensor | None]) -> None:
+        """Mark tensors as a parameter's."""
+        for tensor in tensors:
+            if tensor is not None:
+                self._add(tensor, {label})
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        name = func.overloadpacket.__name__
+        tensors = _tensors((args, kwargs))
+        if name in ("stack", "cat"):
+            self._record("stack", self._pair <= self._all(tensors))
+        elif name == "_local_scalar_dense":
+            self._record("read", self._changed in self._all(tensors))
+        elif name.startswith("_foreach_"):
+            lists = [a for a in args if isinstance(a, list | tuple)]
+            single = _tensors([a for a in args if not isinstance(a, list | tuple)])
+            for index in range(len(args[0])):
+                of_index = _tensors([values[index] for values in lists if index < len(values)])
+                self._mix([*of_index, *single], [args[0][index], *_tensors(out)[index : index + 1]])
+        else:
+            self._mix(tensors, [*_tensors(out), *written(func, args, kwargs)])
+        return out
+
+    def _mix(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        labels = self._all(sources)
+        self._record("op", self._pair <= labels)
+        for tensor in targets if labels else ():
+            self._add(tensor, labels)
+
+    def _record(self, what: str, is_met: bool) -> None:
+        if is_met and not self._lines[what]:
+            self._lines[what] = line_of(self._files)
+
+    def _all(self, tensors: Sequence[Tensor]) -> set[str]:
+        known = (self._labels.get(t.untyped_storage()._cdata, set()) for t in tensors)
+        return set[str]().union(*known)
+
+    def _add(self, tensor: Tensor, labels: Set[str]) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._labels:
+            self._storages.append(storage)  # kept, so that its address is not reused
+        self._labels.setdefault(storage._cdata, set()).update(labels)
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [t for t in pytree.tree_leaves(values) if isinstance(t, Tensor)]
 
 
 def _allowed(func: OpOverload) -> bool:

@@ -248,7 +248,8 @@ class _OwnedRule(_ProbedRule):
 
         if not self.probed.changes_optimizer:
             return None
-        return ShadowOptimizer(self.probed.kind, numbers, {}, self.probed.changed, self.masters)
+        probed = self.probed
+        return ShadowOptimizer(probed.kind, numbers, {}, probed.changed, self.masters, probed.exact)
 
     def creates_missing_state(
         self, optimizer: Optimizer, group: Mapping[str, Any], present: Set[str]

@@ -13,24 +13,25 @@ draw random numbers. The probe takes 0.1 to 1 s.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection, Mapping, Sequence, Set
-from contextlib import suppress
+import math
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from dtensor.errors import PlanningError
-from dtensor.private_torch import TorchDispatchMode, pytree
+from dtensor.private_torch import DisableTorchFunctionSubclass
 from dtensor.runtime.optimizer.elementwise.op_recorder import (
+    Meetings,
     NotElementwise,
     RecordedSteps,
-    line_of,
     unreached,
-    written,
 )
 from dtensor.runtime.optimizer.elementwise.shadow_optimizer import (
     Settings,
@@ -43,10 +44,12 @@ from dtensor.runtime.optimizer.elementwise.trial import (
     ProbeReport,
     Reference,
     Trial,
+    group_key,
     probe_key,
-    random_states_kept,
+    unnoticed,
 )
 from dtensor.runtime.optimizer.optimizer_kind import (
+    copy_plain,
     is_plain,
     plain_equal,
     step_without_hooks,
@@ -65,6 +68,7 @@ SHAPES_BY_DIMS: dict[int, tuple[tuple[int, ...], ...]] = {
 NOT_FINITE = 10
 """The first step in which some elements of some gradients are NaN or infinite."""
 SETTINGS = "settings"
+MANY_GROUPS = 4
 RESUMED = 6
 """The step before which a second shadow begins, as after a load."""
 
@@ -72,7 +76,7 @@ RESUMED = 6
 def probe_parameters(optimizer: torch.optim.Optimizer, masters: bool) -> Probed:
     """Test the optimizer's class with its options. Raises PlanningError if its step couples
     parameters, draws random numbers, or raises."""
-    with random_states_kept():
+    with unnoticed():
         return _PerParameterTrial(optimizer, masters).run()
 
 
@@ -113,14 +117,20 @@ class _PerParameterTrial(Trial):
     def __init__(self, optimizer: torch.optim.Optimizer, masters: bool) -> None:
         super().__init__(optimizer, masters)
         self.shapes = [_shapes(dims, len(self.options)) for dims in self.dims]
+        self.exact = False  # whether shapes are the user's
         self.with_not_finite = True
         self.changed_label = ""  # the parameter that has other values and gradients
         self.known_runs: dict[tuple[torch.dtype, str], list[dict[str, Any]]] = {}
-        self.labels = [f"{g}.{i}" for g, of in enumerate(self.shapes) for i in range(len(of))]
 
     def run(self) -> Probed:
         """Run all parts of the probe, and return its result. Raises PlanningError if one fails."""
-        changed, attributes_changed = self.find_changed()
+        if len(self.options) > MANY_GROUPS:
+            self._keep_groups_of_other_code()
+        try:
+            changed, attributes_changed = self.find_changed()
+        except PlanningError as error:  # perhaps it takes no parameters of these shapes
+            self._take_users_shapes(error)
+            changed, attributes_changed = self.find_changed()
         try:
             recorded = self._record()
         except PlanningError:  # perhaps the code of matrices does not take NaN
@@ -133,6 +143,7 @@ class _PerParameterTrial(Trial):
         self._change_one(self.dtypes[0])
         for dtype in dtypes:
             state |= self._compare(dtype, changed if changed or attributes_changed else None)
+        self.kind.check_fixed(self.optimizer)
         cls = type(self.optimizer)
         report = ProbeReport(
             optimizer=f"{cls.__module__}.{cls.__qualname__}",
@@ -145,7 +156,73 @@ class _PerParameterTrial(Trial):
             unreached=unreached(recorded.reached),
         )
         key = probe_key(self.optimizer, self.masters, changed, attributes_changed, owned=True)
-        return Probed(self.kind, report, {}, changed, attributes_changed, key, owned=True)
+        return Probed(
+            self.kind, report, {}, changed, attributes_changed, key, owned=True, exact=self.exact
+        )
+
+    @property
+    def labels(self) -> list[str]:
+        return [f"{g}.{i}" for g, shapes in enumerate(self.shapes) for i in range(len(shapes))]
+
+    # -- the choice of shapes ----------------------------------------------------------------------
+
+    def _keep_groups_of_other_code(self) -> None:
+        """Keep two of the groups whose steps run the same lines. Their options differ in text only,
+        as in classes that give each parameter a group with its name."""
+        kept: dict[object, list[int]] = defaultdict(list)
+        for group, options in enumerate(self.options):
+            numbers = {k: v for k, v in options.items() if not isinstance(v, str)}
+            recorded = RecordedSteps(self.files, mixing=True)
+            with suppress(Exception, NotElementwise):
+                self._step_group(group, self.shapes[group], recorded)
+            lines = ((code, frozenset(lines)) for code, lines in recorded.reached.items())
+            key = group_key(numbers, frozenset()), frozenset(lines), frozenset(self.dims[group])
+            kept[key].append(group)
+        groups = sorted(group for same_code in kept.values() for group in same_code[:2])
+        for values in (self.options, self.distinct_groups, self.dims, self.initial_states):
+            values[:] = [values[group] for group in groups]  # type: ignore[index]
+        self.shapes = [_shapes(dims, len(groups)) for dims in self.dims]
+
+    def _take_users_shapes(self, error: PlanningError) -> None:
+        """Take shapes of the user's parameters, with a part of the first dim if the step takes it.
+        Raises ``error`` if the step takes none of them."""
+        self.exact = True
+        self.gradient_cache.clear()
+        for number, group in enumerate(self.distinct_groups):
+            with DisableTorchFunctionSubclass():  # does not fetch lazy parameters
+                shapes = sorted({tuple(p.shape) for p in group["params"]}, key=math.prod)
+            smallest = {len(shape): shape for shape in reversed(shapes)}
+            taken = [self._taken_shape(number, shape) for shape in smallest.values()]
+            if not all(taken):
+                raise error
+            self.shapes[number] = tuple(shape for shape in taken for _ in range(2))
+
+    def _taken_shape(self, group: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the first of some small shapes that a step takes, or (). A 0-D parameter has no
+        shape that is smaller."""
+        parts = (n for n in (256, 64, 16, 4, 1) if shape and shape[0] % n == 0)
+        cut = [(shape[0] // n, *shape[1:]) for n in parts]
+        for candidate in (*SHAPES_BY_DIMS.get(len(shape), ())[:1], *cut):
+            with suppress(Exception):
+                self._step_group(group, (candidate,), nullcontext())
+                return candidate
+        return ()
+
+    def _step_group(
+        self,
+        group: int,
+        shapes: Sequence[tuple[int, ...]],
+        context: AbstractContextManager[Any],
+    ) -> None:
+        """Step an optimizer that has one of the groups."""
+        parameters = [Parameter(torch.full(s, 0.5, dtype=self.dtypes[0])) for s in shapes]
+        *options, attributes = copy_plain((self.options[group], self.attributes))
+        optimizer = self.kind.make([{**options[0], "params": parameters}], attributes)
+        for _ in range(2):
+            for parameter in parameters:
+                parameter.grad = torch.full_like(parameter, 1e-3)
+            with context:
+                step_without_hooks(optimizer)
 
     # -- the trials --------------------------------------------------------------------------------
 
@@ -230,8 +307,9 @@ class _PerParameterTrial(Trial):
             for label, parameter in reference.parameters.items()
             if (state := reference.optimizer.state.get(parameter))
         }
-        forms = {label: small_form(p, self.masters) for label, p in reference.parameters.items()}
-        return ShadowOptimizer(self.kind, states, forms, changed, self.masters)
+        how = self.masters, self.exact
+        forms = {label: small_form(p, *how) for label, p in reference.parameters.items()}
+        return ShadowOptimizer(self.kind, states, forms, changed, *how)
 
     def _check_step(
         self,
@@ -325,9 +403,13 @@ class _PerParameterTrial(Trial):
     def _meeting_line(self, label: str, changed: str, dtype: torch.dtype) -> str:
         """Return the line at which numbers of both parameters meet, or ""."""
         reference = self.make_reference(dtype)
-        meetings = _Meetings(self.files, label, changed)
+        meetings = Meetings(self.files, label, changed)
         for step in range(len(SCALES)):
-            meetings.follow(reference, self.gradients(reference, step))
+            gradients = self.gradients(reference, step)
+            for n, parameter in reference.parameters.items():
+                gradient = gradients.get(n)
+                parameter.grad = None if gradient is None else gradient.to(parameter.dtype).clone()
+                meetings.follow(n, (parameter.data, *([parameter.grad] if n in gradients else [])))
             with suppress(Exception), meetings:
                 step_without_hooks(reference.optimizer)
         return meetings.line
@@ -338,82 +420,9 @@ class _PerParameterTrial(Trial):
         return f"parameter {index} of group {group} (of shape {shape})"
 
 
-class _Meetings(TorchDispatchMode):
-    """Finds the line at which numbers of two parameters first meet in an op.
-
-    Each tensor's storage has the labels of the parameters from which it was computed. A stack is
-    not followed, because most are cut into their parts again.
-    """
-
-    def __init__(self, files: Collection[str], label: str, changed: str) -> None:
-        super().__init__()
-        self._files, self._pair, self._changed = files, {label, changed}, changed
-        self._labels: dict[int, set[str]] = {}
-        self._storages: list[Any] = []
-        self._lines: dict[str, str] = dict.fromkeys(("op", "read", "stack"), "")
-
-    @property
-    def line(self) -> str:
-        """The line, or else one that reads a number of the changed parameter to Python or stacks
-        numbers of both, or ""."""
-        return next(filter(None, self._lines.values()), "")
-
-    def follow(self, reference: Reference, gradients: Mapping[str, Tensor]) -> None:
-        """Set the parameters' gradients, and follow both."""
-        for label, parameter in reference.parameters.items():
-            gradient = gradients.get(label)
-            parameter.grad = None if gradient is None else gradient.to(parameter.dtype).clone()
-            for tensor in (parameter.data, parameter.grad):
-                if tensor is not None:
-                    self._add(tensor, {label})
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        name = func.overloadpacket.__name__
-        tensors = _tensors((args, kwargs))
-        if name in ("stack", "cat"):
-            self._record("stack", self._pair <= self._all(tensors))
-        elif name == "_local_scalar_dense":
-            self._record("read", self._changed in self._all(tensors))
-        elif name.startswith("_foreach_"):
-            lists = [a for a in args if isinstance(a, list | tuple)]
-            single = _tensors([a for a in args if not isinstance(a, list | tuple)])
-            for index in range(len(args[0])):
-                of_index = _tensors([values[index] for values in lists if index < len(values)])
-                self._mix([*of_index, *single], [args[0][index], *_tensors(out)[index : index + 1]])
-        else:
-            self._mix(tensors, [*_tensors(out), *written(func, args, kwargs)])
-        return out
-
-    def _mix(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        labels = self._all(sources)
-        self._record("op", self._pair <= labels)
-        for tensor in targets if labels else ():
-            self._add(tensor, labels)
-
-    def _record(self, what: str, is_met: bool) -> None:
-        if is_met and not self._lines[what]:
-            self._lines[what] = line_of(self._files)
-
-    def _all(self, tensors: Sequence[Tensor]) -> set[str]:
-        known = (self._labels.get(t.untyped_storage()._cdata, set()) for t in tensors)
-        return set[str]().union(*known)
-
-    def _add(self, tensor: Tensor, labels: Set[str]) -> None:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._labels:
-            self._storages.append(storage)  # kept, so that its address is not reused
-        self._labels.setdefault(storage._cdata, set()).update(labels)
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    return [t for t in pytree.tree_leaves(values) if isinstance(t, Tensor)]
-
-
 def _shapes(dims: Set[int], num_groups: int) -> tuple[tuple[int, ...], ...]:
     """Return the shapes of a group's parameters, in an order in which numbers of dims alternate."""
-    per_dims = 5 if num_groups <= 4 else 2
+    per_dims = 5 if num_groups <= MANY_GROUPS else 2
     columns = [SHAPES_BY_DIMS.get(n, ((2,) * n,))[:per_dims] for n in sorted(dims or {1, 2})[::-1]]
     return tuple(shape for row in zip_longest(*columns) for shape in row if shape is not None)
 

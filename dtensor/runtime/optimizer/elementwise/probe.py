@@ -37,7 +37,7 @@ from dtensor.runtime.optimizer.elementwise.trial import (
     group_key,
     index_in_group,
     probe_key,
-    random_states_kept,
+    unnoticed,
 )
 from dtensor.runtime.optimizer.optimizer_kind import (
     TABLE_DTYPES,
@@ -56,7 +56,7 @@ from dtensor.runtime.optimizer.shard_optimizer import (
 def probe(optimizer: torch.optim.Optimizer, masters: bool) -> Probed:
     """Test the optimizer's class with its options. Raises PlanningError if it is not elementwise.
     The state of Python's, numpy's and torch's random generators is preserved."""
-    with random_states_kept():
+    with unnoticed():
         return _ElementwiseTrial(optimizer, masters).run()
 
 
@@ -108,6 +108,7 @@ class _ElementwiseTrial(Trial):
         self.kind = replace(self.kind, entries=entries)
         for dtype in dict.fromkeys((torch.float64, *self.dtypes)):
             self._compare(dtype, keys)
+        self.kind.check_fixed(self.optimizer)
         report = ProbeReport(
             optimizer=f"{type(self.optimizer).__module__}.{type(self.optimizer).__qualname__}",
             updates=self.updates,

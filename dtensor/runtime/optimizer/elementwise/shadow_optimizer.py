@@ -36,15 +36,18 @@ from dtensor.runtime.optimizer.optimizer_kind import (
 SAMPLE_GRADIENT = 1e-3
 
 
-Form = tuple[tuple[int, ...], torch.dtype]
-"""The shape and dtype of a shadow's parameter."""
+Form = tuple[tuple[int, ...], torch.dtype, str]
+"""The shape, dtype and device of a shadow's parameter."""
 
 
-def small_form(parameter: torch.Tensor, masters: bool) -> Form:
-    """Return the form of the parameter that represents a whole parameter in a shadow."""
+def small_form(parameter: torch.Tensor, masters: bool, exact: bool) -> Form:
+    """Return the form of the parameter that represents a whole parameter in a shadow: small, or
+    with ``exact`` a meta tensor of its shape."""
     with DisableTorchFunctionSubclass():  # does not fetch lazy parameters
-        shape = tuple(min(size, 2) for size in parameter.shape)
-        return shape, torch.float32 if masters and is_narrow(parameter.dtype) else parameter.dtype
+        dtype = torch.float32 if masters and is_narrow(parameter.dtype) else parameter.dtype
+        if exact:
+            return tuple(parameter.shape), dtype, "meta"
+        return tuple(min(size, 2) for size in parameter.shape), dtype, "cpu"
 
 
 Settings = tuple[tuple[dict[str, Any], ...], dict[str, Any]]
@@ -59,7 +62,8 @@ class ShadowOptimizer:
     the form of each small parameter, by label, for an optimizer that needs whole parameters; None
     for one-element parameters. ``parameters``: the small parameter that represents each parameter.
     ``changed``: the options that a step changes. ``masters``: whether the
-    ranks have float32 copies of narrow parameters.
+    ranks have float32 copies of narrow parameters. ``exact``: whether small parameters have the
+    shapes of the user's.
     """
 
     kind: OptimizerKind
@@ -67,6 +71,7 @@ class ShadowOptimizer:
     forms: Mapping[str, Form] | None = None
     changed: Set[str] = frozenset()
     masters: bool = False
+    exact: bool = False
     parameters: dict[str, Parameter] = field(default_factory=dict[str, Parameter])
     state: dict[torch.Tensor, dict[str, Any]] = field(default_factory=dict[torch.Tensor, Any])
     _last_assignment: tuple[object, object] = (None, None)
@@ -116,11 +121,11 @@ class ShadowOptimizer:
         self.state = {p: state[id(p)] for p in self.parameters.values() if id(p) in state}
 
     def _form(self, label: str) -> Form:
-        return (self.forms or {}).get(label, ((1,), torch.float32))
+        return (self.forms or {}).get(label, ((1,), torch.float32, "cpu"))
 
     def _new_value(self, label: str) -> torch.Tensor:
-        shape, dtype = self._form(label)
-        return torch.full(shape, 0.5, dtype=dtype)
+        shape, dtype, device = self._form(label)
+        return torch.full(shape, 0.5, dtype=dtype, device=device)
 
     def _assign_parameters(
         self,
@@ -219,7 +224,8 @@ def advance(
     returned function restores the old values, except where the user has set others since.
     ``parameters``: at least the trained ones, by label."""
     if shadow.forms is not None:
-        shadow.forms = {label: small_form(p, shadow.masters) for label, p in parameters.items()}
+        how = shadow.masters, shadow.exact
+        shadow.forms = {label: small_form(p, *how) for label, p in parameters.items()}
     snapshot = shadow.snapshot()
     targets: list[dict[str, Any]] = [*optimizer.param_groups, vars(optimizer)]
     old_settings = [*map(options_of, optimizer.param_groups), plain_attributes(optimizer)]

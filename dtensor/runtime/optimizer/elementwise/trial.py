@@ -12,10 +12,11 @@ tiny, not finite, or missing in some steps, and the same in each trial.
 from __future__ import annotations
 
 import inspect
+import io
 import random
 from collections import defaultdict
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,7 @@ from dtensor.runtime.optimizer.elementwise.op_recorder import (
 from dtensor.runtime.optimizer.elementwise.shadow_optimizer import Settings
 from dtensor.runtime.optimizer.optimizer_kind import (
     OptimizerKind,
+    Unread,
     copy_plain,
     kind_of_value,
     options_of,
@@ -97,7 +99,8 @@ class Probed:
     ``owned``: an update needs a whole parameter, which one rank owns. ``keys``: the keys of a
     parameter's state, by `group_key`, if it is not owned. ``changed``: the options that a step
     changes. ``key``: the `probe_key`; the result is valid for optimizers with an equal key.
-    ``costs``: the known costs of updates, by options, shape and dtype.
+    ``exact``: the class takes parameters of the user's shapes only. ``costs``: the known costs of
+    updates, by options, shape and dtype.
     """
 
     kind: OptimizerKind
@@ -107,6 +110,7 @@ class Probed:
     attributes_changed: frozenset[str]
     key: object
     owned: bool = False
+    exact: bool = False
     costs: dict[object, UpdateCost] = field(default_factory=dict[object, Any])
 
     @property
@@ -116,11 +120,12 @@ class Probed:
 
 
 @contextmanager
-def random_states_kept() -> Generator[None]:
-    """Preserve the states of Python's, numpy's and torch's random generators within the block."""
+def unnoticed() -> Generator[None]:
+    """Preserve the states of Python's, numpy's and torch's random generators within the block, and
+    print nothing."""
     python, arrays = random.getstate(), numpy.random.get_state()
     try:
-        with torch.random.fork_rng(devices=()):
+        with torch.random.fork_rng(devices=()), redirect_stdout(io.StringIO()):
             yield
     finally:
         random.setstate(python)
@@ -208,6 +213,9 @@ class Trial:
         self.files = files_of(type(optimizer))
         self._check_closure(unwrapped_step(type(optimizer)))
         self.kind = OptimizerKind.of(optimizer)
+        for value in self.kind.fixed.values():
+            if isinstance(value, Unread):
+                value.was_read = False
         self.with_missing = True  # whether some gradients are missing in some steps
         self.attributes = plain_attributes(optimizer)
         self.gradient_cache: dict[tuple[str, int], Tensor] = {}  # gradients, in float64
@@ -419,6 +427,9 @@ class Trial:
             if trace.tb_frame.f_code.co_filename in self.files:
                 line = text_of(trace.tb_frame.f_code.co_filename, trace.tb_lineno)
             trace = trace.tb_next
+        if isinstance(error, PlanningError):
+            fact, _, fix = str(error).partition("\n")
+            return PlanningError(f"{fact}\n{f'  its line: {line}' if line else ''}\n{fix}")
         for word, reason in _REASONS.items():
             if word in f"{error} {line}":
                 return self.refused(f"{reason} ({type(error).__name__}: {error})", line)
