@@ -65,7 +65,6 @@ def train_step(
     elementwise: bool = False,
     grad_scaler: torch.amp.GradScaler | None = None,
     delay: int = 0,
-    accumulate: str = "float32",
 ) -> TrainStep:
     """Return a training step, whose forward, backward and update are one planned program.
 
@@ -141,11 +140,6 @@ def train_step(
             step updates nothing. Clipping, ``loss.grad_norm`` and kept gradients are those of the
             step before. The gradient that waits is saved with the optimizer's state, under
             "delayed_gradient".
-        accumulate: the dtype in which sums of gradients over microbatches are kept. "float32": sums
-            of 16-bit gradients are kept in float32, sums of float32 and float64 as they are. "bf16"
-            rounds the sum of each gradient after each addition, whatever the gradient's dtype up to
-            32 bits: half the memory, and at ZeRO levels 0 and 1 half the bytes sent. Sums over
-            ranks are float32 either way.
 
     Raises PlanningError, here and at the first `plan` or call.
     """
@@ -203,7 +197,6 @@ def train_step(
             check_masters(each)
         rule_of(each, master_weights)
     check_word("batch_norm", batch_norm, ("whole_batch", "per_microbatch"))
-    check_word("accumulate", accumulate, ("float32", "bf16"))
     check_word("aux_loss", aux_loss, ("whole_batch", "per_microbatch"))
     if capacity is not None:
         check_number(
@@ -230,7 +223,6 @@ def train_step(
         detect_nan=checked_detect(detect_nan) if detect_nan else False,
         grad_scaler=scaler,
         delay=delay,
-        accumulate=accumulate,
     )
     step = TrainStep(model, loss_fn, optimizers[0] if is_single else list(optimizers), options)
     step.accelerated = tuple(w for w, o in zip(wrappers, optimizers, strict=True) if w is not o)

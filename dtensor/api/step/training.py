@@ -56,6 +56,7 @@ from dtensor.runtime.lower.step_end import SCALE
 from dtensor.runtime.lower.timetable import GridTimetable
 from dtensor.runtime.optimizer.elementwise.optimizer_rule import (
     known_rule,
+    owned_costs,
     rule_of,
     state_tensors,
 )
@@ -93,7 +94,6 @@ class StepOptions:
     detect_nan: DetectNan
     grad_scaler: torch.amp.GradScaler | None
     delay: int = 0
-    accumulate: str = "float32"
 
 
 class TrainStep:
@@ -263,14 +263,7 @@ class TrainStep:
     ) -> Options:
         """Return the options of planning, completed by the schedule and the optimizers. ``groups``:
         the names of the parameters of each group of each optimizer."""
-        updaters = tuple(
-            Updater(
-                optimizer=rule_of(optimizer).name,
-                trained=frozenset(itertools.chain.from_iterable(groups_of_one)),
-                state_tensors=state_tensors(optimizer),
-            )
-            for optimizer, groups_of_one in zip(self.optimizers, groups, strict=True)
-        )
+        updaters = tuple(map(self._updater, self.optimizers, groups))
         return replace(
             stated.planning,
             num_microbatches=stated.schedule.microbatches,
@@ -281,8 +274,20 @@ class TrainStep:
                 master_weights=stated.master_weights,
                 scaled=stated.grad_scaler is not None,
                 delay=stated.delay,
-                accumulate=stated.accumulate,
             ),
+        )
+
+    def _updater(
+        self, optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[str]]
+    ) -> Updater:
+        """Return what planning needs of an optimizer. ``groups``: the names of its parameters."""
+        seen, names = self.model.seen, frozenset(itertools.chain.from_iterable(groups))
+        owned = owned_costs(optimizer, {name: seen.tensors[seen.labels[name]] for name in names})
+        return Updater(
+            optimizer=rule_of(optimizer).name,
+            trained=names,
+            state_tensors=state_tensors(optimizer) if owned is None else 0,
+            owned=owned,
         )
 
     @property

@@ -147,12 +147,13 @@ def lower_rank(b: RankBuilder) -> RankProgram:
         walk.run_action(action)
     b.label, b.microbatch = Label("optimizer"), None
     walk.complete_sends(None)
-    before, after = at_the_commit(walk.end_steps(plan))
-    if not b.roles.updates:
-        after = []
-    if plan.delayed and not b.roles.updates:  # the first step has no gradients to update with
+    end_steps = walk.end_steps(plan)
+    if (
+        plan.delayed and not b.roles.updates
+    ):  # the first step, which has no gradients to update with
         without = {id(s) for steps in rounds for s in steps}
-        before = [s for s in before if not (id(s) in without or isinstance(s, Norm | Update))]
+        end_steps = [s for s in end_steps if not (id(s) in without or isinstance(s, Norm | Update))]
+    before, after = at_the_commit(end_steps)
     walk.run_steps(before)
     step_end.compute_new_values(b)
     outputs = walk.end_program(after)
