@@ -3,7 +3,9 @@ messages carry 16 bits."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -175,6 +177,10 @@ class Ones(nn.Module):
         return (x * self.one * self.w).sum()
 
 
+def squares(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().sum()
+
+
 def total(model: nn.Module, x: Tensor) -> Tensor:
     return model(x)
 
@@ -211,6 +217,88 @@ def test_without_masters_gradient_sum_is_rounded_once() -> None:
     with dt.launch(run.mesh):
         gradient = run.step.gradients(ROWS)["w"]
     assert gradient.dtype == BF16 and gradient.tolist() == [264.0] * 8
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_sums_kept_in_bf16_are_bitwise_equal_to_torch_loop(dtype: torch.dtype) -> None:
+    """Torch's own sums in .grad are rounded in this way if a parameter is bf16."""
+    torch.manual_seed(0)
+    layers = (nn.Linear(16, 16, bias=False, dtype=dtype) for _ in range(3))
+    module, x = nn.Sequential(*layers), torch.randn(32, 16, dtype=dtype)
+    sums: dict[str, Tensor] = {}
+    for one in x.chunk(4):
+        for name, gradient in gradients_of(deepcopy(module), (one,), squares).items():
+            before = sums.get(name)
+            sums[name] = (gradient if before is None else before.float() + gradient).to(BF16)
+    if dtype == BF16:
+        by_torch = deepcopy(module)
+        for one in x.chunk(4):
+            squares(by_torch, one).backward()
+        assert_same_bits({name: p.grad for name, p in by_torch.named_parameters()}, sums)
+    options: dict[str, Any] = dict(make=sgd, loss=squares, schedule=dt.GPipe(4), accumulate="bf16")
+    run = build(dt.Mesh(), module=module, **options)
+    assert "rounded to bf16" in str(run.step.plan(x))
+    with dt.launch(run.mesh):
+        gradients = run.step.gradients(x)
+    assert_same_bits(gradients, {name: value.to(dtype) for name, value in sums.items()})
+
+
+@pytest.mark.parametrize(
+    ("dp", "zero", "total_of_w"),
+    [
+        (1, 0, 256.0),  # each 1 is lost
+        (2, 0, 260.0),  # 256 of rank 0, and 4 of rank 1
+        (2, 1, 260.0),
+        (2, 2, 262.0),  # 257, which is 256, then 2 three times
+        (2, 3, 262.0),
+    ],
+)
+def test_sums_over_ranks_are_float32_if_sums_over_microbatches_are_bf16(
+    dp: int, zero: int, total_of_w: float
+) -> None:
+    sizes: list[int] = []
+    for accumulate in ("float32", "bf16"):
+        run = build(
+            dt.Mesh(dp=dp),
+            module=Ones(),
+            zero=zero,
+            make=lambda m: torch.optim.SGD([m.w], lr=1.0),
+            loss=total,
+            schedule=dt.GPipe(8 // dp),
+            master_weights=True,
+            accumulate=accumulate,
+        )
+        plan = run.step.plan(ROWS)
+        plan.verify()
+        sizes.append(plan.memory[0].gradients)
+    with dt.launch(run.mesh):
+        float(run.step(ROWS))
+        state = run.state()
+    assert state["optimizer"]["state"][0]["master_param"].tolist() == [-total_of_w] * 8
+    # at level 0, the sum over ranks is float32 and whole
+    assert sizes[1] == (sizes[0] if (dp, zero) == (2, 0) else sizes[0] // 2)
+
+
+def test_tied_gradients_kept_in_bf16_are_summed_in_float32() -> None:
+    module, (tokens, targets) = gpt(F32), batch(0, 8)
+    options: dict[str, Any] = dict(
+        stages=STAGES, schedule=dt.OneFOneB(4), accumulate="bf16", make=sgd
+    )
+    run = build(dt.Mesh(pp=2, dp=2), module=module, **options)
+    expected = gradients_of(deepcopy(module), (tokens, targets), loss_of)
+    with dt.launch(run.mesh):
+        gradients = run.step.gradients(tokens, targets)
+        assert math.isfinite(float(run.step(tokens, targets)))
+    for name, value in gradients.items():
+        largest = expected[name].abs().max()
+        assert value.dtype == F32 and (value - expected[name]).abs().max() < 0.02 * largest
+
+
+def test_sums_of_float64_gradients_are_not_kept_in_bf16() -> None:
+    run = build(dt.Mesh(), dtype=torch.float64, schedule=dt.GPipe(2), accumulate="bf16")
+    message = r"at most 32 bits, and the gradient of .* is f64.*\nfix: leave accumulate= out"
+    with pytest.raises(dt.PlanningError, match=message):
+        run.step.plan(*batch(0))
 
 
 def test_loss_of_16_bits_is_summed_in_float32() -> None:

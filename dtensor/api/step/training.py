@@ -94,6 +94,7 @@ class StepOptions:
     detect_nan: DetectNan
     grad_scaler: torch.amp.GradScaler | None
     delay: int = 0
+    accumulate: str = "float32"
 
 
 class TrainStep:
@@ -274,6 +275,7 @@ class TrainStep:
                 master_weights=stated.master_weights,
                 scaled=stated.grad_scaler is not None,
                 delay=stated.delay,
+                accumulate=stated.accumulate,
             ),
         )
 

@@ -147,13 +147,12 @@ def lower_rank(b: RankBuilder) -> RankProgram:
         walk.run_action(action)
     b.label, b.microbatch = Label("optimizer"), None
     walk.complete_sends(None)
-    end_steps = walk.end_steps(plan)
-    if (
-        plan.delayed and not b.roles.updates
-    ):  # the first step, which has no gradients to update with
+    before, after = at_the_commit(walk.end_steps(plan))
+    if not b.roles.updates:
+        after = []
+    if plan.delayed and not b.roles.updates:  # the first step has no gradients to update with
         without = {id(s) for steps in rounds for s in steps}
-        end_steps = [s for s in end_steps if not (id(s) in without or isinstance(s, Norm | Update))]
-    before, after = at_the_commit(end_steps)
+        before = [s for s in before if not (id(s) in without or isinstance(s, Norm | Update))]
     walk.run_steps(before)
     step_end.compute_new_values(b)
     outputs = walk.end_program(after)

@@ -89,13 +89,15 @@ def _add(b: RankBuilder, step: Accumulate, unshared_sums: set[str], *, last: boo
         else:
             b.record_sharing(total, b.value(step.operand))
         segment.code.line(text, [step.operand], [step.result], op=op)
-    else:  # float32 and bf16 are added in float32
+    else:  # float32 and bf16 are added in float32, then rounded if the sum is bf16
         before = f"{step.result}_before"
         segment.table[before] = previous
         in_place = step.result in unshared_sums
         if in_place:
             b.record_sharing(total, previous)
         added = f"{before}.add_({step.operand})" if in_place else f"{before} + {step.operand}"
+        if not in_place and step.dst.dtype not in (step.src.dtype, torch.float32):
+            added = f"({added}).to({segment.code.literal(step.dst.dtype, ())})"
         unshared_sums.add(step.result)
         text = f"{step.result} = {added}"
         segment.code.line(text, [before, step.operand], [step.result], op=ADDING)

@@ -6,8 +6,9 @@
     all_reduce over dp      bf16[4]                 sends 32 bits, adds in float32, rounds once
 
 A reduced activation is rounded to its dtype. A reduced gradient stays in float32 until the
-optimizer reads it; the cast of a gradient to float32 is left to its reduction (`uncast`). Parts of
-reductions (sums, means, norms, losses) are small and stay in float32 (`left_in_float32`).
+optimizer reads it; the cast of a gradient to float32 is left to its reduction (`uncast`). A sum of
+gradients over microbatches is float32, or, with accumulate="bf16", rounded after each addition.
+Parts of reductions (sums, means, norms, losses) are small and stay in float32 (`left_in_float32`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import replace
 
 import torch
 
+from dtensor.errors import PlanningError
 from dtensor.numerics import is_narrow
 from dtensor.sharding.plan.dataflow import Dataflow, Op
 from dtensor.sharding.redistribute.moves import Move
@@ -31,6 +33,19 @@ Chosen = Sequence[Mapping[str, Strategy]]
 def sum_spec(spec: TensorSpec) -> TensorSpec:
     """Return the spec of a sum of values with this spec: float32 if they are narrow floats."""
     return replace(spec, dtype=torch.float32) if is_narrow(spec.dtype) else spec
+
+
+def gradient_sum_spec(spec: TensorSpec, accumulate: str, label: str) -> TensorSpec:
+    """Return the spec of the sum over microbatches of a gradient of the parameter ``label``.
+    ``accumulate``: "float32", or "bf16" to round the sum after each addition."""
+    if accumulate == "float32":
+        return sum_spec(spec)
+    if spec.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise PlanningError(
+            f'accumulate="bf16" is for sums of gradients of at most 32 bits, and the gradient of '
+            f"{label} is {spec}.\nfix: leave accumulate= out"
+        )
+    return replace(spec, dtype=torch.bfloat16)
 
 
 def uncast(flow: Dataflow, rules: Mapping[str, Rule]) -> Dataflow:

@@ -48,7 +48,8 @@ class Training:
 
     ``master_weights``: whether optimizers update float32 copies of narrow parameters. ``scaled``:
     whether the loss, and so each gradient, is multiplied by a loss scale. ``delay``: 1 if a step
-    updates with the gradients of the step before, else 0.
+    updates with the gradients of the step before, else 0. ``accumulate``: "float32" or "bf16", the
+    dtype of sums of gradients over microbatches.
     """
 
     updaters: tuple[Updater, ...]
@@ -56,6 +57,7 @@ class Training:
     master_weights: bool = False
     scaled: bool = False
     delay: int = 0
+    accumulate: str = "float32"
 
     @property
     def trained(self) -> frozenset[str]:

@@ -126,10 +126,9 @@ def _faults(defined: _DefinedValues, step: Step) -> Iterator[str]:
                 yield from _move_faults(move)
         case Accumulate():
             pending = step.dst.with_placements(**{MICROBATCH_AXIS: Partial("sum")})
-            if (
-                not _can_sum_to(step.src, pending)
-                or step.dst.placement(MICROBATCH_AXIS) != REPLICATE
-            ):
+            is_rounded = step.dst.dtype == torch.bfloat16  # accumulate="bf16"
+            part = replace(step.src, dtype=torch.bfloat16) if is_rounded else step.src
+            if not _can_sum_to(part, pending) or step.dst.placement(MICROBATCH_AXIS) != REPLICATE:
                 yield f"{step.dst} is no sum of {step.src} over microbatches"
         case Transfer() | Norm() | Update():
             pass

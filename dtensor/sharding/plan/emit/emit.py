@@ -30,6 +30,7 @@ from dtensor.sharding.plan.emit.stored_gradients import (
 from dtensor.sharding.plan.emit.values import Copy, Emitter, Reader
 from dtensor.sharding.plan.owners import owned_inputs, owner_of, update_seconds
 from dtensor.sharding.plan.precision import (
+    gradient_sum_spec,
     left_in_float32,
     reduce_in_float32,
     round_after_sum,
@@ -257,7 +258,9 @@ class Outputs:
                 move = Move("fill", MICROBATCH_AXIS, spec, pending)
                 copy = e.move(copy, output.value, move, by)
                 name, spec = copy.name, copy.spec
-            dst = sum_spec(spec.with_placements(**{MICROBATCH_AXIS: REPLICATE}))
+            dst = spec.with_placements(**{MICROBATCH_AXIS: REPLICATE})
+            training = e.request.training if output.kind == "gradient" else None
+            dst = gradient_sum_spec(dst, training.accumulate, of) if training else sum_spec(dst)
             result = e.fresh(f"{name}_total")
             stage = output.stage
             e.steps.append(
@@ -288,7 +291,7 @@ class Outputs:
         elif output.value in e.float32_parts and not item.is_new:
             path = round_after_sum(path, e.request.flow.metas[output.value].dtype)
         item.path = path
-        if output.kind == "gradient" and self.inputs[item.of].owned is not None:
+        if output.kind == "gradient" and self.inputs[of].owned is not None:
             item.bucket = "gradients"
         for move in first:
             if move.kind == "slice":  # now, so that all gradients are reduced in the same buckets
@@ -486,11 +489,8 @@ class Outputs:
             assert item.owned is not None
             path = moves(item.held, item.owned, self.emitter.request.topology, whole=True)
             output = Output(item.name, "gradient", item.label, stage)
-            moving.append(
-                _PendingOutput(
-                    output, item.name, item.held, item.label, True, path, bucket="parameters"
-                )
-            )
+            whole = _PendingOutput(output, item.name, item.held, item.label, True, path)
+            moving.append(replace(whole, bucket="parameters"))
         self._advance_all(moving)
         return [(i, value, m) for (i, _, value), m in zip(owned, moving, strict=True)]
 

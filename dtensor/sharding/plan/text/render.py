@@ -18,6 +18,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
+import torch
+
 from dtensor.numerics import dtype_name
 from dtensor.sharding.plan.cost.memory import Rows
 from dtensor.sharding.plan.cost.seconds import collectives_of, step_times
@@ -91,6 +93,7 @@ def render(
         *attention_lines(plan),
         *split_ends(plan),
         *_stored_lines(plan),
+        *_accumulate_lines(plan),
         *_delay_lines(totals),
         *_statistics(plan),
     ]
@@ -455,6 +458,14 @@ def _level_lines(plan: PlanRecord) -> list[str]:
     ]
     lines = [f"{choice.level} by auto, {why} {size_text(capacity)}", *table(rows, "<<")]
     return [f"{'' if number else 'level':8}{line}" for number, line in enumerate(lines)]
+
+
+def _accumulate_lines(plan: PlanRecord) -> list[str]:
+    """Return the line about sums of gradients that are kept in bf16; [] without them."""
+    sums = [step.dst.dtype for step in plan.steps if isinstance(step, Accumulate)]
+    if torch.bfloat16 not in sums:
+        return []
+    return ["accumulate  sums of gradients over microbatches are rounded to bf16 at each addition"]
 
 
 def _delay_lines(totals: PlanTotals) -> list[str]:

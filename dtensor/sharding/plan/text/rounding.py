@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dtensor.numerics import dtype_name
+from dtensor.numerics import dtype_name, is_narrow
 from dtensor.sharding.plan.record import PlanRecord
 from dtensor.sharding.plan.steps import Accumulate, Compute, Redistribute, Step
 from dtensor.sharding.plan.text.words import collapse
@@ -34,18 +34,20 @@ SOFTMAX = Partial("softmax")
 @dataclass(frozen=True, slots=True)
 class Reordered:
     """One sum whose terms are split. ``terms``: the number of terms that are added, over ``axis``
-    (mb: microbatches); ``scaled``: the number of ranks for softmax, 0 for a plain sum."""
+    (mb: microbatches); ``scaled``: the number of ranks for softmax, 0 for a plain sum; ``kept``:
+    the dtype of the running sum if it is at most 32 bits."""
 
     name: str
     axis: str
     terms: int
     dtype: torch.dtype
     scaled: int = 0
+    kept: torch.dtype = torch.float32
 
     @property
     def bound(self) -> float:
         """The largest difference between two orders, relative to the sum of magnitudes."""
-        accumulator = torch.float64 if self.dtype == torch.float64 else torch.float32
+        accumulator = torch.float64 if self.dtype == torch.float64 else self.kept
         stored = 0.0 if self.dtype.itemsize >= 4 else 2 * torch.finfo(self.dtype).eps
         scaling = math.log(self.terms) + 2 * self.scaled if self.scaled else 0.0
         return (self.terms - 1 + scaling) * torch.finfo(accumulator).eps + stored
@@ -66,15 +68,19 @@ def reordered(plan: PlanRecord) -> tuple[Reordered, ...]:
                 if isinstance(step, Accumulate) or value not in producers:
                     terms = max(terms, spec.mesh.axis_size(axis))
                 scaled = spec.mesh.axis_size(axis) if spec.placement(axis) == SOFTMAX else 0
-                sums.append(Reordered(result, axis, terms, spec.dtype, scaled))
+                kept = torch.float32
+                if isinstance(step, Accumulate) and is_narrow(step.dst.dtype):
+                    kept = step.dst.dtype
+                sums.append(Reordered(result, axis, terms, spec.dtype, scaled, kept))
     return tuple(sums)
 
 
 def rounding_text(plan: PlanRecord) -> str:
     """Return the table of bounds, one line for each number of terms, axis and dtype."""
-    groups: dict[tuple[int, str, torch.dtype, int], list[Reordered]] = {}
+    groups: dict[tuple[int, str, torch.dtype, int, torch.dtype], list[Reordered]] = {}
     for item in reordered(plan):
-        groups.setdefault((item.terms, item.axis, item.dtype, item.scaled), []).append(item)
+        key = item.terms, item.axis, item.dtype, item.scaled, item.kept
+        groups.setdefault(key, []).append(item)
     if not groups:
         return f"rounding of {plan.name}: no sum is taken apart, so no order changes"
     rows = [
@@ -84,7 +90,7 @@ def rounding_text(plan: PlanRecord) -> str:
             f"<= {members[0].bound:.1e} of the sum of magnitudes",
             ", ".join(collapse([item.name for item in members])),
         )
-        for (terms, axis, dtype, _), members in groups.items()
+        for (terms, axis, dtype, *_), members in groups.items()
     ]
     title = f"rounding of {plan.name}: placements reorder these sums"
     return "\n".join([title, *table(rows, "<")])
