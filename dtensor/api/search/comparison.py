@@ -31,7 +31,6 @@ from dtensor.errors import PlanningError, check_callable, check_kind
 from dtensor.frontend.graph import Graph
 from dtensor.gc_pause import collector_paused
 from dtensor.private_torch import pytree
-from dtensor.runtime.optimizer.elementwise.optimizer_rule import check_optimizer
 from dtensor.runtime.schedule import Schedule
 from dtensor.sharding.plan.cost.memory import Memory
 from dtensor.sharding.plan.plan import Plan
@@ -244,8 +243,6 @@ class CapturedStep:
             check_callable("optimizer", made, fix)
             made = made(model.parameters())
         optimizers = checked_optimizers(made, fix, least=1)
-        for each in optimizers:
-            check_optimizer(each)
         args, named = pytree.tree_map(_argument, (batch, dict(kwargs)))
         return CapturedStep(
             model=model,

@@ -31,7 +31,6 @@ from dtensor.errors import (
 )
 from dtensor.runtime.lower.detect_nan import checked_detect
 from dtensor.runtime.optimizer.elementwise.optimizer_rule import (
-    check_optimizer,
     rule_of,
     state_elementwise,
 )
@@ -80,12 +79,14 @@ def train_step(
 
     Args:
         loss_fn: ``loss_fn(model, *batch)`` returns a scalar, or (scalar, {name: scalar}).
-        optimizer: an optimizer over the model's parameters, or a list of several, such as one for
-            matrices and one for the rest, which share no parameter. A step updates with each of
-            them, after one gradient norm. Each keeps its own groups, state and schedulers. They are
-            elementwise: torch's own except Adafactor, LBFGS, Muon and SparseAdam; others need
-            ``elementwise=True``. Adam, AdamW,
-            SGD and Adagrad use torch's fused kernels unless a group has another setting:
+        optimizer: an optimizer over the model's parameters, or a list of several that share no
+            parameter, such as one for matrices and one for the other parameters. A step updates
+            with each optimizer of the list, after one gradient norm; each optimizer keeps its own
+            groups, state and schedulers. Classes other than torch's elementwise ones are tested on
+            small parameters before the first step: an optimizer that updates each element from its
+            own gradient and state runs on shards, and an optimizer that updates each parameter from
+            its own gradient and state runs on one rank per parameter. Others are refused. Adam,
+            AdamW, SGD and Adagrad use torch's fused kernels unless a group has another setting:
             ``foreach=False`` is torch's default on the CPU, whose float32 results differ in the
             last bits.
         inputs: the placements of each argument with the batch dim, or argument name -> placements.
@@ -126,11 +127,11 @@ def train_step(
             undone, with an error that names the rank, its fullest expert and the capacity that the
             exchange needs. No token is dropped. By default no step fails for its routing. Without
             rows that are split by expert it has no effect.
-        elementwise: True states that an optimizer of another class updates each element of a
-            parameter from that element's gradient and state alone. This is probed on small
-            parameters before the first step, for at most a second (``step.elementwise`` is the
-            report), and refused if numbers differ or an op mixes elements. The step may change
-            options of its groups and its own attributes, as in torch.
+        elementwise: True asserts that each optimizer updates each element of a parameter from that
+            element's gradient and state alone; an optimizer that does not is refused. Without it
+            the test decides. ``step.elementwise`` is the report of the test (for a list of
+            optimizers, a tuple of reports). The step may change options of its groups and its own
+            attributes, as in torch.
         grad_scaler: for float16: ``torch.amp.GradScaler("cpu")``, also on GPUs. The loss is
             multiplied by its scale, and the gradients are divided by it before they are clipped. If
             a gradient is not finite, the step changes nothing, ``loss.skipped`` is True, and the
@@ -165,10 +166,8 @@ def train_step(
     optimizers = checked_optimizers(optimizer, fix, least=1)
     is_single = isinstance(optimizer, torch.optim.Optimizer)
     wrappers = [optimizer] if is_single else optimizer
-    for each in optimizers:
-        if elementwise:
-            state_elementwise(each)
-        check_optimizer(each)
+    for each in optimizers if elementwise else ():
+        state_elementwise(each)
     is_schedule = isinstance(schedule, Schedule) and not isinstance(schedule, type)
     if schedule is not None and not is_schedule:
         raise PlanningError(

@@ -281,18 +281,9 @@ class _OwnedRule(_ProbedRule):
 _PACKED = StateEntry(number=False, packed=True)
 
 
-def check_optimizer(optimizer: Optimizer) -> None:
-    """Raise PlanningError unless the value is an optimizer of torch's kind."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise PlanningError(
-            f"the optimizer is {optimizer!r}, not a torch.optim optimizer; "
-            f"fix: torch.optim.AdamW(model.parameters())"
-        )
-
-
 def state_elementwise(optimizer: Optimizer) -> None:
     """Record the user's statement that this optimizer is elementwise. The probe will test it."""
-    if isinstance(optimizer, torch.optim.Optimizer) and known_class(optimizer) is None:
+    if known_class(optimizer) is None:
         _STATED_ELEMENTWISE[optimizer] = True
 
 
@@ -306,7 +297,6 @@ def rule_of(optimizer: Optimizer, masters: bool | None = None) -> OptimizerRule:
     if isinstance(last_rule, _TorchRule):
         return last_rule
     if last_rule is None:
-        check_optimizer(optimizer)
         known = known_class(optimizer)
         if known is not None:
             _RULES[optimizer] = probed = _TorchRule(known)
