@@ -122,19 +122,20 @@ def generator_of(seed: int) -> torch.Generator:
 
 
 def one_axis(rule: Rule, num: int) -> Iterator[Strategy]:
-    """Yield the strategies of the rule on an axis of ``num`` ranks, also with blocks and units."""
+    """Yield the strategies of the rule on an axis of ``num`` ranks, also with blocks, units and
+    sizes."""
     strategies: dict[Strategy, None] = dict.fromkeys(rule.strategies(num))
-    for assignment in _assignments(rule):
+    for assignment in _assignments(rule, num):
         strategy = rule.apply(assignment, num)
         if strategy is not None:
             strategies[strategy] = None
     yield from strategies
 
 
-def _assignments(rule: Rule) -> Iterator[dict[str, FactorSharding]]:
+def _assignments(rule: Rule, num: int) -> Iterator[dict[str, FactorSharding]]:
     """Yield ways to split each factor, together with the factors that are concatenated with it in a
-    dim: evenly, in two blocks, at units of 2, in blocks of 1 and the other elements, and in a
-    zigzag; and alone as rows of experts."""
+    dim: evenly, in two blocks, at units of 2, in blocks of 1 and the other elements, in a zigzag,
+    and in sizes that leave the first of ``num`` ranks empty; and alone as rows of experts."""
     for by_token_and_expert in _rows_assignments(rule):
         yield from by_token_and_expert
     for factor in rule.factors():
@@ -147,6 +148,10 @@ def _assignments(rule: Rule) -> Iterator[dict[str, FactorSharding]]:
         if all(s > 2 for s in sizes):
             yield {f: FactorSharding((1, s - 1)) for f, s in zip(group, sizes, strict=True)}
             yield {f: FactorSharding((s,), zigzag=True) for f, s in zip(group, sizes, strict=True)}
+        by_rank = [(0,) * (num - 2) + (1, s - 1) if num > 2 else (0, s) for s in sizes]
+        yield {
+            f: FactorSharding((s,), sizes=n) for f, s, n in zip(group, sizes, by_rank, strict=True)
+        }
 
 
 def _rows_assignments(rule: Rule) -> Iterator[list[dict[str, FactorSharding]]]:
@@ -164,7 +169,7 @@ def two_axes(rule: Rule) -> Iterator[tuple[Strategy, Strategy]]:
     split_strategies = rule.strategies(2)[1:]
     yield from itertools.combinations_with_replacement(rule.fixed_strategies[1:], 2)
     yield from itertools.permutations(split_strategies, 2)
-    for assignment in _assignments(rule):
+    for assignment in _assignments(rule, 2):
         split_again = {f: split.minor_sharding(2) for f, split in assignment.items()}
         yield from _pairs(rule, assignment, split_again)
     for by_token, by_expert in _rows_assignments(rule):

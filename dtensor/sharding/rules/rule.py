@@ -299,7 +299,7 @@ class Rule:
         sharding = assignment[next(f for factors in assigned for f in factors)]
         if self.is_ragged(dim):
             (experts, *_, slots), (split, *more) = dim[0], assigned[0]
-            if more or split == slots:
+            if more or split == slots or sharding.sizes is not None:
                 return None
             by = "expert" if split == experts else "token"
             ragged = Ragged(by, self.size[experts], self.size[slots])
