@@ -10,6 +10,7 @@ placements do not line up with some op.
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Callable, Mapping
@@ -204,10 +205,14 @@ KINDS: dict[str, Callable[[Random, int, int], Step | None]] = {
 }
 
 
-def random_shard(draw: random.Random, shape: tuple[int, ...]) -> dt.Shard:
-    """Return a random placement that fits the shape: any dim, equal or unequal blocks, any unit."""
+def random_shard(draw: random.Random, shape: tuple[int, ...], num: int) -> dt.Shard:
+    """Return a random placement that fits the shape and an axis of ``num`` ranks: any dim, equal or
+    unequal blocks, any unit, any sizes."""
     dim = draw.randrange(len(shape))
     size = shape[dim]
+    if draw.random() < 0.3:
+        ends = [0, *sorted(draw.randint(0, size) for _ in range(num - 1)), size]
+        return dt.Shard(dim, sizes=tuple(b - a for a, b in itertools.pairwise(ends)))
     divisors = [n for n in range(1, size + 1) if size % n == 0]
     first = draw.randrange(1, size)
     blocks = draw.choice([1, draw.choice(divisors), (first, size - first)])
@@ -229,7 +234,7 @@ class Case:
         mesh = dt.Mesh(**draw.choice(MESHES))
         module = Random(draw)
         pins = {
-            name: dict(tp=random_shard(draw, tuple(p.shape)))
+            name: dict(tp=random_shard(draw, tuple(p.shape), mesh.axis_size("tp")))
             for name, p in module.named_parameters()
             if draw.random() < 0.6
         }

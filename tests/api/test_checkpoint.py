@@ -51,6 +51,7 @@ PLACES: dict[str, tuple[dt.Mesh, dict[str, Any]]] = {
     "pp2": (dt.Mesh(pp=2), {"stages": STAGES}),
     "pp2 tp2": (dt.Mesh(pp=2, tp=2), {"stages": STAGES, "placements": TP}),
     "tp3, uneven": (dt.Mesh(tp=3), {"placements": TP}),
+    "tp2, sizes": (dt.Mesh(tp=2), {"placements": {**TP, "*.up.*": dict(tp=dt.Row(sizes=(0, 22)))}}),
 }
 
 

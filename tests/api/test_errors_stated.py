@@ -109,7 +109,7 @@ fix: dt.Row() splits 64""",
     )
 
 
-def test_blocks_or_unit_that_do_not_divide_dim_error_proposes_value() -> None:
+def test_blocks_unit_or_sizes_that_do_not_divide_dim_error_proposes_value() -> None:
     assert_expected_inline(
         placed({"*.qkv.weight": dict(tp=Row(blocks=5))}),
         """\
@@ -125,6 +125,22 @@ tp=Shard(0, blocks=(16, 16, 17)) does not fit blocks.0.attn.qkv.weight: blocks=(
   blocks.0.attn.qkv.weight: f32[48,16]
   stated by "*.qkv.weight"
 fix: blocks=(16, 16, 16)""",
+    )
+    assert_expected_inline(
+        placed({"*.qkv.weight": dict(tp=Row(sizes=(40, 4)))}),
+        """\
+tp=Shard(0, sizes=(40, 4)) does not fit blocks.0.attn.qkv.weight: sizes=(40, 4) add up to 44, dim 0 of 48.
+  blocks.0.attn.qkv.weight: f32[48,16]
+  stated by "*.qkv.weight"
+fix: sizes=(40, 8)""",
+    )
+    assert_expected_inline(
+        placed({"*.qkv.weight": dict(tp=Column(sizes=(4, 4, 8)))}),
+        """\
+tp=Shard(-1, sizes=(4, 4, 8)) does not fit blocks.0.attn.qkv.weight: sizes=(4, 4, 8) are for 3 ranks, and the axis has 2.
+  blocks.0.attn.qkv.weight: f32[48,16]
+  stated by "*.qkv.weight"
+fix: sizes=(4, 12)""",
     )
     assert_expected_inline(
         placed({"*.qkv.weight": dict(tp=Row(unit=5))}),

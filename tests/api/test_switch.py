@@ -60,7 +60,8 @@ class Place:
 
 
 ROWS = dict(dp=dt.Row())
-UNEVEN = {"*.up.weight": dict(tp=dt.Row()), "*.down.weight": dict(tp=dt.Column())}
+SIZES = dict(tp=dt.Row(sizes=(0, 40, 24)))
+UNEVEN = {"*.up.weight": SIZES, "*.down.weight": dict(tp=dt.Column())}
 PLACES: dict[str, Place] = {
     "single": Place(axes={}),
     "dp2 zero1": Place(axes=dict(dp=2), how=dict(zero={"dp": 1}), inputs=ROWS),

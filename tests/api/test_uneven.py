@@ -84,13 +84,15 @@ def test_uneven_full_and_local_tensors_have_expected_shapes() -> None:
         dict(a=dt.Row(), b=dt.Row()),
         dict(b=dt.Row(), a=dt.Row()),
         dict(a=dt.Column(), b=dt.Row(blocks=(4, 3))),
+        dict(a=dt.Row(sizes=(0, 7)), b=dt.Row(sizes=(1, 4, 2))),
+        dict(a=dt.Column(sizes=(5, 0)), b=dt.Column()),
     ):
         placed = dt.distribute(x, mesh, **placements)
         assert torch.equal(placed.full_tensor(), x)
         shapes = [tuple(t.shape) for t in placed.local_tensors()]
         assert shapes == [placed.spec.local_shape(mesh.coordinates(r)) for r in range(6)]
-        moved = placed.redistribute(a=dt.Row(), b=dt.Column())
-        assert torch.equal(moved.full_tensor(), x)
+        for moved in (dict(a=dt.Row(), b=dt.Column()), dict(a=dt.Row(sizes=(2, 5)), b=dt.Row())):
+            assert torch.equal(placed.redistribute(**moved).full_tensor(), x)
 
 
 # -- training --------------------------------------------------------------------------------------
@@ -100,9 +102,21 @@ def mean_square(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).square().mean()
 
 
-@pytest.mark.parametrize("axes", [dict(tp=3), dict(dp=3, tp=2), dict(tp=4)], ids=str)
-def test_uneven_mlp_with_adamw_and_clipping_trains_as_torch(axes: dict[str, int]) -> None:
-    """7 hidden units over 2, 3 and 4 ranks; batches of 5 over 3."""
+@pytest.mark.parametrize(
+    ("axes", "sizes"),
+    [
+        (dict(tp=3), None),
+        (dict(dp=3, tp=2), None),
+        (dict(tp=4), None),
+        (dict(tp=4), (0, 4, 0, 3)),
+        (dict(dp=3, tp=2), (1, 6)),
+    ],
+    ids=str,
+)
+def test_uneven_mlp_with_adamw_and_clipping_trains_as_torch(
+    axes: dict[str, int], sizes: tuple[int, ...] | None
+) -> None:
+    """7 hidden units over 2, 3 and 4 ranks, in even or stated sizes; batches of 5 over 3."""
     data = [(torch.randn(5, 6, generator=torch.Generator().manual_seed(s)),) for s in range(6)]
 
     def make() -> nn.Module:
@@ -113,8 +127,11 @@ def test_uneven_mlp_with_adamw_and_clipping_trains_as_torch(axes: dict[str, int]
     expected = train_torch(module, adamw(module), data, loss=mean_square, clip=0.1)
     placed = Placed(
         axes=axes,
-        pins={"up.weight": dict(tp=dt.Row()), "down.weight": dict(tp=dt.Column())},
-        inputs=dict(dp=dt.Row()) if "dp" in axes else None,
+        pins={
+            "up.weight": dict(tp=dt.Row(sizes=sizes)),
+            "down.weight": dict(tp=dt.Column(sizes=sizes)),
+        },
+        inputs=dict(dp=dt.Row(sizes=sizes and (0, 2, 3))) if "dp" in axes else None,
     )
     run = Run.of(
         placed,

@@ -171,7 +171,7 @@ def test_largest_shard_is_that_of_fullest_rank_for_one_split_per_dim(spec: Tenso
         (Shard(0, sizes=(9, 1)), "sizes=(9, 1) add up to 10, dim 0 has 8.\nfix: sizes=(8, 0)"),
         (
             Shard(-1, sizes=(2, 2, 2)),
-            "states 3 sizes, and the axis has 2 ranks; dim 1 has 6.\nfix: sizes=(2, 4)",
+            "sizes=(2, 2, 2) are for 3 ranks, and the axis has 2.\nfix: sizes=(2, 4)",
         ),
         (Shard(2), "names dim 2 of a tensor of shape [8, 6], which has 2 dims"),
         (Shard(0, blocks=3), "a dim of size 8 is not 3 equal blocks"),

@@ -193,7 +193,7 @@ class ProgramContext:
         return self._nbytes[key]
 
     def _is_even(self, spec: TensorSpec) -> bool:
-        """Whether all shards have the same size. The shard of coordinate 0 is the largest."""
+        """Whether all shards have the same size."""
         if id(spec) not in self._even:
             num_shards = 1
             for axis, placement in spec.sharding.items():

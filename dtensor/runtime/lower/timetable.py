@@ -4,9 +4,9 @@
     GridTimetable(grid).cost(planned)      # Cost(seconds=..., compute_seconds=..., ...)
 
 One action of each kind and stage is priced, with messages where `lower` puts them (overlap.py), and
-the grid is replayed on the virtual clock with these prices. Of the ranks of one stage, only the one
-at coordinate 0 of the other axes is priced: it has the largest shards. Contention between channels
-is not modelled. Invariant: the time equals the time of `simulate`, which replays the program.
+the grid is replayed on the virtual clock with these prices. Of the ranks of one stage, only the
+rank with the largest shards is priced. Contention between channels is not modelled. Invariant: the
+time equals the time of `simulate`, which replays the program.
 """
 
 from __future__ import annotations

@@ -4,11 +4,12 @@
     print(trace); trace.save("trace.json")
 
 One rank represents all ranks of a stage: the rank at coordinate 0 of the other axes, which has the
-largest shards. Its program is the one that an actor would run, after one `CALL` of the controller.
-A `Call` takes the time of its ops by the roofline model, a message the time of the alpha-beta
-model. Contention between channels is not modelled. Invariants: the trace ends at the time of
-`plan.cost`; memory equals `plan.memory`, except that a plan without microbatches counts gradients
-from the start of the step.
+largest shards, or, with stated sizes, the rank that holds most of the inputs. Its program is the
+one that an actor would run, after one `CALL` of the controller. A `Call` takes the time of its ops
+by the roofline model, a message the time of the alpha-beta model. Contention between channels is
+not modelled. Invariants: the trace ends at the time of `plan.cost`; memory equals `plan.memory`,
+except that a plan without microbatches counts gradients from the start of the
+step.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from dtensor.runtime.simulate.trace import CALL, Span, Trace, Track, span_of
 from dtensor.sharding.plan.cost.seconds import StepSeconds
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.redistribute.topology import Topology
+from dtensor.sharding.spec.spec import fullest_together
 
 
 def simulate(plan: Plan, grid: Grid | None, topology: Topology | None = None) -> Trace:
@@ -85,14 +87,14 @@ def simulate(plan: Plan, grid: Grid | None, topology: Topology | None = None) ->
 
 
 def representatives(plan: Plan) -> tuple[int, ...]:
-    """Return, for each coordinate of the stage axis, the rank at coordinate 0 of all other axes."""
-    axis = plan.stage_axis
+    """Return the rank that represents the others, for each coordinate of the stage axis."""
+    axis, held = plan.stage_axis, [item.held for item in plan.inputs]
+    sized = any(spec.is_sized for spec in held)
+    origin = {**dict.fromkeys(plan.mesh.axes, 0), **(fullest_together(held) if sized else {})}
     if axis is None:
-        return (0,)
-    return tuple(
-        plan.mesh.rank({a: at if a == axis else 0 for a in plan.mesh.axes})
-        for at in range(plan.mesh.axis_size(axis))
-    )
+        return (plan.mesh.rank(origin),)
+    stages = range(plan.mesh.axis_size(axis))
+    return tuple(plan.mesh.rank({**origin, axis: at}) for at in stages)
 
 
 def _state_bytes(plan: Plan, stages: tuple[int, ...]) -> int:

@@ -42,7 +42,7 @@ from dtensor.sharding.spec.placements import (
     same,
     splits_rows,
 )
-from dtensor.sharding.spec.spec import TensorSpec
+from dtensor.sharding.spec.spec import TensorSpec, compared_ranks
 
 MoveKind = str
 """A key of `MOVES`: the name of a collective or of a local move."""
@@ -143,21 +143,12 @@ def _bytes_sent(move: Move) -> int:
 def bytes_sent_together(moves: Sequence[Move]) -> tuple[int, ...]:
     """Return the bytes that each of these moves of one message sends, on the rank that sends most
     in all: if placements have sizes, the fullest rank of one move may send nothing of another."""
-    mesh, sends = moves[0].src.mesh, MOVES[moves[0].kind].sends
-    if sends is None or not any(move.src.is_sized or move.dst.is_sized for move in moves):
+    specs = [spec for move in moves for spec in (move.src, move.dst)]
+    sends = MOVES[moves[0].kind].sends
+    if sends is None or not any(spec.is_sized for spec in specs):
         return tuple(move.bytes_sent for move in moves)
-    axes = {
-        axis
-        for move in moves
-        for axis, *ends in zip(mesh.axes, move.src.placements, move.dst.placements, strict=True)
-        if any(isinstance(p, Shard) for p in ends)
-    }
-    most: tuple[int, ...] = ()
-    for at in itertools.product(*(range(n if a in axes else 1) for a, n in mesh.shape.items())):
-        coordinates = dict(zip(mesh.axes, at, strict=True))
-        sent = tuple(sends(move, coordinates) for move in moves)
-        most = max(most, sent, key=sum)
-    return most
+    ranks = compared_ranks(specs)
+    return max((tuple(sends(move, at) for move in moves) for at in ranks), key=sum)
 
 
 def move_kind(src: Placement, dst: Placement) -> MoveKind | None:

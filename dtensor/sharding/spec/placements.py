@@ -329,7 +329,7 @@ def misfit(shard: Shard, size: int, dim: str, num: int) -> tuple[str, str]:
     blocks, unit, sizes = shard.blocks, shard.unit, shard.sizes
     if sizes is not None:
         wrong_sum = f"sizes={sizes} add up to {sum(sizes)}, {dim}"
-        wrong_number = f"it states {len(sizes)} sizes, and the axis has {num} ranks; {dim}"
+        wrong_number = f"sizes={sizes} are for {len(sizes)} ranks, and the axis has {num}"
         ends = [min(sum(sizes[:i]), size) for i in range(num)] + [size]
         fitting = tuple(b - a for a, b in itertools.pairwise(ends))
         return wrong_number if len(sizes) != num else wrong_sum, f"sizes={fitting}"

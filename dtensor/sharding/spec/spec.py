@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Literal
@@ -323,6 +323,29 @@ class TensorSpec:
                 ),
             ]
         )
+
+
+def compared_ranks(specs: Sequence[TensorSpec]) -> Iterator[dict[str, int]]:
+    """Yield coordinates that include, for each rank, a rank with equal shards under all specs,
+    which have one mesh."""
+    axes = {a for spec in specs for a, p in spec.sharding.items() if isinstance(p, Shard)}
+    shape = specs[0].mesh.shape
+    for at in itertools.product(*(range(n if axis in axes else 1) for axis, n in shape.items())):
+        yield dict(zip(shape, at, strict=True))
+
+
+def nbytes_together(specs: Sequence[TensorSpec]) -> tuple[int, ...]:
+    """Return the bytes of the shards of several values on the rank that holds most in all. If
+    placements have sizes, it may hold nothing of some values."""
+    if not any(spec.is_sized for spec in specs):
+        return tuple(spec.max_local_nbytes for spec in specs)
+    at = fullest_together(specs)
+    return tuple(spec.local_nbytes(at) for spec in specs)
+
+
+def fullest_together(specs: Sequence[TensorSpec]) -> dict[str, int]:
+    """Return the coordinates of the rank that holds most bytes of several values in all."""
+    return max(compared_ranks(specs), key=lambda at: sum(s.local_nbytes(at) for s in specs))
 
 
 def alike(a: TensorSpec, b: TensorSpec) -> bool:

@@ -144,6 +144,7 @@ def eager(device: str) -> Mapping[str, Any]:
             "softmax": (rows * 2).softmax(-1),
             "product": whole @ columns,
             "positive": whole.relu(),
+            "on one rank": rows.redistribute(tp=dt.Column(sizes=(0, 8))).relu(),
         }
         return {name: value.full_tensor() for name, value in made.items()}
 
@@ -228,7 +229,7 @@ def transferred(device: str) -> Mapping[str, Any]:
         a = dt.distribute(x, whole, dp=dt.Row(), tp=dt.Column())
         b = dt.transfer(a, part, (2, 3), g=dt.Row())
         y = relu(b)
-        c = dt.transfer(b, third, k=dt.Row())
+        c = dt.transfer(b, third, k=dt.Row(sizes=(0, 5, 2)))
         back = dt.transfer(c, whole, tp=dt.Row())
         del a, c
         return {"y": y.full_tensor(), "b": b.full_tensor(), "back": back.full_tensor()}

@@ -164,7 +164,7 @@ def _aligned_placement(
         # a block for each fused projection: (three heads width)
         cuts.append(Shard(pinned_dim, rule.size[first[0]]))
     candidates = (with_unit(cut, unit) for cut in dict.fromkeys(cuts) for unit in _units(rules))
-    trials = [counted(trial, size) for trial in candidates if fits(trial, size)]
+    trials = [counted(trial, size) for trial in candidates if fits(trial, size, num)]
     for trial in sorted(trials, key=lambda trial: not _is_even(trial, size, num)):
         if all(index_sets(trial, size, num)) and lines_up(trial, num):
             return one_block(trial) if minor else trial

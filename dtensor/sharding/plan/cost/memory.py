@@ -28,7 +28,7 @@ from dtensor.sharding.plan.steps import (
     on_fullest_rank,
     updates_of,
 )
-from dtensor.sharding.spec.spec import TensorSpec
+from dtensor.sharding.spec.spec import TensorSpec, nbytes_together
 
 _STATE_KINDS = ("parameter", "buffer")
 
@@ -67,11 +67,7 @@ class Memory:
 
 def stage_memory(plan: PlanRecord, stage: int, rows: Rows = "balanced") -> Memory:
     """Return the memory of the fullest rank of ``stage``, if ranks hold ``rows`` by expert."""
-    parameters = sum(
-        item.held.max_local_nbytes
-        for item in plan.inputs
-        if item.kind in _STATE_KINDS and stage in item.stages
-    )
+    state = [i.held for i in plan.inputs if i.kind in _STATE_KINDS and stage in i.stages]
     gradients = waiting_gradients(plan, stage)
     updates = updates_of(plan.steps, [stage])
     parts = _activations(plan, stage, gradients, rows)
@@ -79,7 +75,7 @@ def stage_memory(plan: PlanRecord, stage: int, rows: Rows = "balanced") -> Memor
     base = parts.once + (num_in_flight - 1) * parts.saved  # exists while one microbatch runs
     activations = max(base + parts.peak, parts.end)
     return Memory(
-        parameters=parameters,
+        parameters=sum(nbytes_together(state)),
         gradients=sum(gradients.values()),
         optimizer=sum(step.state_bytes for step in on_fullest_rank(updates)),
         masters=sum(step.master_bytes for step in on_fullest_rank(updates)),
@@ -182,8 +178,8 @@ def _reduction_chain(value: str, producers: Mapping[str, Step]) -> list[str]:
 def _buffer_bytes(step: Redistribute) -> int:
     """Return the bytes of a bucket's flat buffers."""
     if step.kind == "all_gather":
-        return sum(m.src.max_local_nbytes + m.dst.max_local_nbytes for m in step.moves)
-    return sum(move.src.max_local_nbytes for move in step.moves)
+        return sum(nbytes_together([end for m in step.moves for end in (m.src, m.dst)]))
+    return sum(nbytes_together([move.src for move in step.moves]))
 
 
 # -- activations: liveness over one microbatch ---------------------------------------------------

@@ -4,8 +4,7 @@
     plan.collectives[0]            # PlannedCollective(name="y", kind="all_reduce", axis="tp", ...)
 
 Ops are priced by roofline, messages by the alpha-beta model (redistribute/topology.py), on the rank
-at coordinate 0 of every axis, which has the largest shards. Overlap and waiting are predicted in
-runtime/lower/timetable.py.
+with the largest shards. Overlap and waiting are predicted in runtime/lower/timetable.py.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
     totals.most_sent(lambda key: key[0])      # {"tp": SentTotals(times=4, bytes_sent=2097152, ...)}
 
 A rank of the stage axis may host several stages, whose figures are added. Along the other axes, the
-rank at coordinate 0 represents all ranks. Each figure is computed when it is first used.
+rank with the largest shards represents all ranks. Each figure is computed when it is first used.
 """
 
 from __future__ import annotations
