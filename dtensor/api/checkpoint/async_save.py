@@ -44,6 +44,7 @@ from dtensor.daft import Future
 from dtensor.errors import PlanningError
 from dtensor.frontend.call_lock import CALL_LOCK
 from dtensor.frontend.source import Source, lines_text, source_here
+from dtensor.private_torch import pytree
 from dtensor.runtime.checkpoint import (
     CheckpointError,
     PartRecord,
@@ -52,6 +53,7 @@ from dtensor.runtime.checkpoint import (
     read_part,
 )
 from dtensor.runtime.checkpoint.assembly import InFiles
+from dtensor.runtime.checkpoint.extra import encoded
 from dtensor.runtime.checkpoint.saving import (
     GONE,
     SAVING,
@@ -230,12 +232,14 @@ class SaveOptions:
 class _Located:
     """The locations of a checkpoint's values: tensors on ranks or on the controller
     (``local``), and ``small`` values. ``aliases``: each further name of a tied tensor, with
-    its first name."""
+    its first name. ``nested``: the lists and dicts in the state of optimizers that hold tensors, as
+    trees (extra.py), by the parameter's name and the key."""
 
     on_ranks: dict[Names, StoredTensor] = field(default_factory=dict[Names, StoredTensor])
     local: dict[Names, Tensor] = field(default_factory=dict[Names, Tensor])
     aliases: dict[Names, Names] = field(default_factory=dict[Names, Names])
     small: dict[Names, Any] = field(default_factory=dict[Names, Any])
+    nested: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
 
 
 def submit_save(
@@ -290,6 +294,8 @@ def submit_save(
             counters |= {k: v for k, v in descriptions[0].items() if k != "groups"}
         elif descriptions:
             counters |= {k: [each[k] for each in descriptions] for k in descriptions[0]}
+        if state.nested:
+            counters["nested"] = state.nested
         completion = _Completion(
             options, writing, saving, state, counters, model.mesh.size, session, model_home, run,
             compare,
@@ -388,17 +394,19 @@ def _locate_optimizer(
     )
     home = model_home.optimizers.get(id(optimizer)) if model_home is not None else None
     if home is not None and home.current:
-        pending = {key: s for key, s in home.owner.stored.items() if s.is_pending}
+        gathered: dict[tuple[str, str], StoredTensor] = {}
         for (label, key), stored in home.owner.stored.items():
-            if (label, key) not in pending:
+            if stored.is_pending or home.rule.entry(key).packed:
+                gathered[label, key] = stored
+            else:
                 name = keys[id(home.parameters[label])]
                 state.on_ranks["optimizer", "state", name, key] = stored
-        for (label, key), value in home.model_home.store.get(pending):  # summed
-            if value is not None:
-                state.local["optimizer", "state", keys[id(home.parameters[label])], key] = value
         entries = {
             p: read_whole(state_of_parameter) for p, state_of_parameter in home.unplaced.items()
         }
+        # pending values are summed, and packed state is unpacked, on the controller
+        for parameter, values in home.model_home.gather_values(home, gathered).items():
+            entries.setdefault(parameter, {}).update(values)
     else:
         lazy: object = optimizer.state
         entries = lazy.refresh() if isinstance(lazy, LazyOptimizerState) else dict(optimizer.state)
@@ -407,12 +415,34 @@ def _locate_optimizer(
             isinstance(value, Tensor) and value.is_meta for value in state_of_parameter.values()
         ):
             continue  # Adagrad's initial state of a parameter on the meta device
+        _check_no_shared_memory(state_of_parameter, keys[id(parameter)])
         for key, value in state_of_parameter.items():
             path = "optimizer", "state", keys[id(parameter)], key
             if isinstance(value, Tensor):
                 state.local[path] = value
+            elif any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value)):
+                tree, tensors = encoded(value, ".".join(path))
+                state.nested.setdefault(path[2], {})[key] = tree
+                state.local |= {(*path, number): tensor for number, tensor in tensors.items()}
             else:
                 state.small[path] = value
+
+
+def _check_no_shared_memory(entries: Mapping[str, Any], name: str) -> None:
+    """Raise PlanningError if two tensors of a parameter's state share memory: in the files they
+    would be two tensors, and a write to one would not change the other after a load."""
+    key_of: dict[int, str] = {}
+    for key, value in entries.items():
+        leaves = {id(x): x for x in pytree.tree_leaves(value) if isinstance(x, Tensor)}
+        for tensor in (x for x in leaves.values() if x.numel()):
+            address = tensor.untyped_storage().data_ptr()
+            if address in key_of:
+                raise PlanningError(
+                    f"{key_of[address]} and {key} of {name} share memory in the state of the "
+                    f"optimizer, and would be separate tensors in a checkpoint.\n"
+                    f"fix: torch.save(dt.gather_state_dict(model, opt), path), which keeps both one"
+                )
+            key_of[address] = key
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,13 +36,19 @@ from dtensor.api.values.lazy_parameters import (
 from dtensor.api.values.on_disk import OnDisk, read_whole
 from dtensor.errors import PlanningError
 from dtensor.numerics import dtype_name
+from dtensor.private_torch import pytree
 from dtensor.runtime.checkpoint import (
     Checkpoint,
     TensorRecord,
 )
 from dtensor.runtime.checkpoint.assembly import Assembly, read_block
+from dtensor.runtime.checkpoint.extra import decoded
 from dtensor.runtime.checkpoint.saving import open_cached, read_shard
-from dtensor.runtime.optimizer.elementwise.optimizer_rule import set_attributes
+from dtensor.runtime.optimizer.elementwise.optimizer_rule import (
+    known_class,
+    known_rule,
+    set_attributes,
+)
 from dtensor.sharding.ops.philox import Pieces
 
 OWN = ("dtensor",)
@@ -289,7 +295,7 @@ def _to_device_of(parameter: Tensor, entries: Mapping[str, Any]) -> dict[str, An
     """Return the entries on the parameter's device, or on the CPU if this is the meta device."""
     with without_hook():
         device = torch.device("cpu") if parameter.is_meta else parameter.device
-    return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in entries.items()}
+    return pytree.tree_map_only(Tensor, lambda v: v.to(device), dict(entries))
 
 
 def matched_states(
@@ -357,8 +363,10 @@ def _matched_groups(
             f"loaded.{_group_differences(labels, saved_labels)}\n"
             f"fix: build the optimizer over the groups that it had when it was saved"
         )
+    rule = known_rule(optimizer)
+    has_shapes = known_class(optimizer) is not None or (rule is not None and not rule.owned)
     entries = {
-        parameter: _entries_of(checkpoint, keys[id(parameter)], parameter)
+        parameter: _entries_of(checkpoint, keys[id(parameter)], parameter, has_shapes)
         for group in optimizer.param_groups
         for parameter in group["params"]
     }
@@ -431,25 +439,43 @@ def _with_saved_options(group: Mapping[str, Any], saved: Mapping[str, Any]) -> d
     return {**group, **options}
 
 
-def _entries_of(checkpoint: Checkpoint, key: str, parameter: Tensor) -> dict[str, Any]:
+def _entries_of(
+    checkpoint: Checkpoint, key: str, parameter: Tensor, has_shapes: bool
+) -> dict[str, Any]:
     """Return a parameter's state entries in the checkpoint, with `OnDisk` in place of tensors.
-    Raises PlanningError for another shape."""
+
+    ``has_shapes``: a tensor is one number or has the parameter's shape; PlanningError is raised for
+    another shape, and for nested entries that another program wrote.
+    """
     prefix = f"optimizer.state.{key}."
     entries: dict[str, Any] = {}
+    trees = checkpoint.small.get(OWN, {}).get("nested", {}).get(key, {})
+    in_trees: dict[str, dict[str, Any]] = {entry: {} for entry in trees}
+    folder = os.path.abspath(checkpoint.path)
     with without_hook():
         shape = tuple(parameter.shape)
     for name, record in checkpoint.tensors.items():
-        entry = name.removeprefix(prefix)
-        if entry == name or "." in entry:
+        if not name.startswith(prefix):
             continue
-        if record.shape not in ((), (1,), shape):
+        entry, dot, number = name.removeprefix(prefix).rpartition(".")
+        tensor = InCheckpoint(name, record.shape, record.dtype, folder, _whole(record))
+        if not dot:
+            if has_shapes and record.shape not in ((), (1,), shape):
+                raise PlanningError(
+                    f"{name} is {_type(record.dtype, record.shape)} in {checkpoint.path}, and the "
+                    f"parameter has shape {list(shape)}; nothing was loaded.\n"
+                    f"fix: build the model and the optimizer that were saved"
+                )
+            entries[number] = tensor
+        elif entry in in_trees:
+            in_trees[entry][number] = tensor
+        elif record.path[:3] == ("optimizer", "state", key):
             raise PlanningError(
-                f"{name} is {_type(record.dtype, record.shape)} in {checkpoint.path}, and the "
-                f"parameter has shape {list(shape)}; nothing was loaded.\n"
-                f"fix: build the model and the optimizer that were saved"
+                f"{name} is part of a nested value in {checkpoint.path}, which another program "
+                f"wrote, so its form is not known; nothing was loaded.\n"
+                f"fix: read the file with that program, and dt.load_state_dict(model, opt, state)"
             )
-        folder = os.path.abspath(checkpoint.path)
-        entries[entry] = InCheckpoint(name, record.shape, record.dtype, folder, _whole(record))
+    entries |= {entry: decoded(tree, in_trees[entry]) for entry, tree in trees.items()}
     for path, value in checkpoint.small.items():
         if path[:3] == ("optimizer", "state", key) and len(path) == 4:
             entries[path[3]] = value

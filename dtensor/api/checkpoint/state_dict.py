@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any, NoReturn, cast
 
@@ -226,12 +226,16 @@ def _keep_values(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> 
     """Undo torch's cast of state to the dtype and device of its parameter.
 
     It rounds master weights and their moments to 16 bits, and empties the state of a parameter on
-    the meta device.
+    the meta device. Tensors in nested values are replaced too.
     """
     numbers = [n for group in saved["param_groups"] for n in group["params"]]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for number, parameter in zip(numbers, parameters, strict=True):
-        for key, value in saved["state"].get(number, {}).items():
+        saved_entries = saved["state"].get(number, {})
+        if any(isinstance(v, Mapping | list | tuple | deque) for v in saved_entries.values()):
+            optimizer.state[parameter].update(copy.deepcopy(dict(saved_entries)))
+            continue
+        for key, value in saved_entries.items():
             cast_value = optimizer.state[parameter].get(key)
             if not (isinstance(value, torch.Tensor) and isinstance(cast_value, torch.Tensor)):
                 continue

@@ -213,8 +213,9 @@ class _MovedState:
         home: OptimizerHome, steps: Sequence[_PlannedStep], numbers: Sequence[int]
     ) -> _MovedState:
         """Return the moves of an optimizer's state. Entries that the planned steps update move to
-        their homes in the plans; other entries are gathered. State that the user has read does not
-        move: the next step puts it again."""
+        their homes in the plans; other entries are gathered, and so is the packed state of owned
+        parameters, whose size only its owner knows. State that the user has read does not move: the
+        next step puts it again."""
         if not home.current:
             return _MovedState(home, {}, ())
         updated: dict[tuple[str, str], StoredTensor] = {}
@@ -222,7 +223,8 @@ class _MovedState:
             updated |= planned.updated(home, numbers)
         homes: dict[tuple[str, str], StoredTensor] = {}
         for key, before in home.values().items():
-            if key in updated and not before.is_pending:  # a pending value is gathered: summed
+            is_moved = not before.is_pending and not home.rule.entry(key[1]).packed
+            if key in updated and is_moved:  # others are gathered: summed, or unpacked
                 spec = replace(updated[key].spec, dtype=before.spec.dtype)
                 homes[key] = replace(updated[key], spec=spec)
         return _MovedState(home, homes, tuple(key for key in home.values() if key not in homes))

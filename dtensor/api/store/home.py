@@ -39,6 +39,7 @@ from dtensor.api.values.lazy_parameters import (
 from dtensor.daft import Cluster
 from dtensor.errors import PlanningError
 from dtensor.runtime.optimizer.elementwise.optimizer_rule import OptimizerRule
+from dtensor.runtime.optimizer.owned.packed_state import unpack
 from dtensor.runtime.optimizer.shard_optimizer import DELAYED
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.spec.mesh import Mesh
@@ -397,11 +398,16 @@ class ModelHome:
     def gather_values(
         self, home: OptimizerHome, stored: Mapping[tuple[str, str], StoredTensor]
     ) -> Entries:
-        """Return these state entries in full, by parameter and key, without absent values."""
+        """Return these state entries in full, by parameter and key, without absent values. The
+        packed state of an owned parameter is unpacked."""
         gathered: Entries = {}
         for (label, key), value in self.store.get(stored):
             if value is not None:
                 entry, parameter = home.rule.entry(key), home.parameters[label]
+                if entry.packed:
+                    device = "cpu" if parameter.is_meta else parameter.device
+                    gathered.setdefault(parameter, {}).update(unpack(value, device))
+                    continue
                 if entry.number:
                     value = entry.from_table(value)
                 elif not parameter.is_meta:

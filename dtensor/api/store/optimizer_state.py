@@ -13,7 +13,7 @@ Values that no update has read yet stay on the controller (`OptimizerHome.unplac
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,11 +26,12 @@ from dtensor.api.store.home import OptimizerHome
 from dtensor.api.store.session import MeshSession
 from dtensor.api.store.store import Source
 from dtensor.api.values.lazy_parameters import Entries, LazyOptimizerState
-from dtensor.api.values.on_disk import OnDisk
+from dtensor.api.values.on_disk import OnDisk, read_whole
 from dtensor.errors import PlanningError
 from dtensor.numerics import dtype_name
 from dtensor.runtime.lower.program import holders, on_mesh
 from dtensor.runtime.optimizer.elementwise.optimizer_rule import OptimizerRule, rule_of
+from dtensor.runtime.optimizer.owned.packed_state import pack
 from dtensor.runtime.optimizer.shard_optimizer import DELAYED, MASTER, value_name
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.steps import updates_of
@@ -57,7 +58,8 @@ def place_optimizer(
     """Put the state that the plan's update reads into the ranks' tables, and return its home. State
     that the user has read since it was put is put again. A tensor of its parameter's shape is cut
     by the plan's spec of the state; numbers are replicated; values that do not exist yet are absent
-    (shard_optimizer.py). The rank's updater is put too.
+    (shard_optimizer.py). The packed state of an owned parameter is put to its owners. The rank's
+    updater is put too.
 
     Raises PlanningError if two steps share an optimizer and only one of them uses masters, or if
     the state of a parameter lacks a value that the optimizer's class reads.
@@ -74,6 +76,12 @@ def place_optimizer(
     session.place(models, plan, stages)
     rule = rule_of(optimizer)
     keys = tuple(map(rule.keys, optimizer.param_groups))
+    if home is not None and home.rule.owned != rule.owned:
+        raise PlanningError(
+            f"the options of {type(optimizer).__name__} have changed: its update was "
+            f"{'per parameter' if home.rule.owned else 'elementwise'} before, and is not any more."
+            f"\nfix: gather_state_dict before the change, and a new step with a new optimizer"
+        )
     unchanged = home is not None and home.rule is rule and home.keys == keys
     if home is not None and unchanged and home.current and home.placed is plan:
         return home
@@ -174,11 +182,13 @@ def _shadow_of(
     }
     shadow = rule.shadow({})
     if shadow is not None and states:
-        from dtensor.api.values.on_disk import read_whole
-
         numbers = rule.numbers()
         for label, state in states.items():
-            small = {k: v for k, v in state.items() if k in numbers or not isinstance(v, OnDisk)}
+            small = {
+                k: v
+                for k, v in state.items()
+                if k in numbers or not isinstance(v, OnDisk) or not v.shape
+            }
             states[label] = {**state, **read_whole(small)}
         shadow = rule.shadow(states)
     return shadow
@@ -193,10 +203,16 @@ def _put_state(
     for label, key in home.values(wait=False):
         keys_on_ranks[label].add(key)
     values: dict[tuple[str, str], tuple[Source, StoredTensor]] = {}
+    placed = {(parameters[label], key) for label, key in new}
     for (label, key), stored in new.items():
         entries = _materialize_meta_state(
             home.unplaced.get(parameters[label], {}), label, home.optimizer
         )
+        if home.rule.entry(key).packed:
+            state = {k: v for k, v in entries.items() if k != DELAYED}
+            values[label, key] = _packed(home, label, state) if state else None, stored
+            placed |= {(parameters[label], k) for k in state}
+            continue
         value = entries.get(key)
         if value is None:
             existing_keys = keys_on_ranks[label] | {k for k, e in entries.items() if e is not None}
@@ -211,9 +227,30 @@ def _put_state(
         values[label, key] = value, stored
     session.launch.store.put(home.owner, values)
     if home.unplaced:
-        home.unplaced = _without_placed(
-            home.unplaced, {(parameters[label], key) for label, key in new}
-        )
+        home.unplaced = _without_placed(home.unplaced, placed)
+
+
+def _packed(
+    home: OptimizerHome, label: str, entries: Mapping[str, Any]
+) -> Callable[[], torch.Tensor]:
+    """Return the function that packs the state of an owned parameter when its turn comes. As in
+    torch's ``load_state_dict``, a step is a CPU tensor unless the group says otherwise."""
+    parameter = home.parameters[label]
+    groups = home.optimizer.param_groups
+    group = next(g for g in groups if any(p is parameter for p in g["params"]))
+    on_host = () if group.get("capturable") or group.get("fused") else ("step",)
+
+    def pack_state() -> torch.Tensor:
+        device = "cpu" if parameter.is_meta else parameter.device
+        try:
+            return pack(read_whole(entries), device, on_host=on_host)[0]
+        except TypeError as error:
+            raise PlanningError(
+                f"the state of {label} cannot be put on the ranks: {error}.\n"
+                f"fix: numbers, containers and plain dense tensors in optimizer.state"
+            ) from error
+
+    return pack_state
 
 
 def updated_state(
@@ -247,12 +284,19 @@ def updated_state(
         replicated = (REPLICATE,) * len(state.placements)
         for key in (*keys_by_name[step.parameter], *([MASTER] if masters else [])):
             name, entry = value_name(optimizer, key, label), rule.entry(key)
-            if entry.number:
+            ranks = holders(plan, item)
+            if rule.owned and key == MASTER:  # it is in the packed state
+                continue
+            if entry.packed:  # its size is not known before a step: the spec has an estimate
+                nbytes = step.state_bytes + step.master_bytes
+                spec = TensorSpec((nbytes,), torch.uint8, state.mesh, replicated)
+                ranks = [r for r in ranks if step.is_on_rank(plan.mesh.coordinates(r))]
+            elif entry.number:
                 dtype = entry.dtype(torch.float32)
                 spec = TensorSpec(entry.shape, dtype, state.mesh, replicated)
             else:
                 spec = replace(base, dtype=entry.dtype(base.dtype)) if key != MASTER else base
-            stored[label, key] = StoredTensor.of(name, spec, holders(plan, item), numbers)
+            stored[label, key] = StoredTensor.of(name, spec, ranks, numbers)
     for item in plan.delayed:
         if item.label in keys_by_name:
             label, spec = labels[item.label], on_mesh(plan, item.spec)
@@ -268,6 +312,8 @@ def _check_as_before(
     step has made. Return the values whose dtype has changed and that no step has made."""
     recast = set[tuple[str, str]]()
     for entry, now in updated.items():
+        if home.rule.entry(entry[1]).packed:  # its spec has an estimate of its size
+            continue
         before = home.owner.stored.get(entry, now).spec
         if not alike(before, now.spec):
             raise PlanningError(

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from dtensor.private_torch import pytree
 from dtensor.sharding.ops.philox import Pieces, Place
 
 
@@ -43,5 +44,13 @@ def part_of(stored: OnDisk, pieces: Pieces, device: torch.device) -> torch.Tenso
 
 
 def read_whole(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a parameter's state entries with the full tensors in place of `OnDisk` records."""
-    return {key: v.whole() if isinstance(v, OnDisk) else v for key, v in entries.items()}
+    """Return a parameter's state entries, which may be nested, with the full tensors in place of
+    `OnDisk` records. Each record is read once."""
+    read: dict[int, torch.Tensor] = {}
+
+    def tensor_of(stored: OnDisk) -> torch.Tensor:
+        if id(stored) not in read:
+            read[id(stored)] = stored.whole()
+        return read[id(stored)]
+
+    return pytree.tree_map_only(OnDisk, tensor_of, dict(entries))

@@ -236,7 +236,7 @@ class _OwnedRule(_ProbedRule):
         return (STATE,)
 
     def entry(self, key: str) -> StateEntry:
-        return _PACKED
+        return _PACKED if key == STATE else _PER_ELEMENT
 
     def on_rank(self, masters: bool) -> OwnedOptimizer:
         from dtensor.runtime.optimizer.owned.owned_optimizer import OwnedOptimizer

@@ -117,9 +117,10 @@ def pack(
     return storages.packed(storages.layout(state))
 
 
-def unpack(blob: Tensor) -> dict[str, Any]:
-    """Return the state in a blob, in memory of its own."""
-    return PackedState.of(blob, copy=True).state
+def unpack(blob: Tensor, device: torch.device | str = "cpu") -> dict[str, Any]:
+    """Return the state in a blob, in memory of its own. Its tensors are on ``device``, except those
+    that are on the CPU for the optimizer."""
+    return PackedState.of(blob, copy_to=device).state
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -134,12 +135,18 @@ class PackedState:
     forms: Sequence[object]
 
     @staticmethod
-    def of(blob: Tensor, known: Layout | None = None, *, copy: bool = False) -> PackedState:
+    def of(
+        blob: Tensor, known: Layout | None = None, copy_to: torch.device | str | None = None
+    ) -> PackedState:
         """Return the state in a blob. ``known``: the result of `Layout.read` for it, which saves a
-        wait for the device. ``copy``: each region is copied."""
+        wait for the device. ``copy_to``: the device to which each region in the body is copied."""
         layout = known or Layout.read(blob)
         regions = [layout.region(blob, number) for number in range(len(layout.regions))]
-        regions = [region.clone() for region in regions] if copy else regions
+        if copy_to is not None:
+            regions = [
+                region.to(copy_to if number not in layout.on_host else "cpu", copy=True)
+                for number, region in enumerate(regions)
+            ]
         tensors = [view.of(regions[view.region]) for view in layout.views]
         unpickler = pickle.Unpickler(io.BytesIO(layout.structure))
         unpickler.persistent_load = tensors.__getitem__
