@@ -233,13 +233,15 @@ class _Located:
     """The locations of a checkpoint's values: tensors on ranks or on the controller
     (``local``), and ``small`` values. ``aliases``: each further name of a tied tensor, with
     its first name. ``nested``: the lists and dicts in the state of optimizers that hold tensors, as
-    trees (extra.py), by the parameter's name and the key."""
+    trees (extra.py), by the parameter's name and the key. ``strides``: of the tensors in the state
+    of optimizers that are not row-major, by name: matrix products on them have other bits."""
 
     on_ranks: dict[Names, StoredTensor] = field(default_factory=dict[Names, StoredTensor])
     local: dict[Names, Tensor] = field(default_factory=dict[Names, Tensor])
     aliases: dict[Names, Names] = field(default_factory=dict[Names, Names])
     small: dict[Names, Any] = field(default_factory=dict[Names, Any])
     nested: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+    strides: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
 
 
 def submit_save(
@@ -294,8 +296,8 @@ def submit_save(
             counters |= {k: v for k, v in descriptions[0].items() if k != "groups"}
         elif descriptions:
             counters |= {k: [each[k] for each in descriptions] for k in descriptions[0]}
-        if state.nested:
-            counters["nested"] = state.nested
+        counters |= {"nested": state.nested} if state.nested else {}
+        counters |= {"strides": state.strides} if state.strides else {}
         completion = _Completion(
             options, writing, saving, state, counters, model.mesh.size, session, model_home, run,
             compare,
@@ -418,14 +420,20 @@ def _locate_optimizer(
         _check_no_shared_memory(state_of_parameter, keys[id(parameter)])
         for key, value in state_of_parameter.items():
             path = "optimizer", "state", keys[id(parameter)], key
+            local: dict[Names, Tensor] = {}
             if isinstance(value, Tensor):
-                state.local[path] = value
+                local[path] = value
             elif any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value)):
                 tree, tensors = encoded(value, ".".join(path))
                 state.nested.setdefault(path[2], {})[key] = tree
-                state.local |= {(*path, number): tensor for number, tensor in tensors.items()}
+                local = {(*path, number): tensor for number, tensor in tensors.items()}
             else:
                 state.small[path] = value
+            state.local |= local
+            for tensor_path, tensor in local.items():
+                if not tensor.is_contiguous():
+                    stride = torch.empty_like(tensor, device="meta").stride()  # without gaps
+                    state.strides[".".join(tensor_path)] = stride
 
 
 def _check_no_shared_memory(entries: Mapping[str, Any], name: str) -> None:

@@ -57,13 +57,21 @@ OWN = ("dtensor",)
 
 @dataclass(frozen=True, slots=True)
 class InCheckpoint(OnDisk):
-    """A tensor of the checkpoint in ``folder``, which consists of tensors of its files."""
+    """A tensor of the checkpoint in ``folder``, which consists of tensors of its files. ``stride``:
+    of the whole tensor; None if it is row-major."""
 
     folder: str
     source: Assembly
+    stride: tuple[int, ...] | None = None
 
     def part(self, pieces: Pieces) -> Tensor:
         return read_shard(open_cached(self.folder), self.source, pieces, self.dtype)
+
+    def whole(self) -> Tensor:
+        value = super(InCheckpoint, self).whole()
+        if self.stride is None:
+            return value
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype).copy_(value)
 
 
 def matched(
@@ -449,7 +457,8 @@ def _entries_of(
     """
     prefix = f"optimizer.state.{key}."
     entries: dict[str, Any] = {}
-    trees = checkpoint.small.get(OWN, {}).get("nested", {}).get(key, {})
+    own = checkpoint.small.get(OWN, {})
+    trees, strides = own.get("nested", {}).get(key, {}), own.get("strides", {})
     in_trees: dict[str, dict[str, Any]] = {entry: {} for entry in trees}
     folder = os.path.abspath(checkpoint.path)
     with without_hook():
@@ -458,7 +467,8 @@ def _entries_of(
         if not name.startswith(prefix):
             continue
         entry, dot, number = name.removeprefix(prefix).rpartition(".")
-        tensor = InCheckpoint(name, record.shape, record.dtype, folder, _whole(record))
+        stride = strides.get(name)
+        tensor = InCheckpoint(name, record.shape, record.dtype, folder, _whole(record), stride)
         if not dot:
             if has_shapes and record.shape not in ((), (1,), shape):
                 raise PlanningError(

@@ -138,7 +138,7 @@ class _Coder:
         if id(value) not in self.numbers:
             self.tensors_alive.append(value)
             number = self.numbers[id(value)] = str(len(self.tensors))
-            self.tensors[number] = value.cpu().clone(memory_format=torch.contiguous_format)
+            self.tensors[number] = value.cpu().clone()
         return self.numbers[id(value)]
 
     def _numpy(self, value: Any, where: str) -> Any:
