@@ -158,6 +158,7 @@ def states() -> dict[str, Any]:
         "Q": [torch.linalg.qr(torch.ones(5, 5))[0], None, torch.zeros(0, 3)],
         "base": base,
         "view": base[2:5],
+        "bytes": base.view(torch.uint8)[4:9],
         "expanded": torch.ones(1).expand(4),
         "half": torch.ones(3, dtype=torch.bfloat16),
         "parameter": torch.nn.Parameter(torch.ones(2)),

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.overrides import has_torch_function
 
 ALIGNMENT = 64
 """Bytes: each region begins at a multiple of it."""
@@ -187,8 +188,9 @@ def _form(tensor: Tensor) -> object:
 
 @dataclass(slots=True, eq=False)
 class _Storage:
-    """The part of a storage that tensors of the state use: bytes ``begin`` to ``end``. ``old``: the
-    number of its region, if the storage is the blob ``within``."""
+    """The part of a storage that tensors of the state use: bytes ``begin`` to ``end``. ``tensor``:
+    the one of the narrowest dtype. ``old``: the number of its region, if the storage is the blob
+    ``within``."""
 
     tensor: Tensor
     on_host: bool
@@ -197,9 +199,9 @@ class _Storage:
     end: int
 
     def bytes(self) -> Tensor:
-        empty = torch.empty(0, dtype=torch.uint8, device=self.tensor.device)
-        storage, nbytes = self.tensor.untyped_storage(), self.end - self.begin
-        return empty.set_(storage, self.begin, (nbytes,), (1,))
+        itemsize = self.tensor.dtype.itemsize
+        size, begin = (self.end - self.begin) // itemsize, self.begin // itemsize
+        return self.tensor.detach().as_strided((size,), (1,), begin).view(torch.uint8)
 
 
 @dataclass(slots=True, eq=False)
@@ -228,6 +230,8 @@ class _Storages:
                 on_host = id(tensor) in forced or tensor.device != self.device
                 self.storages.append(_Storage(tensor, on_host, old, begin, end))
             storage = self.storages[number]
+            if tensor.dtype.itemsize < storage.tensor.dtype.itemsize:
+                storage.tensor = tensor
             storage.begin = min(storage.begin, begin - begin % _GRAIN)
             storage.end = max(storage.end, end)
             positions.append((number, begin))
@@ -295,6 +299,7 @@ class _Storages:
         blob, are not written."""
         data = bytearray(_PREFIX.pack(len(layout.header), layout.body) + layout.header)
         header = torch.frombuffer(data, dtype=torch.uint8)
+        header = header.pin_memory() if blob.device.type == "cuda" else header
         blob[: len(data)].copy_(header, non_blocking=True)
         for number, storage in enumerate(self.storages):
             if not storage.on_host and not (in_place and storage.old is not None):
@@ -334,10 +339,11 @@ def _pickled(state: Mapping[str, Any]) -> tuple[bytes, list[Tensor]]:
 def _check_tensor(tensor: Tensor) -> None:
     """Raise TypeError for a tensor that is not a plain dense leaf."""
     kind = type(tensor)
-    if kind not in (Tensor, Parameter):
+    if has_torch_function((tensor,)):
         raise TypeError(f"the state of a parameter has a {kind.__module__}.{kind.__qualname__}")
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
-        raise TypeError(f"the state of a parameter has a tensor of layout {tensor.layout}")
+    is_dense = tensor.layout == torch.strided and not tensor.is_quantized
+    if not is_dense or (tensor.numel() and not _start(tensor)):
+        raise TypeError(f"the state of a parameter has a tensor without dense memory: {kind}")
     if tensor.grad_fn is not None or tensor.is_conj() or tensor.is_neg():
         raise TypeError("the state of a parameter has a tensor with a lazy value or a gradient")
 
