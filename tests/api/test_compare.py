@@ -107,14 +107,14 @@ def test_strategy_without_plan_keeps_row_with_its_error() -> None:
         },
         TOKENS,
         TOKENS,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        optimizer=lambda p: [torch.optim.SGD([next(p)], lr=0.1), torch.optim.SGD(p, lr=0.2)],
     )
     typo = found["typo"]
     assert isinstance(typo.error, dt.PlanningError)
     with pytest.raises(dt.PlanningError, match="matches no parameter"):
         _ = typo.plan
     lines = str(found).splitlines()
-    assert lines[0] == "compare loss_fn    SGD"
+    assert lines[0] == "compare loss_fn    SGD, SGD"
     assert [line.split()[0] for line in lines[3:6]] == ["tp2", "typo", "one"]
     assert lines[4].split(maxsplit=1)[1] == f"no plan: {str(typo.error).splitlines()[0]}"
     # tp2 is the faster in nothing here, and it alone does not fit its device

@@ -328,23 +328,25 @@ def test_step_unwraps_optimizer_of_accelerate(tmp_path: Path) -> None:
     accelerate = pytest.importorskip("accelerate", reason=missing("accelerate"))
     module = Net()
     accelerator = accelerate.Accelerator(cpu=True)
-    wrapped = accelerator.prepare(torch.optim.AdamW(module.parameters(), lr=0.01))
+    wrapped = accelerator.prepare(torch.optim.AdamW(module.up.parameters(), lr=0.01))
     assert type(wrapped) is accelerate.optimizer.AcceleratedOptimizer
     model = dt.parallelize(module, *PLACED["tp2"][:2])
-    step = dt.train_step(model, loss_fn, wrapped)
+    optimizers = [wrapped, torch.optim.SGD(module.down.parameters(), lr=0.1)]
+    step = dt.train_step(model, loss_fn, optimizers)
     with dt.launch(model.mesh) as run:
         losses = [float(step(x)) for x in batches(2)]
         state = dt.gather_state_dict(model, wrapped)
         dt.load_state_dict(model, wrapped, state)
-        dt.save(tmp_path / "2", model, wrapped).get()
-        dt.load(tmp_path / "2", model, wrapped)
-        run.switch(model, wrapped, dt.Mesh(other=2), {})
+        dt.save(tmp_path / "2", model, optimizers).get()
+        dt.load(tmp_path / "2", model, optimizers)
+        run.switch(model, optimizers, dt.Mesh(other=2), {})
         losses += [float(step(x)) for x in batches(4)[2:]]
     expected = Net()
-    plain = torch.optim.AdamW(expected.parameters(), lr=0.01)
-    wanted = train_torch(expected, plain, [(x,) for x in batches(4)], loss=loss_fn)
+    plain = torch.optim.AdamW(expected.up.parameters(), lr=0.01)
+    both = [plain, torch.optim.SGD(expected.down.parameters(), lr=0.1)]
+    wanted = train_torch(expected, both, [(x,) for x in batches(4)], loss=loss_fn)
     assert losses == pytest.approx(wanted, rel=1e-5)
-    for p, q in zip(expected.parameters(), module.parameters(), strict=True):
+    for p, q in zip(expected.up.parameters(), module.up.parameters(), strict=True):
         torch.testing.assert_close(wrapped.optimizer.state[q], plain.state[p])
 
 

@@ -134,7 +134,7 @@ class TrainStep:
                 kind = type(each).__name__
                 raise PlanningError(
                     f"the {kind} has no parameter of the model, so it would update nothing.\n"
-                    f"fix: leave it out, or torch.optim.{kind}(model.parameters())"
+                    f"fix: leave it out, or {kind}(model.parameters(), ...)"
                 )
         self.last: Planned | None = None
         self._pending: deque[Loss] = deque()  # of submitted steps, until they were read
