@@ -137,7 +137,7 @@ fix: sizes=(40, 8)""",
     assert_expected_inline(
         placed({"*.qkv.weight": dict(tp=Column(sizes=(4, 4, 8)))}),
         """\
-tp=Shard(-1, sizes=(4, 4, 8)) does not fit blocks.0.attn.qkv.weight: sizes=(4, 4, 8) are for 3 ranks, and the axis has 2.
+tp=Shard(-1, sizes=(4, 4, 8)) does not fit blocks.0.attn.qkv.weight: sizes=(4, 4, 8) has length 3, and the axis has 2 ranks.
   blocks.0.attn.qkv.weight: f32[48,16]
   stated by "*.qkv.weight"
 fix: sizes=(4, 12)""",

@@ -95,6 +95,17 @@ def test_uneven_full_and_local_tensors_have_expected_shapes() -> None:
             assert torch.equal(placed.redistribute(**moved).full_tensor(), x)
 
 
+@pytest.mark.parametrize(
+    ("placement", "text"),
+    [(dt.Row(blocks=(6, 1)), "f32[(6+1)@tp,5]"), (dt.Row(sizes=(2, 5)), "f32[(2|5)@tp,5]")],
+    ids=str,
+)
+def test_annotation_of_blocks_or_sizes_splits_value(placement: dt.Shard, text: str) -> None:
+    double = dt.compile(lambda x: dt.annotate(x * 2, tp=placement) + 1, dt.Mesh(tp=2))
+    assert text in str(double.plan(X))
+    assert torch.equal(double(X).full_tensor(), X * 2 + 1)
+
+
 # -- training --------------------------------------------------------------------------------------
 
 

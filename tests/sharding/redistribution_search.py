@@ -100,7 +100,7 @@ FAMILIES = (
     Family(Mesh(a=2, b=2, c=2), (7, 5), FEW),
     Family(Mesh(a=3), (7, 3), TRIPLES, torch.float64),
     Family(Mesh(a=2, b=2), (5, 3), TRIPLES, torch.float64),
-    Family(Mesh(a=3), (13, 2), ZIGZAG),
+    Family(Mesh(a=3), (13, 2), (*ZIGZAG, *(Shard(0, sizes=(0, 9, 4), shift=n) for n in (0, 2)))),
     Family(Mesh(a=2, b=2), (9, 2), (*FEW, Zigzag(0))),
     Family(Mesh(a=3), (7, 3), (*FEW, Shard(0, sizes=(0, 7, 0)), Shard(0, sizes=(4, 1, 2)))),
     Family(Mesh(a=2, b=2), (7, 3), SIZED),

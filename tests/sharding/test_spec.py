@@ -56,6 +56,7 @@ MESH = Mesh(dp=2, tp=2)
         ({"tp": Shard(1, zigzag=True, shift=1)}, "f32[8,16@tp:zigzag:shift1]"),
         ({"tp": Row(sizes=(6, 2))}, "f32[(6|2)@tp,16]"),
         ({"tp": Row(sizes=[4, 4])}, "f32[8@tp,16]"),
+        ({"tp": Shard(0, sizes=(6, 2), shift=1)}, "f32[(6|2)@tp:shift1,16]"),
         ({"tp": Column(sizes=(0, 16)), "dp": Column()}, "f32[8,(0|16)@(tp,dp)]"),
         ({"tp": Row(sizes=(5, 3)), "dp": Row()}, "f32[(5|3)@(tp,dp),16]"),
         ({"dp": Row(), "tp": Row(sizes=(5, 3))}, "f32[8@dp&(5|3)@tp,16]"),
@@ -171,7 +172,7 @@ def test_largest_shard_is_that_of_fullest_rank_for_one_split_per_dim(spec: Tenso
         (Shard(0, sizes=(9, 1)), "sizes=(9, 1) add up to 10, dim 0 has 8.\nfix: sizes=(8, 0)"),
         (
             Shard(-1, sizes=(2, 2, 2)),
-            "sizes=(2, 2, 2) are for 3 ranks, and the axis has 2.\nfix: sizes=(2, 4)",
+            "sizes=(2, 2, 2) has length 3, and the axis has 2 ranks.\nfix: sizes=(2, 4)",
         ),
         (Shard(2), "names dim 2 of a tensor of shape [8, 6], which has 2 dims"),
         (Shard(0, blocks=3), "a dim of size 8 is not 3 equal blocks"),

@@ -328,8 +328,8 @@ def spec(text: str, mesh: Mesh, *, requires_grad: bool = False) -> TensorSpec:
 
     Args:
         text: a dtype and the global shape. ``8@tp``: split over tp; ``8@(tp,dp)``: over two axes,
-            tp first; ``3*16@tp``: in blocks; ``4@tp*16``: units of 16; ``8@tp:zigzag``: a
-            `Zigzag`; ``{sum@tp}``: pending.
+            tp first; ``3*16@tp``: in blocks; ``4@tp*16``: units of 16; ``(6|2)@tp``: sizes by
+            rank; ``8@tp:zigzag``: a `Zigzag`; ``{sum@tp}``: pending.
         mesh: has the axes that are named.
         requires_grad: marks an input whose gradient is wanted.
 

@@ -59,7 +59,7 @@ class FactorSharding:
     def on_dim(self, dim: int, ragged: Ragged | None) -> Shard:
         """Return the Shard of a dim that is split as the factor."""
         if self.sizes is not None:
-            return Shard(dim, sizes=self.sizes)
+            return Shard(dim, shift=self.shift, sizes=self.sizes)
         return Shard(dim, self.blocks, self.unit, ragged, self.zigzag, self.shift)
 
     def with_one_block(self, size: int) -> FactorSharding:
@@ -320,7 +320,8 @@ class Rule:
             before = math.prod(self.size[f] for f in product[:position])
             after = math.prod(self.size[f] for f in product[position + 1 :])
             if sizes is not None:  # only a major factor lets a rank hold one run of the dim
-                return Shard(index, sizes=tuple(n * after for n in sizes)) if before == 1 else None
+                by_rank = tuple(n * after for n in sizes)
+                return Shard(index, shift=shift, sizes=by_rank) if before == 1 else None
             sharding = assignment[factors[0]]
             if (sharding.zigzag, sharding.shift) != (zigzag, shift):
                 return None

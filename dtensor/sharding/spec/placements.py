@@ -99,9 +99,9 @@ class Shard:
         zigzag: whether each block is split as `Zigzag` describes.
         shift: rank i of n holds what rank (i - shift) mod n holds without the shift. The planner
             sets it for keys that travel around a ring of ranks.
-        sizes: the number of elements on each rank of the axis, which add up to the dim's. The other
-            options cannot be combined with it. If several axes split the dim, each axis with
-            ``sizes`` splits the whole dim, independently of the other axes.
+        sizes: the number of elements on each rank of the axis, which add up to the dim's. Blocks,
+            a unit and a zigzag cannot be combined with it. If several axes split the dim, each axis
+            with ``sizes`` splits the whole dim, independently of the other axes.
 
     Raises PlanningError if ``blocks`` or ``unit`` is not a whole number of at least 1, or ``sizes``
     are not whole numbers of at least 0. Using the placement for a tensor or an axis that it does
@@ -136,10 +136,10 @@ class Shard:
                 f"for each rank of the axis; fix: sizes=(48, 16)"
             )
         object.__setattr__(self, "sizes", tuple(listed))
-        if replace(self, sizes=None) != Shard(self.dim):
+        if replace(self, sizes=None) != Shard(self.dim, shift=self.shift):
             raise PlanningError(
-                f"{self!r}: sizes say what each rank holds, so they cannot be combined with other "
-                f"options; fix: dt.Shard({self.dim!r}, sizes={self.sizes!r})"
+                f"{self!r}: sizes say what each rank holds, so they cannot be combined with "
+                f"blocks, a unit or a zigzag; fix: dt.Shard({self.dim!r}, sizes={self.sizes!r})"
             )
 
     def __repr__(self) -> str:
@@ -309,7 +309,7 @@ def with_shift(shard: Shard, shift: int, num: int) -> Shard:
     shift %= num
     if shift == shard.shift:
         return shard
-    return Shard(shard.dim, shard.blocks, shard.unit, shard.ragged, shard.zigzag, shift)
+    return replace(shard, shift=shift)
 
 
 def fits(shard: Shard, size: int, num: int | None = None) -> bool:
@@ -329,7 +329,7 @@ def misfit(shard: Shard, size: int, dim: str, num: int) -> tuple[str, str]:
     blocks, unit, sizes = shard.blocks, shard.unit, shard.sizes
     if sizes is not None:
         wrong_sum = f"sizes={sizes} add up to {sum(sizes)}, {dim}"
-        wrong_number = f"sizes={sizes} are for {len(sizes)} ranks, and the axis has {num}"
+        wrong_number = f"sizes={sizes} has length {len(sizes)}, and the axis has {num} ranks"
         ends = [min(sum(sizes[:i]), size) for i in range(num)] + [size]
         fitting = tuple(b - a for a, b in itertools.pairwise(ends))
         return wrong_number if len(sizes) != num else wrong_sum, f"sizes={fitting}"
@@ -551,11 +551,11 @@ def simplest(placement: Placement, shape: tuple[int, ...], num: int) -> Placemen
     none, and on one rank it is Replicate."""
     if num == 1:
         return REPLICATE
-    if isinstance(placement, Shard) and placement.sizes is not None:
-        even = Shard(placement.dim)
-        return even if same(placement, even, shape, num) else placement
     if isinstance(placement, Shard):
         placement = counted(with_shift(placement, placement.shift, num), shape[placement.dim])
+        even = Shard(placement.dim, shift=placement.shift)
+        if placement.sizes is not None and same(placement, even, shape, num):
+            return even
         if placement.zigzag and max(blocks_of(placement, shape[placement.dim])) <= placement.unit:
             placement = replace(placement, zigzag=False)
         plain = with_unit(placement, 1)

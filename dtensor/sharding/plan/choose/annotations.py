@@ -18,7 +18,7 @@ from dtensor.sharding.spec.spec import make_spec
 
 _AXIS = r"\w+(?::zigzag)?"
 _WORD = re.compile(rf"\w+(?:@({_AXIS}|\({_AXIS}(?:,{_AXIS})*\)))?")
-_KEYWORD = re.compile(r"(\w+)=(Shard|Zigzag|Replicate|Partial)\(([^)]*(?:\([^)]*\)[^)]*)?)\)")
+_KEYWORD = re.compile(r"(\w+)=(Shard|Zigzag|Replicate|Partial)\(([^()]*(?:\([^()]*\)[^()]*)?)\)")
 
 
 def annotation_placements(op: Op, mesh: Mesh) -> dict[str, Placement]:
@@ -94,4 +94,6 @@ def _parse_shard(arguments: str, zigzag: bool) -> Shard:
     if blocks:
         numbers = tuple(int(n) for n in re.findall(r"\d+", blocks[1]))
         sizes = numbers if "(" in blocks[1] else numbers[0]
-    return Shard(int(dim[0]), sizes, int(unit[1]) if unit else 1, zigzag=zigzag)
+    by_rank = re.search(r"sizes=\(([\d, ]+)\)", arguments)
+    held = tuple(int(n) for n in re.findall(r"\d+", by_rank[1])) if by_rank else None
+    return Shard(int(dim[0]), sizes, int(unit[1]) if unit else 1, zigzag=zigzag, sizes=held)
