@@ -106,7 +106,7 @@ def of(module: str, name: str, **options: Any) -> Make:
 
 def adam_mini(model: nn.Module) -> Optimizers:
     cls = importlib.import_module("adam_mini").Adam_mini
-    return [cls(model.named_parameters(), lr=1e-3, eps=1e-6, dim=16, n_heads=4, verbose=False)]
+    return [cls(model.named_parameters(), lr=1e-3, eps=1e-4, dim=16, n_heads=4, verbose=False)]
 
 
 def schedule_free(model: nn.Module) -> Optimizers:
@@ -124,8 +124,8 @@ CASES: dict[str, Case] = {
     "transformers Adafactor": Case(
         make=of("transformers.optimization", "Adafactor"), package="transformers"
     ),
-    "Lamb": Case(make=of(MORE, "Lamb", lr=1e-2), package=MORE),
-    "Lamb of torch_optimizer": Case(make=of(OTHER, "Lamb", lr=1e-2), package=OTHER),
+    "Lamb": Case(make=of(MORE, "Lamb", lr=1e-2, eps=1e-4), package=MORE),
+    "Lamb of torch_optimizer": Case(make=of(OTHER, "Lamb", lr=1e-2, eps=1e-4), package=OTHER),
     "LARS": Case(make=of(MORE, "LARS", lr=1.0), package=MORE),
     "NovoGrad": Case(make=of(MORE, "NovoGrad"), package=MORE),
     "NovoGrad of torch_optimizer": Case(make=of(OTHER, "NovoGrad"), package=OTHER),
