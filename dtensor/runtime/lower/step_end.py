@@ -291,8 +291,10 @@ def update(b: RankBuilder) -> None:
 
 
 def _step_of(b: RankBuilder, number: int) -> None:
-    """Emit the call that steps the optimizer ``number`` of the rank."""
+    """Emit the call that steps the optimizer ``number`` of the rank, if it updates a parameter."""
     role, updates = b.roles.updates[number], _updates(b, number)
+    if not updates:
+        return
     if any(step.owner is not None for step in updates):
         _store_new_values(b, number, updates)
         return
