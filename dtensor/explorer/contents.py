@@ -335,8 +335,15 @@ class _Contents:
                 for split in axis_splits(plan, axis)
             ],
             "stages": [list(p) for p in plan.auto] if axis == plan.stage_axis else [],
-            "zero": plan.zero.level if plan.zero and axis in plan.zero.axes else 0,
+            "zero": self._zero(axis),
         }
+
+    def _zero(self, axis: str) -> str:
+        """Return the level of ZeRO on an axis, such as "2, chosen by auto"; "" without ZeRO."""
+        zero, choice = self.plan.zero, self.plan.level_choice
+        if zero is None or axis not in zero.axes:
+            return ""
+        return f"{zero.level}{', chosen by auto' if choice is not None else ''}"
 
 
 # -- parts -----------------------------------------------------------------------------------------

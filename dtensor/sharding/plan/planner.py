@@ -63,9 +63,9 @@ def plan(request: Request) -> Plan:
 def _searched(request: Request) -> PlanRecord:
     """Return the plan of the request. With search="free", the program is also planned with
     search="predictable", and the plan with fewer predicted seconds is returned."""
-    candidates = [_candidate(request)]
-    if request.search == "free":
-        candidates.append(_candidate(replace(request, search="predictable")))
+    if request.search != "free":
+        return _candidate(request)
+    candidates = [_candidate(request), _candidate(replace(request, search="predictable"))]
     return min(candidates, key=lambda candidate: PlanTotals(candidate).cost.seconds)
 
 
