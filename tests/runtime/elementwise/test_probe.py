@@ -174,7 +174,7 @@ def test_optimizer_that_needs_whole_parameters_is_per_parameter(kind: Any) -> No
     rule = rule_of(kind(MATRICES))
     assert rule.owned and rule.keys({}) == ("state",) and rule.entry("state").packed
     assert rule.report is not None and rule.report.updates == "per parameter"
-    assert rule.report.dtypes == (torch.float64, torch.float32)
+    assert rule.report.dtypes == (torch.float32, torch.float64)
 
 
 def test_number_of_dims_of_the_users_parameters_are_probed() -> None:

@@ -137,19 +137,25 @@ class _PerParameterTrial(Trial):
             self.with_not_finite = False
             self.gradient_cache.clear()
             recorded = self._record()
-        wide = (d for d in (torch.float64, torch.float32) if d in self.dtypes or self._runs_in(d))
-        dtypes = tuple(dict.fromkeys((*wide, *self.dtypes)))
         state: dict[str, str] = {}
-        self._change_one(self.dtypes[0])
-        for dtype in dtypes:
-            state |= self._compare(dtype, changed if changed or attributes_changed else None)
+        dtypes: list[torch.dtype] = []
+        for dtype in dict.fromkeys((*self.dtypes, torch.float64, torch.float32)):
+            try:
+                state |= self._compare(dtype, changed if changed or attributes_changed else None)
+            except PlanningError:
+                if dtype in self.dtypes or self._runs_in(dtype):
+                    raise
+            else:
+                dtypes.append(dtype)
+            if dtype == self.dtypes[0]:
+                self._change_one(dtype)
         self.kind.check_fixed(self.optimizer)
         cls = type(self.optimizer)
         report = ProbeReport(
             optimizer=f"{cls.__module__}.{cls.__qualname__}",
             updates=self.updates,
             steps=len(SCALES),
-            dtypes=dtypes,
+            dtypes=tuple(dtypes),
             ops=(),
             state=tuple(f"{key} ({form})" for key, form in state.items()),
             changed=tuple(sorted({*changed, *attributes_changed})),
@@ -270,6 +276,7 @@ class _PerParameterTrial(Trial):
         }
         shadows = [] if changed is None else [self._shadow(reference, changed)]
         forms: dict[str, str] = {}
+        run: list[dict[str, Any]] = []
         for step in range(len(SCALES)):
             gradients, settings = self.gradients(reference, step), reference.settings
             if shadows and step == RESUMED:
@@ -293,6 +300,8 @@ class _PerParameterTrial(Trial):
                 self.check_settings(shadow_settings, reference.settings, f"step {step + 1}")
             for parameter, state in reference.optimizer.state.items():
                 forms |= {str(key): _form(value, parameter) for key, value in state.items()}
+            run.append(_snapshot(reference))
+        self.known_runs[dtype, ""] = run
         return forms
 
     def _initial_blob(self, reference: Reference, label: str) -> Tensor:
@@ -369,8 +378,7 @@ class _PerParameterTrial(Trial):
             reference = self.make_reference(dtype)
             for step in range(len(SCALES)):
                 self.step_reference(reference, step)
-                values = {n: p.detach().clone() for n, p in reference.parameters.items()}
-                known.append({**values, SETTINGS: reference.settings})
+                known.append(_snapshot(reference))
             self.changed_label = ""
         return known
 
@@ -418,6 +426,11 @@ class _PerParameterTrial(Trial):
         group, _, index = label.partition(".")
         shape = list(self.shapes[int(group)][int(index)])
         return f"parameter {index} of group {group} (of shape {shape})"
+
+
+def _snapshot(reference: Reference) -> dict[str, Any]:
+    values = {n: p.detach().clone() for n, p in reference.parameters.items()}
+    return {**values, SETTINGS: reference.settings}
 
 
 def _shapes(dims: Set[int], num_groups: int) -> tuple[tuple[int, ...], ...]:
