@@ -448,7 +448,7 @@ def _check_no_shared_memory(entries: Mapping[str, Any], name: str) -> None:
                 raise PlanningError(
                     f"{key_of[address]} and {key} of {name} share memory in the state of the "
                     f"optimizer, and would be separate tensors in a checkpoint.\n"
-                    f"fix: torch.save(dt.gather_state_dict(model, opt), path), which keeps both one"
+                    f"fix: torch.save(dt.gather_state_dict(model, opt), path), as one tensor"
                 )
             key_of[address] = key
 

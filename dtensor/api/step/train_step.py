@@ -139,9 +139,9 @@ def train_step(
             A disabled scaler has no effect.
         delay: 1: each step computes the gradient at the present weights, and updates with the
             gradient of the step before, whose reductions overlap with the whole step. The first
-            step updates nothing. Clipping, ``loss.grad_norm`` and kept gradients are those of the
-            step before. The gradient that waits is saved with the optimizer's state, under
-            "delayed_gradient".
+            step updates nothing. Clipping, ``loss.grad_norm`` and ``keep_gradients`` use the
+            gradient of the step before. The gradient that waits is saved with the optimizer's
+            state, under "delayed_gradient".
         accumulate: the dtype in which sums of gradients over microbatches are kept. "float32": sums
             of 16-bit gradients are kept in float32, sums of float32 and float64 as they are. "bf16"
             rounds the sum of each gradient after each addition, whatever the gradient's dtype up to

@@ -282,7 +282,7 @@ class TrainStep:
     def _updater(
         self, optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[str]]
     ) -> Updater:
-        """Return what planning needs of an optimizer. ``groups``: the names of its parameters."""
+        """Return the planner's input for an optimizer. ``groups``: the names of its parameters."""
         seen, names = self.model.seen, frozenset(itertools.chain.from_iterable(groups))
         owned = owned_costs(optimizer, {name: seen.tensors[seen.labels[name]] for name in names})
         return Updater(

@@ -79,7 +79,7 @@ def place_optimizer(
     if home is not None and home.rule.owned != rule.owned:
         raise PlanningError(
             f"the options of {type(optimizer).__name__} have changed: its update was "
-            f"{'per parameter' if home.rule.owned else 'elementwise'} before, and is not any more."
+            f"{'per parameter' if home.rule.owned else 'elementwise'} before, and it no longer is."
             f"\nfix: gather_state_dict before the change, and a new step with a new optimizer"
         )
     unchanged = home is not None and home.rule is rule and home.keys == keys

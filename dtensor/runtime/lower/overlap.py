@@ -80,8 +80,8 @@ def reductions_of(plan: PlanRecord, steps: Sequence[Step]) -> tuple[Step, ...]:
 
 def delayed_reductions(plan: PlanRecord) -> tuple[tuple[Step, ...], ...]:
     """Return the steps that convert the gradients of the step before, which can start before the
-    first action. They are in rounds: those of a round read results of messages of earlier
-    rounds."""
+    first action. They are in rounds: the steps of a round read results of messages of
+    earlier rounds."""
     round_of = {item.name: 0 for item in plan.delayed}
     rounds: dict[int, list[Step]] = {}
     for step in plan.steps if round_of else ():

@@ -101,9 +101,7 @@ def deal(
     an even share. ``seconds``: of each update; ``stages``: the stages on which it runs, always on
     the same rank."""
     load = {(stage, rank): 0.0 for held in stages.values() for stage in held for rank in ranks}
-    along: defaultdict[tuple[int, int, int], float] = defaultdict(
-        float
-    )  # by stage, axis, coordinate
+    along: defaultdict[tuple[int, int, int], float] = defaultdict(float)  # stage, axis, coordinate
     owners: dict[str, Coordinates] = {}
 
     def preference(name: str, rank: Coordinates) -> tuple[float, float, Coordinates]:

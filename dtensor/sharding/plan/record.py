@@ -119,7 +119,7 @@ class PlannedInput:
 
     @property
     def state_axes(self) -> tuple[str, ...]:
-        """The axes on which the state of a parameter is placed otherwise than ``base``."""
+        """The axes on which the state of a parameter differs from ``base``."""
         return _differing(self.base, self.state)
 
 
