@@ -107,7 +107,7 @@ def train_torch(
     model, which the optimizer updates and ``model`` follows. ``delay``: 1 to update with the
     gradients of the batch before; the last ones are put into the optimizer's state."""
     losses: list[float] = []
-    delayed: dict[Tensor, Tensor] = {}
+    delayed: dict[int, Tensor] = {}
     updated = model if masters is None else masters
     optimizers = listed(optimizer)
     for one in data:
@@ -120,9 +120,9 @@ def train_torch(
             if masters is not None and p.grad is not None:
                 q.grad, p.grad = p.grad.float(), None
         if delay:
-            gradients = {p: p.grad for p in updated.parameters() if p.grad is not None}
-            for p in gradients:
-                p.grad = delayed.get(p)
+            gradients = {id(p): p.grad for p in updated.parameters() if p.grad is not None}
+            for p in updated.parameters():
+                p.grad = delayed.get(id(p)) if id(p) in gradients else None
             delayed = gradients
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(updated.parameters(), clip)
@@ -134,8 +134,8 @@ def train_torch(
             scheduler.step()
         losses.append(value.item())
     for each in optimizers:
-        for p in (p for group in each.param_groups for p in group["params"] if p in delayed):
-            each.state[p]["delayed_gradient"] = delayed[p]
+        for p in (p for group in each.param_groups for p in group["params"] if id(p) in delayed):
+            each.state[p]["delayed_gradient"] = delayed[id(p)]
     return losses
 
 
@@ -238,8 +238,8 @@ def assert_trains_as_torch(
             if "delayed_gradient" in entry:
                 dtype = entry["delayed_gradient"].dtype
                 found[i]["delayed_gradient"] = found[i]["delayed_gradient"].to(dtype)
-        by_name = ({order[i]: entry for i, entry in entries.items()} for entries in (found, wanted))
-        assert_states_close(*by_name, atol, "optimizer", part=part)
+        a, b = ({order[i]: entry for i, entry in entries.items()} for entries in (found, wanted))
+        assert_states_close(a, b, atol, "optimizer", part=part)
     return run
 
 
