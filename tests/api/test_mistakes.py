@@ -148,6 +148,15 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: dt.compile(3, TP2), r"what compile takes is 3 \(int\), not a function"),
     (lambda: dt.compile(torch.relu, dt.Mesh), "the mesh is the class Mesh, not a Mesh"),
     (lambda: dt.compile(torch.relu, TP2, topology=3), "topology is 3"),
+    (
+        lambda: step(delay=2),
+        r"delay=2 is not a delay of gradients in steps.\nfix: delay=1, or leave",
+    ),
+    (lambda: step(delay=True), "delay=True is not a delay"),
+    (
+        lambda: step(delay=1, grad_scaler=torch.amp.GradScaler("cpu")),
+        "delay=1 updates with gradients of the step before, which have its loss scale",
+    ),
     (lambda: launched(mesh="tp2"), r"the mesh is 'tp2' \(str\), not a Mesh"),
     (lambda: launched(device="gpu"), 'device=\'gpu\': it is "cpu" or "cuda"'),
     (lambda: launched(device=torch.device("cpu")), "device=device"),

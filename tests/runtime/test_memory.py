@@ -88,11 +88,12 @@ def stage_of(run: Run, rank: int) -> int:
 
 
 def measure(run: Run, one: Any) -> list[dict[str, int]]:
-    """Return, by rank, bytes in the second step: of state, of gradients when the last backward
-    ends, at the peak, and of the largest storage of all ranks."""
+    """Return, by rank, bytes in the second step (the third with a delay): of state, of gradients
+    when the last backward ends, at the peak, and of the largest storage of all ranks."""
     plan = run.step.plan(*one)
     with dt.launch(run.mesh, mode="interpreted") as session, pytest.MonkeyPatch.context() as patch:
-        float(run.step(*one))
+        for _ in range(1 + run.step.options.delay):
+            float(run.step(*one))
         worker = session.cluster._worker  # type: ignore[attr-defined]
         meter = Meter(run.mesh.size)
         held = [dict(parameters=0, optimizer=0) for _ in range(run.mesh.size)]
@@ -104,6 +105,8 @@ def measure(run: Run, one: Any) -> list[dict[str, int]]:
                 for buffer in value.buffer_by_name.values():
                     if buffer.master:
                         meter.add_state(buffer.parameter.data, rank)
+            elif name.startswith("model 0: optimizer 0: delayed_gradient"):
+                meter.add_state(value, rank)
             elif name.startswith("model 0: optimizer 0: "):  # a view of a storage counted above
                 held[rank]["optimizer"] += value.nbytes
             elif name.startswith("model"):
@@ -165,6 +168,7 @@ class Case:
     level: int = 0
     narrow: bool = False  # bf16 with master weights
     layers: int = 1
+    delay: int = 0
 
     def run(self, recompute: tuple[str, ...] | None = None) -> Run:
         torch.manual_seed(0)
@@ -173,7 +177,9 @@ class Case:
             module = module.to(torch.bfloat16)
         zero = {axis: self.level for axis in ("dp", "ep") if axis in self.placed.axes}
         stated = dict(master_weights=True) if self.narrow else {}
-        given = dict(schedule=self.schedule, clip=None, zero=zero, recompute=recompute)
+        given = dict(
+            schedule=self.schedule, clip=None, zero=zero, recompute=recompute, delay=self.delay
+        )
         return Run.of(self.placed, module=module, **given, **stated)
 
 
@@ -184,6 +190,8 @@ CASES = {
     **{f"zero{level}": Case(DP4, level=level) for level in range(4)},
     "zero2_1f1b": Case(DP4, dt.OneFOneB(4), level=2),
     **{f"zero{level}_two_axes": Case(DP2_EP2, level=level) for level in (1, 2, 3)},
+    **{f"delay_zero{level}": Case(DP4, level=level, delay=1) for level in range(4)},
+    "delay_1f1b": Case(DP2, dt.OneFOneB(4), layers=2, delay=1),
     "masters": Case(DP4, narrow=True),
     "masters_zero1_1f1b": Case(DP4, dt.OneFOneB(4), level=1, narrow=True),
     "masters_zero3": Case(DP4, level=3, narrow=True),

@@ -96,6 +96,8 @@ def run_of(microbatches: int = 1, axes: dict[str, int] | None = None, **stated: 
         dict(axes=dict(tp=3), clip=1.0),  # uneven
         dict(axes=dict(dp=2, tp=2), clip=1.0),
         dict(axes=dict(dp=4), zero={"dp": 1}),
+        dict(axes=dict(dp=4), zero={"dp": 1}, delay=1),
+        dict(axes=dict(pp=2, dp=2, tp=2), microbatches=2, clip=1.0, delay=1),  # tied
         dict(axes=dict(dp=4), zero={"dp": 2}, microbatches=2),
         dict(axes=dict(dp=2, tp=2), zero={"dp": 3}, recompute=["blocks.*"], microbatches=2),
         dict(axes=dict(pp=2, tp=2), microbatches=4, clip=1.0),  # tied

@@ -49,6 +49,7 @@ from dtensor.runtime.optimizer.elementwise.optimizer_rule import (
     known_rule,
     set_attributes,
 )
+from dtensor.runtime.optimizer.shard_optimizer import DELAYED
 from dtensor.sharding.ops.philox import Pieces
 
 OWN = ("dtensor",)
@@ -292,8 +293,12 @@ class MatchedState:
 
     def give(self, optimizer: torch.optim.Optimizer) -> None:
         """Set the optimizer's state: to the values, if they were read, else to a lazy state."""
-        state = defaultdict[Tensor, dict[str, Any]](dict, self.loaded or {})
+        loaded = self.loaded or {}
+        # torch's optimizers cannot set a state that has nothing but a delayed gradient
+        made = {p: entries for p, entries in loaded.items() if entries.keys() != {DELAYED}}
+        state = defaultdict[Tensor, dict[str, Any]](dict, made)
         optimizer.__setstate__({"state": state, "param_groups": self.groups})
+        optimizer.state.update(loaded)
         set_attributes(optimizer, self.attributes)
         if self.loaded is None:
             optimizer.state = cast(Any, LazyOptimizerState({}, self.read, self.entries))

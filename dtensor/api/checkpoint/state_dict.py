@@ -28,6 +28,7 @@ from dtensor.api.values.lazy_parameters import LazyOptimizerState, by_holder, la
 from dtensor.errors import PlanningError, check_kind
 from dtensor.frontend.call_lock import CALL_LOCK
 from dtensor.runtime.optimizer.elementwise.optimizer_rule import changed_attributes, set_attributes
+from dtensor.runtime.optimizer.shard_optimizer import DELAYED
 
 
 class _GatheredState(dict[str, Any]):
@@ -170,7 +171,7 @@ def load_state_dict(
             model.steps.restore(state["step"])
         for i, saved_state in enumerate(saved):
             # torch would keep the state's own tensors
-            optimizers[i].load_state_dict(copy.deepcopy(saved_state))
+            optimizers[i].load_state_dict(copy.deepcopy(_without_delayed(saved_state)))
             _keep_values(optimizers[i], saved_state)
             set_attributes(optimizers[i], attributes[i])
         model.loads += 1
@@ -222,8 +223,16 @@ def _fits(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> bool:
     return True
 
 
+def _without_delayed(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state dict without delayed gradients. Torch's optimizers cannot load a state that
+    has nothing else, as it is after one step."""
+    entries = {n: {k: v for k, v in e.items() if k != DELAYED} for n, e in saved["state"].items()}
+    return {**saved, "state": {number: entry for number, entry in entries.items() if entry}}
+
+
 def _keep_values(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Undo torch's cast of state to the dtype and device of its parameter.
+    """Undo torch's cast of state to the dtype and device of its parameter, and add delayed
+    gradients.
 
     It rounds master weights and their moments to 16 bits, and empties the state of a parameter on
     the meta device. Tensors in nested values are replaced too.
@@ -236,6 +245,9 @@ def _keep_values(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> 
             optimizer.state[parameter].update(copy.deepcopy(dict(saved_entries)))
             continue
         for key, value in saved_entries.items():
+            if key == DELAYED:
+                optimizer.state[parameter][key] = value.detach().clone()
+                continue
             cast_value = optimizer.state[parameter].get(key)
             if not (isinstance(value, torch.Tensor) and isinstance(cast_value, torch.Tensor)):
                 continue

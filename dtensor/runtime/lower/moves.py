@@ -70,14 +70,17 @@ class Started:
 # -- on one axis -----------------------------------------------------------------------------------
 
 
-def redistribute(b: RankBuilder, step: Redistribute, *, wait: bool) -> Started | None:
+def redistribute(
+    b: RankBuilder, step: Redistribute, *, wait: bool, channel: str = ""
+) -> Started | None:
     """Emit a redistribution. If ``wait`` is False and the redistribution communicates, only start
-    it and return it: `finish` must come before its results are read. Otherwise return None."""
+    it and return it: `finish` must come before its results are read. Otherwise return None.
+    ``channel``: of the message; by default the axis."""
     if step.is_free:
         _free_move(b, step)
         _record(b, step)
         return None
-    started = _start(b, step)
+    started = _start(b, step, channel or step.axis)
     if not wait:
         return started
     finish(b, started)
@@ -104,7 +107,7 @@ def _free_move(b: RankBuilder, step: Redistribute) -> None:
         code.apply(rest_of, operands, results, _reduction_of(move.dst, move.axis), source=source)
 
 
-def _start(b: RankBuilder, step: Redistribute) -> Started:
+def _start(b: RankBuilder, step: Redistribute, channel: str) -> Started:
     """Emit the code that packs the message, if it must be packed, and the start."""
     operands = zip(step.operands, step.moves, strict=True)
     kind, axis, source = step.kind, step.axis, step.source or None
@@ -127,8 +130,8 @@ def _start(b: RankBuilder, step: Redistribute) -> Started:
             raise AssertionError(f"{kind} does not communicate")
     results, op = _output_buffers(b, step), _reduction_of(step.moves[0].src, step.axis)
     label = b.collective(
-        kind, axis, sent, results, step.label, op=op, source=source, wait=False, of=step,
-        distance=step.moves[0].distance,
+        kind, channel, sent, results, step.label, op=op, source=source, wait=False, of=step,
+        distance=step.moves[0].distance, group=b.group(axis), way=f"over {axis}",
     )  # fmt: skip
     return Started(step, tuple(name for name, _ in results), label, source)
 

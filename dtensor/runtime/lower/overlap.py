@@ -102,6 +102,7 @@ class StepWalk(ABC, Generic[Message]):
         self.in_flight: dict[str, Message] = {}  # by plan value, the started message that makes it
         self.sends: list[tuple[int, str]] = []  # in flight: (schedule step of the receive, value)
         self.ran_early: set[int] = set()  # ids of reductions of gradients that began in a backward
+        self.in_round = False  # whether it emits a round of `delayed_reductions`
         self._reducing: tuple[str, ...] = ()  # the results of the last of these reductions
 
     def concerns(self, step: Step) -> bool:
@@ -139,9 +140,12 @@ class StepWalk(ABC, Generic[Message]):
                     pass  # sums follow their action; updates and gathers in place end the step
 
     def run_round(self, rounds: Sequence[Sequence[Step]], number: int) -> None:
-        """Emit a round of `delayed_reductions`, without waiting for its messages."""
+        """Emit a round of `delayed_reductions`, without waiting for its messages. They have
+        channels of their own, so that messages of actions do not wait for them."""
         steps = [s for s in rounds[number] if self.concerns(s)] if number < len(rounds) else []
+        self.in_round = True
         self.run_steps(steps, late=set(map(id, steps)))
+        self.in_round = False
         self.ran_early.update(map(id, steps))
 
     def end_steps(self, plan: PlanRecord) -> list[Step]:

@@ -274,7 +274,8 @@ class _Lowering(StepWalk[moves.Started]):
         self.b.price(step)
 
     def redistribute(self, step: Redistribute, *, wait: bool) -> moves.Started | None:
-        started = moves.redistribute(self.b, step, wait=wait)
+        channel = f"{step.axis} delayed" if self.in_round else ""
+        started = moves.redistribute(self.b, step, wait=wait, channel=channel)
         self.b.price(step)
         return started
 

@@ -178,7 +178,8 @@ class _RankItems(StepWalk[str]):
             self.compute(step)
             return None
         name, spent = step.name, self.shared.seconds(step)
-        self.items.append(Begin(name, (self.rank,), step.axis, spent.communication, spent.host))
+        channel = f"{step.axis} delayed" if self.in_round else step.axis
+        self.items.append(Begin(name, (self.rank,), channel, spent.communication, spent.host))
         if wait:
             self.wait(name)
         return None if wait else name
