@@ -44,7 +44,7 @@ from dtensor.runtime.simulate.trace import CALL, Span, Trace, Track, span_of
 from dtensor.sharding.plan.cost.seconds import StepSeconds
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.redistribute.topology import Topology
-from dtensor.sharding.spec.spec import fullest_together
+from dtensor.sharding.spec.spec import compared_ranks
 
 
 def simulate(plan: Plan, grid: Grid | None, topology: Topology | None = None) -> Trace:
@@ -89,8 +89,10 @@ def simulate(plan: Plan, grid: Grid | None, topology: Topology | None = None) ->
 def representatives(plan: Plan) -> tuple[int, ...]:
     """Return the rank that represents the others, for each coordinate of the stage axis."""
     axis, held = plan.stage_axis, [item.held for item in plan.inputs]
-    sized = any(spec.is_sized for spec in held)
-    origin = {**dict.fromkeys(plan.mesh.axes, 0), **(fullest_together(held) if sized else {})}
+    origin = dict.fromkeys(plan.mesh.axes, 0)
+    if any(spec.is_sized for spec in held):
+        ranks = compared_ranks(held[0].mesh)
+        origin |= max(ranks, key=lambda at: sum(spec.local_nbytes(at) for spec in held))
     if axis is None:
         return (plan.mesh.rank(origin),)
     stages = range(plan.mesh.axis_size(axis))

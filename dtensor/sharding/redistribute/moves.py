@@ -143,12 +143,16 @@ def _bytes_sent(move: Move) -> int:
 def bytes_sent_together(moves: Sequence[Move]) -> tuple[int, ...]:
     """Return the bytes that each of these moves of one message sends, on the rank that sends most
     in all: if placements have sizes, the fullest rank of one move may send nothing of another."""
-    specs = [spec for move in moves for spec in (move.src, move.dst)]
-    sends = MOVES[moves[0].kind].sends
-    if sends is None or not any(spec.is_sized for spec in specs):
+    if not any(move.src.is_sized or move.dst.is_sized for move in moves):
         return tuple(move.bytes_sent for move in moves)
-    ranks = compared_ranks(specs)
-    return max((tuple(sends(move, at) for move in moves) for at in ranks), key=sum)
+    return max(zip(*map(_sent_by_rank, moves), strict=True), key=sum)
+
+
+@lru_cache(maxsize=1 << 13)
+def _sent_by_rank(move: Move) -> tuple[int, ...]:
+    """Return the bytes that each rank sends."""
+    sends = MOVES[move.kind].sends
+    return tuple(sends(move, at) if sends else 0 for at in compared_ranks(move.src.mesh))
 
 
 def move_kind(src: Placement, dst: Placement) -> MoveKind | None:

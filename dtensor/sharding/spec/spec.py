@@ -23,13 +23,14 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import lru_cache
 from typing import Literal
 
 import torch
 
 from dtensor.errors import PlanningError
 from dtensor.numerics import DTYPES, REDUCTIONS, Reduction, dtype_name
-from dtensor.sharding.spec.mesh import Mesh
+from dtensor.sharding.spec.mesh import MICROBATCH_AXIS, Mesh
 from dtensor.sharding.spec.placements import (
     REPLICATE,
     Intervals,
@@ -325,13 +326,11 @@ class TensorSpec:
         )
 
 
-def compared_ranks(specs: Sequence[TensorSpec]) -> Iterator[dict[str, int]]:
-    """Yield coordinates that include, for each rank, a rank with equal shards under all specs,
-    which have one mesh."""
-    axes = {a for spec in specs for a, p in spec.sharding.items() if isinstance(p, Shard)}
-    shape = specs[0].mesh.shape
-    for at in itertools.product(*(range(n if axis in axes else 1) for axis, n in shape.items())):
-        yield dict(zip(shape, at, strict=True))
+def compared_ranks(mesh: Mesh) -> Iterator[dict[str, int]]:
+    """Yield the coordinates of all ranks of a mesh, in the first microbatch."""
+    ranges = (range(1 if a == MICROBATCH_AXIS else n) for a, n in mesh.shape.items())
+    for at in itertools.product(*ranges):
+        yield dict(zip(mesh.axes, at, strict=True))
 
 
 def nbytes_together(specs: Sequence[TensorSpec]) -> tuple[int, ...]:
@@ -339,13 +338,12 @@ def nbytes_together(specs: Sequence[TensorSpec]) -> tuple[int, ...]:
     placements have sizes, it may hold nothing of some values."""
     if not any(spec.is_sized for spec in specs):
         return tuple(spec.max_local_nbytes for spec in specs)
-    at = fullest_together(specs)
-    return tuple(spec.local_nbytes(at) for spec in specs)
+    return max(zip(*map(_nbytes_by_rank, specs), strict=True), key=sum)
 
 
-def fullest_together(specs: Sequence[TensorSpec]) -> dict[str, int]:
-    """Return the coordinates of the rank that holds most bytes of several values in all."""
-    return max(compared_ranks(specs), key=lambda at: sum(s.local_nbytes(at) for s in specs))
+@lru_cache(maxsize=1 << 12)
+def _nbytes_by_rank(spec: TensorSpec) -> tuple[int, ...]:
+    return tuple(map(spec.local_nbytes, compared_ranks(spec.mesh)))
 
 
 def alike(a: TensorSpec, b: TensorSpec) -> bool:
