@@ -169,7 +169,8 @@ class _ProbedRule:
     @property
     def name(self) -> str:
         cls = self.probed.kind.cls
-        return f"{cls.__module__.partition('.')[0]}.{cls.__qualname__}"
+        package = cls.__module__.partition(".")[0]
+        return cls.__qualname__ if package == "torch" else f"{package}.{cls.__qualname__}"
 
     @property
     def report(self) -> ProbeReport:

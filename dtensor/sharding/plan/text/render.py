@@ -203,8 +203,11 @@ def sized_text(step: Redistribute) -> str:
 
 def _bucket_line(plan: PlanRecord, step: Redistribute) -> Line:
     """Return the line of one message for several gradients or parameters."""
-    gathers = step.kind == "all_gather"
-    size = sum((m.dst if gathers else m.src).max_local_nbytes for m in step.moves)
+    size = 0
+    for move in step.moves:
+        before, after = move.src.max_local_nbytes, move.dst.max_local_nbytes
+        # in an exchange one end is a whole parameter on one rank, and the other is even
+        size += {"all_gather": after, "all_to_all": min(before, after)}.get(step.kind, before)
     src, dst = step.moves[0].src.dtype, step.moves[0].dst.dtype
     cast = f", to {dtype_name(dst)}" if src != dst else ""  # sends 16 bits, sums in float32
     return Line(
