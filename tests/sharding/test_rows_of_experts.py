@@ -18,7 +18,7 @@ from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.steps import Redistribute, Step
 from dtensor.sharding.redistribute.moves import moves
 from dtensor.sharding.redistribute.topology import Topology
-from dtensor.sharding.spec.spec import parse
+from dtensor.sharding.spec.parse import parse
 
 MESH = dt.Mesh(dp=2, ep=4)
 TEXTS = (

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from dtensor.errors import PlanningError
 from dtensor.sharding.spec.mesh import Mesh
+from dtensor.sharding.spec.parse import parse
 from dtensor.sharding.spec.placements import (
     Column,
     Partial,
@@ -25,7 +26,7 @@ from dtensor.sharding.spec.placements import (
     index_sets,
 )
 from dtensor.sharding.spec.shards import assemble, shard_of
-from dtensor.sharding.spec.spec import TensorSpec, make_spec, parse
+from dtensor.sharding.spec.spec import TensorSpec, make_spec
 from dtensor.testing import strategies
 
 MESH = Mesh(dp=2, tp=2)

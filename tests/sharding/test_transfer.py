@@ -27,9 +27,10 @@ from dtensor.sharding.redistribute.between_meshes import (
 from dtensor.sharding.redistribute.sync_plan import SyncPlan, plan_sync
 from dtensor.sharding.redistribute.topology import Topology
 from dtensor.sharding.spec.mesh import Mesh
+from dtensor.sharding.spec.parse import parse
 from dtensor.sharding.spec.placements import REPLICATE, Partial, Shard
 from dtensor.sharding.spec.shards import Where, assemble, shard_of
-from dtensor.sharding.spec.spec import TensorSpec, make_spec, parse
+from dtensor.sharding.spec.spec import TensorSpec, make_spec
 from dtensor.sharding.spec.stored import StoredTensor
 from dtensor.testing import strategies
 

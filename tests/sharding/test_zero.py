@@ -17,7 +17,8 @@ import dtensor as dt
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.steps import Redistribute
 from dtensor.sharding.plan.storage import layer_of, stored_spec
-from dtensor.sharding.spec.spec import make_spec, parse
+from dtensor.sharding.spec.parse import parse
+from dtensor.sharding.spec.spec import make_spec
 from tests.models import batch
 from tests.plans import mean_square
 from tests.training import Placed, Run

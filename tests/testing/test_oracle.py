@@ -17,8 +17,8 @@ from dtensor.sharding.rules import NoRule, rule_for
 from dtensor.sharding.rules.notation import parse_rule
 from dtensor.sharding.rules.rule import Rule
 from dtensor.sharding.spec.mesh import Mesh
+from dtensor.sharding.spec.parse import parse
 from dtensor.sharding.spec.placements import REPLICATE, Partial, Shard
-from dtensor.sharding.spec.spec import parse
 from dtensor.testing import Certificate, certify
 from dtensor.testing.certificates import certify_autograd, certify_call
 from dtensor.testing.missing import Missing

@@ -34,9 +34,10 @@ from dtensor.private_torch import make_wrapper_subclass
 from dtensor.sharding.ops.call import Meta
 from dtensor.sharding.redistribute.between_meshes import holders_of
 from dtensor.sharding.spec.mesh import Mesh, check_mesh
+from dtensor.sharding.spec.parse import parse
 from dtensor.sharding.spec.placements import Placement
 from dtensor.sharding.spec.shards import assemble_at, shard_of
-from dtensor.sharding.spec.spec import TensorSpec, make_spec, parse
+from dtensor.sharding.spec.spec import TensorSpec, make_spec
 from dtensor.showing import html_text, screen
 
 
