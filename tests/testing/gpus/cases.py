@@ -42,17 +42,23 @@ def backend(device: str) -> dt.daft.Backend:
     return "inprocess" if device == "cpu" else "ray"
 
 
+def adafactor(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(model.parameters(), lr=1e-2)
+
+
 def training(
     placed: str, make: Any = sgd, *, per_gpu: int = 1, steps: int = 2, **given: Any
 ) -> Body:
     data = batches(steps)
 
     def body(device: str) -> Mapping[str, Any]:
-        # AdamW turns the rounding of a zero gradient into a full step: compare only its losses
+        # AdamW and Adafactor turn the rounding of a zero gradient into a full step: compare only
+        # their losses
         run = Run.of(placed, make=make, **given)
         with dt.launch(run.mesh, backend(device), device=device, ranks_per_actor=per_gpu):
             losses = run.losses(data)
-            return {"losses": losses, **({} if make is adamw else run.state()["model"])}
+            compares_weights = make not in (adamw, adafactor)
+            return {"losses": losses, **(run.state()["model"] if compares_weights else {})}
 
     return body
 
@@ -568,6 +574,7 @@ def cases() -> Iterator[Case]:
         num = placed.mesh.size
         yield Case(f"train {name}", num, training(name))
         yield Case(f"train {name}, AdamW", num, training(name, adamw), 1e-4)
+    yield Case("train dp2_tp2, Adafactor on owners", 4, training("dp2_tp2", adafactor), 1e-4)
     yield Case("train dp4", 4, training("dp4", schedule=dt.GPipe(microbatches=1)))
     yield Case("train tp4", 4, training("tp4", schedule=dt.GPipe(microbatches=1)))
     yield Case("two ranks a GPU, dp2_tp2", 2, training("dp2_tp2", per_gpu=2))
