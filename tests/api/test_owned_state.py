@@ -165,6 +165,22 @@ def test_torch_reads_the_saved_tensors(tmp_path: Path) -> None:
     assert_same_bits(list(read.values()), [state["exp_avg"], *state["Q"]])
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_nested_state_of_another_program_is_refused(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint import save
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    one = Training("Rotating")
+    module, opt = one.model.module, Rotating(list(one.model.module.parameters()), {})
+    loss_fn(module, *batches(1)[0]).backward()
+    opt.step()
+    model_state, optimizer_state = get_state_dict(module, opt)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    save(state, checkpoint_id=tmp_path / "1", no_dist=True)
+    with pytest.raises(PlanningError, match=r"weight.Q.0 is part of a nested value in"):
+        dt.load(tmp_path / "1", one.model, one.opt)
+
+
 def test_state_that_the_user_writes_is_put_again() -> None:
     data, one = batches(2), Training("Rotating")
     parameter = next(one.model.parameters())
