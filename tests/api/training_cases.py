@@ -40,7 +40,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     ),
     "zero": ("0", "1", "2", "3"),
     "dtype": ("f32", "f64", "bf16", "masters", "autocast"),
-    "optimizer": ("adamw", "sgd", "adagrad", "nadam", "pair"),
+    "optimizer": ("adamw", "sgd", "adagrad", "nadam", "pair", "owned"),
     "recompute": ("none", "all"),
     "data": ("full", "ignored", "short"),
     "clip": ("none", "small"),
@@ -324,6 +324,20 @@ def pair(module: nn.Module) -> list[torch.optim.Optimizer]:
     ]
 
 
+def owned(module: nn.Module) -> list[torch.optim.Optimizer]:
+    """Return optimizers that need whole parameters, and one for vectors. The few steps of
+    Muon's iteration limit the effect of rounding errors, which Muon enlarges."""
+    matrices = [p for p in trained(module) if p.dim() == 2][1::2]
+    vectors = [p for p in trained(module) if p.dim() < 2]
+    others = [p for p in trained(module) if p.dim() > 1 and not any(p is m for m in matrices)]
+    muon = [torch.optim.Muon(matrices, lr=1e-3, ns_steps=2)] if matrices else []
+    return [
+        *muon,
+        torch.optim.Adafactor(others, lr=1e-2),
+        torch.optim.AdamW(vectors, lr=3e-2, eps=1e-6),
+    ]
+
+
 def trained(module: nn.Module) -> list[nn.Parameter]:
     return [p for p in module.parameters() if p.requires_grad]
 
@@ -334,6 +348,7 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     "adagrad": lambda module: torch.optim.Adagrad(trained(module), lr=1e-2),
     "nadam": lambda module: torch.optim.NAdam(trained(module), lr=1e-2),
     "pair": pair,
+    "owned": owned,
 }
 
 

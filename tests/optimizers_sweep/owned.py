@@ -26,7 +26,6 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
@@ -110,7 +109,7 @@ def adam_mini(model: nn.Module) -> Optimizers:
 
 
 def schedule_free(model: nn.Module) -> Optimizers:
-    (optimizer,) = of("schedulefree", "AdamWScheduleFree", lr=1e-3, eps=1e-4)(model)
+    (optimizer,) = of("schedulefree", "AdamWScheduleFree", lr=1e-2, eps=1e-4)(model)
     optimizer.train()  # type: ignore[attr-defined]
     return [optimizer]
 
@@ -127,10 +126,10 @@ CASES: dict[str, Case] = {
     "Lamb": Case(make=of(MORE, "Lamb", lr=1e-2, eps=1e-4), package=MORE),
     "Lamb of torch_optimizer": Case(make=of(OTHER, "Lamb", lr=1e-2, eps=1e-4), package=OTHER),
     "LARS": Case(make=of(MORE, "LARS", lr=1.0), package=MORE),
-    "NovoGrad": Case(make=of(MORE, "NovoGrad"), package=MORE),
-    "NovoGrad of torch_optimizer": Case(make=of(OTHER, "NovoGrad"), package=OTHER),
+    "NovoGrad": Case(make=of(MORE, "NovoGrad", lr=1e-2), package=MORE),
+    "NovoGrad of torch_optimizer": Case(make=of(OTHER, "NovoGrad", lr=1e-2), package=OTHER),
     "SM3": Case(make=of(MORE, "SM3"), package=MORE),
-    "SOAP": Case(make=of(MORE, "SOAP", precondition_frequency=2), package=MORE),
+    "SOAP": Case(make=of(MORE, "SOAP", lr=1e-2, eps=1e-3, precondition_frequency=2), package=MORE),
     "Shampoo": Case(make=of(MORE, "Shampoo"), package=MORE),
     "Shampoo of torch_optimizer": Case(make=of(OTHER, "Shampoo"), package=OTHER),
     "Adam-mini": Case(make=adam_mini, package="adam-mini"),
@@ -238,7 +237,9 @@ def judge(name: str, placed: str, way: str, dtype: torch.dtype) -> Found:
     try:
         assert_same_bits(values, values_of(plain), "values")
         for number, (own, other) in enumerate(zip(state["optimizer"], followers, strict=True)):
-            assert_same_bits(own, deepcopy(other.state_dict()), f"optimizer {number}")
+            theirs = other.state_dict()  # parameters without entries are left out
+            theirs["state"] = {at: entries for at, entries in theirs["state"].items() if entries}
+            assert_same_bits(own, theirs, f"optimizer {number}")
     except AssertionError as difference:
         return Found(error=error, spread=spread, why=f"bits: {difference}; {why}")
     return Found(same=True, error=error, spread=spread, why=why)
