@@ -8,27 +8,24 @@ delayed gradients, the sum is an output, and the sum of the step before is conve
 Reductions of gradients over one axis share buckets. A bucket that is pending over several axes is
 scattered over all axes but the last, reduced over the last, and gathered, where that is faster.
 Gradients of a parameter that several stages use are summed over these stages. The norm and the
-updates come last. Gradients of parameters that are stored split are handled in stored_gradients.py.
+updates come last (updates.py). Gradients of parameters that are stored split are in
+stored_gradients.py.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from dtensor.numerics import is_narrow
 from dtensor.sharding.plan.choose.axis_problem import AxisChoice, AxisProblem
 from dtensor.sharding.plan.choose.routes import check_orders
 from dtensor.sharding.plan.dataflow import Input, Output, OutputKind
+from dtensor.sharding.plan.emit.pending import Pending, convert, move_one, phase_of
 from dtensor.sharding.plan.emit.ring import emit_op
-from dtensor.sharding.plan.emit.stored_gradients import (
-    gather_updated,
-    scatter_early,
-    scattering_moves,
-)
+from dtensor.sharding.plan.emit.stored_gradients import scatter_early, scattering_moves
+from dtensor.sharding.plan.emit.updates import update_parameters
 from dtensor.sharding.plan.emit.values import Copy, Emitter, Reader
-from dtensor.sharding.plan.owners import owned_inputs, owner_of, update_seconds
+from dtensor.sharding.plan.owners import owned_inputs
 from dtensor.sharding.plan.precision import (
     gradient_sum_spec,
     left_in_float32,
@@ -40,10 +37,7 @@ from dtensor.sharding.plan.record import PlannedInput, PlannedOutput, PlanRecord
 from dtensor.sharding.plan.request import Request
 from dtensor.sharding.plan.steps import (
     Accumulate,
-    Norm,
     Redistribute,
-    StepPhase,
-    Update,
     fill_buckets,
     over_stages,
 )
@@ -126,36 +120,6 @@ def _planned_input(
 
 
 @dataclass(slots=True)
-class _PendingOutput:
-    """An output that is being converted to its final spec. ``name`` and ``spec`` are its present
-    value, ``path`` the moves that remain, and ``of`` the label of an input, or "result 0".
-    ``is_new``: whether it is no result of an op. ``scattered``: whether the path reduces a gradient
-    by scattering and gathering it. ``is_delayed``: whether it is a gradient of the step before.
-    ``bucket``: the name of the buckets in which all its messages travel; "" if only its reductions
-    do."""
-
-    output: Output
-    name: str
-    spec: TensorSpec
-    of: str
-    is_new: bool
-    path: tuple[Move, ...] = ()
-    scattered: bool = False
-    is_delayed: bool = False
-    bucket: str = ""
-
-    def is_bucketed(self) -> bool:
-        """Return whether the next move of a trained parameter or its gradient is in a bucket."""
-        move = self.path[0]
-        is_message = move.kind not in FREE_KINDS
-        return (
-            move.reduces
-            or (self.scattered and move.kind == "all_gather")
-            or (bool(self.bucket) and is_message)
-        )
-
-
-@dataclass(slots=True)
 class Outputs:
     """Emits the steps that produce the outputs, and the optimizer phase. ``scattered``: (value,
     stage, parameter) -> the shard of a gradient that was already split within the backward.
@@ -182,18 +146,18 @@ class Outputs:
         self._convert(pending)
         return (*self._finish(pending), *self.local)
 
-    def _convert(self, pending: list[_PendingOutput]) -> None:
+    def _convert(self, pending: list[Pending]) -> None:
         """Emit the moves that convert outputs to their final specs."""
         if self._trains():
             self._choose_reductions(pending)
-        self._advance_all(pending)
+        convert(self.emitter, pending)
 
-    def _delay(self, pending: Sequence[_PendingOutput]) -> list[_PendingOutput]:
+    def _delay(self, pending: Sequence[Pending]) -> list[Pending]:
         """Make the local gradients outputs, and return the pending outputs with the gradients of
         the step before in their places. A gradient of several stages is summed over them before it
         is kept; each of their ranks keeps the sum once."""
         e = self.emitter
-        groups: dict[str, list[_PendingOutput]] = {}
+        groups: dict[str, list[Pending]] = {}
         for item in pending:
             if item.output.kind == "gradient":
                 groups.setdefault(item.of, []).append(item)
@@ -215,7 +179,7 @@ class Outputs:
             )
             self.delayed.append(PlannedInput(name, label, "delayed", items[0].spec, stages))
             result += [
-                _PendingOutput(item.output, name, item.spec, label, is_new=True, is_delayed=True)
+                Pending(item.output, name, item.spec, label, is_new=True, is_delayed=True)
                 for item in kept
             ]
         return result
@@ -240,10 +204,10 @@ class Outputs:
         full = tuple(placements.get(axis, REPLICATE) for axis in spec.mesh.axes)
         return TensorSpec(spec.shape, spec.dtype, spec.mesh, full)
 
-    def _start(self, output: Output) -> _PendingOutput:
+    def _start(self, output: Output) -> Pending:
         """Emit the sum of the output over microbatches, if there are any, and return it."""
         e = self.emitter
-        by = Reader(output.stage, _phase(output), "", "an output")
+        by = Reader(output.stage, phase_of(output), "", "an output")
         copy = self.scattered.get((output.value, output.stage, str(output.of)))
         if copy is None:
             on_stage = e.copies_on(output.value, output.stage)
@@ -267,9 +231,9 @@ class Outputs:
                 Accumulate(result=result, operand=name, src=spec, dst=dst, stage=stage, of=of)
             )
             name, spec = result, dst
-        return _PendingOutput(output, name, spec, of, is_new=name != copy.name)
+        return Pending(output, name, spec, of, is_new=name != copy.name)
 
-    def _with_path(self, item: _PendingOutput) -> _PendingOutput:
+    def _with_path(self, item: Pending) -> Pending:
         """Return the output with the moves that remain until it has its final spec."""
         e, output, spec, of = self.emitter, item.output, item.spec, item.of
         final_spec = self._final_spec(output, spec)
@@ -295,15 +259,15 @@ class Outputs:
             item.bucket = "gradients"
         for move in first:
             if move.kind == "slice":  # now, so that all gradients are reduced in the same buckets
-                self._move(item, item.path[0])
+                move_one(e, item, item.path[0])
         return item
 
-    def _choose_reductions(self, pending: Sequence[_PendingOutput]) -> None:
+    def _choose_reductions(self, pending: Sequence[Pending]) -> None:
         """Replace the paths of gradients that end with all_reduces over several axes: each bucket
         is scattered over as many of the axes as is fastest. Each choice sums over the axes in the
         same order, so the choice changes no bit of a sum."""
         request = self.emitter.request
-        groups: dict[tuple[tuple[str, ...], int, object], list[_PendingOutput]] = {}
+        groups: dict[tuple[tuple[str, ...], int, object], list[Pending]] = {}
         for item in pending:
             axes = [move.axis for move in item.path if move.kind == "all_reduce"]
             last_moves = item.path[len(item.path) - len(axes) :]
@@ -321,68 +285,13 @@ class Outputs:
                 for item, path in zip(bucket, paths, strict=True):
                     item.path, item.scattered = path, path[-1].kind == "all_gather"
 
-    def _advance(self, pending: list[_PendingOutput]) -> None:
-        """Emit the next move of each output; reductions of gradients on one axis share buckets."""
-        buckets: dict[tuple[object, ...], list[_PendingOutput]] = {}
-        for item in pending:
-            if not item.path:
-                continue
-            move = item.path[0]
-            trained = item.output.kind == "gradient" and self._trains()
-            if trained and item.is_bucketed():
-                key = (move.axis, item.output.stage, item.spec.dtype, move.kind)
-                buckets.setdefault(key, []).append(item)
-            else:
-                self._move(item, move)
-        for items in buckets.values():
-            for group in fill_buckets(items, [item.spec.max_local_nbytes for item in items]):
-                self._reduce_bucket(group)
-
     def _trains(self) -> bool:
         return self.emitter.request.training is not None
 
-    def _move(self, item: _PendingOutput, move: Move) -> None:
-        """Emit the next move of one output."""
-        after_microbatches = MICROBATCH_AXIS in self.emitter.mesh.axes or self._trains()
-        producer = self.emitter.request.flow.producers.get(item.output.value)
-        result = self.emitter.fresh(f"{item.name}_{move.suffix}")
-        self.emitter.steps.append(
-            Redistribute(
-                results=(result,),
-                operands=(item.name,),
-                moves=(move,),
-                phase="optimizer" if after_microbatches else _phase(item.output),
-                stage=item.output.stage,
-                source=producer.source if producer else "",
-                of=(item.of,) if item.bucket else (),
-                why=f"{item.of} is wanted as {move.dst}",
-            )
-        )
-        item.name, item.spec, item.path = result, move.dst, item.path[1:]
-
-    def _reduce_bucket(self, items: Sequence[_PendingOutput]) -> None:
-        """Emit the next move of several gradients as one bucket, which is one message."""
-        e = self.emitter
-        first = items[0].path[0]
-        results = tuple(e.fresh(f"{item.name}_{first.suffix}") for item in items)
-        e.steps.append(
-            Redistribute(
-                bucket=e.fresh(f"{items[0].bucket or 'gradients'}_{first.axis}"),
-                results=results,
-                operands=tuple(item.name for item in items),
-                moves=tuple(item.path[0] for item in items),
-                phase="optimizer",
-                stage=items[0].output.stage,
-                of=tuple(item.of for item in items),
-            )
-        )
-        for item, result in zip(items, results, strict=True):
-            item.name, item.spec, item.path = result, item.path[0].dst, item.path[1:]
-
-    def _finish(self, pending: Sequence[_PendingOutput]) -> tuple[PlannedOutput, ...]:
+    def _finish(self, pending: Sequence[Pending]) -> tuple[PlannedOutput, ...]:
         """Return the outputs, after emitting the sums of gradients of parameters that several
         stages use, and the optimizer phase."""
-        groups: dict[tuple[OutputKind, str], list[_PendingOutput]] = {}
+        groups: dict[tuple[OutputKind, str], list[Pending]] = {}
         for item in pending:
             groups.setdefault((item.output.kind, item.of), []).append(item)
         outputs: list[PlannedOutput] = []
@@ -394,10 +303,10 @@ class Outputs:
             outputs.append(PlannedOutput(kind, items[0].output.of, values, items[0].spec))
         training = self.emitter.request.training
         if training is not None:
-            self._update_parameters(training.trained, outputs)
+            update_parameters(self.emitter, self.inputs, outputs)
         return tuple(outputs)
 
-    def _sum_over_stages(self, items: Sequence[_PendingOutput]) -> None:
+    def _sum_over_stages(self, items: Sequence[Pending]) -> None:
         """Emit the sum of the gradients of one parameter over the stages that use it."""
         e = self.emitter
         total = sum_spec(items[0].spec) if self._trains() else items[0].spec
@@ -418,134 +327,6 @@ class Outputs:
         )
         for item, result in zip(items, results, strict=True):
             item.name, item.spec, item.is_new = result, total, True
-
-    def _update_parameters(self, trained: frozenset[str], outputs: Sequence[PlannedOutput]) -> None:
-        """Emit the norm of gradients, the updates, and the gathers of updated parameters."""
-        training = self.emitter.request.training
-        assert training is not None
-        grads = [o for o in outputs if o.kind == "gradient" and str(o.of) in trained]
-        wholes = self._move_parameters(self._on_owners(grads))
-        if training.clip_grad_norm is not None or training.scaled:
-            self.emitter.steps.append(
-                Norm(
-                    result=self.emitter.fresh("grad_norm"),
-                    operands=tuple((*o.values[0], str(o.of)) for o in grads),
-                    specs=tuple(o.spec for o in grads),
-                    max_norm=math.inf if (limit := training.clip_grad_norm) is None else limit,
-                    scaled=training.scaled,
-                )
-            )
-        updaters = {
-            label: (number, updater)
-            for number, updater in enumerate(training.updaters)
-            for label in updater.trained
-        }
-        updates: list[Update] = []
-        for output in grads:
-            number, updater = updaters[str(output.of)]
-            if updater.owned is not None:
-                continue
-            for stage, value in output.values:
-                elements = output.spec.max_local_nbytes // output.spec.dtype.itemsize
-                dtype = self.inputs[str(output.of)].spec.dtype
-                master = training.master_weights and is_narrow(dtype)
-                itemsize = 4 if master else dtype.itemsize
-                updates.append(
-                    Update(
-                        parameter=str(output.of),
-                        gradient=value,
-                        spec=replace(output.spec, dtype=dtype),
-                        stage=stage,
-                        optimizer=updater.optimizer,
-                        number=number,
-                        state_bytes=elements * itemsize * updater.state_tensors,
-                        master_bytes=elements * itemsize if master else 0,
-                    )
-                )
-
-        self.emitter.steps += updates
-        self._update_whole(wholes, {label: n for label, (n, _) in updaters.items()})
-        if self.emitter.request.stores_split or wholes:
-            gather_updated(self.emitter, self.inputs, grads)
-
-    def _on_owners(self, grads: Sequence[PlannedOutput]) -> list[tuple[PlannedInput, int, str]]:
-        """Return (parameter, stage, gradient) of each update of a whole parameter. Stages on one
-        rank that share a parameter update it once."""
-        ranks = self.emitter.request.stage_ranks
-        found: dict[tuple[str, int], tuple[PlannedInput, int, str]] = {}
-        for output in grads:
-            item = self.inputs[str(output.of)]
-            for stage, value in output.values if item.owned is not None else ():
-                found.setdefault((item.label, ranks[stage]), (item, stage, value))
-        return list(found.values())
-
-    def _move_parameters(
-        self, owned: Sequence[tuple[PlannedInput, int, str]]
-    ) -> list[tuple[PlannedInput, str, _PendingOutput]]:
-        """Emit the moves of parameters to their owners. Return (parameter, its gradient, its moved
-        value) of each."""
-        moving: list[_PendingOutput] = []
-        for item, stage, _ in owned:
-            assert item.owned is not None
-            path = moves(item.held, item.owned, self.emitter.request.topology, whole=True)
-            output = Output(item.name, "gradient", item.label, stage)
-            whole = _PendingOutput(output, item.name, item.held, item.label, True, path)
-            moving.append(replace(whole, bucket="parameters"))
-        self._advance_all(moving)
-        return [(i, value, m) for (i, _, value), m in zip(owned, moving, strict=True)]
-
-    def _advance_all(self, pending: list[_PendingOutput]) -> None:
-        while any(item.path for item in pending):
-            self._advance(pending)
-
-    def _update_whole(
-        self, wholes: Sequence[tuple[PlannedInput, str, _PendingOutput]], numbers: Mapping[str, int]
-    ) -> None:
-        """Emit the updates of whole parameters on their owners, and the moves of the new values
-        that other ranks write into their shards."""
-        e, training = self.emitter, self.emitter.request.training
-        assert training is not None
-        first, owners = len(e.steps), list[tuple[PlannedInput, str, _PendingOutput, str]]()
-        moving: list[_PendingOutput] = []
-        for item, gradient, whole in wholes:
-            assert item.owned is not None
-            result = e.fresh(f"{item.name}_updated")
-            owners.append((item, gradient, whole, result))
-            path = moves(item.owned, item.updated, e.request.topology, whole=True)
-            moving.append(replace(whole, name=result, path=path, spec=item.owned, bucket="updated"))
-        self._advance_all(moving)
-        load: dict[tuple[int, tuple[tuple[str, int], ...]], float] = {}
-        updates: list[Update] = []
-        for (item, gradient, whole, result), moved in zip(owners, moving, strict=True):
-            number = numbers[item.label]
-            updater = training.updaters[number]
-            assert item.owned is not None and updater.owned is not None
-            cost = updater.owned[item.label]
-            master = training.master_weights and is_narrow(item.spec.dtype)
-            update = Update(
-                parameter=item.label,
-                gradient=gradient,
-                spec=item.owned,
-                stage=whole.output.stage,
-                optimizer=updater.optimizer,
-                number=number,
-                state_bytes=cost.state_bytes,
-                master_bytes=item.spec.nbytes * 4 // item.spec.dtype.itemsize if master else 0,
-                owner=owner_of(item.owned),
-                value=whole.name,
-                result=result,
-                written=moved.name,
-                flops=cost.flops,
-            )
-            seconds = update_seconds(e.request.topology, item.spec.nbytes, cost)
-            updates.append(update)
-            if update.owner:
-                at = update.stage, update.owner
-                load[at] = load.get(at, 0.0) + seconds
-        fullest = dict(sorted(load, key=load.__getitem__))
-        e.steps[first:first] = [
-            replace(u, is_fullest=not u.owner or u.owner == fullest[u.stage]) for u in updates
-        ]
 
 
 def _reduced_over(path: Sequence[Move], axes: Sequence[str], num: int) -> tuple[Move, ...]:
@@ -582,8 +363,3 @@ def _bucket_seconds(paths: Sequence[Sequence[Move]], topology: Topology) -> floa
         )
         for (_, kind, axis, num), together in moves.items()
     )
-
-
-def _phase(output: Output) -> StepPhase:
-    """Return the phase that produces the output."""
-    return "forward" if output.kind == "result" else "backward"
