@@ -188,6 +188,8 @@ def test_number_of_dims_of_the_users_parameters_are_probed() -> None:
     assert rule_of(Matrices(MATRICES)).owned
     with pytest.raises(dt.PlanningError, match="raised in its probe.*a matrix, please"):
         rule_of(over(Matrices))
+    scalars = [nn.Parameter(torch.ones(shape)) for shape in ((4,), (), ())]
+    assert rule_of(own.SkipsNotFinite(scalars)).owned
 
 
 def test_class_that_takes_the_users_shapes_only_is_probed_with_parts_of_them() -> None:

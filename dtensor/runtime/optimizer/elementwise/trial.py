@@ -271,8 +271,8 @@ class Trial:
                 )
                 value = self.gradient_cache[label, step] = wide * spread.exp() * SCALES[step]
                 if not self.is_finite(index, step):
-                    flat = value.view(-1)
-                    flat[0], flat[3], flat[5] = torch.nan, torch.inf, -torch.inf
+                    for at, number in (0, torch.nan), (3, torch.inf), (5, -torch.inf):
+                        value.view(-1)[at : at + 1] = number
             position = index_in_group(label)
             missing = (position == 1 and step == 4) or (position == 2 and step < 2)
             if not (self.with_missing and missing):
