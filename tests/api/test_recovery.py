@@ -26,6 +26,7 @@ pytest.importorskip("ray", reason=missing("ray"))
 FAULTS = {
     "tp2": ("SIGKILL", "exception", "SIGSTOP", "delay"),
     "pp2": ("line closed", "late exception", "memory closed", "SIGKILL"),
+    "dp2 delay": ("SIGKILL", "exception", "late exception", "memory closed"),
     "dp2 zero3": ("delay", "memory closed", "line closed", "SIGSTOP"),
 }
 

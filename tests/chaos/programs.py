@@ -90,6 +90,9 @@ CASES = {
         dict(stages={"pp": [["embed*", "blocks.[0-1].*"], ["blocks.[2-3].*", "head*"]]}),
         dict(schedule=dt.OneFOneB(microbatches=2)),
     ),
+    "dp2 delay": Case(
+        dt.Mesh(dp=2), {}, dict(zero={"dp": 1}), dict(inputs=dict(dp=dt.Row()), delay=1)
+    ),
     "dp2 zero3": Case(dt.Mesh(dp=2), {}, dict(zero={"dp": 3}), dict(inputs=dict(dp=dt.Row()))),
 }
 

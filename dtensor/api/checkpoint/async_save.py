@@ -33,6 +33,7 @@ from dtensor.api.model.initial_values import labels_in_state
 from dtensor.api.model.parallel import ParallelModule
 from dtensor.api.store.default_home import current_homes
 from dtensor.api.store.home import ModelHome
+from dtensor.api.store.optimizer_state import lacks_delayed
 from dtensor.api.store.session import MeshSession, existing_session, launched
 from dtensor.api.values.lazy_parameters import (
     LazyOptimizerState,
@@ -397,16 +398,18 @@ def _locate_optimizer(
     home = model_home.optimizers.get(id(optimizer)) if model_home is not None else None
     if home is not None and home.current:
         gathered: dict[tuple[str, str], StoredTensor] = {}
+        if lacks_delayed([home]):
+            home.values()  # waits for the step that makes delayed gradients
         for (label, key), stored in home.owner.stored.items():
-            if stored.is_pending or home.rule.entry(key).packed:
+            if home.rule.entry(key).packed:
                 gathered[label, key] = stored
-            else:
+            elif not stored.is_pending or home.owner.is_present((label, key)):
                 name = keys[id(home.parameters[label])]
                 state.on_ranks["optimizer", "state", name, key] = stored
         entries = {
             p: read_whole(state_of_parameter) for p, state_of_parameter in home.unplaced.items()
         }
-        # pending values are summed, and packed state is unpacked, on the controller
+        # packed state is unpacked on the controller
         for parameter, values in home.model_home.gather_values(home, gathered).items():
             entries.setdefault(parameter, {}).update(values)
     else:

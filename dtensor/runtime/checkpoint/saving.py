@@ -30,7 +30,18 @@ from typing import TypedDict
 
 import torch
 
-from dtensor.daft import Call, Free, Function, Instruction, Label, Program, RankProgram
+from dtensor.daft import (
+    Buffer,
+    Call,
+    Collective,
+    Free,
+    Function,
+    Instruction,
+    Label,
+    Program,
+    RankProgram,
+    Wait,
+)
 from dtensor.daft.remote_exceptions import reason_of
 from dtensor.runtime.checkpoint import (
     Checkpoint,
@@ -45,6 +56,7 @@ from dtensor.runtime.checkpoint.atomic_folder import write_synced
 from dtensor.runtime.optimizer.shard_optimizer import is_absent
 from dtensor.runtime.transfer.between_meshes import agreement, placed
 from dtensor.sharding.ops.call import STEP
+from dtensor.sharding.spec.placements import Partial
 from dtensor.sharding.spec.shards import Where, shape_of
 from dtensor.sharding.spec.stored import StoredTensor
 
@@ -188,7 +200,8 @@ def _cut(share: Share, num: int, itemsize: int) -> list[Share]:
 
 
 def save_program(values: Mapping[Names, StoredTensor], files: InFiles | None, size: int) -> Program:
-    """Return the program in which each rank copies its shares and passes them to a thread.
+    """Return the program in which each rank copies its shares and passes them to a thread. Pending
+    values are reduced before.
 
     ``files``: the tensors of Hugging Face's files, or None. The input STEP is the number of the
     next training step, and the output is that number, which is right even if an earlier step was
@@ -205,15 +218,46 @@ def save_program(values: Mapping[Names, StoredTensor], files: InFiles | None, si
         ]
         fn = partial(copy_and_write, rank, [s for s, _ in written], [i for _, i in written])
         functions.append((f"save on {rank}", Function.of(fn, f"save on {rank}")))
-        call = Call(f"save on {rank}", (STEP, SAVING, *names), ("number",), label=Label("save"))
+        reduced, reductions = _reduced(values, rank)
+        made = tuple(name for item in reductions for name in item.outputs)
+        freed = [Free(made, label=Label("save"))] if made else []
+        sources = (reduced.get(name, name) for name in names)
+        call = Call(f"save on {rank}", (STEP, SAVING, *sources), ("number",), label=Label("save"))
         ranks.append(
             RankProgram(
-                instructions=(call,), inputs=(STEP, SAVING), outputs=("number",), state=names
+                instructions=(*reductions, call, *freed),
+                inputs=(STEP, SAVING),
+                outputs=("number",),
+                state=tuple(dict.fromkeys((*names, *reduced))),
             )
         )
     return Program(
         name="save", ranks=tuple(ranks), functions=tuple(functions), stage_of=(0,) * size
     )
+
+
+def _reduced(
+    values: Mapping[Names, StoredTensor], rank: int
+) -> tuple[dict[str, str], list[Instruction]]:
+    """Return the instructions of a rank that reduce pending values, one axis after the other, and
+    the name of each result by the value's label."""
+    names: dict[str, str] = {}
+    instructions: list[Instruction] = []
+    for value in values.values():
+        mesh, label, spec = value.spec.mesh, value.label, value.spec
+        for axis, placement in spec.sharding.items() if rank in value.at else ():
+            if isinstance(placement, Partial):
+                name, names[label] = names.get(label, label), f"{label}, reduced over {axis}"
+                buffers = (Buffer(spec.local_shape(mesh.coordinates(rank)), spec.dtype),)
+                doing = Label("save").doing("all_reduce", label, f"over {axis}")
+                instructions += [
+                    Collective(
+                        "all_reduce", mesh.group(rank, axis), (name,), (names[label],),
+                        buffers, buffers, placement.op, axis, label=doing,
+                    ),
+                    Wait((names[label],), label=doing),
+                ]  # fmt: skip
+    return names, instructions
 
 
 def load_program(

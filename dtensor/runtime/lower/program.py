@@ -232,7 +232,7 @@ class _Lowering(StepWalk[moves.Started]):
         norm = norm_of(b.plan.steps)
         if b.roles.updates and norm is not None:
             outputs_by_name["norm"] = norm.result
-        if b.roles.updates:
+        if b.roles.updates or b.plan.delayed:
             outputs_by_name |= experts.add_load(b)
         return outputs_by_name
 
