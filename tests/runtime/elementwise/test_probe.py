@@ -59,8 +59,10 @@ def test_refused_optimizer_gets_reason_and_line(kind: Any, reason: str, is_state
 def test_non_elementwise_torch_optimizer_is_refused_if_stated(kind: str) -> None:
     cls = getattr(torch.optim, kind)
     optimizer = cls([nn.Parameter(torch.ones(3, 3))])
-    with pytest.raises(dt.PlanningError, match=kind):
+    with pytest.raises(dt.PlanningError, match=kind) as raised:
         stated(optimizer)
+    is_owned = kind in ("Adafactor", "Muon")
+    assert ("fix: leave out elementwise=True" in str(raised.value)) == is_owned
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])

@@ -338,12 +338,20 @@ def _classify(optimizer: Optimizer, masters: bool) -> Probed:
 
     try:
         return probe(optimizer, masters)
-    except PlanningError:
-        if optimizer in _STATED_ELEMENTWISE:
-            raise
+    except PlanningError as error:
+        not_elementwise = error
     from dtensor.runtime.optimizer.elementwise.per_parameter import probe_parameters
 
-    return probe_parameters(optimizer, masters)
+    try:
+        probed = probe_parameters(optimizer, masters)
+    except PlanningError:
+        if optimizer in _STATED_ELEMENTWISE:
+            raise not_elementwise from None
+        raise
+    if optimizer in _STATED_ELEMENTWISE:
+        fact = str(not_elementwise).partition("\nfix: ")[0]
+        raise PlanningError(f"{fact}\nfix: leave out elementwise=True, so that one rank updates it")
+    return probed
 
 
 _STATED_ELEMENTWISE: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = (
