@@ -370,10 +370,12 @@ def compute_new_values(b: RankBuilder) -> None:
         wholes, gradients = [s.value for s in mine], [s.gradient for s in mine]
         function = code.bind("compute_owned", compute_owned)
         results = [*(s.result for s in mine), *new_state]
+        overwritable = () if clip else labels_of(_overwritable(b, mine))
+        own = f", {code.bind('own', overwritable)}" if overwritable else ""
         code.line(
             f"{tuple_text(results)} = {function}(optimizer, {updated}, options, "
             f"{tuple_text(wholes)}, {tuple_text(gradients)}, {tuple_text(tuple(state))}, "
-            f"{clip})",
+            f"{clip}{own})",
             ["optimizer", "options", *wholes, *gradients, *state, *([clip] if clip else [])],
             results,
             called=function,
@@ -552,6 +554,7 @@ def compute_owned(
     gradients: tuple[torch.Tensor, ...],
     states: tuple[torch.Tensor, ...],
     clip: torch.Tensor | None,
+    overwritable: tuple[str, ...] = (),
 ) -> tuple[torch.Tensor, ...]:
     """Return the new values, then the new states, of the parameters that a rank owns; see
     `OwnedOptimizer.compute`. Runs on ranks."""
@@ -560,7 +563,7 @@ def compute_owned(
         dict(zip(labels, x, strict=True)) for x in (values, gradients, states)
     )
     new_values, new_states = optimizer.compute(
-        updated, parameters, options, grads, old_states, clip
+        updated, parameters, options, grads, old_states, clip, overwritable
     )
     return (*map(new_values.__getitem__, labels), *map(new_states.__getitem__, labels))
 

@@ -14,7 +14,7 @@ bits. It writes no value that the step's inputs hold, so a step that fails has c
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -62,6 +62,7 @@ class OwnedOptimizer:
         gradients: Mapping[str, Tensor],
         states: Mapping[str, Tensor],
         clip: Tensor | None,
+        overwritable: Collection[str] = (),
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return the new values of the parameters that have gradients, and their new states.
 
@@ -71,6 +72,7 @@ class OwnedOptimizer:
             options: the options of each group, then the optimizer's attributes.
             states: the blobs of the rank's table, by label; absent before the first step.
             clip: the gradients are divided by it.
+            overwritable: the labels whose gradients the optimizer may write to; others are copied.
 
         Raises the errors of the optimizer's step with a note of its class and parameters, and
         TypeError if it leaves a state that cannot be packed.
@@ -85,7 +87,8 @@ class OwnedOptimizer:
         for label, work in works.items():
             if work.packed is not None:
                 optimizer.state[work.parameter] = work.packed.state
-            work.parameter.grad = _gradient(gradients[label], work.parameter, clip)
+            copied = label not in overwritable
+            work.parameter.grad = _gradient(gradients[label], work.parameter, clip, copied)
         try:
             # The step of a class that is not torch's may use the compiler.
             is_torch_class = self.kind.cls.__module__.startswith("torch.optim")
@@ -171,13 +174,13 @@ def _check_state(optimizer: torch.optim.Optimizer) -> None:
             raise TypeError(f"the optimizer keeps state of {name}, which is none of its parameters")
 
 
-def _gradient(gradient: Tensor, parameter: Tensor, clip: Tensor | None) -> Tensor:
-    """Return a copy of the gradient in the dtype of the parameter, divided by ``clip``. The
-    optimizer may write to it."""
+def _gradient(gradient: Tensor, parameter: Tensor, clip: Tensor | None, copied: bool) -> Tensor:
+    """Return the gradient in the dtype of the parameter, divided by ``clip``, in new memory if
+    ``copied``."""
     converted = gradient.detach().to(parameter.dtype)
     if clip is not None:
         converted = divide(converted, clip)
-    elif converted.data_ptr() == gradient.data_ptr():
+    elif copied and converted.data_ptr() == gradient.data_ptr():
         converted = converted.clone(memory_format=torch.contiguous_format)
     return converted.contiguous()
 
