@@ -245,14 +245,14 @@ def judge(name: str, placed: str, way: str, dtype: torch.dtype) -> Found:
     return Found(same=True, error=error, spread=spread, why=why)
 
 
-def runs(only: Sequence[str] | None, placed: Sequence[str], ways: Sequence[str]) -> Iterator[Any]:
+def runs(given: argparse.Namespace) -> Iterator[Any]:
     for name in CASES:
-        if only and not any(fnmatch.fnmatchcase(name, glob) for glob in only):
+        if given.only and not any(fnmatch.fnmatchcase(name, glob) for glob in given.only):
             continue
-        for dtype in LIMITS:
-            for where in placed:
-                for way in ways:
-                    yield name, where, way, dtype
+        for dtype in given.dtypes:
+            for where in given.placed:
+                for way in given.ways:
+                    yield name, where, way, getattr(torch, dtype)
 
 
 def table(found: Mapping[tuple[str, str, str, torch.dtype], Found]) -> str:
@@ -297,13 +297,15 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--only", action="append", help="a glob over names; may be repeated")
     parser.add_argument("--placed", nargs="+", choices=PLACED, default=[*PLACED])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS])
+    dtypes = [str(dtype)[6:] for dtype in LIMITS]
+    parser.add_argument("--dtypes", nargs="+", choices=dtypes, default=dtypes)
     default = ROOT / "benchmarks" / "results" / "owned_optimizers.md"
-    parser.add_argument("--table", type=Path, default=default)
+    parser.add_argument("--table", type=Path, help="written if all optimizers run", default=default)
     options = parser.parse_args(argv)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     found: dict[tuple[str, str, str, torch.dtype], Found] = {}
-    for key in runs(options.only, options.placed, options.ways):
+    for key in runs(options):
         begin = time.perf_counter()
         try:
             one = judge(*key)
@@ -314,9 +316,8 @@ def main(argv: Sequence[str]) -> int:
         verdict = one.why or f"error {one.error:.1e}, spread {one.spread:.1e}"
         print(f"{words:55} {time.perf_counter() - begin:5.1f} s  {verdict}", flush=True)
     text = table(found)
-    if options.only or options.placed != [*PLACED] or options.ways != [*WAYS]:
-        print(text)
-    else:
+    print(text)
+    if not options.only:
         options.table.write_text(text)
     return int(any(one.why for one in found.values()))
 
