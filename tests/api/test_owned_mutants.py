@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 import dtensor as dt
 from dtensor.daft import TaskError
-from dtensor.runtime.lower import step_end
+from dtensor.runtime.lower import updates
 from dtensor.runtime.optimizer.owned.owned_optimizer import OwnedOptimizer
 from dtensor.sharding.plan.steps import Update
 from tests.training import assert_same_bits
 
 DP2 = dt.Mesh(dp=2)
-COMPUTE, COMPUTE_OWNED = OwnedOptimizer.compute, step_end.compute_owned
+COMPUTE, COMPUTE_OWNED = OwnedOptimizer.compute, updates.compute_owned
 
 
 class Orthogonal(torch.optim.Optimizer):
@@ -112,7 +112,7 @@ MUTANTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "an update per shard": (OwnedOptimizer, "compute", by_shard),
     "no update": (OwnedOptimizer, "compute", never),
     "state on another rank": (Update, "is_on_rank", elsewhere),
-    "values written before the vote": (step_end, "compute_owned", early),
+    "values written before the vote": (updates, "compute_owned", early),
 }
 
 

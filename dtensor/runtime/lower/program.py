@@ -31,7 +31,7 @@ from dtensor.daft import (
 from dtensor.daft.ir.instructions import values_read
 from dtensor.errors import PlanningError
 from dtensor.kernels.registry import Made
-from dtensor.runtime.lower import detect_nan, experts, moves, step_end
+from dtensor.runtime.lower import detect_nan, experts, moves, step_end, updates
 from dtensor.runtime.lower.actions import Actions
 from dtensor.runtime.lower.code import Functions
 from dtensor.runtime.lower.overlap import StepWalk, delayed_reductions
@@ -154,12 +154,12 @@ def lower_rank(b: RankBuilder) -> RankProgram:
         without = {id(s) for steps in rounds for s in steps}
         before = [s for s in before if not (id(s) in without or isinstance(s, Norm | Update))]
     walk.run_steps(before)
-    step_end.compute_new_values(b)
+    updates.compute_new_values(b)
     outputs = walk.end_program(after)
     state_names = [b.value(i.name) for i in state]
     input_names = list(dict.fromkeys((*(i.name for i in arguments), *b.shared.numbers)))
     for number, role in enumerate(b.roles.updates):
-        state_names += [role.optimizer, *step_end.optimizer_values(b, number)]
+        state_names += [role.optimizer, *updates.optimizer_values(b, number)]
         input_names.append(options_name(number))
     if (norm := norm_of(plan.steps)) is not None and norm.scaled:
         input_names.append(step_end.SCALE)
@@ -218,7 +218,7 @@ class _Lowering(StepWalk[moves.Started]):
         if self.state is not None:
             self.state.emit_at_commit()
         self.run_steps(after)
-        step_end.update(b)
+        updates.update(b)
         outputs_by_name: dict[str, str] = {}
         for output in b.plan.outputs:
             returned = output.kind in ("result", "delayed") or (

@@ -43,7 +43,7 @@ from dtensor.daft.ir.instructions import key_of
 from dtensor.daft.run.timestamps import Stamps, lines_of, times_of
 from dtensor.daft.verification.pairing import Site, starts_of_waits
 from dtensor.private_torch import OpOverload
-from dtensor.runtime.lower import detect_nan, moves, step_end
+from dtensor.runtime.lower import detect_nan, moves, updates
 from dtensor.runtime.lower.actions import Actions
 from dtensor.runtime.lower.code import ADDING, COPIES, QUICK, overload_of
 from dtensor.runtime.lower.rank_builder import ProgramContext
@@ -68,7 +68,9 @@ _HELPERS: Mapping[object, str] = {
     **dict.fromkeys((expert_rows.check_received, expert_rows.check_held), CHECKS),
     **dict.fromkeys((sum_of_squares, clip_divisor), NORM),
     detect_nan.check_finite: CHECKS,
-    step_end.step_optimizer: UPDATE,
+    updates.step_optimizer: UPDATE,
+    updates.compute_owned: UPDATE,
+    updates.replace_state: UPDATE,
 }
 
 

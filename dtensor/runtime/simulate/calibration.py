@@ -38,7 +38,7 @@ from dtensor.daft.cluster.inprocess import InProcessCluster
 from dtensor.daft.ir.code import Body, CodeLine
 from dtensor.daft.run.timestamps import time_when_idle, times_of
 from dtensor.runtime.lower.rank_builder import MAX_LINES
-from dtensor.runtime.lower.step_end import step_optimizer
+from dtensor.runtime.lower.updates import step_optimizer
 from dtensor.runtime.optimizer.shard_optimizer import (
     ShardOptimizer,
     Updated,

@@ -36,7 +36,7 @@ IMPORTED = (
     "dtensor.daft.ray.channel.host",
     "dtensor.daft.ray.ranks.ranks",
     "dtensor.daft.ray.actors.objects",
-    "dtensor.runtime.lower.step_end",  # imports the modules that a training step needs
+    "dtensor.runtime.lower.updates",  # imports the modules that a training step needs
 )
 """The modules that the server imports. Ray is not among them, since it reads its environment at
 import and then has threads."""
