@@ -20,10 +20,13 @@ def unless_empty(localize: Localizer | None = None) -> Localizer:
     right, as the results are empty too or are parts of a sum over the split factor."""
 
     def guarded(call: OpCall, local: Local) -> OpCall:
-        """Return a call that creates zeros if a non-empty operand has an empty shard."""
+        """Return a call that creates zeros if a non-empty operand or result has an empty shard."""
         for i, meta in enumerate(call.operands):
             sizes = zip(meta.shape, local.operand_shape(i), strict=True)
             if any(size and not local_size for size, local_size in sizes):
+                return _zeros(call, local)
+        for i, meta in enumerate(call.results):
+            if meta is not None and 0 not in meta.shape and 0 in local.result_shape(i):
                 return _zeros(call, local)
         return call if localize is None else localize(call, local)
 
