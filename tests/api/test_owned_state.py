@@ -151,7 +151,7 @@ def test_masters_are_in_the_state(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_torch_reads_the_saved_tensors(tmp_path: Path) -> None:
     """Tensors have their usual names in the files, and lists number theirs."""
-    from torch.distributed.checkpoint import load
+    from torch.distributed.checkpoint.state_dict_loader import load
 
     one = Training("Rotating")
     with dt.launch(one.mesh):
@@ -167,8 +167,8 @@ def test_torch_reads_the_saved_tensors(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_nested_state_of_another_program_is_refused(tmp_path: Path) -> None:
-    from torch.distributed.checkpoint import save
     from torch.distributed.checkpoint.state_dict import get_state_dict
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     one = Training("Rotating")
     module, opt = one.model.module, Rotating(list(one.model.module.parameters()), {})

@@ -19,7 +19,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -27,25 +27,18 @@ import torch
 from torch import Tensor
 
 from dtensor.api.checkpoint.exit_status import not_zero
+from dtensor.api.checkpoint.located import Located, locate_model, locate_optimizer
 from dtensor.api.checkpoint.matching import OWN, keys_in_state
 from dtensor.api.checkpoint.published import published
 from dtensor.api.model.initial_values import labels_in_state
 from dtensor.api.model.parallel import ParallelModule
 from dtensor.api.store.default_home import current_homes
 from dtensor.api.store.home import ModelHome
-from dtensor.api.store.optimizer_state import lacks_delayed
 from dtensor.api.store.session import MeshSession, existing_session, launched
-from dtensor.api.values.lazy_parameters import (
-    LazyOptimizerState,
-    holder_of,
-)
-from dtensor.api.values.on_disk import read_whole
 from dtensor.api.values.randomness import counts, initial_seed
 from dtensor.daft import Future
-from dtensor.errors import PlanningError
 from dtensor.frontend.call_lock import CALL_LOCK
 from dtensor.frontend.source import Source, lines_text, source_here
-from dtensor.private_torch import pytree
 from dtensor.runtime.checkpoint import (
     CheckpointError,
     PartRecord,
@@ -54,7 +47,6 @@ from dtensor.runtime.checkpoint import (
     read_part,
 )
 from dtensor.runtime.checkpoint.assembly import InFiles
-from dtensor.runtime.checkpoint.extra import encoded
 from dtensor.runtime.checkpoint.saving import (
     GONE,
     SAVING,
@@ -229,22 +221,6 @@ class SaveOptions:
     format: str
 
 
-@dataclass(slots=True)
-class _Located:
-    """The locations of a checkpoint's values: tensors on ranks or on the controller
-    (``local``), and ``small`` values. ``aliases``: each further name of a tied tensor, with
-    its first name. ``nested``: the lists and dicts in the state of optimizers that hold tensors, as
-    trees (extra.py), by the parameter's name and the key. ``strides``: of the tensors in the state
-    of optimizers that are not row-major, by name: matrix products on them have other bits."""
-
-    on_ranks: dict[Names, StoredTensor] = field(default_factory=dict[Names, StoredTensor])
-    local: dict[Names, Tensor] = field(default_factory=dict[Names, Tensor])
-    aliases: dict[Names, Names] = field(default_factory=dict[Names, Names])
-    small: dict[Names, Any] = field(default_factory=dict[Names, Any])
-    nested: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
-    strides: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
-
-
 def submit_save(
     options: SaveOptions, model: ParallelModule, optimizers: Sequence[torch.optim.Optimizer]
 ) -> Saved:
@@ -257,11 +233,11 @@ def submit_save(
         model_home = session.model_homes.get(id(model)) if session is not None else None
         if model_home is not None:
             model_home.settle()
-        state = _Located()
-        _locate_model(state, model, model_home, () if options.format == "hf" else ("model",))
+        state = Located()
+        locate_model(state, model, model_home, () if options.format == "hf" else ("model",))
         keys = keys_in_state(model, optimizers)
         for optimizer in optimizers:
-            _locate_optimizer(state, optimizer, keys, model_home)
+            locate_optimizer(state, optimizer, keys, model_home)
         files = _files_of(model, state) if options.format == "hf" else None
         writing = _begin_writing(options, model, state, files)
         saving = Saving(folder=writing.folder, previous=writing.previous, format=options.format)
@@ -317,7 +293,7 @@ def submit_save(
 
 
 def _begin_writing(
-    options: SaveOptions, model: ParallelModule, state: _Located, files: InFiles | None
+    options: SaveOptions, model: ParallelModule, state: Located, files: InFiles | None
 ) -> Writing:
     """Create the folder of a save, in which parts are written."""
     if files is None:
@@ -334,7 +310,7 @@ def _begin_writing(
     )
 
 
-def _files_of(model: ParallelModule, state: _Located) -> InFiles:
+def _files_of(model: ParallelModule, state: Located) -> InFiles:
     """Return the tensors of Hugging Face's files, by their published names."""
     on_ranks = {path: value.spec for path, value in state.on_ranks.items()}
     values = {
@@ -353,118 +329,6 @@ def _make_meta_values(session: MeshSession, model: ParallelModule) -> None:
     if missing:
         homes = current_homes(model, session.ranks, session.model_homes.get(id(model)))
         session.put_missing(model, {label: homes[label] for label in missing})
-
-
-def _locate_model(
-    state: _Located, model: ParallelModule, model_home: ModelHome | None, prefix: Names
-) -> None:
-    """Add the locations of the module's state dict. Raises PlanningError for an entry that is
-    neither a parameter nor a buffer."""
-    tensors = model.seen.tensors
-    first: dict[str, Names] = {}
-    for key, label in labels_in_state(model.module, model.seen).items():
-        path = *prefix, key
-        if label not in tensors:
-            raise PlanningError(
-                f"{key} of the module's state dict is none of its parameters and buffers, so ranks "
-                f"cannot write it.\n"
-                f"fix: leave it out of the state dict, and pass its value as extra="
-            )
-        if first.setdefault(label, path) != path:
-            state.aliases[path] = first[label]
-            continue
-        tensor = tensors[label]
-        holder = model.initial.holders.get(label) if tensor.is_meta else holder_of(tensor)
-        if model_home is None or holder is not model_home:
-            state.local[path] = model.initial.value(label, tensor).detach()
-        elif model_home.stored[label].is_pending:
-            state.local[path] = model_home.gather([label])[label]
-        else:
-            state.on_ranks[path] = model_home.stored[label]
-
-
-def _locate_optimizer(
-    state: _Located,
-    optimizer: torch.optim.Optimizer,
-    keys: Mapping[int, str],
-    model_home: ModelHome | None,
-) -> None:
-    """Add the locations of an optimizer's state and of its groups' options. ``keys``: the names of
-    parameters in files, by id."""
-    state.small.setdefault(("optimizer", "param_groups"), []).extend(
-        {**_options(group), "params": [keys[id(p)] for p in group["params"]]}
-        for group in optimizer.param_groups
-    )
-    home = model_home.optimizers.get(id(optimizer)) if model_home is not None else None
-    if home is not None and home.current:
-        gathered: dict[tuple[str, str], StoredTensor] = {}
-        if lacks_delayed([home]):
-            home.values()  # waits for the step that makes delayed gradients
-        for (label, key), stored in home.owner.stored.items():
-            if home.rule.entry(key).packed:
-                gathered[label, key] = stored
-            elif not stored.is_pending or home.owner.is_present((label, key)):
-                name = keys[id(home.parameters[label])]
-                state.on_ranks["optimizer", "state", name, key] = stored
-        entries = {
-            p: read_whole(state_of_parameter) for p, state_of_parameter in home.unplaced.items()
-        }
-        # packed state is unpacked on the controller
-        for parameter, values in home.model_home.gather_values(home, gathered).items():
-            entries.setdefault(parameter, {}).update(values)
-    else:
-        lazy: object = optimizer.state
-        entries = lazy.refresh() if isinstance(lazy, LazyOptimizerState) else dict(optimizer.state)
-    for parameter, state_of_parameter in entries.items():
-        if any(
-            isinstance(value, Tensor) and value.is_meta for value in state_of_parameter.values()
-        ):
-            continue  # Adagrad's initial state of a parameter on the meta device
-        _check_no_shared_memory(state_of_parameter, keys[id(parameter)])
-        for key, value in state_of_parameter.items():
-            path = "optimizer", "state", keys[id(parameter)], key
-            local: dict[Names, Tensor] = {}
-            if isinstance(value, Tensor):
-                local[path] = value
-            elif any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value)):
-                tree, tensors = encoded(value, ".".join(path))
-                state.nested.setdefault(path[2], {})[key] = tree
-                local = {(*path, number): tensor for number, tensor in tensors.items()}
-            else:
-                state.small[path] = value
-            state.local |= local
-            for tensor_path, tensor in local.items():
-                if not tensor.is_contiguous():
-                    stride = torch.empty_like(tensor, device="meta").stride()  # without gaps
-                    state.strides[".".join(tensor_path)] = stride
-
-
-def _check_no_shared_memory(entries: Mapping[str, Any], name: str) -> None:
-    """Raise PlanningError if two tensors of a parameter's state share memory: in the files they
-    would be two tensors, and a write to one would not change the other after a load."""
-    key_of: dict[int, str] = {}
-    for key, value in entries.items():
-        leaves = {id(x): x for x in pytree.tree_leaves(value) if isinstance(x, Tensor)}
-        for tensor in (x for x in leaves.values() if x.numel()):
-            address = tensor.untyped_storage().data_ptr()
-            if address in key_of:
-                raise PlanningError(
-                    f"{key_of[address]} and {key} of {name} share memory in the state of the "
-                    f"optimizer, and would be separate tensors in a checkpoint.\n"
-                    f"fix: torch.save(dt.gather_state_dict(model, opt), path), as one tensor"
-                )
-            key_of[address] = key
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a group's options, with numbers in place of tensors of one element."""
-
-    def to_number(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(map(to_number, value))
-        return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-
-    return {k: to_number(v) for k, v in group.items() if k not in ("params", "param_names")}
 
 
 def _shares_of(path: Names, tensor: Tensor, files: InFiles | None) -> Iterable[Share]:
@@ -501,7 +365,7 @@ class _Completion:
     options: SaveOptions
     writing: Writing
     saving: Saving
-    state: _Located
+    state: Located
     counters: dict[str, Any]  # dtensor's own entry in the checkpoint
     size: int
     session: MeshSession | None
