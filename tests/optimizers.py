@@ -216,6 +216,19 @@ class Factored(Each):
         p.sub_(g, alpha=group["lr"])
 
 
+class KeepsRows(Each):
+    """Keeps the number of rows in the state, and changes an attribute, as Adam-mini."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, lr)
+        self.began = False
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        self.began = True
+        rows = state.setdefault("rows", p.shape[0])
+        p.sub_(g / g.view(rows, -1).abs().mean(), alpha=group["lr"])
+
+
 class InBlocks(Each):
     """Keeps 8-bit state: codes, with a scale for each block."""
 
@@ -357,7 +370,7 @@ REFUSED: dict[type[Optimizer], str] = {
 
 PER_PARAMETER = (
     *(Normed, RootMeanSquare, SkipsNotFinite, DecayByDim, ByNumel, Indexes, Multiplies, Factored),
-    *(InBlocks, Queues),
+    *(InBlocks, KeepsRows, Queues),
 )
 """Optimizers that need whole parameters."""
 

@@ -105,7 +105,7 @@ def of(module: str, name: str, **options: Any) -> Make:
 
 def adam_mini(model: nn.Module) -> Optimizers:
     cls = importlib.import_module("adam_mini").Adam_mini
-    return [cls(model.named_parameters(), lr=1e-3, eps=1e-4, dim=16, n_heads=4, verbose=False)]
+    return [cls(model.named_parameters(), lr=1e-2, eps=1e-4, dim=16, n_heads=4, verbose=False)]
 
 
 def schedule_free(model: nn.Module) -> Optimizers:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -198,19 +199,31 @@ class ShadowOptimizer:
         self, label: str, options: Mapping[str, Any], attributes: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Return a state that a step of a new optimizer makes, with the numbers of the parameter's
-        state; {} if the parameter has no state."""
+        state, except numbers that depend on the shape; {} if the parameter has no state."""
         numbers = {k: v for k, v in self.numbers.get(label, {}).items() if is_number(v)}
         if not self.numbers.get(label):
             return {}
-        parameter = Parameter(self._new_value(label))
+        value = self._new_value(label)
+        state = self._first_state(value, options, attributes)
+        kept = {k for k in numbers if k in state and is_number(state[k])}
+        if kept and not self.exact:
+            larger = value.new_full([size + 1 for size in value.shape], 0.5)
+            with suppress(Exception):  # perhaps it takes no parameters of this shape
+                other = self._first_state(larger, options, attributes)
+                kept = {k for k in kept if plain_equal(state[k], other.get(k))}
+        return {**state, **copy_plain({k: numbers[k] for k in kept})}
+
+    def _first_state(
+        self, value: torch.Tensor, options: Mapping[str, Any], attributes: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Return the state of a parameter with this value after the first step."""
+        parameter = Parameter(value)
         parameter.grad = torch.full_like(parameter, SAMPLE_GRADIENT)
         group = {**self.kind.new_options(options, self.changed), "params": [parameter]}
         optimizer = self.kind.make([group], copy_plain(dict(attributes)))
         with torch.enable_grad():
             step_without_hooks(optimizer)
-        state = dict(optimizer.state[parameter])
-        kept = {k for k in numbers if k in state and is_number(state[k])}
-        return {**state, **copy_plain({k: numbers[k] for k in kept})}
+        return dict(optimizer.state[parameter])
 
 
 def advance(
