@@ -10,8 +10,8 @@ gradients accumulated over 4 microbatches, in float32 and float64. There are two
   optimizer state that result must be bitwise equal.
 - *End to end*: plain torch trains the same model. The largest error of a parameter, relative to its
   largest update, is at most 1e-5 in float32 and 1e-9 in float64. Some optimizers enlarge rounding
-  errors (Muon, SOAP). There the limit is torch's spread: the errors of torch against itself if
-  torch sums its batch in 2 and in 8 parts.
+  errors (Muon, SOAP). There the limit is 1.25 times torch's spread: the largest difference between
+  three runs of torch, which sum the batch in 1, 2 and 8 parts.
 
 The packages are those of `python -m tests.optimizers_sweep`, with adam-mini. Exit status 1 if a
 check fails.
@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "accumulation": dict(schedule=dt.OneFOneB(4)),
 }
 LIMITS = {torch.float32: 1e-5, torch.float64: 1e-9}
+OF_SPREAD = 1.25
+"""More than 1, because the spread is the largest of three samples only."""
 
 Optimizers = list[torch.optim.Optimizer]
 Make = Callable[[nn.Module], Optimizers]
@@ -181,9 +184,8 @@ def values_of(module: nn.Module) -> dict[str, Tensor]:
 @cache
 def expected(name: str, dtype: torch.dtype, way: str) -> tuple[dict[str, Tensor], float]:
     """Return plain torch's parameters, and torch's spread."""
-    values = by_torch(CASES[name], dtype, way)
-    parts = (by_torch(CASES[name], dtype, way, parts) for parts in (2, 8))
-    return values, max(error_of(part, values, dtype) for part in parts)
+    values = [by_torch(CASES[name], dtype, way, parts) for parts in (1, 2, 8)]
+    return values[0], max(error_of(a, b, dtype) for a, b in combinations(values, 2))
 
 
 def error_of(
@@ -232,7 +234,7 @@ def judge(name: str, placed: str, way: str, dtype: torch.dtype) -> Found:
         state = dt.gather_state_dict(model, optimizers)
     values = {label: state["model"][label] for label, _ in plain.named_parameters()}
     wanted, spread = expected(name, dtype, "clipping" if way == "clipping" else "plain")
-    error, limit = error_of(values, wanted, dtype), max(LIMITS[dtype], spread)
+    error, limit = error_of(values, wanted, dtype), max(LIMITS[dtype], OF_SPREAD * spread)
     why = "" if error <= limit else f"the largest error is {error:.1e}, the limit {limit:.1e}"
     try:
         assert_same_bits(values, values_of(plain), "values")
@@ -270,9 +272,9 @@ def table(found: Mapping[tuple[str, str, str, torch.dtype], Found]) -> str:
         + f". A GPT with two layers, {STEPS} steps. *Bits*: from the gradients of dtensor's steps, "
         "torch's steps give the same bits of all values and all state. *Error*: the largest error "
         "of a parameter after all steps, relative to its largest update, against plain torch. "
-        "*Spread*: the same for torch against itself, if torch sums its batch in 2 and 8 parts. "
-        "The limit of an error is 1e-5 in float32 and 1e-9 in float64, or the spread if it is "
-        "larger.",
+        "*Spread*: the largest difference between three runs of torch, which sum the batch in 1, 2 "
+        "and 8 parts. The limit of an error is 1e-5 in float32 and 1e-9 in float64, or "
+        f"{OF_SPREAD} times the spread if this is larger.",
         "",
         "| optimizer | dtype | runs | same bits | largest error | spread |",
         "|---|---|---|---|---|---|",
