@@ -112,7 +112,7 @@ def test_mesh_and_spec_show_as_html_tables() -> None:
         ["f32[7@tp,16]{sum@dp}", "on mesh(dp=3, tp=2)"],
         ["axes", "dp=3", "Partial(&quot;sum&quot;)"],
         ["tp=2", "Shard(0)"],
-        ["rank 0 holds", "4x16", "256 of 448 bytes"],
+        ["a rank holds at most", "4x16", "256 of 448 bytes"],
     ]
 
 

@@ -29,6 +29,8 @@ from dtensor.sharding.spec.spec import TensorSpec
 
 Coordinates = tuple[int, ...]
 """A rank of a stage: its coordinate on each axis of `_axes`."""
+_LEAST_GAIN = 1e-3
+"""The least part of the load of the fullest rank by which an exchange of updates must lower it."""
 
 
 def owned_inputs(request: Request, inputs: Sequence[PlannedInput]) -> tuple[PlannedInput, ...]:
@@ -124,12 +126,10 @@ def deal(
         assign(name, min(ranks, key=lambda rank: preference(name, rank)))
     for _ in range(len(seconds)):
         exchange = _best_exchange(seconds, stages, owners, load)
-        if exchange is None:
+        if not exchange:
             break
-        (first, rank), *more = exchange
-        assign(first, rank)
-        for name, other in more:
-            assign(name, other)
+        for name, rank in exchange:
+            assign(name, rank)
     return owners
 
 
@@ -138,22 +138,23 @@ def _best_exchange(
     stages: Mapping[str, Sequence[int]],
     owners: Mapping[str, Coordinates],
     load: Mapping[tuple[int, Coordinates], float],
-) -> list[tuple[str, Coordinates]] | None:
-    """Return the new owners of one update of the fullest rank, and perhaps of one that it takes for
-    it, which make the larger load of the two ranks smallest; None if no exchange makes it smaller.
-    Only updates that run on one stage are exchanged."""
+) -> list[tuple[str, Coordinates]]:
+    """Return (update, new owner) of one update of the fullest rank, and of the update that it takes
+    in exchange, if any. The exchange makes the larger load of the two ranks as small as possible.
+    Return [] if no exchange makes it smaller by `_LEAST_GAIN`. Only updates that run on one stage
+    are exchanged."""
     stage, full = max(load, key=lambda at: (load[at], at))
-    here = [n for n, rank in owners.items() if rank == full and tuple(stages[n]) == (stage,)]
-    ranks = [rank for at, rank in load if at == stage and rank != full]
-    others = [n for n in owners if owners[n] != full and tuple(stages[n]) == (stage,)]
-    best: tuple[float, list[tuple[str, Coordinates]]] | None = None
-    for name in here:
-        for rank in ranks:
-            for other in (None, *(n for n in others if owners[n] == rank)):
+    held: dict[Coordinates, list[str]] = {rank: [] for at, rank in load if at == stage}
+    for name, rank in owners.items():
+        if tuple(stages[name]) == (stage,):
+            held[rank].append(name)
+    limit, best = load[stage, full] * (1 - _LEAST_GAIN), list[tuple[str, Coordinates]]()
+    for name in held.pop(full):
+        for rank, others in held.items():
+            for other in (None, *others):
                 given = seconds[name] - (0.0 if other is None else seconds[other])
                 larger = max(load[stage, full] - given, load[stage, rank] + given)
-                limit = load[stage, full] * (1 - 1e-9) if best is None else best[0]
                 if given > 0 and larger < limit:
-                    back = [] if other is None else [(other, full)]
-                    best = larger, [(name, rank), *back]
-    return None if best is None else best[1]
+                    limit, best = larger, [(name, rank)]
+                    best += [] if other is None else [(other, full)]
+    return best

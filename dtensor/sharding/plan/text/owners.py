@@ -15,8 +15,8 @@ from dtensor.sharding.plan.steps import Update
 from dtensor.sharding.plan.text.words import collapse, wrapped
 from dtensor.showing import WIDTH
 
-_MOST_OWNERS = 16
-"""The most owners whose parameters are listed by owner."""
+_MAX_OWNERS = 16
+"""The largest number of owners whose parameters are listed by owner."""
 
 
 def owner_lines(plan: PlanRecord, updates: Sequence[Update]) -> tuple[str, ...]:
@@ -29,7 +29,7 @@ def owner_lines(plan: PlanRecord, updates: Sequence[Update]) -> tuple[str, ...]:
     for owner, steps in sorted(by_owner.items()):
         where = ",".join(f"{axis}={at}" for axis, at in owner) or "each rank"
         parts.append(f"{where}: {', '.join(collapse([step.parameter for step in steps]))}")
-    if len(parts) > _MOST_OWNERS:
+    if len(parts) > _MAX_OWNERS:
         labels = ", ".join(collapse([step.parameter for step in updates]))
         parts = [f"{len(parts)} owners of {labels}"]
     loads = [sum(_seconds(plan, s) for s in steps) for owner, steps in by_owner.items() if owner]
