@@ -30,8 +30,8 @@ from dtensor.sharding.plan.request import Request
 from dtensor.sharding.rules import registry
 from dtensor.sharding.rules.rule import Rule
 from dtensor.sharding.spec.mesh import Mesh
+from dtensor.sharding.spec.parse import parse as spec
 from dtensor.sharding.spec.placements import Row, Shard
-from dtensor.sharding.spec.spec import parse as spec
 from dtensor.testing import plan_of
 from tests.models import MLP, CausalSelfAttention, Llama
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from dtensor.errors import PlanningError
 from dtensor.sharding.spec.mesh import Mesh
+from dtensor.sharding.spec.parse import parse as spec
 from dtensor.sharding.spec.placements import Column, Replicate, Row, Shard
-from dtensor.sharding.spec.spec import parse as spec
 from dtensor.testing import assert_collectives, plan_of
 from dtensor.testing.collectives import counts
 from tests.models import GPT, MLP, Llama, SwiGLU
