@@ -260,19 +260,7 @@ def submit_save(
             writing.abort()
             raise
         counters = {"seed": initial_seed(), "counts": counts(), "steps": model.steps.present()}
-        descriptions = [
-            {
-                "optimizer": type(optimizer).__name__,
-                "groups": len(optimizer.param_groups),
-                "attributes": changed_attributes(optimizer),
-                "numbers": python_numbers(optimizer),
-            }
-            for optimizer in optimizers
-        ]
-        if len(descriptions) == 1:  # one optimizer is described without lists
-            counters |= {k: v for k, v in descriptions[0].items() if k != "groups"}
-        elif descriptions:
-            counters |= {k: [each[k] for each in descriptions] for k in descriptions[0]}
+        counters |= _description(optimizers)
         counters |= {"nested": state.nested} if state.nested else {}
         counters |= {"strides": state.strides} if state.strides else {}
         completion = _Completion(
@@ -308,6 +296,18 @@ def _begin_writing(
         step=options.step,
         extra=options.extra,
     )
+
+
+def _description(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
+    """Return the description of the optimizers: values for one, lists of values for several."""
+    lists: dict[str, list[Any]] = {
+        "optimizer": [type(optimizer).__name__ for optimizer in optimizers],
+        "attributes": [changed_attributes(optimizer) for optimizer in optimizers],
+        "numbers": [python_numbers(optimizer) for optimizer in optimizers],
+    }
+    if len(optimizers) < 2:
+        return {key: value for key, values in lists.items() for value in values}
+    return {**lists, "groups": [len(optimizer.param_groups) for optimizer in optimizers]}
 
 
 def _files_of(model: ParallelModule, state: Located) -> InFiles:

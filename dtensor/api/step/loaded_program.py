@@ -34,7 +34,7 @@ from dtensor.frontend.graph import named_tensors
 from dtensor.frontend.source import caller_level
 from dtensor.kernels.registry import current
 from dtensor.runtime.lower.program import argument_spec, holders, lower, on_mesh
-from dtensor.runtime.lower.rank_builder import Roles
+from dtensor.runtime.lower.rank_builder import Roles, options_name
 from dtensor.runtime.lower.step_end import SCALE
 from dtensor.runtime.optimizer.shard_optimizer import DELAYED, value_name
 from dtensor.runtime.schedule import Grid
@@ -355,6 +355,7 @@ def _fused(
             "fix: leave one of them out"
         )
     plan = planned.plan
+    others = [SCALE, *(options_name(number) for number in range(len(roles.updates)))]
     example_inputs: list[dict[str, object]] = []
     for rank, rank_program in enumerate(program.ranks):
         coordinates = session.mesh.coordinates(rank)
@@ -366,7 +367,7 @@ def _fused(
                 spec = item.held if item.name in state else item.spec
                 buffers[name] = Buffer(on_mesh(plan, spec).local_shape(coordinates), spec.dtype)
         # the other inputs are integers, such as the step; any value serves as example
-        numbers = set(rank_program.inputs).difference(buffers, ("options", SCALE))
+        numbers = set(rank_program.inputs).difference(buffers, others)
         example_inputs.append(buffers | dict.fromkeys(numbers, 0))
     return fused(program, example_inputs)
 

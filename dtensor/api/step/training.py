@@ -331,36 +331,33 @@ class TrainStep:
         """Return the oldest pending step if the run-ahead limit is reached, else None."""
         while self._pending and self._pending[0].was_read and self._pending[0].done():
             self._pending.popleft()
-        # if a step changes attributes of the optimizer, the next step needs them
-        rules = map(known_rule, self.optimizers)
-        runs_ahead = self.options.grad_scaler is None and all(
-            rule is None or rule.runs_ahead for rule in rules
+        waits = (
+            self.options.grad_scaler is not None
+            # if a step changes attributes of the optimizer, the next step needs them
+            or any(not rule.runs_ahead for rule in map(known_rule, self.optimizers) if rule)
+            # if the first step with a delay fails, the next step is the same program again
+            or (self._began is not None and not self._began.ended)
         )
-        if self._began is not None and not self._began.ended:
-            runs_ahead = False  # the next step is another program if it fails
-        limit = RUN_AHEAD if runs_ahead else 1
+        limit = 1 if waits else RUN_AHEAD
         return self._pending[0] if len(self._pending) >= limit else None
 
     def _run(self, call: BoundCall, planned: Planned) -> Loss:
         """Submit a step to the ranks. CALL_LOCK is held."""
         session, groups = session_for(self.model.mesh), self.groups()
         where = planned.plan, planned.stages, planned.models
+        masters = self.options.master_weights
         homes = [
-            place_optimizer(
-                session, self.model, optimizer, number, groups_of_one, *where, masters=masters
-            )
-            for number, (optimizer, groups_of_one, masters) in enumerate(
-                zip(self.optimizers, groups, self._masters(), strict=True)
-            )
+            place_optimizer(session, self.model, optimizer, number, names, *where, masters=masters)
+            for number, (optimizer, names) in enumerate(zip(self.optimizers, groups, strict=True))
         ]
-        updates = tuple(
-            OptimizerRole(home.name, groups_of_one, home.keys, home.rule.numbers())
-            for home, groups_of_one in zip(homes, groups, strict=True)
-        )
+        updates = [
+            OptimizerRole(home.name, names, home.keys, home.rule.numbers())
+            for home, names in zip(homes, groups, strict=True)
+        ]
         begins = lacks_delayed(homes) if self.options.delay else False
         keeps_gradients = self.options.keep_gradients and not begins
         roles = Roles(
-            updates=() if begins else updates,
+            updates=() if begins else tuple(updates),
             labels=planned.models.labels,
             gradients=keeps_gradients,
             detect_nan=self.options.detect_nan,
@@ -420,10 +417,6 @@ class TrainStep:
                 if self._settle not in functions:
                     functions.append(self._settle)
         return loss
-
-    def _masters(self) -> list[bool]:
-        """Return whether each optimizer updates float32 copies of narrow parameters."""
-        return [self.options.master_weights] * len(self.optimizers)
 
     def profile(self, n: int, *batch: Any, **kwargs: Any) -> Profile:
         """Return the profile of ``n`` timed steps, after a few to warm up: where the time goes on
