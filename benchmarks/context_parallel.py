@@ -18,8 +18,6 @@ plans one block on 64 ranks in both layouts, for the ratio of the CPU seconds.
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import statistics
 import sys
 import time
@@ -27,7 +25,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import ray
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -36,7 +33,7 @@ import dtensor as dt
 from benchmarks.context_parallel_peer import LR, Peers, Shape
 from benchmarks.pipelining import check_gradients
 from benchmarks.smallest import parsed
-from benchmarks.transformer_block import Beside, Run, measure, ours, plain_gradients, table
+from benchmarks.transformer_block import Beside, Run, machine, measure, ours, plain_gradients, table
 
 STRATEGIES = ("heads", "gather", "ring")
 ROUNDS = {2048: 20, 4096: 14, 8192: 8, 16384: 5}
@@ -86,7 +83,7 @@ def measured(given: argparse.Namespace) -> list[str]:
         "",
         f"`OMP_NUM_THREADS=1 python -m benchmarks.context_parallel {' '.join(sys.argv[1:])}`",
         "",
-        f"{machine()}, ray {ray.__version__}. 1 sequence, 4 heads of 64; medians, and medians of "
+        f"{machine()}. 1 sequence, 4 heads of 64; medians, and medians of "
         "the ratios of pairs, with their 95% interval. What the sides are: "
         "benchmarks/context_parallel.py.",
         "",
@@ -105,14 +102,6 @@ def measured(given: argparse.Namespace) -> list[str]:
             title = f"{num} ranks, {'zigzag' if zigzag else 'contiguous'}"
             lines += table(title, found, size="tokens")
     return lines
-
-
-def machine() -> str:
-    load = " ".join(f"{x:.2f}" for x in os.getloadavg())
-    return (
-        f"{os.cpu_count()} cores ({platform.machine()}), no GPU, load before {load}; Python "
-        f"{platform.python_version()}, torch {torch.__version__}"
-    )
 
 
 # -- simulated -------------------------------------------------------------------------------------

@@ -24,9 +24,9 @@ import torch
 from torch.nn import functional as F
 
 import dtensor as dt
-from benchmarks.context_parallel import llama, llama_loss, machine
+from benchmarks.context_parallel import llama, llama_loss
 from benchmarks.smallest import parsed
-from benchmarks.transformer_block import Beside, measure, ours, table
+from benchmarks.transformer_block import Beside, machine, measure, ours, table
 from benchmarks.transformer_block_peer import LR, SHAPES, Shape
 
 RESULTS = Path(__file__).parent / "results"

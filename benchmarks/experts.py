@@ -15,20 +15,17 @@ other, ratios pair by pair. The table begins with the bytes that a rank sends in
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import ray
 import torch
 from torch.nn import functional as F
 
 import dtensor as dt
 from benchmarks.experts_peer import LR, SHAPES, MoE, Peers, Shape, Sorted
 from benchmarks.smallest import parsed
-from benchmarks.transformer_block import Beside, Run, measure, ours, table
+from benchmarks.transformer_block import Beside, Run, machine, measure, ours, table
 
 EXPERTS = {"up": dict(ep=dt.Shard(0)), "down": dict(ep=dt.Shard(0))}
 
@@ -70,17 +67,14 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="benchmarks/results")
     given = parsed(parser, widths=[min(SHAPES)], rounds=2, ranks=[2])
     torch.set_num_threads(1)
-    load = " ".join(f"{x:.2f}" for x in os.getloadavg())
     shapes = [SHAPES[width] for width in given.widths]
     lines = [
         "# A training step of one layer of experts",
         "",
         f"`OMP_NUM_THREADS=1 python -m benchmarks.experts {' '.join(sys.argv[1:])}`",
         "",
-        f"{os.cpu_count()} cores ({platform.machine()}), no GPU, load before {load}; Python "
-        f"{platform.python_version()}, torch {torch.__version__}, ray {ray.__version__}. "
-        f"{given.rounds} rounds; medians, and medians of the ratios of pairs, with their 95% "
-        "interval. What the sides are: benchmarks/experts.py.",
+        f"{machine()}. {given.rounds} rounds; medians, and medians of the ratios of pairs, with "
+        "their 95% interval. What the sides are: benchmarks/experts.py.",
         "",
         *(f"- d={shape.width}: {shape}" for shape in shapes),
         "",

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dtensor as dt
-from benchmarks.processes import Processes, answer
+from benchmarks.processes import Processes, answer, gloo
 
 LR = 1e-3
 
@@ -109,22 +109,16 @@ class Peers(Processes):
 
     def steps(self, shape: Shape, count: int) -> list[float]:
         """Train for ``count`` steps; the losses."""
-        first, *others = self.ask("steps", shape, count)
-        assert all(other == first for other in others), (first, others)
-        return first
+        return self.ask_one("steps", shape, count)
 
 
 # -- one process -----------------------------------------------------------------------------------
 
 
 def _work(rank: int, num: int, shapes: Sequence[Shape], directory: str, pipe: Connection) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=num
-    )
-    sides = {shape: _Side(rank, num, shape) for shape in shapes}
-    answer(pipe, {"steps": lambda shape, count: sides[shape].steps(count)})
-    dist.destroy_process_group()
+    with gloo(rank, num, directory):
+        sides = {shape: _Side(rank, num, shape) for shape in shapes}
+        answer(pipe, {"steps": lambda shape, count: sides[shape].steps(count)})
 
 
 class _Exchange(torch.autograd.Function):

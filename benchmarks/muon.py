@@ -14,21 +14,18 @@ other, ratios pair by pair. The table begins with what the plan prints about the
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import ray
 import torch
 from torch.nn import functional as F
 
 import dtensor as dt
 from benchmarks.muon_peer import KINDS, LR, SHAPES, Peers, Shape
 from benchmarks.smallest import parsed
-from benchmarks.transformer_block import Beside, measure, ours, table
+from benchmarks.transformer_block import Beside, machine, measure, ours, table
 
 PINS = {"ups.*.weight": dict(tp=dt.Row()), "downs.*.weight": dict(tp=dt.Column())}
 
@@ -68,17 +65,14 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="benchmarks/results")
     given = parsed(parser, widths=[min(SHAPES)], rounds=2, ranks=[2])
     torch.set_num_threads(1)
-    load = " ".join(f"{x:.2f}" for x in os.getloadavg())
     shapes = [SHAPES[width] for width in given.widths]
     lines = [
         "# A training step by Muon",
         "",
         f"`OMP_NUM_THREADS=1 python -m benchmarks.muon {' '.join(sys.argv[1:])}`",
         "",
-        f"{os.cpu_count()} cores ({platform.machine()}), no GPU, load before {load}; Python "
-        f"{platform.python_version()}, torch {torch.__version__}, ray {ray.__version__}. "
-        f"{given.rounds} rounds; medians, and medians of the ratios of pairs, with their 95% "
-        "interval. What the sides are: benchmarks/muon.py.",
+        f"{machine()}. {given.rounds} rounds; medians, and medians of the ratios of pairs, with "
+        "their 95% interval. What the sides are: benchmarks/muon.py.",
         "",
         *(f"- d={shape.width}: {shape}" for shape in shapes),
         "",

@@ -20,7 +20,6 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -30,7 +29,7 @@ from torch.distributed.pipelining import (
 )
 from torch.nn import functional as F
 
-from benchmarks.processes import Processes, answer
+from benchmarks.processes import Processes, answer, gloo
 
 NUM_RANKS = 2
 LR = 1e-2
@@ -120,18 +119,15 @@ class Peers(Processes):
 
 
 def _work(rank: int, shape: Shape, directory: str, pipe: Connection) -> None:
-    torch.set_num_threads(1)
-    store = f"file://{directory}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=NUM_RANKS)
-    pipelines = {kind: _Pipeline(rank, shape, kind) for kind in KINDS}
-    alone = _Alone(rank, shape)
-    calls = {
-        "steps": lambda kind, count: pipelines[kind].steps(count),
-        "gradients": lambda kind: pipelines[kind].gradients(),
-        "ideal": alone.steps,
-    }
-    answer(pipe, calls)
-    dist.destroy_process_group()
+    with gloo(rank, NUM_RANKS, directory):
+        pipelines = {kind: _Pipeline(rank, shape, kind) for kind in KINDS}
+        alone = _Alone(rank, shape)
+        calls = {
+            "steps": lambda kind, count: pipelines[kind].steps(count),
+            "gradients": lambda kind: pipelines[kind].gradients(),
+            "ideal": alone.steps,
+        }
+        answer(pipe, calls)
 
 
 class _Pipeline:

@@ -3,18 +3,21 @@
     with Processes(2, work, width) as peers:          # each runs work(rank, width, directory, pipe)
         peers.ask("steps", 10)                        # what each of them answers, by rank
 
-``work`` ends with `answer`. An idle process blocks on its pipe, and takes no time from the others.
-The directory is one for all of them, and is removed at the end.
+``work`` ends with `answer`, often in a `gloo` group. An idle process blocks on its pipe, and takes
+no time from the others. The directory is one for all of them, and is removed at the end.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import tempfile
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from typing import Any, Self
+
+import torch
+import torch.distributed as dist
 
 
 class Processes:
@@ -43,6 +46,22 @@ class Processes:
         for pipe in self._pipes:
             pipe.send(request)
         return [pipe.recv() for pipe in self._pipes]
+
+    def ask_one(self, *request: object) -> Any:
+        """Return the answer, which all of them must give alike."""
+        first, *others = self.ask(*request)
+        assert all(other == first for other in others), (first, others)
+        return first
+
+
+@contextmanager
+def gloo(rank: int, num: int, directory: str) -> Iterator[None]:
+    """A process group of all the processes; each computes in one thread."""
+    torch.set_num_threads(1)
+    store = f"file://{directory}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=num)
+    yield
+    dist.destroy_process_group()
 
 
 def answer(pipe: Connection, calls: Mapping[str, Callable[..., object]]) -> None:

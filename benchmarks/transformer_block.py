@@ -189,18 +189,25 @@ def table(title: str, found: Mapping[int, Mapping[str, Beside]], size: str = "d"
     return [*lines, ""]
 
 
+def machine(gpus: str = "no GPU") -> str:
+    """The machine, its load at this moment, and versions, as the heads of results say them."""
+    load = " ".join(f"{x:.2f}" for x in os.getloadavg())
+    return (
+        f"{os.cpu_count()} cores ({platform.machine()}), {gpus}, load before {load}; Python "
+        f"{platform.python_version()}, torch {torch.__version__}, ray {ray.__version__}"
+    )
+
+
 def header(rounds: int, device: str) -> list[str]:
     gpus = "no GPU" if device == "cpu" else f"{NUM_RANKS} x {torch.cuda.get_device_name()}"
-    load = " ".join(f"{x:.2f}" for x in os.getloadavg())
     return [
         "# A training step of one transformer block",
         "",
         f"`OMP_NUM_THREADS=1 python -m benchmarks.transformer_block {' '.join(sys.argv[1:])}`",
         "",
-        f"{os.cpu_count()} cores ({platform.machine()}), {gpus}, load before {load}; Python "
-        f"{platform.python_version()}, torch {torch.__version__}, ray {ray.__version__}. {rounds} "
-        "rounds; medians, and those of the ratios of pairs, with their 95% interval. What "
-        "the sides are, and how they are timed: benchmarks/transformer_block.py.",
+        f"{machine(gpus)}. {rounds} rounds; medians, and medians of the ratios of pairs, with "
+        "their 95% interval. What the sides are, and how they are timed: "
+        "benchmarks/transformer_block.py.",
         "",
     ]
 
