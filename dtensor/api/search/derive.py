@@ -24,13 +24,13 @@ from dtensor.sharding.plan.dataflow import Dataflow, Op, without_numbers
 from dtensor.sharding.plan.planner import rules_of
 from dtensor.sharding.plan.request import Pin
 from dtensor.sharding.rules.rule import Rule, Strategy
+from dtensor.sharding.spec.fits import fits
 from dtensor.sharding.spec.placements import (
     Partial,
     Shard,
     block_sizes,
     blocks_of,
     counted,
-    fits,
     index_sets,
     same,
     simplest,

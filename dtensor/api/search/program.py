@@ -25,7 +25,13 @@ from dtensor.errors import PlanningError
 from dtensor.private_torch import pytree
 from dtensor.sharding.plan.text.words import collapse
 from dtensor.sharding.redistribute.topology import Topology
-from dtensor.sharding.spec.placements import Row, Shard, fits, units_of, with_unit
+from dtensor.sharding.spec.fits import fits
+from dtensor.sharding.spec.placements import (
+    Row,
+    Shard,
+    units_of,
+    with_unit,
+)
 from dtensor.sharding.spec.spec import TensorSpec
 
 

@@ -32,13 +32,13 @@ from dtensor.sharding.plan.steps import (
 )
 from dtensor.sharding.redistribute.moves import Move, gather_counts, move_kind
 from dtensor.sharding.rules.rule import Rule, Strategy
+from dtensor.sharding.spec.fits import splits_rows
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
 from dtensor.sharding.spec.placements import (
     REPLICATE,
     Partial,
     Shard,
     same,
-    splits_rows,
     with_shift,
 )
 from dtensor.sharding.spec.spec import TensorSpec, alike

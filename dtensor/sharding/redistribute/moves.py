@@ -26,6 +26,7 @@ from dtensor.collectives import COLLECTIVES
 from dtensor.errors import PlanningError
 from dtensor.numerics import REDUCTIONS, is_integer
 from dtensor.sharding.redistribute.topology import Topology, sent_bytes
+from dtensor.sharding.spec.fits import splits_rows
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
 from dtensor.sharding.spec.placements import (
     REPLICATE,
@@ -40,7 +41,6 @@ from dtensor.sharding.spec.placements import (
     on_dim,
     pieces,
     same,
-    splits_rows,
 )
 from dtensor.sharding.spec.spec import TensorSpec, compared_ranks
 

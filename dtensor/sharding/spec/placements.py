@@ -244,7 +244,7 @@ def block_sizes(blocks: int | tuple[int, ...], size: int) -> tuple[int, ...]:
     return (size // blocks,) * blocks
 
 
-# -- questions about a cut: only this file, spec.py and rules/rule.py read blocks, unit and sizes --
+# -- questions about a cut: only this folder and rules/rule.py read blocks, unit and sizes ---------
 
 
 class Cut(Protocol):
@@ -307,62 +307,7 @@ def with_cuts(shard: Shard, blocks: int | tuple[int, ...], unit: int) -> Shard:
 def with_shift(shard: Shard, shift: int, num: int) -> Shard:
     """Return the shard with another shift, modulo ``num`` ranks."""
     shift %= num
-    if shift == shard.shift:
-        return shard
-    return replace(shard, shift=shift)
-
-
-def fits(shard: Shard, size: int, num: int | None = None) -> bool:
-    """Return whether the shard's blocks, unit and sizes fit a dim of ``size``, and the sizes an
-    axis of ``num`` ranks."""
-    if shard.sizes is not None:
-        return sum(shard.sizes) == size and num in (None, len(shard.sizes))
-    blocks = shard.blocks
-    filled = sum(blocks) == size if isinstance(blocks, tuple) else size % blocks == 0
-    return filled and not any(block % shard.unit for block in block_sizes(blocks, size))
-
-
-def misfit(shard: Shard, size: int, dim: str, num: int) -> tuple[str, str]:
-    """Return (why the shard does not fit a dim of ``size`` and an axis of ``num`` ranks, the
-    arguments to state instead). ``dim`` is the name of the dim in the text. The shard must not
-    fit."""
-    blocks, unit, sizes = shard.blocks, shard.unit, shard.sizes
-    if sizes is not None:
-        wrong_sum = f"sizes={sizes} add up to {sum(sizes)}, {dim}"
-        wrong_number = f"sizes={sizes} has length {len(sizes)}, and the axis has {num} ranks"
-        ends = [min(sum(sizes[:i]), size) for i in range(num)] + [size]
-        fitting = tuple(b - a for a, b in itertools.pairwise(ends))
-        return wrong_number if len(sizes) != num else wrong_sum, f"sizes={fitting}"
-    if isinstance(blocks, tuple) and sum(blocks) != size:
-        last = size - sum(blocks[:-1])
-        fixed: int | tuple[int, ...] = (*blocks[:-1], last) if last > 0 else 1
-        return f"blocks={blocks} add up to {sum(blocks)}, {dim}", f"blocks={fixed}"
-    if isinstance(blocks, int) and size % blocks:
-        nearest = _nearest_divisor(size, blocks)
-        return f"{dim} is not {blocks} equal blocks", f"blocks={nearest}, or the sizes of each"
-    block = next(block for block in block_sizes(blocks, size) if block % unit)
-    nearest = _nearest_divisor(block, unit)
-    whole = "" if block == size else f", in blocks of {block},"
-    return f"{dim}{whole} is not a multiple of unit={unit}", f"unit={nearest}"
-
-
-def check_zigzag(stated: Shard, shard: Shard, size: int, axis: str, num: int) -> None:
-    """Raise PlanningError if a dim of ``size`` is too short for a zigzag over an axis of ``num``
-    ranks. ``shard`` is ``stated`` with the blocks that the axes before it leave."""
-    units = units_of(shard, size)
-    if not shard.zigzag or units >= 2 * num:
-        return
-    cut = f"dim {shard.dim}" if shard.blocks == 1 else f"a block of dim {shard.dim}"
-    words = "elements" if shard.unit == 1 else f"units of {shard.unit}"
-    raise PlanningError(
-        f"{axis}={stated!r} cuts {cut} into {2 * num} pieces, 2 for each of {num} ranks, but {cut} "
-        f"has only {units} {words}.\n"
-        f"fix: {axis}=dt.{replace(stated, zigzag=False)!r}, or at least {2 * num} {words}"
-    )
-
-
-def _nearest_divisor(size: int, wanted: int) -> int:
-    return min((d for d in range(1, size + 1) if size % d == 0), key=lambda d: (abs(d - wanted), d))
+    return shard if shift == shard.shift else replace(shard, shift=shift)
 
 
 @lru_cache(maxsize=65536)
@@ -383,9 +328,8 @@ def _pieces_by_coordinate(shard: Shard, size: int, num: int) -> list[list[tuple[
     cut = _zigzag_pieces if shard.zigzag else _chunk
     start, unit = 0, shard.unit
     if shard.sizes is not None:
-        if not fits(shard, size, num):
-            fact, fix = misfit(shard, size, f"the dim has {size}", num)
-            raise PlanningError(f"{shard!r} does not fit: {fact}.\nfix: {fix}")
+        if (sum(shard.sizes), len(shard.sizes)) != (size, num):
+            raise PlanningError(f"{shard!r} does not fit a dim of size {size} over {num} ranks")
         ends = (0, *itertools.accumulate(shard.sizes))
         return [[(lo, hi)] if lo < hi else [] for lo, hi in itertools.pairwise(ends)]
     for block in blocks_of(shard, size):
@@ -502,14 +446,6 @@ def same(a: Placement, b: Placement, shape: tuple[int, ...], num: int) -> bool:
         size = shape[a.dim]
         return index_sets(a, size, num) == index_sets(b, size, num)
     return False
-
-
-def splits_rows(num_dims: int, placements: Sequence[Placement]) -> bool:
-    """Return whether these placements of a tensor are contradictory: one is pending under a
-    reduction that needs a whole last dim (softmax), and another one splits that dim."""
-    if not any(isinstance(p, Partial) and REDUCTIONS[p.op].unit > 1 for p in placements):
-        return False
-    return any(isinstance(p, Shard) and p.dim == num_dims - 1 for p in placements)
 
 
 def pieces(majors: Sequence[tuple[Shard, int]], size: int) -> tuple[int, ...]:

@@ -28,6 +28,7 @@ import torch
 
 from dtensor.errors import PlanningError
 from dtensor.numerics import REDUCTIONS, Reduction, dtype_name
+from dtensor.sharding.spec.fits import check_zigzag, fits, misfit
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS, Mesh
 from dtensor.sharding.spec.placements import (
     REPLICATE,
@@ -38,15 +39,12 @@ from dtensor.sharding.spec.placements import (
     Replicate,
     Shard,
     blocks_of,
-    check_zigzag,
     counted,
     cuts_experts,
-    fits,
     fullest_coordinates,
     index_sets,
     intersect,
     length,
-    misfit,
     on_dim,
     one_block,
     refine,

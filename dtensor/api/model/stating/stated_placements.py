@@ -30,6 +30,7 @@ from dtensor.api.model.stating.roles_of_weights import (
 from dtensor.errors import PlanningError, check_kind, shown
 from dtensor.sharding.ops.call import Meta
 from dtensor.sharding.plan.dataflow import Dataflow
+from dtensor.sharding.spec.fits import fits, misfit
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.module_roles import ColumnParallel, Role, RowParallel
 from dtensor.sharding.spec.placements import (
@@ -40,9 +41,7 @@ from dtensor.sharding.spec.placements import (
     Row,
     Shard,
     Zigzag,
-    fits,
     index_sets,
-    misfit,
     on_dim,
     one_block,
     refine,

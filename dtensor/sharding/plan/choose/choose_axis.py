@@ -34,6 +34,7 @@ from dtensor.sharding.plan.request import Pin
 from dtensor.sharding.plan.sequence import HEADS
 from dtensor.sharding.redistribute.moves import move_kind, seconds
 from dtensor.sharding.rules.rule import Strategy, fullest_rank
+from dtensor.sharding.spec.fits import splits_rows
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS, Mesh
 from dtensor.sharding.spec.placements import (
     PARTIAL,
@@ -44,7 +45,6 @@ from dtensor.sharding.spec.placements import (
     index_sets,
     same,
     simplest,
-    splits_rows,
 )
 from dtensor.sharding.spec.spec import TensorSpec
 

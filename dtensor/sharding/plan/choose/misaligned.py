@@ -20,10 +20,10 @@ from dtensor.sharding.plan.dataflow import Dataflow, Op
 from dtensor.sharding.plan.record import Misaligned
 from dtensor.sharding.plan.request import Pin
 from dtensor.sharding.rules.rule import Dim, Rule
+from dtensor.sharding.spec.fits import fits
 from dtensor.sharding.spec.placements import (
     Shard,
     counted,
-    fits,
     index_sets,
     on_dim,
     one_block,
