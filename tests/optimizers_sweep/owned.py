@@ -108,11 +108,11 @@ def of(module: str, name: str, **options: Any) -> Make:
 
 def adam_mini(model: nn.Module) -> Optimizers:
     cls = importlib.import_module("adam_mini").Adam_mini
-    return [cls(model.named_parameters(), lr=1e-2, eps=1e-4, dim=16, n_heads=4, verbose=False)]
+    return [cls(model.named_parameters(), lr=1e-2, eps=1e-3, dim=16, n_heads=4, verbose=False)]
 
 
 def schedule_free(model: nn.Module) -> Optimizers:
-    (optimizer,) = of("schedulefree", "AdamWScheduleFree", lr=1e-2, eps=1e-4)(model)
+    (optimizer,) = of("schedulefree", "AdamWScheduleFree", lr=1e-2, eps=1e-3)(model)
     optimizer.train()  # type: ignore[attr-defined]
     return [optimizer]
 
@@ -133,8 +133,8 @@ CASES: dict[str, Case] = {
     "NovoGrad of torch_optimizer": Case(make=of(OTHER, "NovoGrad", lr=1e-2), package=OTHER),
     "SM3": Case(make=of(MORE, "SM3"), package=MORE),
     "SOAP": Case(make=of(MORE, "SOAP", lr=1e-2, eps=1e-3, precondition_frequency=2), package=MORE),
-    "Shampoo": Case(make=of(MORE, "Shampoo"), package=MORE),
-    "Shampoo of torch_optimizer": Case(make=of(OTHER, "Shampoo"), package=OTHER),
+    "Shampoo": Case(make=of(MORE, "Shampoo", matrix_eps=1e-3), package=MORE),
+    "Shampoo of torch_optimizer": Case(make=of(OTHER, "Shampoo", epsilon=1e-2), package=OTHER),
     "Adam-mini": Case(make=adam_mini, package="adam-mini"),
     "schedulefree AdamW": Case(make=schedule_free, package="schedulefree"),
     "of a user": Case(make=lambda model: [Normed(model.parameters())]),
