@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 import dtensor as dt
 from dtensor.daft import Program, TaskError
+from dtensor.runtime.optimizer.shard_optimizer import DELAYED
+from tests.optimizers import Counted
 from tests.training import (
     SIX,
     Run,
@@ -124,6 +126,19 @@ def test_failed_step_changes_neither_weights_nor_delayed_gradients(
     assert_same_bits(*states)
 
 
+def test_optimizer_begins_state_that_has_only_delayed_gradients() -> None:
+    data, states = batches(3), list[Any]()
+    for reads in (False, True):
+        run = run_of("dp2", make=lambda model: Counted(model.parameters()))
+        with dt.launch(run.mesh):
+            run.losses(data[:1])
+            if reads:
+                assert {k for own in run.optimizer.state.values() for k in own} == {DELAYED}
+            run.losses(data[1:])
+            states.append(run.state())
+    assert_same_bits(*states)
+
+
 def test_gradients_of_a_batch_are_not_delayed_and_kept_ones_are() -> None:
     run, (one, other) = run_of("dp2", keep_gradients=True), batches(2)
     with dt.launch(run.mesh):
@@ -158,6 +173,23 @@ def test_plan_prints_delay_and_its_memory() -> None:
     text = str(run_of("dp2").step.plan(*batches(1)[0]))
     assert "delay   1: updates with the gradients of the step before; 115.0 KiB for them" in text
     assert "  delayed gradients  115.0 KiB" in text
+
+
+def test_explain_names_the_rank_of_an_update_and_the_gradient_of_the_step_before() -> None:
+    def make(model: Any) -> torch.optim.Optimizer:
+        return torch.optim.Muon([model.blocks[0].attn.qkv.weight])
+
+    run = run_of("dp2", make=make, zero={"dp": 1})
+    plan = run.step.plan(*batches(1)[0])
+    assert "updated by one rank: gradient and optimizer state are f64[(48|0)@dp,16] there" in (
+        plan.explain("blocks.0.attn.qkv.weight")
+    )
+    (delayed,) = plan.delayed
+    assert "the gradient of blocks.0.attn.qkv.weight that the step before kept" in (
+        plan.explain(delayed.name)
+    )
+    kept = next(output for output in plan.outputs if output.kind == "delayed")
+    assert "kept for the next step as the gradient of" in plan.explain(kept.values[0][1])
 
 
 def test_state_of_delayed_gradients_is_refused_by_step_without_delay() -> None:

@@ -178,7 +178,9 @@ def _shadow_of(
     """Return the shadow optimizer for existing state: it has the state's numbers, and the keys of
     the other entries. None if the rule needs no shadow."""
     states: dict[str, Mapping[str, Any]] = {
-        label: state for p, state in entries.items() if (label := model.labels.of(p)) is not None
+        label: {k: v for k, v in state.items() if k not in (MASTER, DELAYED)}
+        for p, state in entries.items()
+        if (label := model.labels.of(p)) is not None
     }
     shadow = rule.shadow({})
     if shadow is not None and states:

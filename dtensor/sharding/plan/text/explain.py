@@ -49,7 +49,7 @@ class PlanIndex:
         """Index the plan by one walk over its inputs, steps, pins, regions and outputs."""
         self.plan = plan
         self.specs = plan.value_specs()
-        self.inputs = {item.name: item for item in plan.inputs}
+        self.inputs = {item.name: item for item in (*plan.inputs, *plan.delayed)}
         self.names = {item.label: item.name for item in plan.inputs}
         self.pinned = {(axis, value): by for axis, value, by in plan.pinned}
         self.producers: dict[str, Step] = {}
@@ -70,10 +70,11 @@ class PlanIndex:
         for region in plan.regions:
             self._add_recompute_reasons(region)
         self._outputs: dict[str, list[str]] = defaultdict(list)
+        words = {"result": "result ", "delayed": "kept for the next step as the gradient of "}
         for output in plan.outputs:
-            of = "" if output.kind == "result" else "of "
+            text = f"{words.get(output.kind, f'{output.kind} of ')}{output.of}"
             for value in dict.fromkeys(value for _, value in output.values):
-                self._outputs[value].append(f"{output.kind} {of}{output.of}")
+                self._outputs[value].append(text)
 
     def explain(self, name: str) -> str:
         """Return the spec of a value and the reasons, one per line. Raises PlanningError, which
@@ -128,10 +129,16 @@ class PlanIndex:
 def _input_lines(index: PlanIndex, item: PlannedInput) -> list[str]:
     """Return the lines about an input: its kind, storage, and placement on each axis."""
     plan = index.plan
+    if item.kind == "delayed":
+        return [f"the gradient of {item.label} that the step before kept"]
     where = f"    held by stage {' and '.join(map(str, item.stages))}"
     where = where if plan.num_stages > 1 else ""
     lines = [f"{item.kind} {item.label}{where}"]
-    if item.stored is not None:
+    if item.owned is not None:
+        lines.append(f"updated by one rank: gradient and optimizer state are {item.owned} there")
+    if item.owned is not None and item.zero == 3 and item.stored is not None:
+        lines.append(f"zero 3: stores it as {item.stored}")
+    elif item.owned is None and item.stored is not None:
         texts = {1: "its optimizer state", 2: "its gradient and optimizer state"}
         state = texts.get(item.zero, "it, its gradient and optimizer state")
         lines.append(f"zero {item.zero}: stores {state} as {item.stored}")
@@ -176,7 +183,8 @@ def _producer_lines(index: PlanIndex, step: Step, name: str) -> list[str]:
             at = step.results.index(name)
             move = step.moves[at]
             gathered = "scattered" if step.reduces_gradients else "stored split"
-            why = f"{gathered} over" if step.kind == "all_gather" else "pending on"
+            words = {"all_gather": f"{gathered} over", "all_to_all": "split on"}
+            why = words.get(step.kind, "pending on")
             sent = f"{size_text(move.bytes_sent)} sent"
             return [
                 f"{step.name}: {step.kind} of {len(step.of)} {step.noun}s on {step.axis} in one "
