@@ -21,7 +21,7 @@ from tests.training import assert_same_bits
 PLACES: dict[str, tuple[dt.Mesh, dict[str, Any], dict[str, Any]]] = {
     # mesh, placements, inputs
     "dp2": (dt.Mesh(dp=2), {}, dict(dp=dt.Row())),
-    "tp2": (dt.Mesh(tp=2), {"0.*": dict(tp=dt.Row()), "2.*": dict(tp=dt.Column())}, {}),
+    "tp2": (dt.Mesh(tp=2), {"0.w*": dict(tp=dt.Row()), "2.*": dict(tp=dt.Column())}, {}),
 }
 DOES: list[Callable[[], object]] = [int]
 """What a step of `Rotating` does besides: the last of these."""
@@ -63,6 +63,17 @@ NAMES = [
 ]
 
 
+class Scaled(nn.Linear):
+    """A linear layer with a scalar parameter."""
+
+    def __init__(self, *sizes: int, bias: bool) -> None:
+        super().__init__(*sizes, bias=bias)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale.exp()
+
+
 def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return ((model(x) - y) ** 2).mean()
 
@@ -77,7 +88,8 @@ class Training:
 
     def __init__(self, name: str, place: str = "dp2", dtype: torch.dtype = torch.float32) -> None:
         torch.manual_seed(0)
-        layers = nn.Linear(6, 8, bias=False), nn.ReLU(), nn.Linear(8, 4, bias=False)
+        linear = Scaled if name == "Adafactor" else nn.Linear  # others take matrices only
+        layers = linear(6, 8, bias=False), nn.ReLU(), nn.Linear(8, 4, bias=False)
         module = nn.Sequential(*layers).to(dtype)
         self.mesh, placements, inputs = PLACES[place]
         self.model = dt.parallelize(module, self.mesh, placements)

@@ -75,7 +75,7 @@ def redistribute(
 ) -> Started | None:
     """Emit a redistribution. If ``wait`` is False and the redistribution communicates, only start
     it and return it: `finish` must come before its results are read. Otherwise return None.
-    ``channel``: of the message; by default the axis."""
+    ``channel``: the channel of the message; by default the axis."""
     if step.is_free:
         _free_move(b, step)
         _record(b, step)

@@ -78,20 +78,6 @@ def reductions_of(plan: PlanRecord, steps: Sequence[Step]) -> tuple[Step, ...]:
     return tuple(s for s in plan.steps if s.reduces_gradients and results.issuperset(s.reads))
 
 
-def delayed_reductions(plan: PlanRecord) -> tuple[tuple[Step, ...], ...]:
-    """Return the steps that convert the gradients of the step before, which can start before the
-    first action. They are in rounds: the steps of a round read results of messages of
-    earlier rounds."""
-    round_of = {item.name: 0 for item in plan.delayed}
-    rounds: dict[int, list[Step]] = {}
-    for step in plan.steps if round_of else ():
-        if isinstance(step, Redistribute) and step.reads and round_of.keys() >= set(step.reads):
-            number = max(round_of[name] for name in step.reads)
-            rounds.setdefault(number, []).append(step)
-            round_of.update(dict.fromkeys(step.gives, number + step.sends))
-    return tuple(tuple(rounds[number]) for number in sorted(rounds))
-
-
 class StepWalk(ABC, Generic[Message]):
     """A walk through steps of the ``stages`` of one rank. Subclasses emit instructions (program.py)
     or items of the clock (timetable.py). A late message is completed before the first step that
@@ -102,7 +88,7 @@ class StepWalk(ABC, Generic[Message]):
         self.in_flight: dict[str, Message] = {}  # by plan value, the started message that makes it
         self.sends: list[tuple[int, str]] = []  # in flight: (schedule step of the receive, value)
         self.ran_early: set[int] = set()  # ids of reductions of gradients that began in a backward
-        self.in_round = False  # whether it emits a round of `delayed_reductions`
+        self.in_round = False  # whether it emits a round of delayed reductions
         self._reducing: tuple[str, ...] = ()  # the results of the last of these reductions
 
     def concerns(self, step: Step) -> bool:
@@ -139,14 +125,15 @@ class StepWalk(ABC, Generic[Message]):
                 case Accumulate() | Update() | Redistribute():
                     pass  # sums follow their action; updates and gathers in place end the step
 
-    def run_round(self, rounds: Sequence[Sequence[Step]], number: int) -> None:
-        """Emit a round of `delayed_reductions`, without waiting for its messages. They have
-        channels of their own, so that messages of actions do not wait for them."""
-        steps = [s for s in rounds[number] if self.concerns(s)] if number < len(rounds) else []
-        self.in_round = True
-        self.run_steps(steps, late=set(map(id, steps)))
-        self.in_round = False
-        self.ran_early.update(map(id, steps))
+    def run_round(self, plan: PlanRecord, number: int) -> None:
+        """Emit a round of `PlanRecord.delayed_reductions`, without waiting for its messages. They
+        have channels of their own, so that messages of actions do not wait for them."""
+        for steps in plan.delayed_reductions[number : number + 1]:
+            here = [step for step in steps if self.concerns(step)]
+            self.in_round = True
+            self.run_steps(here, late=set(map(id, here)))
+            self.in_round = False
+            self.ran_early.update(map(id, here))
 
     def end_steps(self, plan: PlanRecord) -> list[Step]:
         """Return the rank's steps at the end of a training step that have not run early."""

@@ -34,7 +34,7 @@ from dtensor.kernels.registry import Made
 from dtensor.runtime.lower import detect_nan, experts, moves, step_end, updates
 from dtensor.runtime.lower.actions import Actions
 from dtensor.runtime.lower.code import Functions
-from dtensor.runtime.lower.overlap import StepWalk, delayed_reductions
+from dtensor.runtime.lower.overlap import StepWalk
 from dtensor.runtime.lower.rank_builder import (
     LocalCode,
     ProgramContext,
@@ -138,21 +138,15 @@ def lower_rank(b: RankBuilder) -> RankProgram:
     for item in (*state, *arguments):
         b.record(item.name, item.held)
     walk.run_steps([s for s in plan.steps if s.once and walk.concerns(s)])
-    rounds = delayed_reductions(plan)
     for number, (step, action) in enumerate(b.shared.actions.of(b.pipeline_rank)):
         walk.complete_sends(step)
         if b.roles.updates:
             b.label, b.microbatch = Label("delayed"), None
-            walk.run_round(rounds, number)
+            walk.run_round(plan, number)
         walk.run_action(action)
     b.label, b.microbatch = Label("optimizer"), None
     walk.complete_sends(None)
-    before, after = at_the_commit(walk.end_steps(plan))
-    if not b.roles.updates:
-        after = []
-    if plan.delayed and not b.roles.updates:  # the first step has no gradients to update with
-        without = {id(s) for steps in rounds for s in steps}
-        before = [s for s in before if not (id(s) in without or isinstance(s, Norm | Update))]
+    before, after = walk.around_commit()
     walk.run_steps(before)
     updates.compute_new_values(b)
     outputs = walk.end_program(after)
@@ -205,6 +199,19 @@ class _Lowering(StepWalk[moves.Started]):
         self.complete(name for step in steps for name in step.gives)
         step_end.accumulate(b, action, self.unshared_sums)
         b.close()
+
+    def around_commit(self) -> tuple[list[Step], list[Step]]:
+        """Return the rank's steps before the commit that have not run early, and the steps after
+        it."""
+        plan = self.b.plan
+        before, after = at_the_commit(self.end_steps(plan))
+        if self.b.roles.updates:
+            return before, after
+        if plan.delayed:  # the first step has no gradients to update with
+            reductions = {id(s) for steps in plan.delayed_reductions for s in steps}
+            before = [s for s in before if id(s) not in reductions]
+            before = [s for s in before if not isinstance(s, Norm | Update)]
+        return before, []
 
     def end_program(self, after: Sequence[Step]) -> dict[str, str]:
         """Emit the commit point, the steps ``after`` it, and the updates. Return the rank's

@@ -19,7 +19,7 @@ import torch
 
 from dtensor.daft.ir.instructions import WORD
 from dtensor.runtime.lower.actions import Actions
-from dtensor.runtime.lower.overlap import StepWalk, delayed_reductions
+from dtensor.runtime.lower.overlap import StepWalk
 from dtensor.runtime.lower.rank_builder import ProgramContext, Roles
 from dtensor.runtime.schedule import Grid, Kind, held_at_once, in_flight
 from dtensor.runtime.schedule.clock import Begin, Interval, Item, Stretch, Until, folded, run
@@ -95,10 +95,10 @@ class _Prediction:
         walk.run_steps([s for s in self.plan.steps if s.once and walk.concerns(s)])
         walk.complete(walk.in_flight)
         walk.add_sends(walk.sent_transfers, None)
-        action_start, rounds = 0, delayed_reductions(self.plan)
+        action_start = 0
         for number, (step, action) in enumerate(self.shared.actions.of(rank)):
             walk.complete_sends(step)
-            walk.run_round(rounds, number)
+            walk.run_round(self.plan, number)
             previous_start, action_start = action_start, len(walk.items)
             priced, m = self._action_items(action.kind, action.stage), action.microbatch
             receives = [_in_microbatch(item, m) for item in priced.receives]

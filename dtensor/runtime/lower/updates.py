@@ -254,10 +254,9 @@ def _overwritable(b: RankBuilder, updates: Sequence[Update]) -> tuple[str, ...]:
     memory, as the result of an op, a sum or a message, and only the update reads it."""
     if b.roles.gradients:
         return ()
-    producers = {name: step for step in b.plan.steps for name in step.gives}
     parameter_of: dict[str, str] = {}  # gradient to its first parameter
     for update in updates:
-        match producers.get(update.gradient):
+        match b.shared.producers.get(update.gradient):
             case Compute() as step:
                 name = b.shared.local_call(step, b.coordinates).name  # aten.sum.dim_IntList
                 is_fresh = name.rpartition(".")[0] in _FRESH_OPS

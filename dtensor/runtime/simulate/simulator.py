@@ -4,12 +4,11 @@
     print(trace); trace.save("trace.json")
 
 One rank represents all ranks of a stage: the rank at coordinate 0 of the other axes, which has the
-largest shards, or, with stated sizes, the rank that holds most of the inputs. Its program is the
-one that an actor would run, after one `CALL` of the controller. A `Call` takes the time of its ops
-by the roofline model, a message the time of the alpha-beta model. Contention between channels is
-not modelled. Invariants: the trace ends at the time of `plan.cost`; memory equals `plan.memory`,
-except that a plan without microbatches counts gradients from the start of the
-step.
+largest shards, or, with stated sizes, the rank that holds most bytes of the inputs. An actor would
+run the same program, after one `CALL` of the controller. A `Call` takes the time of its ops by the
+roofline model, a message the time of the alpha-beta model. Contention between channels is not
+modelled. Invariants: the trace ends at the time of `plan.cost`; memory equals `plan.memory`, except
+that a plan without microbatches counts gradients from the start of the step.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol
 
 from dtensor.sharding.plan.dataflow import Dataflow, InputKind, OutputKind
 from dtensor.sharding.plan.sequence import AttentionChoice
-from dtensor.sharding.plan.steps import Step
+from dtensor.sharding.plan.steps import Redistribute, Step
 from dtensor.sharding.plan.storage import LevelChoice, Zero
 from dtensor.sharding.redistribute.topology import Topology
 from dtensor.sharding.spec.mesh import Mesh
@@ -359,6 +359,20 @@ class PlanRecord(PlanTerms):
     def standing(self) -> Mapping[str, str]:
         """Value -> the input whose storage it shares because of a state write."""
         return {value: w.name for w in self.state_writes for value in w.standing}
+
+    @cached_property
+    def delayed_reductions(self) -> tuple[tuple[Redistribute, ...], ...]:
+        """The steps that convert the gradients of the step before, which can start before the first
+        action. They are in rounds: the steps of a round read results of messages of earlier
+        rounds."""
+        round_of = {item.name: 0 for item in self.delayed}
+        rounds: dict[int, list[Redistribute]] = {}
+        for step in self.steps if round_of else ():
+            if isinstance(step, Redistribute) and step.reads and round_of.keys() >= set(step.reads):
+                number = max(round_of[name] for name in step.reads)
+                rounds.setdefault(number, []).append(step)
+                round_of.update(dict.fromkeys(step.gives, number + step.sends))
+        return tuple(tuple(rounds[number]) for number in sorted(rounds))
 
     def value_specs(self) -> Mapping[str, TensorSpec]:
         """Return the spec of every value of the plan by name, inputs included."""

@@ -21,7 +21,8 @@ OnMisaligned = Literal["redistribute", "error", "gather"]
 
 @dataclass(frozen=True, slots=True)
 class UpdateCost:
-    """The cost of one update of a whole parameter. ``state_bytes``: of its optimizer state."""
+    """The cost of one update of a whole parameter. ``state_bytes``: the bytes of its optimizer
+    state."""
 
     flops: int
     state_bytes: int

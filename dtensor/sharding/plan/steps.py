@@ -274,6 +274,11 @@ class Redistribute(_Step):
         return self.kind in FREE_KINDS
 
     @property
+    def is_for_owner(self) -> bool:
+        """Whether the step cuts a parameter or its gradient for its owner, without a message."""
+        return self.is_free and bool(self.of)
+
+    @property
     def sends(self) -> bool:
         return not self.is_free
 
@@ -555,8 +560,8 @@ def on_fullest_rank(updates: Iterable[Update]) -> list[Update]:
 
 
 def at_the_commit(steps: Sequence[Step]) -> tuple[list[Step], list[Step]]:
-    """Return the steps at the end of a training step that run before the commit, and those that
-    run after it: the moves of new values from the owners of parameters."""
+    """Divide the steps at the end of a training step. Return the steps before the commit, and the
+    steps after it, which move new values from the owners of parameters."""
     before: list[Step] = []
     after: list[Step] = []
     updated = False

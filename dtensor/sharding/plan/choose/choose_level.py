@@ -2,8 +2,9 @@
 
     0  2.31 ms, 9.1 GiB    1  2.10 ms, 6.1 GiB    2  2.25 ms, 5.0 GiB    3  2.60 ms, 4.1 GiB   -> 1
 
-The level with the least predicted seconds is taken among those that fit in the memory of the
-topology, of equals the lowest; if none fits, the level with the least memory.
+Of the levels that fit in the memory of the topology, the level with the least predicted seconds is
+taken. If no level fits, the level with the least memory is taken. Of equal levels the lowest is
+taken.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ kernels and fragmentation are not counted. The number of rows by expert is data:
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
@@ -118,22 +119,18 @@ def _written_bytes(plan: PlanRecord, stage: int) -> int:
     changed |= {i.name for i in plan.inputs if i.label in {s.parameter for s in updates}}
     input_bytes = sum(i.held.max_local_nbytes for i in plan.inputs if i.name in changed)
     kept = sum(i.spec.max_local_nbytes for i in plan.delayed if stage in i.stages)
-    return (
-        input_bytes + kept + sum(s.state_bytes + s.master_bytes for s in on_fullest_rank(updates))
-    )
+    state = sum(s.state_bytes + s.master_bytes for s in on_fullest_rank(updates))
+    return input_bytes + kept + state
 
 
 def _delayed_bytes(plan: PlanRecord, stage: int) -> int:
     """Return the bytes of the gradients of the step before, and of the messages that reduce them,
     which exist from the beginning of the step until it has updated."""
     total = sum(i.spec.max_local_nbytes for i in plan.delayed if stage in i.stages)
-    values = {item.name for item in plan.delayed}
-    for step in plan.steps if values else ():
-        if isinstance(step, Redistribute) and step.reads and values.issuperset(step.reads):
-            values.update(step.gives)
-            if step.stage == stage and step.sends:
-                total += sum(move.dst.max_local_nbytes for move in step.moves)
-                total += 0 if step.kind == "all_reduce" else _buffer_bytes(step)
+    for step in itertools.chain.from_iterable(plan.delayed_reductions):
+        if step.stage == stage and step.sends:
+            total += sum(move.dst.max_local_nbytes for move in step.moves)
+            total += 0 if step.kind == "all_reduce" else _buffer_bytes(step)
     return total
 
 

@@ -211,8 +211,9 @@ class PlanTotals:
 
 
 def index_of_best(candidates: Sequence[PlanTotals]) -> int:
-    """Return the index of the plan with the least predicted seconds among those that fit in memory,
-    or else of the plan with the least memory; of equals the first. Six digits are compared."""
+    """Return the index of the plan with the least predicted seconds among the plans that fit in
+    memory. If no plan fits, return the index of the plan with the least memory. Of equal plans the
+    first is taken; six digits of the seconds are compared."""
     fitting = [at for at, totals in enumerate(candidates) if totals.fits]
     if fitting:
         return min(fitting, key=lambda at: float(f"{candidates[at].cost.seconds:.5e}"))

@@ -123,7 +123,8 @@ def _planned_input(
 class Outputs:
     """Emits the steps that produce the outputs, and the optimizer phase. ``scattered``: (value,
     stage, parameter) -> the shard of a gradient that was already split within the backward.
-    ``delayed``: the local gradients of the step before, and ``local``: those of this step."""
+    With a delay, ``delayed`` are the local gradients of the step before, which this step reads, and
+    ``local`` the local gradients of this step, which are outputs."""
 
     emitter: Emitter
     inputs: Mapping[str, PlannedInput]

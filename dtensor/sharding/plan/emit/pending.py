@@ -22,7 +22,7 @@ from dtensor.sharding.spec.spec import TensorSpec
 class Pending:
     """An output that is being converted to its final spec. ``name`` and ``spec`` are its present
     value, ``path`` the moves that remain, and ``of`` the label of an input, or "result 0".
-    ``is_new``: whether it is no result of an op. ``scattered``: whether the path reduces a gradient
+    ``is_new``: whether no op made the value. ``scattered``: whether the path reduces a gradient
     by scattering and gathering it. ``is_delayed``: whether it is a gradient of the step before.
     ``bucket``: the name of the buckets in which all its messages travel; "" if only its reductions
     do."""

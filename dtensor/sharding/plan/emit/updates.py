@@ -64,7 +64,8 @@ def update_parameters(
 def _update(
     training: Training, label: str, gradient: str, spec: TensorSpec, stage: int, elements: int
 ) -> Update:
-    """Return the update of a parameter. ``elements``: of its largest shard."""
+    """Return the update of a parameter. ``elements``: the number of elements that the fullest rank
+    updates."""
     number, updater = next(
         (n, updater) for n, updater in enumerate(training.updaters) if label in updater.trained
     )

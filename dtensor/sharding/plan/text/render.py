@@ -241,6 +241,7 @@ def _updates(plan: PlanRecord, stage: int) -> list[Line]:
         if updates[0].owner is not None:
             costs = [flop_text(sum(step.flops for step in here)), *costs]
             costs.append(f"{size_text(sum(step.new_bytes for step in here))} for new values")
+        if any(step.owner for step in updates):
             text, more = ", each on one rank", owner_lines(plan, updates)
         what = count_text(len(updates), "parameter")
         text = f"update {what} by {updates[0].optimizer}{text}"
@@ -374,7 +375,7 @@ def _stage_values(plan: PlanRecord, stage: int) -> Iterable[tuple[str, TensorSpe
             yield item.name, item.base
     for step in plan.steps:
         alone = isinstance(step, Compute) or (
-            isinstance(step, Redistribute) and step.is_alone and not (step.is_free and step.of)
+            isinstance(step, Redistribute) and step.is_alone and not step.is_for_owner
         )
         if alone and step.stage == stage:
             yield from ((name, spec) for _, name, spec in step.gives_as())

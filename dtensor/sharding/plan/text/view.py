@@ -60,7 +60,7 @@ def steps_by_section(plan: PlanRecord, stage: int) -> dict[str, list[Step]]:
     updated = False
     for step in plan.steps:
         updated = updated or isinstance(step, Update)
-        for_owner = isinstance(step, Redistribute) and step.is_free and bool(step.of)
+        for_owner = isinstance(step, Redistribute) and step.is_for_owner
         if step.is_on(stage) and not (isinstance(step, Update) or for_owner):
             name = UPDATED if updated else SECTIONS[0] if step.once else step.phase
             sections[name].append(step)
