@@ -485,7 +485,7 @@ class TrainStep:
     ) -> tuple[Planned, dict[str, torch.Tensor], float]:
         """Return the plan of the last step, its scaled gradients, and its loss scale."""
         planned = self.last
-        is_kept = self.options.keep_gradients and self._session is session and not self._began
+        is_kept = self.options.keep_gradients and self._session is session and self._began is None
         if not is_kept or planned is None:
             raise PlanningError(
                 "no gradients of a last step are kept.\n"
