@@ -72,6 +72,22 @@ class Counted(Optimizer):
             group["k"] += 1
 
 
+class ByText(Counted):
+    """Keeps numbers in the state under text keys, as MADGRAD and EmoNavi."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        state: Any = self.state
+        if "k" not in state:
+            state["k"] = torch.tensor([0])
+        state["rates"]["sum"] = state["rates"].get("sum", 0.0) + 0.5
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                p.mul_(1 - 0.01 * state["rates"]["sum"] * float(state["k"] + 1))
+        super().step()
+        state["k"].add_(1)
+
+
 class Amsgrad(Each):
     """Has a state entry that an option adds."""
 
@@ -247,7 +263,7 @@ class Queues(Each):
 
 class SharedState(Each):
     def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        self.state["all"]["count"] = 1  # type: ignore[index]
+        self.state["all"]["mask"] = torch.ones(2)  # type: ignore[index]
         p.sub_(g, alpha=group["lr"])
 
 

@@ -46,6 +46,18 @@ class Rotating(torch.optim.Optimizer):
             state["Q"] = [torch.linalg.qr(m)[0] for m in (p @ p.T + left, p.T @ p + right)]
 
 
+class ByText(Rotating):
+    """Keeps a number in the state under a text key."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        rates: Any = self.state["rates"]  # type: ignore[index]
+        rates["last"] = 0.9 * rates.get("last", 1.0)
+        for p in (p for group in self.param_groups for p in group["params"]):
+            p.mul_(rates["last"])
+        super().step()
+
+
 def of_package(package: str, name: str) -> Callable[[list[Tensor]], torch.optim.Optimizer]:
     return lambda ps: getattr(pytest.importorskip(package), name)(ps, lr=0.01)
 
@@ -54,11 +66,12 @@ OPTIMIZERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
     "Muon": lambda ps: torch.optim.Muon(ps, lr=0.1),
     "Adafactor": lambda ps: torch.optim.Adafactor(ps, lr=0.1),
     "Rotating": lambda ps: Rotating(ps, {}),
+    "ByText": lambda ps: ByText(ps, {}),
     "SOAP": of_package("pytorch_optimizer", "SOAP"),
     "Shampoo": of_package("pytorch_optimizer", "Shampoo"),
 }
 NAMES = [
-    *("Muon", "Adafactor", "Rotating"),
+    *("Muon", "Adafactor", "ByText"),
     *(pytest.param(name, marks=pytest.mark.slow) for name in ("SOAP", "Shampoo")),
 ]
 
@@ -216,7 +229,7 @@ def test_state_that_the_user_writes_is_put_again() -> None:
 
 def test_update_that_raises_is_undone() -> None:
     """A NaN in an eigendecomposition, and Ctrl-C within the update, change nothing."""
-    data, one = batches(3), Training("Rotating")
+    data, one = batches(3), Training("ByText")
     with dt.launch(one.mesh):
         one.train(data[:1])
         before = one.state()
@@ -232,7 +245,7 @@ def test_update_that_raises_is_undone() -> None:
         assert_same_bits(one.state(), before)
         one.train(data[1:])
         end = one.state()
-    expected = Training("Rotating")
+    expected = Training("ByText")
     with dt.launch(expected.mesh):
         expected.train(data)
         assert_same_bits(end, expected.state())
@@ -243,7 +256,7 @@ def test_update_that_raises_is_undone() -> None:
 @pytest.mark.filterwarnings("ignore:recovered in")
 def test_recovered_ranks_have_the_state(ray_session: None) -> None:
     """Ranks that are killed in the first step, which makes the state, and later."""
-    data, expected, one = batches(4), Training("Rotating"), Training("Rotating")
+    data, expected, one = batches(4), Training("ByText"), Training("ByText")
     with dt.launch(expected.mesh):
         losses = expected.train(data)
         state = expected.state()

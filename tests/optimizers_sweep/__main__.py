@@ -110,6 +110,7 @@ def classes() -> Iterator[tuple[str, type[torch.optim.Optimizer]]]:
 def ways(cls: Any) -> list[Callable[[nn.Module], torch.optim.Optimizer]]:
     """Return ways to build an optimizer: with defaults, a learning rate, Muon's groups, around
     another optimizer, with the number of steps, with the model, or over matrices only."""
+    sgd = torch.optim.SGD
 
     def muon(m: nn.Module) -> Any:
         parts: tuple[list[Any], list[Any]] = ([], [])
@@ -121,9 +122,11 @@ def ways(cls: Any) -> list[Callable[[nn.Module], torch.optim.Optimizer]]:
         lambda m: cls(m.parameters()),
         lambda m: cls(m.parameters(), lr=1e-3),
         muon,
-        lambda m: cls(torch.optim.SGD(m.parameters(), lr=0.1)),
-        lambda m: cls(m.parameters(), torch.optim.SGD),
-        lambda m: cls(m.parameters(), torch.optim.SGD, lr=0.1),
+        lambda m: cls(sgd(m.parameters(), lr=0.1)),
+        lambda m: cls(m.parameters(), sgd),
+        lambda m: cls(m.parameters(), sgd, lr=0.1),
+        lambda m: cls(m, m.parameters(), sgd, lr=0.1),
+        lambda m: cls(m.parameters(), sgd(m.parameters(), lr=0.1), m, None),
         lambda m: cls(m.parameters(), num_iterations=STEPS),
         lambda m: cls(m.parameters(), 1e-3, STEPS),
         lambda m: cls(m),
@@ -134,7 +137,7 @@ def ways(cls: Any) -> list[Callable[[nn.Module], torch.optim.Optimizer]]:
 
 def built(cls: Any) -> Callable[[nn.Module], torch.optim.Optimizer] | str:
     """Return the first way whose optimizer steps in torch, or else the first that builds one, or
-    the error of the first."""
+    an error: that there is no process group, or the error of the first way."""
     errors: list[str] = []
     builds: list[Callable[[nn.Module], torch.optim.Optimizer]] = []
     for way in ways(cls):
@@ -152,7 +155,8 @@ def built(cls: Any) -> Callable[[nn.Module], torch.optim.Optimizer] | str:
         except Exception:
             continue
         return way
-    return builds[0] if builds else errors[0]
+    without_group = [error for error in errors if "process group" in error]
+    return builds[0] if builds else (without_group or errors)[0]
 
 
 def net() -> Net:

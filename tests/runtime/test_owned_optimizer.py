@@ -123,7 +123,7 @@ class Sharing(Nested):
 
 class Counting(Nested):
     def step(self, closure: Any = None) -> None:
-        self.state["k"] = 1  # type: ignore[index]
+        self.state["k"] = torch.ones(2)  # type: ignore[index]
 
 
 class Raising(Nested):
@@ -135,7 +135,7 @@ class Raising(Nested):
     ("kind", "error", "text"),
     [
         (Sharing, TypeError, "shares memory with the parameter"),
-        (Counting, TypeError, "keeps state of 'k'"),
+        (Counting, TypeError, "keeps a state that is of no parameter under 'k', with more"),
         (Raising, RuntimeError, "linalg.eigh"),
     ],
 )

@@ -61,7 +61,7 @@ from dtensor.runtime.checkpoint.saving import (
     save_program,
     state_of,
 )
-from dtensor.runtime.optimizer.elementwise.optimizer_rule import changed_attributes, python_numbers
+from dtensor.runtime.optimizer.elementwise.optimizer_rule import python_numbers, saved_attributes
 from dtensor.sharding.ops.call import STEP
 from dtensor.sharding.spec.stored import StoredTensor
 from dtensor.signals import held_back, wait
@@ -302,7 +302,7 @@ def _description(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
     """Return the description of the optimizers: values for one, lists of values for several."""
     lists: dict[str, list[Any]] = {
         "optimizer": [type(optimizer).__name__ for optimizer in optimizers],
-        "attributes": [changed_attributes(optimizer) for optimizer in optimizers],
+        "attributes": [saved_attributes(optimizer) for optimizer in optimizers],
         "numbers": [python_numbers(optimizer) for optimizer in optimizers],
     }
     if len(optimizers) < 2:

@@ -106,7 +106,9 @@ def locate_optimizer(
             entries.setdefault(parameter, {}).update(values)
     else:
         lazy: object = optimizer.state
-        entries = lazy.refresh() if isinstance(lazy, LazyOptimizerState) else dict(optimizer.state)
+        is_lazy = isinstance(lazy, LazyOptimizerState)
+        state_here = lazy.refresh() if is_lazy else optimizer.state
+        entries = {p: values for p, values in state_here.items() if isinstance(p, Tensor)}
     for parameter, state_of_parameter in entries.items():
         if any(
             isinstance(value, Tensor) and value.is_meta for value in state_of_parameter.values()

@@ -299,9 +299,9 @@ class MatchedState:
         state = defaultdict[Tensor, dict[str, Any]](dict, made)
         optimizer.__setstate__({"state": state, "param_groups": self.groups})
         optimizer.state.update(loaded)
-        set_attributes(optimizer, self.attributes)
         if self.loaded is None:
             optimizer.state = cast(Any, LazyOptimizerState({}, self.read, self.entries))
+        set_attributes(optimizer, self.attributes)
 
 
 def _to_device_of(parameter: Tensor, entries: Mapping[str, Any]) -> dict[str, Any]:

@@ -226,8 +226,11 @@ def _fits(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> bool:
 def _without_delayed(saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state dict without delayed gradients. Torch's optimizers cannot load a state that
     has nothing else, as it is after one step."""
-    entries = {n: {k: v for k, v in e.items() if k != DELAYED} for n, e in saved["state"].items()}
-    return {**saved, "state": {number: entry for number, entry in entries.items() if entry}}
+    state: dict[Any, Any] = {n: e for n, e in saved["state"].items() if isinstance(n, str)}
+    for number, entries in saved["state"].items():
+        if number not in state and (kept := {k: v for k, v in entries.items() if k != DELAYED}):
+            state[number] = kept
+    return {**saved, "state": state}
 
 
 def _keep_values(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:

@@ -95,9 +95,11 @@ def place_optimizer(
     on_new_ranks = any(k in stored and not set(updated[k].at) <= set(stored[k].at) for k in updated)
     if home is None or not home.current or on_new_ranks:
         lazy: object = optimizer.state
-        entries = lazy.to_place() if isinstance(lazy, LazyOptimizerState) else dict(optimizer.state)
+        is_lazy = isinstance(lazy, LazyOptimizerState)
+        user_state = lazy.to_place() if is_lazy else dict(optimizer.state)
+        entries = {p: state for p, state in user_state.items() if isinstance(p, torch.Tensor)}
         to_put = {**stored, **updated}
-        fields = (optimizer, opt_label, masters, keys, rule, model_home, entries, dict(entries))
+        fields = (optimizer, opt_label, masters, keys, rule, model_home, user_state, entries)
         parameters = {} if home is None else home.parameters
         home = OptimizerHome(*fields, parameters=parameters)
         home.shadow = _shadow_of(model, rule, entries)

@@ -286,13 +286,14 @@ class LazyOptimizerState(MutableMapping[Tensor, dict[str, Any]]):
 
     entries: the entries on the controller. stale: newer entries are on the ranks, or in the files
     of ``on_disk``. touched: the user has read the state, and may have changed it. gone: why the
-    entries are permanently lost, or "".
+    entries are permanently lost, or "". by_text: entries under text keys, which stay here.
     """
 
     def __init__(
         self, entries: Entries, fetch: Callable[[], Entries], on_disk: Entries | None = None
     ) -> None:
-        self.entries: Entries = entries
+        self.by_text: dict[Any, Any] = {k: v for k, v in entries.items() if isinstance(k, str)}
+        self.entries: Entries = {k: v for k, v in entries.items() if not isinstance(k, str)}
         self.fetch = fetch
         self.on_disk = on_disk
         self.stale: bool = on_disk is not None
@@ -312,7 +313,7 @@ class LazyOptimizerState(MutableMapping[Tensor, dict[str, Any]]):
 
     def to_place(self) -> Entries:
         """Return the entries to put on ranks; if they are in files, their `OnDisk` records."""
-        return dict(self.refresh() if self.on_disk is None else self.on_disk)
+        return {**self.by_text, **(self.refresh() if self.on_disk is None else self.on_disk)}
 
     def changed(self) -> None:
         """Record that the ranks have newer entries."""
@@ -321,23 +322,30 @@ class LazyOptimizerState(MutableMapping[Tensor, dict[str, Any]]):
 
     def plain(self) -> defaultdict[Tensor, Any]:
         """Return the current entries in torch's class. ``touched`` is unchanged."""
-        return defaultdict(dict, self.refresh())
+        return defaultdict(dict, {**self.by_text, **self.refresh()})
 
-    def _read(self) -> Entries:
+    def _read(self) -> defaultdict[Tensor, Any]:
+        self.touched = True
+        return self.plain()
+
+    def _dict_of(self, key: object) -> dict[Any, Any]:
+        """Return the dict of the entries under keys of this kind, for reads and writes."""
+        if isinstance(key, str):
+            return self.by_text
         self.touched = True
         return self.refresh()
 
     def __getitem__(self, key: Tensor) -> dict[str, Any]:
-        return self._read().setdefault(key, {})
+        return self._dict_of(key).setdefault(key, {})
 
     def __setitem__(self, key: Tensor, value: dict[str, Any]) -> None:
-        self._read()[key] = value
+        self._dict_of(key)[key] = value
 
     def __delitem__(self, key: Tensor) -> None:
-        del self._read()[key]
+        del self._dict_of(key)[key]
 
     def __contains__(self, key: object) -> bool:
-        return key in self._read()
+        return key in self._dict_of(key)
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self._read())
@@ -346,13 +354,13 @@ class LazyOptimizerState(MutableMapping[Tensor, dict[str, Any]]):
         return len(self._read())
 
     def __repr__(self) -> str:
-        return repr(defaultdict(dict, self._read()))
+        return repr(self._read())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> defaultdict[Tensor, Any]:
-        return copy.deepcopy(defaultdict(dict, self._read()), memo)
+        return copy.deepcopy(self._read(), memo)
 
     def __copy__(self) -> defaultdict[Tensor, Any]:
-        return defaultdict(dict, self._read())
+        return self._read()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return defaultdict, (dict, dict(self._read()))

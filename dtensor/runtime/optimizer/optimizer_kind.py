@@ -9,14 +9,16 @@
 step may change it. Functions, classes and objects with plain data are constant; methods are bound
 to the new object. Tensors and optimizers raise PlanningError. Any other attribute, such as a model
 or a generator, may hold tensors, so it is left out: the step raises PlanningError if it reads it.
+Plain data in ``optimizer.state`` under a text key is an attribute named "state['k']".
 """
 
 from __future__ import annotations
 
+import ast
 import copy
 import functools
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from numbers import Number
 from types import BuiltinFunctionType, FunctionType, MethodType
@@ -141,6 +143,10 @@ class OptimizerKind:
                 methods[name] = value.__func__
             elif not is_plain(value):
                 fixed[name] = _fixed_value(optimizer, f"its attribute {name}", value)
+        for name, value in text_entries(optimizer).items():
+            if not is_plain(value):
+                why = _refusal(optimizer, value)
+                _refuse_attribute(optimizer, f"its {name}", why or "is a function")
         for number, group in enumerate(optimizer.param_groups):
             for name, value in options_of(group).items():
                 if not is_plain(value):
@@ -179,14 +185,14 @@ class OptimizerKind:
     def make(
         self, groups: Sequence[dict[str, Any]], attributes: Mapping[str, Any]
     ) -> torch.optim.Optimizer:
-        """Create an optimizer without state. ``groups`` include their ``params``. The optimizer
-        keeps the arguments without a copy and may write to them."""
+        """Create an optimizer without state of parameters. ``groups`` include their ``params``.
+        The optimizer keeps the arguments without a copy and may write to them."""
         optimizer = self.cls.__new__(self.cls)
-        vars(optimizer).update(self.fixed)
-        vars(optimizer).update(attributes)
+        own, by_text = split_attributes(attributes)
+        vars(optimizer).update({**self.fixed, **own})
         for name, function in self.methods.items():
             setattr(optimizer, name, MethodType(function, optimizer))
-        state = defaultdict[torch.Tensor, dict[str, Any]](dict)
+        state = defaultdict[Any, Any](dict, by_text)
         defaults = copy_plain(self.defaults)
         has = {"defaults": defaults, "state": state, "param_groups": list(groups)}
         torch.optim.Optimizer.__setstate__(optimizer, has)
@@ -238,8 +244,39 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plain_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the attributes that are plain data. A step may change them."""
-    return {name: value for name, value in own_attributes(optimizer).items() if is_plain(value)}
+    """Return the attributes that are plain data, with the state under text keys. A step may change
+    them."""
+    attributes = {**own_attributes(optimizer), **text_entries(optimizer)}
+    return {name: value for name, value in attributes.items() if is_plain(value)}
+
+
+def text_entries(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the entries of ``optimizer.state`` under text keys, by "state['key']"."""
+    state: Any = optimizer.state
+    by_text = getattr(state, "by_text", state)  # a lazy state has them apart
+    return {f"state[{key!r}]": value for key, value in by_text.items() if isinstance(key, str)}
+
+
+def split_attributes(attributes: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the attributes of the object, and the entries of its state by their text keys."""
+    entries = {name: value for name, value in attributes.items() if name.startswith("state[")}
+    own = {name: value for name, value in attributes.items() if name not in entries}
+    return own, {ast.literal_eval(name[6:-1]): value for name, value in entries.items()}
+
+
+def stray_state(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> str:
+    """Return "keeps ...", a text about a state entry that is of none of the parameters and no plain
+    data under a text key; "" if there is none."""
+    known = {id(parameter) for parameter in parameters}
+    for key, value in optimizer.state.items():
+        if id(key) in known or (isinstance(key, str) and is_plain(value)):
+            continue
+        name = (
+            f"a tensor of shape {list(key.shape)}" if isinstance(key, torch.Tensor) else repr(key)
+        )
+        why = ", with more than numbers and text" if isinstance(key, str) else ""
+        return f"keeps a state that is of no parameter under {name}{why}"
+    return ""
 
 
 def is_plain(value: Any) -> bool:

@@ -33,6 +33,7 @@ from dtensor.runtime.optimizer.optimizer_kind import (
     StateEntry,
     copy_plain,
     step_without_hooks,
+    stray_state,
 )
 
 MASTER = "master_param"
@@ -232,6 +233,9 @@ class ShardOptimizer:
         _update(optimizer, pairs, clip if kernel_divides_by_clip else None)
         if optimizer.state is not self.state:
             raise TypeError(f"{self.kind.__name__} has replaced its dict of state by another dict.")
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        if not is_torch_class and (stray := stray_state(optimizer, parameters)):
+            raise TypeError(f"{self.kind.__name__} {stray}.")
         for buffer in buffers:
             buffer.store_shards()
         for buffer in self._unaliased if is_torch_class else buffers:
@@ -491,6 +495,9 @@ class ShardOptimizer:
             parameters[key.group] += [buffer.parameter for buffer in buffers]
         groups = [{**o, "params": p} for o, p in zip(options, parameters, strict=True)]
         self.optimizer = kind.make(groups, attributes)
+        for text in [key for key in self.state if isinstance(key, str)]:
+            del self.state[text]
+        self.state.update(self.optimizer.state)
         self.optimizer.state = cast(Any, self.state)
         return self.optimizer
 

@@ -49,10 +49,12 @@ def test_refused_optimizer_gets_reason_and_line(kind: Any, reason: str, is_state
     random states of torch and Python are unchanged."""
     optimizer = over(kind)
     before = torch.get_rng_state(), random.getstate()
+    threads = torch.get_num_threads()
     with pytest.raises(dt.PlanningError, match=reason) as raised:
         stated(optimizer) if is_stated else rule_of(optimizer)
     assert kind.__name__ in str(raised.value) and "\nfix: " in str(raised.value)
     assert torch.equal(before[0], torch.get_rng_state()) and before[1] == random.getstate()
+    assert torch.get_num_threads() == threads
 
 
 @pytest.mark.parametrize("kind", ["Adafactor", "LBFGS", "Muon", "SparseAdam"])

@@ -20,14 +20,14 @@ import math
 import weakref
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from dtensor.errors import PlanningError
 from dtensor.numerics import is_narrow
-from dtensor.private_torch import DisableTorchFunctionSubclass
+from dtensor.private_torch import DisableTorchFunctionSubclass, pytree
 from dtensor.runtime.optimizer.optimizer_kind import (
     TORCH_ATTRIBUTES,
     OptimizerKind,
@@ -36,7 +36,9 @@ from dtensor.runtime.optimizer.optimizer_kind import (
     options_of,
     own_attributes,
     plain_attributes,
+    split_attributes,
     step_without_hooks,
+    text_entries,
     unwrapped_step,
 )
 from dtensor.runtime.optimizer.shard_optimizer import (
@@ -384,10 +386,39 @@ def python_numbers(optimizer: Optimizer) -> dict[str, str]:
     return {k: e.python.__name__ for k, e in entries.items() if e.python is not None}
 
 
+def saved_attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """Return what a checkpoint has besides options and the state of parameters: the attributes that
+    steps change, and the state under text keys. A tensor of one element is a dict."""
+
+    def as_dict(tensor: Tensor) -> Any:
+        is_one = tensor.numel() == 1
+        return dict(zip(_ONE, (tensor.item(), tensor.dtype, tensor.shape))) if is_one else tensor
+
+    attributes = {**changed_attributes(optimizer), **text_entries(optimizer)}
+    return pytree.tree_map_only(Tensor, as_dict, attributes)
+
+
+_ONE = "one element", "dtype", "shape"
+"""The keys of a dict that is a tensor of one element in a checkpoint."""
+
+
 def set_attributes(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Set attributes saved by `changed_attributes`, except those that the optimizer lacks."""
-    for name in saved.keys() & plain_attributes(optimizer).keys():
-        setattr(optimizer, name, copy_plain(saved[name]))
+    """Set `changed_attributes`, except those that the optimizer lacks, or `saved_attributes`."""
+
+    def is_one(value: Any) -> bool:
+        return isinstance(value, dict) and tuple(value) == _ONE
+
+    def value_of(value: Any) -> Any:
+        if not is_one(value):
+            return copy_plain(value)
+        number, dtype, shape = value.values()
+        return torch.full(tuple(shape), number, dtype=dtype)
+
+    tensors = pytree.tree_map(value_of, dict(saved), is_leaf=is_one)
+    attributes, by_text = split_attributes(tensors)
+    for name in attributes.keys() & plain_attributes(optimizer).keys():
+        setattr(optimizer, name, attributes[name])
+    optimizer.state.update(cast(Any, by_text))
 
 
 def state_tensors(optimizer: Optimizer) -> int:

@@ -14,7 +14,7 @@ that needs whole parameters has small parameters with as many dims as the user's
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, MutableMapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +31,7 @@ from dtensor.runtime.optimizer.optimizer_kind import (
     options_of,
     plain_attributes,
     plain_equal,
+    split_attributes,
     step_without_hooks,
 )
 
@@ -104,7 +105,7 @@ class ShadowOptimizer:
             )
         with torch.enable_grad():
             step_without_hooks(optimizer)
-        self.state = dict(optimizer.state)
+        self.state = {p: s for p, s in optimizer.state.items() if isinstance(p, torch.Tensor)}
         return tuple(options_of(group) for group in optimizer.param_groups), plain_attributes(
             optimizer
         )
@@ -240,11 +241,12 @@ def advance(
         how = shadow.masters, shadow.exact
         shadow.forms = {label: small_form(p, *how) for label, p in parameters.items()}
     snapshot = shadow.snapshot()
-    targets: list[dict[str, Any]] = [*optimizer.param_groups, vars(optimizer)]
-    old_settings = [*map(options_of, optimizer.param_groups), plain_attributes(optimizer)]
-    old_settings = [*copy_plain(tuple(old_settings))]
-    options, attributes = shadow.step(groups, trained, old_settings[:-1], old_settings[-1])
-    new_settings = [*options, attributes]
+    targets: list[Any] = [*optimizer.param_groups, vars(optimizer), optimizer.state]
+    old_options = map(options_of, optimizer.param_groups)
+    *old_options, old_attributes = copy_plain((*old_options, plain_attributes(optimizer)))
+    options, attributes = shadow.step(groups, trained, old_options, old_attributes)
+    old_settings = [*old_options, *split_attributes(old_attributes)]
+    new_settings = [*options, *split_attributes(attributes)]
     shared: dict[int, Any] = {}
     for target, old, new in zip(targets, old_settings, new_settings, strict=True):
         _apply_changes(target, old, new, shared)
@@ -252,6 +254,7 @@ def advance(
     def undo() -> None:
         """Restore the old values where the current values are those that the step has set."""
         shadow.restore(snapshot)
+        targets[-1] = optimizer.state
         for target, old, new in zip(targets, old_settings, new_settings, strict=True):
             current = {k: target[k] for k in {*old, *new} if k in target}
             by_user = {k for k in {*old, *new} if (k in current) != (k in new)}
@@ -265,7 +268,10 @@ def advance(
 
 
 def _apply_changes(
-    target: dict[str, Any], old: Mapping[str, Any], new: Mapping[str, Any], shared: dict[int, Any]
+    target: MutableMapping[str, Any],
+    old: Mapping[str, Any],
+    new: Mapping[str, Any],
+    shared: dict[int, Any],
 ) -> None:
     """Change ``target`` from ``old`` to ``new`` where they differ. Tensors are written in place,
     because other objects may refer to them."""

@@ -28,10 +28,7 @@ from torch.nn import Parameter
 from dtensor.errors import PlanningError
 from dtensor.numerics import is_narrow
 from dtensor.private_torch import DisableTorchFunctionSubclass
-from dtensor.runtime.optimizer.elementwise.op_recorder import (
-    RecordedSteps,
-    text_of,
-)
+from dtensor.runtime.optimizer.elementwise.op_recorder import RecordedSteps, text_of
 from dtensor.runtime.optimizer.elementwise.shadow_optimizer import Settings
 from dtensor.runtime.optimizer.optimizer_kind import (
     OptimizerKind,
@@ -42,6 +39,7 @@ from dtensor.runtime.optimizer.optimizer_kind import (
     plain_attributes,
     plain_equal,
     step_without_hooks,
+    stray_state,
     unwrapped_step,
 )
 
@@ -121,13 +119,17 @@ class Probed:
 
 @contextmanager
 def unnoticed() -> Generator[None]:
-    """Preserve the states of Python's, numpy's and torch's random generators within the block, and
-    print nothing."""
+    """Preserve the states of Python's, numpy's and torch's random generators within the block,
+    print nothing, and use one kernel thread, as ranks do: more threads would spin on small
+    tensors."""
     python, arrays = random.getstate(), numpy.random.get_state()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     try:
         with torch.random.fork_rng(devices=()), redirect_stdout(io.StringIO()):
             yield
     finally:
+        torch.set_num_threads(threads)
         random.setstate(python)
         numpy.random.set_state(arrays)
 
@@ -284,11 +286,14 @@ class Trial:
         return step < NOT_FINITE
 
     def step_reference(self, reference: Reference, step: int) -> None:
-        """Step the reference. Raises PlanningError if the step raises."""
+        """Step the reference. Raises PlanningError if the step raises, or keeps a state that ranks
+        cannot."""
         try:
             reference.step(self.gradients(reference, step))
         except Exception as error:
             raise self.step_error(error, "on whole parameters") from error
+        if stray := stray_state(reference.optimizer, reference.parameters.values()):
+            raise self.refused(stray)
 
     def find_changed(self) -> tuple[frozenset[str], frozenset[str]]:
         """Return the names of the options and attributes that steps change, and reset these options

@@ -26,7 +26,12 @@ from torch.nn import Parameter
 from dtensor.numerics import is_narrow
 from dtensor.private_torch import without_compiler
 from dtensor.runtime.optimizer.flat_buffers import current_master
-from dtensor.runtime.optimizer.optimizer_kind import OptimizerKind, copy_plain, step_without_hooks
+from dtensor.runtime.optimizer.optimizer_kind import (
+    OptimizerKind,
+    copy_plain,
+    step_without_hooks,
+    stray_state,
+)
 from dtensor.runtime.optimizer.owned.packed_state import Layout, PackedState, pack
 from dtensor.runtime.optimizer.shard_optimizer import MASTER, Updated, divide, is_absent
 
@@ -94,7 +99,8 @@ class OwnedOptimizer:
             is_torch_class = self.kind.cls.__module__.startswith("torch.optim")
             with torch.enable_grad(), without_compiler() if is_torch_class else nullcontext():
                 step_without_hooks(optimizer)
-            _check_state(optimizer)
+            if stray := stray_state(optimizer, (work.parameter for work in works.values())):
+                raise TypeError(f"the optimizer {stray}")
             blobs = {
                 label: self._packed(label, work, optimizer, states[label])
                 for label, work in works.items()
@@ -163,15 +169,6 @@ class _KnownLayouts:
     def layout(self, blob: Tensor) -> Layout | None:
         is_same = self.value() is blob and self.version == blob._version
         return self.by_address.get(blob.data_ptr()) if is_same else None
-
-
-def _check_state(optimizer: torch.optim.Optimizer) -> None:
-    """Raise TypeError if the optimizer keeps state of something other than its parameters."""
-    parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for key in optimizer.state:
-        if id(key) not in parameters:
-            name = f"a tensor of shape {list(key.shape)}" if isinstance(key, Tensor) else repr(key)
-            raise TypeError(f"the optimizer keeps state of {name}, which is none of its parameters")
 
 
 def _gradient(gradient: Tensor, parameter: Tensor, clip: Tensor | None, copied: bool) -> Tensor:
