@@ -249,7 +249,7 @@ def main() -> None:
     meshes += [dt.Mesh(cp=num, up=8) for num in (2, 4, 8)]
     parser.set_defaults(meshes=meshes, length=131072)
     small: dict[str, Any] = dict(
-        tokens=[64], rounds=1, ranks=[2], layers=1, length=256, meshes=[dt.Mesh(cp=2)]
+        tokens=[64], rounds=2, ranks=[2], layers=1, length=256, meshes=[dt.Mesh(cp=2)]
     )
     given = parsed(parser, **small)
     torch.set_num_threads(1)

@@ -4,7 +4,9 @@ does, through saves, switches and failed steps. The table of training cases has 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -74,14 +76,19 @@ def train_in_parts(folder: Path, one: str, other: str, first: int, backend: Any)
         return losses, then.state()
 
 
+@cache
+def in_process(one: str, other: str, first: int) -> tuple[Any, Any]:
+    with TemporaryDirectory() as folder:
+        return train_in_parts(Path(folder) / "save", one, other, first, "inprocess")
+
+
 PARTS = [("dp2", "tp2", 1), ("tp2", "pp2", 10), ("pp2", "dp2", 10)]
 
 
 @pytest.mark.default("dp2-tp2-1")
 @pytest.mark.parametrize(("one", "other", "first"), PARTS)
-def test_20_steps_with_save_match_torch(one: str, other: str, first: int, tmp_path: Path) -> None:
-    losses, state = train_in_parts(tmp_path / "save", one, other, first, "inprocess")
-    assert_trained(batches(20), losses, state)
+def test_20_steps_with_save_match_torch(one: str, other: str, first: int) -> None:
+    assert_trained(batches(20), *in_process(one, other, first))
 
 
 @pytest.mark.ray
@@ -91,7 +98,7 @@ def test_steps_on_ray_have_the_bits_of_steps_in_process(
     one: str, other: str, first: int, tmp_path: Path, ray_session: None
 ) -> None:
     found = train_in_parts(tmp_path / "ray", one, other, first, "ray")
-    assert_same_bits(found, train_in_parts(tmp_path / "here", one, other, first, "inprocess"))
+    assert_same_bits(found, in_process(one, other, first))
 
 
 @pytest.mark.default("dp2_tp2-dp2")

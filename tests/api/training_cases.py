@@ -40,7 +40,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     ),
     "zero": ("0", "1", "2", "3"),
     "dtype": ("f32", "f64", "bf16", "masters", "autocast"),
-    "optimizer": ("adamw", "sgd", "adagrad", "nadam", "pair", "owned"),
+    "optimizer": ("adamw", "adagrad", "nadam", "pair", "owned"),
     "recompute": ("none", "all"),
     "data": ("full", "ignored", "short"),
     "clip": ("none", "small"),
@@ -344,7 +344,6 @@ def trained(module: nn.Module) -> list[nn.Parameter]:
 
 OPTIMIZERS: dict[str, MakeOptimizer] = {
     "adamw": lambda module: torch.optim.AdamW(trained(module), lr=1e-2),
-    "sgd": lambda module: torch.optim.SGD(trained(module), lr=0.05, momentum=0.9),
     "adagrad": lambda module: torch.optim.Adagrad(trained(module), lr=1e-2),
     "nadam": lambda module: torch.optim.NAdam(trained(module), lr=1e-2),
     "pair": pair,
