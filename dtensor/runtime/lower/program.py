@@ -208,9 +208,9 @@ class _Lowering(StepWalk[moves.Started]):
         if self.b.roles.updates:
             return before, after
         if plan.delayed:  # the first step has no gradients to update with
-            reductions = {id(s) for steps in plan.delayed_reductions for s in steps}
-            before = [s for s in before if id(s) not in reductions]
-            before = [s for s in before if not isinstance(s, Norm | Update)]
+            without = {id(s) for steps in plan.delayed_reductions for s in steps}
+            without |= {id(s) for s in before if isinstance(s, Norm | Update)}
+            before = [s for s in before if id(s) not in without]
         return before, []
 
     def end_program(self, after: Sequence[Step]) -> dict[str, str]:
