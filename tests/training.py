@@ -18,10 +18,12 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import dtensor as dt
+from dtensor.runtime.optimizer import shard_optimizer
 from tests.models import GPT, batch, loss_fn
 
 Stated = Mapping[str, dt.Placement]
@@ -314,3 +316,20 @@ def assert_same_bits(found: Any, expected: Any, where: str = "state") -> None:
             assert_same_bits(a, b, f"{where}[{i}]")
     else:
         assert found == expected, f"{where}: {found!r} for {expected!r}"
+
+
+def failing_updates(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that is empty until a test puts n into it: then the n-th update of a rank in
+    this process raises ArithmeticError after its kernel, and the list is empty again."""
+    update, until = shard_optimizer._update, list[int]()
+
+    def failing(*given: object) -> None:
+        update(*given)  # type: ignore[arg-type]
+        if until:
+            until[0] -= 1
+            if until[0] == 0:
+                until.clear()
+                raise ArithmeticError("after the kernel")
+
+    monkeypatch.setattr(shard_optimizer, "_update", failing)
+    return until

@@ -12,9 +12,13 @@ from torch import Tensor, nn
 
 import dtensor as dt
 from dtensor.daft import TaskError
-from dtensor.runtime.optimizer import shard_optimizer
 from tests import optimizers as own
-from tests.training import assert_losses_close, assert_same_bits, assert_states_close
+from tests.training import (
+    assert_losses_close,
+    assert_same_bits,
+    assert_states_close,
+    failing_updates,
+)
 
 LinearLR = torch.optim.lr_scheduler.LinearLR
 
@@ -171,17 +175,7 @@ def test_torch_reads_checkpoint_of_several_optimizers(tmp_path: Path) -> None:
 
 
 def test_failed_update_of_one_optimizer_undoes_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    update, until = shard_optimizer._update, list[int]()
-
-    def failing(*given: object) -> None:
-        update(*given)  # type: ignore[arg-type]
-        if until:
-            until[0] -= 1
-            if until[0] == 0:
-                until.clear()
-                raise ArithmeticError("after the kernel")
-
-    monkeypatch.setattr(shard_optimizer, "_update", failing)
+    until = failing_updates(monkeypatch)
     run, undisturbed = Trained("tp2"), Trained("tp2")
     with dt.launch(run.mesh, snapshot_every=1):
         losses: list[float] = []

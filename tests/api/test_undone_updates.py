@@ -13,8 +13,7 @@ import dtensor as dt
 from dtensor.daft import TaskError
 from dtensor.daft.cluster.inprocess import InProcessCluster
 from dtensor.daft.undo.snapshots import MemorySnapshots
-from dtensor.runtime.optimizer import shard_optimizer
-from tests.training import assert_same_bits
+from tests.training import assert_same_bits, failing_updates
 
 
 class _Model(nn.Module):
@@ -63,18 +62,7 @@ def test_failed_update_is_undone_on_all_ranks(
     kernel (caused by the user's options) and after it; on either rank. The step number, which seeds
     dropout, is restored too."""
     states: list[tuple[list[float], object]] = []
-    until: list[int] = []  # kernels that run before one is said to have failed
-    update = shard_optimizer._update
-
-    def failing(*given: object) -> None:
-        update(*given)  # type: ignore[arg-type]
-        if until:
-            until[0] -= 1
-            if until[0] == 0:
-                until.clear()
-                raise ArithmeticError("after the kernel")
-
-    monkeypatch.setattr(shard_optimizer, "_update", failing)
+    until = failing_updates(monkeypatch)
     for fails in (False, True):
         torch.manual_seed(0)
         masters = kind == "AdamW on masters"
