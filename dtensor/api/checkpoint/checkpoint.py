@@ -80,10 +80,10 @@ def save(
             alone, as `from_pretrained` reads them: with the published names of a transformers
             model, such as one tensor for each expert.
 
-    Within a launch, "dcp" is written while later steps run (after a wait for running steps, if the
-    optimizer needs whole parameters), and the returned `Saved` raises a
-    failure. A failure that was not read is raised by the next save or by the launch's end, or it is
-    printed at the end of the process, whose exit status is then not 0. Outside a launch, and with
+    Within a launch, "dcp" is written while later steps run, and the returned `Saved` raises a
+    failure. If the optimizer needs whole parameters, `save` first waits for running steps. A
+    failure that was not read is raised by the next save or by the launch's end, or it is printed at
+    the end of the process, whose exit status is then not 0. Outside a launch, and with
     ``format="hf"``, `save` returns when all is on the disk, and raises a failure itself. `save`,
     `load` and `resume` wait for a running save. Raises PlanningError for state that cannot be
     written as requested.

@@ -37,12 +37,12 @@ class GroupNames:
         """Return the names by optimizer and group, computed again if the module or a group has
         changed."""
         seen = self.model.seen
-        groups = [[group["params"] for group in each.param_groups] for each in self.optimizers]
-        ids = tuple(tuple(tuple(map(id, group)) for group in of_one) for of_one in groups)
+        ids = [[[*map(id, g["params"])] for g in o.param_groups] for o in self.optimizers]
         if (seen.number, ids) != self.key:
             check_parameters(self.model, self.optimizers)
             self.names = tuple(
-                tuple(tuple(self._names(group, seen)) for group in of_one) for of_one in groups
+                tuple(tuple(self._names(group["params"], seen)) for group in each.param_groups)
+                for each in self.optimizers
             )
             self.key = seen.number, ids
         return self.names
