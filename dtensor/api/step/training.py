@@ -51,7 +51,7 @@ from dtensor.frontend.source import source_here
 from dtensor.numerics import dtype_name, is_narrow
 from dtensor.runtime.lower.actions import stage_costs
 from dtensor.runtime.lower.detect_nan import DetectNan
-from dtensor.runtime.lower.rank_builder import OptimizerRole, Roles, options_name
+from dtensor.runtime.lower.rank_builder import Roles, options_name
 from dtensor.runtime.lower.step_end import SCALE
 from dtensor.runtime.lower.timetable import GridTimetable
 from dtensor.runtime.optimizer.elementwise.optimizer_rule import (
@@ -350,14 +350,10 @@ class TrainStep:
             place_optimizer(session, self.model, optimizer, number, names, *where, masters=masters)
             for number, (optimizer, names) in enumerate(zip(self.optimizers, groups, strict=True))
         ]
-        updates = [
-            OptimizerRole(home.name, names, home.keys, home.rule.numbers())
-            for home, names in zip(homes, groups, strict=True)
-        ]
         begins = lacks_delayed(homes) if self.options.delay else False
         keeps_gradients = self.options.keep_gradients and not begins
         roles = Roles(
-            updates=() if begins else tuple(updates),
+            updates=() if begins else tuple([home.role for home in homes]),
             labels=planned.models.labels,
             gradients=keeps_gradients,
             detect_nan=self.options.detect_nan,

@@ -47,6 +47,7 @@ from dtensor.sharding.spec.stored import StoredTensor
 from dtensor.signals import waits_handle_signals
 
 if TYPE_CHECKING:
+    from dtensor.runtime.lower.rank_builder import OptimizerRole
     from dtensor.runtime.optimizer.elementwise.shadow_optimizer import ShadowOptimizer
 
 LOAD = "dt.load_state_dict(model, opt, state)"
@@ -76,6 +77,7 @@ class OptimizerHome:
     trained: frozenset[str] = frozenset()  # labels of the parameters that the last plan updates
     shadow: ShadowOptimizer | None = None  # advances the numbers on the optimizer itself
     state: LazyOptimizerState = field(init=False)
+    role: OptimizerRole = field(init=False)  # the optimizer in programs of the last plan
 
     def __post_init__(self, user_state: Entries) -> None:
         self.state = LazyOptimizerState(user_state, lambda: self.model_home.gather_optimizer(self))

@@ -30,6 +30,7 @@ from dtensor.api.values.on_disk import OnDisk, read_whole
 from dtensor.errors import PlanningError
 from dtensor.numerics import dtype_name
 from dtensor.runtime.lower.program import holders, on_mesh
+from dtensor.runtime.lower.rank_builder import OptimizerRole
 from dtensor.runtime.optimizer.elementwise.optimizer_rule import OptimizerRule, rule_of
 from dtensor.runtime.optimizer.owned.packed_state import pack
 from dtensor.runtime.optimizer.shard_optimizer import DELAYED, MASTER, value_name
@@ -117,6 +118,7 @@ def place_optimizer(
     _put_state(session, home, to_put)
     home.keys, home.placed = keys, plan
     home.updated = frozenset(updated)
+    home.role = OptimizerRole(name, groups, keys, rule.numbers())
     labels = models.labels
     home.groups = tuple(tuple(map(labels.__getitem__, group)) for group in groups)
     home.trained = frozenset(
