@@ -92,8 +92,8 @@ def _update(
 
 @dataclass(frozen=True, slots=True)
 class _Whole:
-    """A parameter that one rank of ``stage`` updates. ``moving``: its value on the way to the owner
-    or back."""
+    """A parameter that one rank of a stage updates. ``owned``: the spec of the parameter on this
+    rank. ``moving``: the parameter on its way to the owner."""
 
     item: PlannedInput
     owned: TensorSpec
@@ -106,7 +106,7 @@ def _moved_to_owners(
 ) -> list[_Whole]:
     """Emit the moves of parameters to their owners, and return the parameters. Stages on one rank
     that share a parameter update it once."""
-    found: dict[tuple[str, int], _Whole] = {}
+    by_rank: dict[tuple[str, int], _Whole] = {}  # by label and rank of the stage axis
     for output in grads:
         item = inputs[str(output.of)]
         if item.owned is None:
@@ -114,12 +114,13 @@ def _moved_to_owners(
         for stage, gradient in output.values:
             path = moves(item.held, item.owned, e.request.topology, whole=True)
             as_output = Output(item.name, "gradient", item.label, stage)
-            moving = Pending(as_output, item.name, item.held, item.label, True, path)
-            moving.bucket = "parameters"
+            moving = Pending(
+                as_output, item.name, item.held, item.label, True, path, bucket="parameters"
+            )
             whole = _Whole(item, item.owned, gradient, moving)
-            found.setdefault((item.label, e.request.stage_ranks[stage]), whole)
-    convert(e, [whole.moving for whole in found.values()])
-    return list(found.values())
+            by_rank.setdefault((item.label, e.request.stage_ranks[stage]), whole)
+    convert(e, [whole.moving for whole in by_rank.values()])
+    return list(by_rank.values())
 
 
 def _update_whole(e: Emitter, training: Training, wholes: Sequence[_Whole]) -> None:
