@@ -253,11 +253,12 @@ class TrainStep:
         groups = self.groups()
         for optimizer in self.optimizers:
             refuse_early_hooks(optimizer)
+        key = groups, delays and self.options.delay > 0  # without a delay both plans are one
         if self.options.planning.each_call:
             _refuse_gradients_of_arguments(call)
-            planning_key = groups, call.arrangement, delays
+            planning_key = key, call.arrangement
             return self.plans.get_for_graph(call.graph("loss", each_call=True), planning_key, make)
-        return self.plans.get(call, (groups, delays), make, captures=graph is None)
+        return self.plans.get(call, key, make, captures=graph is None)
 
     def plan_options(
         self, stated: StepOptions, grid: Grid, groups: Sequence[Sequence[Sequence[str]]]
