@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import dtensor as dt
 from dtensor.daft import TaskError
 from dtensor.errors import PlanningError
+from dtensor.runtime.optimizer.elementwise import optimizer_rule
 from tests.training import assert_same_bits
 
 PLACES: dict[str, tuple[dt.Mesh, dict[str, Any], dict[str, Any]]] = {
@@ -225,6 +226,19 @@ def test_state_that_the_user_writes_is_put_again() -> None:
 
 
 # -- failures --------------------------------------------------------------------------------------
+
+
+def test_step_that_probes_again_leaves_no_old_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The probe of the second step compares the loaded state with parameters, so it reads them."""
+    monkeypatch.setattr(optimizer_rule, "_PROBED_BY_CLASS", {})
+    (data, other), training = batches(2), Training("Muon")
+    with dt.launch(training.mesh):
+        training.train([data])
+        state = training.state()
+        dt.load_state_dict(training.model, training.opt, state)
+        training.train([other])
+        for label, value in training.state()["model"].items():
+            assert not torch.equal(value, state["model"][label])
 
 
 def test_update_that_raises_is_undone() -> None:

@@ -370,6 +370,8 @@ class ModelHome:
         """Mark these values in the module, and the state of the optimizers, as older than the
         ranks' values: a program that changes them was submitted."""
         if self.cluster.device.type != "meta":
+            if self.read_copies:  # the probe of an optimizer has read them since `settle`
+                self._settle_read()
             for optimizer in optimizers:
                 optimizer.state.changed()
             self.stale |= labels
