@@ -80,7 +80,7 @@ def by_shard(optimizer: OwnedOptimizer, *args: Any) -> Any:
 
 
 def _half(args: tuple[Any, ...], number: int) -> tuple[Any, ...]:
-    updated, parameters, options, gradients, states, clip = args
+    updated, parameters, options, gradients, states, clip, *_ = args
     cut = [{k: x.chunk(2)[number].clone() for k, x in d.items()} for d in (parameters, gradients)]
     fresh = {k: torch.empty(0, dtype=torch.bool) for k in states}
     return updated, cut[0], options, cut[1], fresh, clip
