@@ -229,13 +229,17 @@ def test_state_that_the_user_writes_is_put_again() -> None:
 
 
 def test_step_that_probes_again_leaves_no_old_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The probe of the second step compares the loaded state with parameters, so it reads them."""
+    """A loaded state needs no other probe. An option of another kind does: the probe compares the
+    loaded state with parameters, so it reads them, while the step is submitted."""
     monkeypatch.setattr(optimizer_rule, "_PROBED_BY_CLASS", {})
     (data, other), training = batches(2), Training("Muon")
     with dt.launch(training.mesh):
         training.train([data])
         state = training.state()
+        rule = optimizer_rule.rule_of(training.opt)
         dt.load_state_dict(training.model, training.opt, state)
+        assert optimizer_rule.rule_of(training.opt) is rule
+        training.opt.param_groups[0]["nesterov"] = False
         training.train([other])
         for label, value in training.state()["model"].items():
             assert not torch.equal(value, state["model"][label])

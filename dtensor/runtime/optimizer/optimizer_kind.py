@@ -151,7 +151,9 @@ class OptimizerKind:
             for name, value in options_of(group).items():
                 if not is_plain(value):
                     _check_fixed(optimizer, f"{name!r} of its group {number}", value)
-        defaults = {k: v for k, v in optimizer.defaults.items() if is_plain(v) or callable(v)}
+        # torch adds "differentiable" when a state is loaded; the kind is as before
+        stated = {"differentiable": False, **optimizer.defaults}
+        defaults = {k: v for k, v in stated.items() if is_plain(v) or callable(v)}
         return OptimizerKind(type(optimizer), copy_plain(defaults), fixed, methods)
 
     def check_fixed(self, optimizer: torch.optim.Optimizer) -> None:
