@@ -16,7 +16,6 @@ as another learning rate.
 from __future__ import annotations
 
 import inspect
-import math
 import weakref
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
@@ -262,22 +261,20 @@ class _OwnedRule(_ProbedRule):
     def cost(
         self, group: Mapping[str, Any], attributes: Mapping[str, Any], parameter: Tensor
     ) -> UpdateCost:
-        """Return the cost of one update of a parameter of a group with these options. ``group``,
-        ``attributes``: of the user's optimizer."""
+        """Return the cost of one update of a parameter of a group with these options, without its
+        float32 master. ``group``, ``attributes``: of the user's optimizer."""
         from dtensor.runtime.optimizer.elementwise.trial import group_key
         from dtensor.runtime.optimizer.owned.update_cost import update_cost
 
         probed, costs = self.probed, self.probed.costs
         with DisableTorchFunctionSubclass():  # does not fetch lazy parameters
             shape, dtype = tuple(parameter.shape), parameter.dtype
-        has_master = self.masters and is_narrow(dtype)
-        key = group_key(group, probed.changed), shape, dtype, has_master
+        if self.masters and is_narrow(dtype):
+            dtype = torch.float32  # of the master, which is updated
+        key = group_key(group, probed.changed), shape, dtype
         if key not in costs:
             options = probed.kind.new_options(options_of(group), probed.changed)
-            wide = torch.float32 if has_master else dtype
-            cost = update_cost(probed.kind, options, attributes, shape, wide)
-            master_bytes = math.prod(shape) * wide.itemsize if has_master else 0
-            costs[key] = replace(cost, state_bytes=cost.state_bytes + master_bytes)
+            costs[key] = update_cost(probed.kind, options, attributes, shape, dtype)
         return costs[key]
 
 
