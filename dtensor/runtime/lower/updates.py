@@ -12,7 +12,7 @@ parameters runs user code that may raise, so its owner computes into new memory 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -139,7 +139,7 @@ def _step_of(b: RankBuilder, number: int) -> None:
         code.line(f'"copies {copied} B of gradients"', (), ())
     code.line(f"{function}(optimizer, {updated}, options, {tensors})", reads, (), called=function)
     for step, name, part in zip(updates, names, parts, strict=True):
-        where = _updated_places(b, inputs[step.parameter], step)
+        where = _updated_places(b, inputs[step.parameter])
         # a part of several blocks is a copy, which must be written back
         if part != name and any(len(intervals) > 1 for intervals in where):
             code.apply(write, [name, part], (), layout=where)
@@ -152,10 +152,13 @@ def compute_new_values(b: RankBuilder) -> None:
     norm = norm_of(b.plan.steps)
     clip = norm and f"{norm.result}_clip"
     for number, role in enumerate(b.roles.updates):
-        owned = [step for step in _updates(b, number) if step.owner is not None]
-        mine = [step for step in owned if step.is_on_rank(b.coordinates)]
-        for step in owned:
-            if step not in mine:  # the value has no elements here
+        mine: list[Update] = []
+        for step in _updates(b, number):
+            if step.owner is None:
+                continue
+            if step.is_on_rank(b.coordinates):
+                mine.append(step)
+            else:  # the value has no elements here
                 b.assign(step.value, step.result)
                 b.record(step.result, step.spec)
         if not mine:
@@ -165,11 +168,12 @@ def compute_new_values(b: RankBuilder) -> None:
         segment = b.segment()
         code = segment.code
         segment.table |= {"optimizer": role.optimizer, "options": options_name(number)}
-        state, new_state = _state_names(b, number)
+        values = optimizer_values(b, number)
+        state, new_state = _state_names(values)
         segment.table |= state | new_state
         labels_of = b.roles.labels_of
         labels = labels_of(s.parameter for s in mine)
-        groups, values = tuple(map(labels_of, role.groups)), optimizer_values(b, number)
+        groups = tuple(map(labels_of, role.groups))
         updated = code.bind("updated", Updated(groups, labels, tuple(values.values())))
         wholes, gradients = [s.value for s in mine], [s.gradient for s in mine]
         function = code.bind("compute_owned", compute_owned)
@@ -192,10 +196,10 @@ def compute_new_values(b: RankBuilder) -> None:
     b.label = Label("optimizer")
 
 
-def _state_names(b: RankBuilder, number: int) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the names in the table of the state and of the new state of the parameters that this
-    rank owns, by their names in code."""
-    names = tuple(optimizer_values(b, number))
+def _state_names(names: Iterable[str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the names in the table of the state and of the new state, by their names in code.
+    ``names``: in the table, of the state of the parameters that this rank owns."""
+    names = tuple(names)
     return (
         {f"optimizer_{at}": name for at, name in enumerate(names)},
         {f"new_state_{at}": f"new {name}" for at, name in enumerate(names)},
@@ -209,14 +213,14 @@ def _store_new_values(b: RankBuilder, number: int, updates: Sequence[Update]) ->
     b.close()
     b.label = Label("update")
     segment = b.segment()
-    state, new_state = _state_names(b, number)
+    state, new_state = _state_names(optimizer_values(b, number))
     segment.table |= state | new_state
     if state:
         segment.code.apply(replace_state, [tuple(state), tuple(new_state)], ())
     written: list[str] = []
     for step in updates:
         item = inputs[step.parameter]
-        where = given(item.held, item.updated, b.coordinates, b.coordinates)
+        where = _updated_places(b, item)
         if all(where):
             segment.code.apply(write, [item.name, step.written], (), layout=where)
             written.append(item.name)
@@ -224,9 +228,9 @@ def _store_new_values(b: RankBuilder, number: int, updates: Sequence[Update]) ->
     b.close()
 
 
-def _updated_places(b: RankBuilder, item: PlannedInput, step: Update) -> Where:
+def _updated_places(b: RankBuilder, item: PlannedInput) -> Where:
     """Return the places of the elements that this rank updates in its shard of the parameter."""
-    return given(item.held, step.spec, b.coordinates, b.coordinates)
+    return given(item.held, item.updated, b.coordinates, b.coordinates)
 
 
 def _updated_part(b: RankBuilder, item: PlannedInput, step: Update) -> str:
@@ -235,7 +239,7 @@ def _updated_part(b: RankBuilder, item: PlannedInput, step: Update) -> str:
     if step.spec == item.held:
         return item.name
     part = f"{item.name}_part"
-    b.segment().code.apply(block, [item.name], [part], _updated_places(b, item, step))
+    b.segment().code.apply(block, [item.name], [part], _updated_places(b, item))
     return part
 
 

@@ -220,6 +220,10 @@ def test_cost_of_an_owned_update_is_counted_on_meta_or_scaled() -> None:
     muon = owned_costs(torch.optim.Muon([up]), {"up": up})
     products = 2 * 32 * 64 * 32 + 2 * 32**3 + 2 * 32 * 32 * 64
     assert muon == {"up": UpdateCost(5 * products, 4 * 64 * 32)}
+    narrow = nn.Parameter(up.detach().bfloat16())
+    with_masters = torch.optim.Muon([narrow])
+    rule_of(with_masters, True)  # the plan counts the masters themselves
+    assert owned_costs(with_masters, {"up": narrow}) == muon
     cost = owned_costs(Reads([up]), {"up": up})
     assert cost is not None and cost["up"].state_bytes == 4 * (64 * 32 + 32)
     assert 0.5 <= cost["up"].flops / (4 * 64 * 64 * 32) <= 2

@@ -400,7 +400,8 @@ _ONE = "one element", "dtype", "shape"
 
 
 def set_attributes(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Set `changed_attributes`, except those that the optimizer lacks, or `saved_attributes`."""
+    """Set `changed_attributes` or `saved_attributes`, except attributes that the optimizer
+    lacks."""
 
     def is_one(value: Any) -> bool:
         return isinstance(value, dict) and tuple(value) == _ONE
@@ -429,7 +430,7 @@ def owned_costs(
     optimizer: Optimizer, parameters: Mapping[str, Tensor]
 ) -> dict[str, UpdateCost] | None:
     """Return the cost of the update of each parameter, by label; None if the optimizer is
-    elementwise. ``parameters``: those of the optimizer, by label."""
+    elementwise. ``parameters``: the optimizer's parameters, by label."""
     rule = rule_of(optimizer)
     if not isinstance(rule, _OwnedRule):
         return None
