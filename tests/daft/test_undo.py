@@ -58,9 +58,13 @@ def test_vote_and_commit_text_parses_back() -> None:
         Commit("v.tp", source="net.py:1"),
         Vote("v"),
         Commit("v"),
+        Vote("v", ("faults.0", "faults.1")),
+        Commit("v", "rank.skip"),
     )
     assert parse_instructions("\n".join(map(_text, items))) == items
     assert _text(items[2]) == "v = vote" and _text(items[3]) == "commit v"
+    assert _text(items[4]) == "v = vote on faults.0, faults.1"
+    assert _text(items[5]) == "rank.skip = commit v"
 
 
 def _text(item: Instruction) -> str:

@@ -16,7 +16,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
+
+
+class Check(Protocol):
+    """A check that a function makes on the device, without a wait of the host.
+
+    The function has a row i64[3] of zeros. If a check fails and the row has no fault yet, the code
+    writes the check's position in `Function.checks` plus 1, the first wrong value, and the number
+    of wrong values.
+    """
+
+    @property
+    def source(self) -> str | None:
+        """The user's line."""
+        ...
+
+    def error(self, value: int, count: int) -> Exception:
+        """Return the error for the first wrong ``value`` and the ``count`` of wrong values. A float
+        comes as the bits of a float64."""
+        ...
 
 
 class CodeLine(NamedTuple):

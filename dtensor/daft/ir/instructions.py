@@ -343,39 +343,58 @@ class Free:
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """Make `value`, a `WORD`: 1 if a call of this rank has failed in this run, else 0."""
+    """Make `value`, a `WORD`: 1 if a call of this rank has failed in this run, else 0.
+
+    `faults`: the rows i64[3] in which calls record the faults that they find on the device (see
+    `Check`). If a row has a fault, the vote is 1, which the host does not know.
+    """
 
     value: str
+    faults: tuple[str, ...] = ()
     label: Label | None = field(default=None, kw_only=True)
     source: str | None = field(default=None, kw_only=True)
-    inputs: ClassVar[tuple[str, ...]] = ()
     writes: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return self.faults
 
     @property
     def outputs(self) -> tuple[str, ...]:
         return (self.value,)
 
     def renamed(self, names: Mapping[str, str], ranks: Sequence[int]) -> Vote:
-        return replace(self, value=names.get(self.value, self.value))
+        value, faults = names.get(self.value, self.value), _rename_all(self.faults, names)
+        return replace(self, value=value, faults=faults)
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """The commit point of a rank. `value`: the sum of all votes. If it is not 0, or the rank itself
-    has failed, the rank skips its later calls."""
+    """The commit point of a rank. `value`: the sum of all votes.
+
+    Without a `predicate` the host reads the sum: if it is not 0, or the rank itself has failed, the
+    rank skips its later calls. With one the host reads nothing: `predicate`, f32[] on the device,
+    becomes exactly 1 if a rank has failed, else exactly 0, and each later call that writes lasting
+    values reads it and writes nothing if it is 1.
+    """
 
     value: str
+    predicate: str | None = None
     label: Label | None = field(default=None, kw_only=True)
     source: str | None = field(default=None, kw_only=True)
-    outputs: ClassVar[tuple[str, ...]] = ()
     writes: ClassVar[tuple[str, ...]] = ()
 
     @property
     def inputs(self) -> tuple[str, ...]:
         return (self.value,)
 
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return () if self.predicate is None else (self.predicate,)
+
     def renamed(self, names: Mapping[str, str], ranks: Sequence[int]) -> Commit:
-        return replace(self, value=names.get(self.value, self.value))
+        predicate = self.predicate and names.get(self.predicate, self.predicate)
+        return replace(self, value=names.get(self.value, self.value), predicate=predicate)
 
 
 Instruction: TypeAlias = Call | Send | Recv | Collective | Wait | Free | Vote | Commit

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
-from dtensor.daft.ir.code import Body, CodeLine
+from dtensor.daft.ir.code import Body, Check, CodeLine
 from dtensor.daft.ir.instructions import Instruction
 from dtensor.daft.ir.text import columns, format_instruction
 from dtensor.daft.remote_exceptions import traceback_of
@@ -136,6 +136,7 @@ class Function:
 
     `bindings`: the globals of the source. `lines[i]`: the user's line ("gpt.py:41: x = self.up(x)")
     for line i + 1 of `source`. `body`: the records from which source and lines are made, or None.
+    `checks`: the checks that the code makes on the device.
     """
 
     name: str
@@ -143,13 +144,21 @@ class Function:
     bindings: tuple[tuple[str, object], ...] = ()
     lines: tuple[str | None, ...] = ()
     body: Body | None = None
+    checks: tuple[Check, ...] = ()
 
     @staticmethod
-    def straight(name: str, body: Body, bindings: Mapping[str, object]) -> Function:
+    def straight(
+        name: str, body: Body, bindings: Mapping[str, object], checks: tuple[Check, ...] = ()
+    ) -> Function:
         """Return the function with this body of straight-line code."""
         bound = tuple(sorted(bindings.items(), key=lambda item: item[0]))
         return Function(
-            name=name, source=body.source, bindings=bound, lines=body.user_lines, body=body
+            name=name,
+            source=body.source,
+            bindings=bound,
+            lines=body.user_lines,
+            body=body,
+            checks=checks,
         )
 
     @staticmethod
@@ -164,8 +173,8 @@ class Function:
 
     def __reduce__(self) -> tuple[object, ...]:
         if self.body is not None:  # the receiver makes the text from it
-            return Function.straight, (self.name, self.body, dict(self.bindings))
-        return _function, (self.name, self.source, self.bindings, self.lines)
+            return Function.straight, (self.name, self.body, dict(self.bindings), self.checks)
+        return _function, (self.name, self.source, self.bindings, self.lines, self.checks)
 
     def __repr__(self) -> str:
         return f"<function {self.name}, lines: {len(self.source.splitlines()):,}>"
@@ -200,8 +209,8 @@ class Function:
         return line
 
 
-def _function(name: str, source: str, bindings: Any, lines: Any) -> Function:
-    return Function(name=name, source=source, bindings=bindings, lines=lines)
+def _function(name: str, source: str, bindings: Any, lines: Any, checks: Any) -> Function:
+    return Function(name=name, source=source, bindings=bindings, lines=lines, checks=checks)
 
 
 # Torch operators are pickled by name, because their schema is a C++ object.

@@ -3,7 +3,7 @@
 line        = instruction [ "#" label ] [ "@" user's line ], both JSON strings
 instruction = [ outputs "=" ] start | "send" name "to" rank "on" name ":" buffer
             | "wait" names | "free" names | "commit" name
-start       = "call" fn "(" names ")" [ "writes" names ] | "vote"
+start       = "call" fn "(" names ")" [ "writes" names ] | "vote" [ "on" names ] | "commit" name
             | ( "recv" | "borrow" ) "from" rank "on" name ":" buffer
             | kind [ "." op ] "(" names ")" "over" "(" ranks ")" [ "by" distance ]
               "on" name [ sized | "on" "host" ] ":" buffers "=>" buffers
@@ -89,8 +89,10 @@ def format_instruction(
             text = f"free {names_of(i.values)}"
         case Vote():
             text = f"{_name(i.value)} = vote"
+            text += f" on {names_of(i.faults)}" if i.faults else ""
         case Commit():
-            text = f"commit {_name(i.value)}"
+            text = "" if i.predicate is None else f"{_name(i.predicate)} = "
+            text += f"commit {_name(i.value)}"
         case _:
             assert_never(i)
     if not brief and i.label is not None:
@@ -227,7 +229,14 @@ class _Parser:
             return self._call(outputs)
         if word == "vote":
             (value,) = outputs
-            return Vote(value, **self._tail())
+            faults: tuple[str, ...] = ()
+            if self._peek() == "on":
+                self._expect("on")
+                faults = self._list()
+            return Vote(value, faults, **self._tail())
+        if word == "commit":
+            (predicate,) = outputs
+            return Commit(self._word(), predicate, **self._tail())
         if word in ("recv", "borrow"):
             self._expect("from")
             rank = int(self._word())

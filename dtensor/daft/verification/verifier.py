@@ -177,10 +177,11 @@ class _RankCheck:
                 case Free():
                     for value in instruction.values:
                         self._free(value)
-                case Vote():
-                    self._define(instruction.value, self.sizes.get(instruction.value, 0))
-                case Commit():
-                    self._use(instruction.value)
+                case Vote() | Commit():
+                    for value in instruction.inputs:
+                        self._use(value)
+                    for value in instruction.outputs:
+                        self._define(value, self.sizes.get(value, 0))
                 case _:
                     assert_never(instruction)
             self.changed_by.update(

@@ -114,12 +114,14 @@ class ProgramContext:
         *,
         priced: bool = False,
         numbered: bool = False,
+        deferred: bool = False,
     ) -> None:
         self.plan: Plan = plan
         self.actions: Actions = actions
         self.device: torch.device = device
         self.priced = priced  # segments record their predicted seconds
         self.numbered = numbered  # the step's number is an input even if no op draws random numbers
+        self.deferred = deferred  # the host reads no value of the device during a run
         self._sharded_axes: dict[tuple[int, ...], tuple[str, ...]] = {}
         self._even: dict[int, bool] = {}
         self._nbytes: dict[tuple[int, ...], int] = {}
