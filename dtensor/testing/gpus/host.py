@@ -22,7 +22,7 @@ from types import FrameType
 
 import torch
 
-from dtensor.testing.gpus.memory import Memory
+from dtensor.testing.gpus.memory import Access, Memory, pinned_uses
 from dtensor.testing.gpus.world import Clock, Device, Kernel, Stream, World
 
 _STANDARD = ("contextlib.py", "concurrent", "functools.py", "threading.py", "runpy.py", "asyncio")
@@ -205,7 +205,22 @@ def _wait(what: str, device: Device, until: Sequence[Kernel | None], clock: Cloc
         is_busy = _THREAD.host is host  # a thread that user code started is not busy yet
         with nullcontext() if is_busy else host.working():
             host.world.wait(lambda: all(kernel.is_done for kernel in pending), title)
-    for gpu in host.gpus:
+    order_host_after(clock)
+
+
+def order_host_after(clock: Clock) -> None:
+    """Order the next kernels of the host's GPUs, and its next accesses of pinned memory, after all
+    kernels of the clock."""
+    for gpu in here().gpus:
         host_clock = gpu.device.host_clock
         for number, seq in clock.items():
             host_clock[number] = max(seq, host_clock.get(number, 0))
+
+
+def check_host_access(x: torch.Tensor, what: str, *, writes: bool) -> None:
+    """Count the races of this access of a CPU tensor by the host, if its memory is pinned."""
+    if (memory := pinned_uses(x)) is not None:
+        gpu = here().current
+        access = Access(what, line_here(), "the host")
+        with gpu.device.world.lock:
+            gpu.memory.host_access(memory, gpu.device.host_clock, access, writes=writes)

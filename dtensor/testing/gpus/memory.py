@@ -8,6 +8,10 @@ unless `record_stream` names another stream that still uses it; blocks are round
 (c10/core/AllocatorConfig.h:19 of torch 2.13). Reused memory is poisoned: floats are NaN. An access
 that no event orders after an earlier access of the block is a `Race`. A free while another stream
 may use the block is an `EarlyFree`. A block is reused only for its own size.
+
+Pinned memory of the host has accesses too. A host access that the host has not ordered after an
+access of a GPU, by a wait or a passed event, is a `Race`. As torch's CachingHostAllocator does, the
+simulator reuses freed pinned memory only after the copies that use it: it never reuses it.
 """
 
 from __future__ import annotations
@@ -16,11 +20,12 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
 
 import torch
 
 from dtensor.private_torch import disable_current_modes
-from dtensor.testing.gpus.world import Kernel, Stream
+from dtensor.testing.gpus.world import Clock, Kernel, Stream
 
 _ROUNDED = 512
 POISON = 0xFF
@@ -72,26 +77,37 @@ class Use:
     access: Access
 
 
-class Block:
-    """A block of memory. It is freed when its last tensor is deleted.
+class Uses:
+    """The accesses by GPUs of a piece of memory.
 
-    ``made``: the access that allocated it; ``recorded``: the streams of `record_stream`, by number;
     ``reads``: the last read of each stream since the last write; ``write``: the last write.
     """
 
-    __slots__ = ("made", "memory", "nbytes", "reads", "recorded", "storage", "stream", "write")
+    __slots__ = ("reads", "write")
 
-    def __init__(
-        self, memory: Memory, stream: Stream, storage: torch.UntypedStorage, made: Access
-    ) -> None:
-        self.memory, self.stream, self.storage, self.made = memory, stream, storage, made
-        self.nbytes = storage.nbytes()
-        self.recorded: dict[int, Stream] = {}
+    def __init__(self) -> None:
         self.reads: dict[int, Use] = {}
         self.write: Use | None = None
 
     def uses(self) -> list[Use]:
         return [*self.reads.values(), *([self.write] if self.write is not None else [])]
+
+
+class Block(Uses):
+    """A block of memory. It is freed when its last tensor is deleted.
+
+    ``made``: the access that allocated it; ``recorded``: the streams of `record_stream`, by number.
+    """
+
+    __slots__ = ("made", "memory", "nbytes", "recorded", "storage", "stream")
+
+    def __init__(
+        self, memory: Memory, stream: Stream, storage: torch.UntypedStorage, made: Access
+    ) -> None:
+        self.memory, self.stream, self.storage, self.made = memory, stream, storage, made
+        super().__init__()
+        self.nbytes = storage.nbytes()
+        self.recorded: dict[int, Stream] = {}
 
     def __del__(self) -> None:
         self.memory.free(self)
@@ -165,7 +181,7 @@ class Memory:
         return elem, block
 
     def access(
-        self, stream: Stream, reads: Iterable[Block], writes: Iterable[Block], access: Access
+        self, stream: Stream, reads: Iterable[Uses], writes: Iterable[Uses], access: Access
     ) -> None:
         """Record the accesses of the kernel that was put on the stream last, and count the races
         with earlier accesses."""
@@ -184,6 +200,13 @@ class Memory:
             if block.write is not None and block.write is not now and not is_ordered(block.write):
                 self.races[Race(block.write.access, access, writes=False)] += 1
             block.reads[stream.number] = now
+
+    def host_access(self, memory: Uses, clock: Clock, access: Access, *, writes: bool) -> None:
+        """Count the races of a host, which is ordered after the clock, with accesses of pinned
+        memory by GPUs."""
+        for use in memory.uses() if writes else [memory.write]:
+            if use is not None and use.seq > clock.get(use.number, 0):
+                self.races[Race(use.access, access, writes)] += 1
 
     def free(self, block: Block) -> None:
         """Make the block reusable, and count an early free if another stream may use it."""
@@ -217,3 +240,37 @@ class Memory:
             else:
                 waiting.append(freed)
         self._recorded = waiting
+
+
+# -- pinned memory of the host ---------------------------------------------------------------------
+
+
+class _PinnedBytes(bytearray):
+    """The bytes of a pinned tensor, which its storage keeps alive, and their uses by GPUs."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.used = Uses()
+
+
+_PINNED: WeakValueDictionary[int, _PinnedBytes] = WeakValueDictionary()  # by address of the storage
+
+
+def pinned_copy(x: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a CPU tensor in pinned memory, with the same strides."""
+    with disable_current_modes():
+        if not x.numel():
+            return x.clone()
+        span = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride()))
+        pinned = _PinnedBytes(span * x.dtype.itemsize)
+        storage = torch.frombuffer(pinned, dtype=torch.uint8).untyped_storage()
+        _PINNED[storage.data_ptr()] = pinned
+        return torch.empty(0, dtype=x.dtype).set_(storage, 0, x.shape, x.stride()).copy_(x)
+
+
+def pinned_uses(x: torch.Tensor) -> Uses | None:
+    """Return the uses of the pinned memory of a CPU tensor, or None if its memory is pageable."""
+    if not _PINNED or type(x) not in (torch.Tensor, torch.nn.Parameter) or x.device.type != "cpu":
+        return None
+    pinned = _PINNED.get(x.untyped_storage().data_ptr())
+    return None if pinned is None else pinned.used

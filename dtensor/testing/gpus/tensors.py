@@ -7,7 +7,8 @@
 Each ATen op of a SimTensor is one kernel on the current stream of its GPU. The host waits as in
 ATen/native/cuda: for ops whose result shape depends on values (`nonzero`, a boolean index), for
 reads of a value, and for copies to or from the host unless they are `non_blocking` with pinned
-memory. Tensors of two devices in one op raise RuntimeError, except a CPU tensor without dims.
+memory. Such a copy reads or writes the host's memory when its stream runs it. Tensors of two
+devices in one op raise RuntimeError, except a CPU tensor without dims.
 """
 
 from __future__ import annotations
@@ -30,8 +31,15 @@ from dtensor.private_torch import (
 )
 from dtensor.sharding.ops.library import PLAIN
 from dtensor.testing.gpus.cuda_ops import ON_CUDA
-from dtensor.testing.gpus.host import VisibleGpu, first_use, here, host_wait, line_here
-from dtensor.testing.gpus.memory import Access, Block
+from dtensor.testing.gpus.host import (
+    VisibleGpu,
+    check_host_access,
+    first_use,
+    here,
+    host_wait,
+    line_here,
+)
+from dtensor.testing.gpus.memory import Access, Block, Uses, pinned_copy, pinned_uses
 from dtensor.testing.gpus.world import Kernel
 
 aten = torch.ops.aten
@@ -144,6 +152,13 @@ def simulate(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     target = None if device is None else torch.device(device)
     to_cuda = target is not None and target.type == "cuda"
     if not sims and not to_cuda:
+        if kwargs.get("pin_memory"):
+            return pinned_copy(func(*args, **{**kwargs, "pin_memory": False}))
+        pinned = [x for x in leaves if isinstance(x, Tensor) and is_pinned(x)]
+        if pinned and not _is_view(func):
+            written = {id(x) for x in _written(func, args, kwargs)}
+            for x in pinned:
+                check_host_access(x, str(func), writes=id(x) in written)
         return func(*args, **kwargs)
     if dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
         with Simulated():
@@ -210,7 +225,7 @@ def _queue(
     returns = func._schema.returns
     line = line_here()
     now = Access(str(func), line, f"{gpu.device}, {gpu.stream.name}")
-    if returns and any(r.alias_info is not None and not r.alias_info.is_write for r in returns):
+    if _is_view(func):
         block = sims[0].block  # a view needs no kernel and has the memory of its base
         views = func(*cpu_args, **cpu_kwargs)
         return pytree.tree_map_only(Tensor, lambda x: SimTensor(x, block, gpu, _device(gpu)), views)
@@ -220,7 +235,7 @@ def _queue(
     if func in VARYING and here().world.varies and not torch.are_deterministic_algorithms_enabled():
         run = with_random_last_bits(run, here().world.rng)
     reads = {id(x.block): x.block for x in sims}
-    if written := _written(func, args, kwargs):
+    if written := [x for x in _written(func, args, kwargs) if isinstance(x, SimTensor)]:
         gpu.stream.put(Kernel(str(func), line, gpu.stream, _call(run, cpu_args, cpu_kwargs)))
         writes = {id(x.block): x.block for x in written}
         only_read = [block for key, block in reads.items() if key not in writes]
@@ -329,7 +344,13 @@ def _meta_results(func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
     )
 
 
-def _written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[SimTensor]:
+def _is_view(func: OpOverload) -> bool:
+    """Return whether the results are views of an argument, so that the op reads no values."""
+    aliases = [r.alias_info for r in func._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in aliases)
+
+
+def _written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the arguments that the op writes in place."""
     arguments = func._schema.arguments
     by_keyword = [(a, kwargs[a.name]) for a in arguments if a.name in kwargs]
@@ -338,7 +359,7 @@ def _written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         for argument, value in (*zip(arguments, args), *by_keyword)
         if argument.alias_info is not None and argument.alias_info.is_write
         for x in pytree.tree_leaves(value)
-        if isinstance(x, SimTensor)
+        if isinstance(x, Tensor)
     ]
 
 
@@ -362,7 +383,8 @@ def _copy(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     if isinstance(source, SimTensor) and target is not None and target.type == "cpu":
         with disable_current_modes():
             to = torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype)
-        return _to_host(to, source, waits)
+        # ATen/native/TensorConversions.cpp: a result that is not waited for is pinned
+        return _to_host(to if waits else pinned_copy(to), source, waits)
     gpu = source.gpu if target is None else here().of(target)
     now = Access(str(func), line_here(), f"{gpu.device}, {gpu.stream.name}")
     result = _allocate(meta, gpu, now)
@@ -373,11 +395,12 @@ def _copy(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 def _to_host(to: Tensor, source: SimTensor, waits: bool) -> Tensor:
     """Queue a copy to a CPU tensor. The host waits, unless not ``waits`` and the memory is
     pinned."""
-    stream, elem = source.gpu.stream, source.elem
+    stream, elem, pinned = source.gpu.stream, source.elem, pinned_uses(to)
     now = Access("copy to the host", line_here(), f"{source.gpu.device}, {stream.name}")
     stream.put(Kernel(now.what, now.line, stream, without_modes(lambda: to.copy_(elem))))
-    source.gpu.memory.access(stream, [source.block], [], now)
-    if waits or not is_pinned(to):
+    writes = [] if pinned is None else [pinned]
+    source.gpu.memory.access(stream, [source.block], writes, now)
+    if waits or pinned is None or not _is_memcpy(to, elem):
         host_wait("copy to the host", stream)
     return to
 
@@ -386,19 +409,25 @@ def _put_copy(to: SimTensor, source: Tensor, waits: bool) -> None:
     """Queue a copy from the same GPU, another GPU or the host. The host waits for a copy from its
     memory, unless not ``waits`` and the memory is pinned."""
     elem, gpu, between_gpus, host_waits = to.elem, to.gpu, False, False
+    reads: list[Uses] = []
     if isinstance(source, SimTensor):
-        value, reads, what = source.elem, [source.block], "copy_"
+        value, what = source.elem, "copy_"
+        reads.append(source.block)
         between_gpus = source.gpu is not gpu
         if between_gpus:  # ATen/native/cuda/Copy.cu uses the source's stream; both streams wait
             what = "copy between GPUs"
             _order(gpu, source.gpu)
             gpu = source.gpu
     else:
-        pinned = is_pinned(source)
-        with disable_current_modes():
-            # CUDA reads memory that is not pinned before the call returns
-            value = source if pinned else source.clone()
-        reads, what, host_waits = list[Block](), "copy from the host", waits or not pinned
+        pinned = pinned_uses(source) if _is_memcpy(source, elem) else None
+        what, host_waits = "copy from the host", waits or pinned is None
+        if pinned is None:  # CUDA reads memory that is not pinned before the call returns
+            check_host_access(source, what, writes=False)
+            with disable_current_modes():
+                value = source.clone()
+        else:
+            value = source
+            reads.append(pinned)
     stream = gpu.stream
     now = Access(what, line_here(), f"{gpu.device}, {stream.name}")
     stream.put(Kernel(what, now.line, stream, without_modes(lambda: elem.copy_(value))))
@@ -419,6 +448,11 @@ def _order(first: VisibleGpu, then: VisibleGpu) -> None:
         )
 
 
+def _is_memcpy(x: Tensor, other: Tensor) -> bool:
+    """Return whether a copy is one `cudaMemcpyAsync`. Other copies go through pageable memory
+    (`copy_requires_temporaries` in ATen/native/cuda/Copy.cu)."""
+    return x.dtype == other.dtype and x.is_contiguous() and other.is_contiguous()
+
+
 def is_pinned(x: Tensor) -> bool:
-    """Return whether the simulated `pin_memory` returned this tensor."""
-    return getattr(x, "_dtensor_pinned", False)
+    return pinned_uses(x) is not None

@@ -16,8 +16,15 @@ from dtensor.frontend.capture import capture
 from dtensor.private_torch import cuda_bindings, pytree
 from dtensor.runtime.lower import state_writes
 from dtensor.sharding.local import attention_kernels
-from dtensor.testing.gpus.host import VisibleGpu, device_wait, here, host_wait
-from dtensor.testing.gpus.tensors import SimTensor
+from dtensor.testing.gpus.host import (
+    VisibleGpu,
+    device_wait,
+    here,
+    host_wait,
+    order_host_after,
+)
+from dtensor.testing.gpus.memory import pinned_copy
+from dtensor.testing.gpus.tensors import SimTensor, is_pinned
 from dtensor.testing.gpus.world import Clock, Kernel
 from dtensor.testing.gpus.world import Stream as SimStream
 
@@ -91,11 +98,15 @@ class Event:
             sim.put(Kernel(what, kernel.line, sim, None, lambda: kernel.is_done))
 
     def synchronize(self) -> None:
-        if self.stream is not None:
+        if self.stream is not None and not self.query():
             host_wait("event.synchronize()", self.stream, until=self.kernel, clock=self.clock)
 
     def query(self) -> bool:
-        return self.kernel is None or self.kernel.is_done
+        """Return whether the event has passed. If it has, the host is ordered after it."""
+        passed = self.kernel is None or self.kernel.is_done
+        if passed:
+            order_host_after(self.clock)
+        return passed
 
 
 def current_stream(device: Any = None) -> Stream:
@@ -177,6 +188,8 @@ def _through_cpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     tensors from Python values in C++, without a dispatched op on "cuda"."""
 
     def make_and_copy(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
+        if kwargs.pop("pin_memory", False):
+            return pinned_copy(make(data, *args, **kwargs))
         if device is None or torch.device(device).type != "cuda" or isinstance(data, Tensor):
             return make(data, *args, device=device, **kwargs)
         return make(data, *args, **kwargs).to(device)
@@ -185,9 +198,12 @@ def _through_cpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def pin_memory(x: Tensor, device: Any = None) -> Tensor:
-    pinned = x.clone()
-    pinned._dtensor_pinned = True  # pyright: ignore[reportAttributeAccessIssue]
-    return pinned
+    """Return the tensor if it is pinned, else a pinned copy."""
+    if isinstance(x, SimTensor):
+        raise RuntimeError(
+            f"cannot pin '{x.dtype}' on {x.device}: only memory of the host is pinned"
+        )
+    return x if is_pinned(x) else pinned_copy(x)
 
 
 def empty_cache() -> None:
@@ -263,7 +279,7 @@ PATCHES: tuple[tuple[Any, str, Any], ...] = (
         cached_by_gpu(attention_kernels._zero_and_minus_infinity.__wrapped__),  # pyright: ignore
     ),
     (Tensor, "pin_memory", pin_memory),
-    (Tensor, "is_pinned", lambda x, *_: getattr(x, "_dtensor_pinned", False)),
+    (Tensor, "is_pinned", lambda x, *_: is_pinned(x)),
 )
 
 

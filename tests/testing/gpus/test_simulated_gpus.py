@@ -150,15 +150,63 @@ def test_host_waits_are_counted_by_cause() -> None:
 
 
 def test_pinned_non_blocking_copy_reads_source_when_it_runs() -> None:
-    with gpus():
+    with gpus() as seen:
         source = torch.zeros(3).pin_memory()
         x = source.to("cuda", non_blocking=True)
         source.fill_(7)  # before the copy has run
+        (race,) = seen.report().races
+        assert race.writes and race.later.stream == "the host"
         assert x.tolist() == [7.0] * 3
+        source.fill_(8)  # after it
+        assert len(seen.report().races) == 1
         source = torch.zeros(3)
         y = source.to("cuda", non_blocking=True)
         source.fill_(7)
         assert y.tolist() == [0.0] * 3
+
+
+@pytest.mark.parametrize("pin", ["op", "empty", "method"])
+def test_pinned_result_is_ordered_by_its_event_alone(pin: str) -> None:
+    def program(read: Callable[[torch.cuda.Event], object]) -> tuple[int, int, float]:
+        with gpus() as seen:
+            x = torch.ones(2, device="cuda") * 3
+            if pin == "op":
+                y = x.to("cpu", non_blocking=True)
+            else:
+                y = (
+                    torch.zeros(4, pin_memory=True)
+                    if pin == "empty"
+                    else torch.zeros(4).pin_memory()
+                )
+                y = y[2:].copy_(x, non_blocking=True)
+            assert y.is_pinned() and not seen.report().host_waits
+            passed = torch.cuda.Event()
+            passed.record()
+            torch.ones(2, device="cuda").mul_(2)
+            read(passed)
+            value = float(y[:].sum())
+            report = seen.report()
+            return len(report.races), sum(report.host_waits.values()), value
+
+    def twice(passed: torch.cuda.Event) -> None:
+        assert not passed.query()
+        passed.synchronize()
+        passed.synchronize()  # the host waits only for an event that has not passed
+        assert passed.query()
+
+    assert program(twice) == (0, 1, 6.0)
+    races, waits, _ = program(lambda passed: None)
+    assert races and not waits
+
+
+def test_copies_that_are_not_plain_or_pinned_wait() -> None:
+    with gpus() as seen:
+        x = torch.ones(4, 4, device="cuda")
+        for to in (torch.empty(4, 4), torch.empty(4, 4, dtype=torch.float64).pin_memory()):
+            to.copy_(x, non_blocking=True)
+            assert float(to.sum()) == 16
+        torch.ones(4, 4).pin_memory().t().to("cuda", non_blocking=True)
+        assert sum(seen.report().host_waits.values()) == 3 and not seen.report().races
 
 
 def test_mixing_devices_is_refused() -> None:
