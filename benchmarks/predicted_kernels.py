@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.smallest import parsed
-from dtensor.kernels import adamw, cross_entropy, dropout, gates, norms, rope
+from dtensor.kernels import cross_entropy, dropout, gates, norms, rope
 from dtensor.kernels.launches import LAUNCHES
 from tests.kernels import ahead
 
@@ -184,19 +184,6 @@ def calls(rows: int, d: int, ff: int, v: int, heads: int, dtype: torch.dtype) ->
     )
 
 
-def updates(count: int) -> Call:
-    p, grad, m, v = (_x(count, dtype=F32) for _ in range(4))
-    step = _x(dtype=F32)
-
-    def update() -> None:
-        adamw.fused_adamw_(
-            [p], [grad], [m], [v], [], [step], lr=1e-3, beta1=0.9, beta2=0.999,
-            weight_decay=0.01, eps=1e-8, amsgrad=False, maximize=False,
-        )  # fmt: skip
-
-    return Call(name=f"adamw [{count}]", call=update, operands=(p, grad, m, v), written=(p, m, v))
-
-
 MODELS: dict[str, tuple[int, int, int, int, int]] = {
     "Llama 3 8B's sizes, 8,192 tokens": (8192, 4096, 14336, 128256, 32),
     "Llama 3 70B's sizes, 8,192 tokens": (8192, 8192, 28672, 128256, 64),
@@ -204,8 +191,6 @@ MODELS: dict[str, tuple[int, int, int, int, int]] = {
 }
 """Tokens, width, width of the gate, vocabulary, heads (of 128 elements, also where a model has
 others)."""
-PARAMETERS = 218_112_000
-"""Of a layer of Llama 3 8B: 41,943,040 in attention, 176,160,768 in the gate, 8,192 in norms."""
 
 
 def shape_of(launch: ahead.Launch) -> str:
@@ -276,11 +261,6 @@ def lines() -> Iterator[str]:
             for call in calls(rows, d, ff, v, heads, dtype):
                 yield row(call, word)
     yield ""
-    yield "## AdamW, a layer of Llama 3 8B"
-    yield ""
-    yield from HEADER
-    yield row(updates(PARAMETERS), "float32")
-    yield ""
     yield from ATTENTION.strip().splitlines()
     yield ""
     yield "| call | MB | GFLOP | FLOP a byte | bytes, us | products, us | bound by |"
@@ -302,7 +282,6 @@ once. Triton's interpreter counts the same bytes on small shapes (`python -m tes
 - "over the least": the bytes over those of the op's operands and results, each once. Above 1 are
   partial sums, which one kernel writes and the next reads. What programs share (weights, tables)
   counts once, as from a cache. Partial sums count twice, though they may stay in the L2 cache.
-- AdamW's bytes are those of its one kernel; the few numbers that it computes before are not in it.
 - MB are 10^6 bytes. Measured times are in kernels.md, where a copy reached 3.01 TB/s.
 """
 ATTENTION = """

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 TRITON = frozenset(
-    """aten::_fused_adamw_ dt::add_layer_norm dt::add_rms_norm dt::bias_gelu dt::bias_gelu_backward
+    """dt::add_layer_norm dt::add_rms_norm dt::bias_gelu dt::bias_gelu_backward
     dt::ce_backward dt::ce_stats dt::dropout dt::dropout_add dt::dropout_backward dt::gated
     dt::gated_backward dt::rms_norm dt::rms_norm_backward dt::rope
     dt::rope_backward""".split()  # noqa: SIM905
@@ -19,10 +19,9 @@ TRITON = frozenset(
 
 
 def triton_kernels() -> Mapping[str, Callable[..., Any]]:
-    from dtensor.kernels import adamw, cross_entropy, dropout, gates, norms, rope
+    from dtensor.kernels import cross_entropy, dropout, gates, norms, rope
 
     return {
-        "aten::_fused_adamw_": adamw.fused_adamw_,
         "dt::add_layer_norm": norms.add_layer_norm,
         "dt::add_rms_norm": norms.add_rms_norm,
         "dt::bias_gelu": gates.bias_gelu,

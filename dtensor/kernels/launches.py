@@ -220,10 +220,6 @@ def _dropout_flat(count: int) -> LaunchShape:
     return _launch((_ceil(count, block),), 4, GROUP=GROUP, BLOCK=block)
 
 
-def _flat(count: int) -> LaunchShape:
-    return _launch((_ceil(count, 1024),), 4, GROUP=GROUP, BLOCK=1024)
-
-
 # -- the table -------------------------------------------------------------------------------------
 
 _ROW_BLOCK = "the row, to a power of 2"
@@ -364,22 +360,12 @@ DROPOUT_BACKWARD = LaunchRule(
     reads=("GRAD", "KEPT"),
     writes=("DX",),
 )
-ADAMW = LaunchRule(
-    kernel="_adamw",
-    shape=_flat,
-    programs="elements / 1,024",
-    block="1,024 elements",
-    warps="4",
-    why="8 elements a thread: eight loads of 16 bytes from the four buffers in flight",
-    reads=("P", "G", "M", "V", "NUMBERS[0:3]", "SCALE if SCALED"),
-    writes=("P", "M", "V", "G if SCALED"),
-)
 
 LAUNCHES: Mapping[str, LaunchRule] = {
     rule.kernel: rule
     for rule in (
         NORM_ROW, NORM_ROWS_BACKWARD, LAYER_NORM_ROW, SUM_ROWS, GATED, GATED_BACKWARD, BIAS_GELU,
-        BIAS_GELU_BACKWARD, ROPE, CE_STATS, CE_BACKWARD, DROPOUT, DROPOUT_BACKWARD, ADAMW,
+        BIAS_GELU_BACKWARD, ROPE, CE_STATS, CE_BACKWARD, DROPOUT, DROPOUT_BACKWARD,
     )
 }  # fmt: skip
 """The rules of all Triton kernels, by the name of the kernel function."""

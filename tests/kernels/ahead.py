@@ -28,7 +28,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from dtensor.kernels import adamw, cross_entropy, dropout, gates, norms, rope
+from dtensor.kernels import cross_entropy, dropout, gates, norms, rope
 from dtensor.kernels import launches as rules
 
 TARGETS: Mapping[str, Any] = {
@@ -263,19 +263,6 @@ def _dropouts(rows: int, k: int) -> dict[str, Callable[[], object]]:
     }
 
 
-def adamw_calls(n: int) -> dict[str, Callable[[], object]]:
-    p, step = [meta(n, dtype=torch.float32)], [meta(dtype=torch.float32)]
-    scale = step[0]
-
-    def update() -> None:
-        adamw.fused_adamw_(
-            p, p, p, p, [], step, lr=1e-3, beta1=0.9, beta2=0.999, weight_decay=0.01, eps=1e-8,
-            amsgrad=False, maximize=False, grad_scale=scale,
-        )  # fmt: skip
-
-    return {"adamw": update}
-
-
 CALLS: Mapping[str, Mapping[str, Callable[[], object]]] = {
     "aligned": {
         **norm_calls(8192, 4096),
@@ -283,7 +270,6 @@ CALLS: Mapping[str, Mapping[str, Callable[[], object]]] = {
         **_ropes(128),
         **_cross_entropies(8192, 128256, 128256),
         **_dropouts(8192, 4096),
-        **adamw_calls(2**24),
     },
     "wide": norm_calls(4096, 16384),
     "large": {  # more than 2**31 elements
@@ -292,7 +278,6 @@ CALLS: Mapping[str, Mapping[str, Callable[[], object]]] = {
         **_ropes(128, 257),
         **_cross_entropies(2**15, 128256, 128256),
         **_dropouts(2**19 + 1, 4096),
-        **adamw_calls(2**31 + 64),
     },
     "odd": {
         **norm_calls(8191, 4095),
@@ -300,7 +285,6 @@ CALLS: Mapping[str, Mapping[str, Callable[[], object]]] = {
         **_ropes(126),
         **_cross_entropies(8191, 25129, 25129),  # GPT-2's vocabulary over two ranks
         **_dropouts(8191, 4095),
-        **adamw_calls(2**24 - 1),
     },
 }
 LEAST: Mapping[str, int] = {
@@ -321,12 +305,11 @@ LEAST: Mapping[str, int] = {
     "dropout": 1,
     "dropout_add": 2,
     "dropout_backward": 1,
-    "adamw": 4,
 }
 """Loads of 16 bytes: one for each operand that is read whole, of rope for each half."""
 ODD_BY_VECTORS = {
     *("gated silu", "gated_backward silu", "gated_backward gelu_tanh"),
-    *("ce_stats", "ce_backward", "dropout_backward", "adamw"),
+    *("ce_stats", "ce_backward", "dropout_backward"),
 }
 """Those that read odd lengths by vectors too, all but their edges."""
 

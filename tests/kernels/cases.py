@@ -5,7 +5,7 @@
 
 Shapes are aligned and odd (a vocabulary over two ranks, rows of 7 elements); operands are
 strided, expanded and sliced. Results are compared with references.py in float64, relative to the
-largest value of the reference. Dropout and AdamW must be bitwise equal to the CPU.
+largest value of the reference. Dropout must be bitwise equal to the CPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import dtensor.sharding.ops.registered  # noqa: F401  registers the ops
-from dtensor.kernels import adamw, blocks, cross_entropy, dropout, gates, norms, rope
+from dtensor.kernels import blocks, cross_entropy, dropout, gates, norms, rope
 from dtensor.sharding.ops.random import encode_pieces
 from tests.kernels import references
 
@@ -46,7 +46,7 @@ class Case:
         assert len(made) == len(wanted) == len(self.dtypes), f"{self.kernel} {self.label}"
         worst = 0.0
         with no_kernels():
-            by_op = self.call() if self.kernel != "adamw" else made
+            by_op = self.call()
         for number, (x, y, dtype) in enumerate(zip(made, by_op, self.dtypes, strict=True)):
             where = f"{self.kernel} {self.label}: result {number} beside the op's"
             assert x.stride() == y.stride(), (where, x.stride(), y.stride())
@@ -96,7 +96,7 @@ def error_of(x: Tensor, wanted: Tensor) -> float:
 def cases(device: torch.device, *, full: bool) -> Iterator[Case]:
     """Yield cases of every kernel. ``full``: in every dtype and more shapes."""
     for make in (
-        _norms, _layer_norms, _gates, _bias_gelus, _ropes, _cross_entropies, _dropouts, _adamws,
+        _norms, _layer_norms, _gates, _bias_gelus, _ropes, _cross_entropies, _dropouts,
     ):  # fmt: skip
         yield from make(_Maker(device), full)
 
@@ -413,68 +413,3 @@ def _dropouts(make: _Maker, full: bool) -> Iterator[Case]:
                     dtypes=(dtype,),
                     equal=True,
                 )
-
-
-def _adamws(make: _Maker, full: bool) -> Iterator[Case]:
-    """Compare with torch's fused kernel on the CPU over five steps."""
-    for count in (1008, 4096, 16) if full else (96,):
-        for given in (
-            {"lr": 0.01, "beta1": 0.4, "beta2": 0.9, "eps": 1e-3, "weight_decay": 0.1},
-            {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01},
-            {
-                "lr": torch.tensor(0.37),
-                "beta1": 0.8,
-                "beta2": 0.95,
-                "eps": 1e-6,
-                "weight_decay": 0.0,
-            },
-        ):
-            options: dict[str, Any] = {**given, "maximize": given["eps"] == 1e-3}
-            start, scale = make(count), make().abs() + 1.0 if options["maximize"] else None
-            grads = [make(count) * 10.0**-i for i in range(5)]
-
-            def update(
-                kernel: Any = adamw.fused_adamw_,
-                x: Tensor = start,
-                gs: Any = grads,
-                scale: Any = scale,
-                o: Any = options,
-            ) -> Sequence[Tensor]:
-                p, m, v = x.clone(), torch.zeros_like(x), torch.zeros_like(x)
-                step = torch.zeros((), device=x.device)
-                scale = scale.to(x.device) if scale is not None else None
-                for grad in (g.to(x.device, copy=True) for g in gs):
-                    step += 1
-                    kernel([p], [grad], [m], [v], [], [step], amsgrad=False, grad_scale=scale, **o)
-                return p, m, v, grad
-
-            yield Case(
-                kernel="adamw",
-                label=f"{count} elements, {options}",
-                call=update,
-                reference=lambda fn=update, x=start: fn(kernel=torch._fused_adamw_, x=x.cpu()),
-                dtypes=(F32, F32, F32, F32),
-                equal=True,
-            )
-
-    shapes, options = (1008, 96, 0, 64), {"lr": 0.01, "beta1": 0.9, "beta2": 0.95, "eps": 1e-6}
-    items = [(make(n), make(n)) for n in shapes]
-
-    def several(kernel: Any = adamw.fused_adamw_, to: torch.device = make.device) -> Any:
-        """Return several parameters, each at a different step."""
-        ps, grads = ([x.to(to, copy=True) for x in each] for each in zip(*items, strict=True))
-        ms, vs = ([torch.zeros_like(x) for x in ps] for _ in range(2))
-        steps = [torch.full((), float(at + 1), device=to) for at in range(len(ps))]
-        kernel(
-            ps, grads, ms, vs, [], steps, amsgrad=False, maximize=False, weight_decay=0.1, **options
-        )
-        return (*ps, *ms, *vs)
-
-    yield Case(
-        kernel="adamw",
-        label="several, each at its own step",
-        call=several,
-        reference=lambda: several(torch._fused_adamw_, torch.device("cpu")),
-        dtypes=(F32,) * 3 * len(shapes),
-        equal=True,
-    )

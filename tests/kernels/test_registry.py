@@ -20,7 +20,6 @@ from dtensor.daft import Call, DaftError
 from dtensor.daft.errors import ProgramError
 from dtensor.kernels import register, registry
 from dtensor.runtime.lower.program import lower
-from dtensor.runtime.optimizer import shard_optimizer
 from dtensor.sharding.ops.library import PLAIN
 
 MESH = dt.Mesh(tp=2)
@@ -143,26 +142,6 @@ def test_unpicklable_kernel_is_refused_with_fix() -> None:
         ):
             relu_of(fn)
         assert torch.equal(relu_of(fn), X.relu())
-
-
-def test_adamw_update_runs_registered_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    called: list[Any] = []
-
-    def update(*args: Any, **kwargs: Any) -> None:
-        called.append(kwargs["weight_decay"])
-        torch._fused_adamw_(*args, **kwargs)  # type: ignore
-
-    kernel = registry.Kernel(function=update, name="update", ours=True)
-    losses: list[list[float]] = []
-    for chosen in (None, kernel):
-        monkeypatch.setattr(shard_optimizer, "kernel_of", lambda op, device, k=chosen: k)
-        torch.manual_seed(0)
-        model = dt.parallelize(nn.Linear(4, 4), MESH, {"weight": {"tp": dt.Row()}})
-        optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.25)
-        step = dt.train_step(model, lambda m, x: m(x).square().sum(), optimizer)
-        with dt.launch(MESH):
-            losses.append([float(step(X)) for _ in range(4)])
-    assert losses[0] == losses[1] and called == [0.25] * 8  # four steps of two ranks
 
 
 # -- programs and traces name it -------------------------------------------------------------------

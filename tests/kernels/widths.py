@@ -238,7 +238,6 @@ LIMITS: Mapping[str, Callable[[], Iterator[Callable[[], object]]]] = {
     "rope": _ropes,
     "cross_entropy": _cross_entropies,
     "dropout": _dropouts,
-    "adamw": lambda: iter(ahead.adamw_calls(MAX_PROGRAMS * 1024 - 1).values()),
 }
 
 

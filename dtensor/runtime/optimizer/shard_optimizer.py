@@ -24,7 +24,6 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from dtensor.errors import PlanningError
-from dtensor.kernels.registry import kernel_of
 from dtensor.numerics import accumulation_dtype, is_narrow
 from dtensor.private_torch import foreach_add_, fused_adam_, fused_adamw_, without_compiler
 from dtensor.runtime.optimizer.flat_buffers import FlatBuffer, group_by_size, make_buffer
@@ -652,18 +651,14 @@ def _call_adam_kernel(
     states: Sequence[Mapping[str, torch.Tensor]],
     clip: torch.Tensor | None,
 ) -> None:
-    """Update the parameters of one group with one kernel call: torch's, or for AdamW dtensor's own
-    kernel if the device has one."""
+    """Update the parameters of one group with one kernel call."""
     steps = [state["step"] for state in states]
     exp_avgs, exp_avg_sqs = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq"))
     max_exp_avg_sqs = [state["max_exp_avg_sq"] for state in states] if group["amsgrad"] else []
     foreach_add_(steps, 1)
     options = {key: group[key] for key in ("lr", "eps", "weight_decay", "amsgrad", "maximize")}
     options["beta1"], options["beta2"] = group["betas"]
-    kernel = fused_adam_
-    if group["decoupled_weight_decay"]:
-        own_kernel = kernel_of(torch.ops.aten._fused_adamw_.default, parameters[0].device)
-        kernel = fused_adamw_ if own_kernel is None else own_kernel.function
+    kernel = fused_adamw_ if group["decoupled_weight_decay"] else fused_adam_
     tensors = (parameters, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps)
     kernel(*tensors, **options, grad_scale=clip, found_inf=None)
 
