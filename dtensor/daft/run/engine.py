@@ -8,6 +8,7 @@ If a `Call` raises, its rank is poisoned: it skips all later calls but still sen
 for missing values), so that no other rank hangs. At the commit point all ranks learn of the failure
 before any has written state, and `run` returns `UndoneRun`. A failure that cannot be undone (after
 the commit point, in a transfer, or with the GPU lost) is raised as TaskError or CommunicationError.
+If commits have a predicate, the device decides, and `run` returns `DeferredRun` (device_commit.py).
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from dtensor.daft.ir.instructions import (
 from dtensor.daft.ir.program import Built, Program
 from dtensor.daft.ir.text import excerpt
 from dtensor.daft.remote_exceptions import RemoteException, interrupts, reason_of
+from dtensor.daft.run.device_commit import DeferredRun, DeviceCommit, Results
 from dtensor.daft.run.first_uses import use_once
 from dtensor.daft.run.timestamps import Stamps
 from dtensor.daft.run.transport import Pending, Transport, Undeclared, check_rows, check_value
@@ -117,6 +119,7 @@ class Engine:
         ranks = sorted({rank for rank, _ in program.sites})
         self._waits = {rank: starts_of_waits(program.ranks[rank].instructions) for rank in ranks}
         self._skipped = self._vote_sums() if program.alone else frozenset[Site]()
+        self._device_commit = DeviceCommit.of(program, device)
         self._steps = [self._prepare(site) for site in self.sites]
         if device_waits is not None and not program.alone:
             for position, site in enumerate(self.sites):
@@ -145,8 +148,8 @@ class Engine:
         *,
         timed: bool = False,
         keeps: bool = False,
-    ) -> dict[int, dict[str, object]] | UndoneRun:
-        """Run all steps, and return the outputs of each rank, or `UndoneRun`.
+    ) -> Results | UndoneRun | DeferredRun:
+        """Run all steps, and return the outputs of each rank, `UndoneRun`, or `DeferredRun`.
 
         ``counter[0]`` is always the position of the current step. ``timed``: add the timings of
         `Stamps` to the outputs. ``keeps``: some outputs stay in the table for later runs.
@@ -162,8 +165,9 @@ class Engine:
         self._run_steps(self._order, counter)
         results = self.finish(ranks)
         if timed and self._stamps is not None and not isinstance(results, UndoneRun):
-            for rank in ranks:
-                results[rank] |= self._stamps.outputs_of(rank)
+            by_rank = results.results if isinstance(results, DeferredRun) else results
+            for rank, outputs in by_rank.items():
+                outputs |= self._stamps.outputs_of(rank)
         return results
 
     def _timed_steps(self) -> list[Step]:
@@ -185,6 +189,8 @@ class Engine:
         self._running = self._steps if steps is None else steps
         self._keeps_outputs = keeps
         self._poisoned_ranks, self._faults, self.must_roll_back = set(), [], False
+        if self._device_commit is not None:
+            self._device_commit.begin()
         for rank, values in inputs.items():
             for name in tuple(values):
                 value = self.values[rank, name] = values.pop(name)
@@ -274,21 +280,37 @@ class Engine:
             False,
         )
 
-    def finish(self, ranks: Sequence[int]) -> dict[int, dict[str, object]] | UndoneRun:
-        """Return the outputs of these ranks, or `UndoneRun`. Drops all values except state."""
+    def finish(self, ranks: Sequence[int]) -> Results | UndoneRun | DeferredRun:
+        """Return the outputs of these ranks, `UndoneRun` or `DeferredRun`. Drops all values except
+        state."""
+        deferred, faults = self._device_commit, self._faults
         if self._poisoned_ranks:
-            undone = UndoneRun(tuple(self._faults))
             self.values.clear()
             self._running, self._faults = self._steps, []
-            return undone
-        results: dict[int, dict[str, object]] = {}
+            return deferred.finish({}, faults) if deferred else UndoneRun(tuple(faults))
+        results: Results = {}
         for rank in ranks:
             rank_program = self.program.ranks[rank]
             places = {name: self._place(rank, name) for name in rank_program.outputs}
             results[rank] = {name: table[key] for name, (table, key) in places.items()}
             for name in (*rank_program.inputs, *rank_program.outputs):
                 self.values.pop((rank, name), None)
-        return results
+        return results if deferred is None else deferred.finish(results, ())
+
+    def outcome(self, run: DeferredRun) -> UndoneRun | None:
+        """Return the record of a deferred run that was undone, None if it was committed. ``run``:
+        with its rows and its predicate in the host's memory."""
+        if self._device_commit is None or not (run.faults or run.skip.item()):
+            return None
+        faults: list[Fault] = []
+        for site, error, line in self._device_commit.faults(run.rows):
+            failure = describe(self.program, site, reason_of(error), line=line)
+            failure = replace(failure, raised=RemoteException(error))
+            faults.append(Fault(site, TaskError(failure)))
+        faults += run.faults  # a call that raised made its checks before
+        position = {site: at for at, site in enumerate(self.sites)}
+        faults.sort(key=lambda fault: -1 if fault.site is None else position[fault.site])
+        return UndoneRun(tuple(faults))
 
     def close(self) -> None:
         """Unload the program."""
@@ -317,6 +339,8 @@ class Engine:
                         local_values.pop(key, None)
 
                 return free
+            case Vote() | Commit(predicate=str()) if self._device_commit is not None:
+                return self._prepare_deferred(rank, instruction, self._device_commit)
             case Vote(value=value):
                 table, key = self._place(rank, value)
                 word = torch.zeros((), device=self._device)
@@ -343,6 +367,8 @@ class Engine:
         rank, _ = site
         instruction = instruction_at(self.program, site)
         match instruction:
+            case Vote() | Commit(predicate=str()) if self._device_commit is not None:
+                return self._prepare_deferred(rank, instruction, self._device_commit, failed=True)
             case Call() | Commit():
                 return _do_nothing
             case Vote(value=value):
@@ -359,6 +385,27 @@ class Engine:
                 return step
             case _:
                 assert_never(instruction)
+
+    def _prepare_deferred(
+        self, rank: int, instruction: Vote | Commit, device: DeviceCommit, *, failed: bool = False
+    ) -> Step:
+        """Return the step of a vote or a commit that the host does not read. ``failed``: of a
+        poisoned rank."""
+        table, key = self._place(rank, instruction.outputs[0])
+        inputs = [self._place(rank, value) for value in instruction.inputs]
+        if isinstance(instruction, Vote):
+
+            def vote() -> None:
+                rows = [values.get(row) for values, row in inputs]
+                table[key] = device.vote(rank, rows, failed=failed)
+
+            return vote
+        ((words, word),), alone = inputs, self.program.alone
+
+        def commit() -> None:
+            table[key] = device.predicate(None if alone else cast(torch.Tensor, words[word]))
+
+        return commit
 
     def _vote_sums(self) -> frozenset[Site]:
         """Return the collectives that sum only votes, and their waits. They are skipped if one host

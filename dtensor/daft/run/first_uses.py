@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dtensor.daft.ir.host_program import HostProgram
-from dtensor.daft.ir.instructions import Buffer, Call, Collective, Free, Recv, Vote
+from dtensor.daft.ir.instructions import Buffer, Call, Collective, Commit, Free, Recv, Vote
 from dtensor.daft.ir.program import Built, RankProgram
 
 
@@ -71,8 +71,8 @@ def _call_all(
                 receive(names, (buffer,))
             case Collective(outputs=names, out_buffers=buffers, on_host=on_host):
                 receive(names, buffers, torch.device("cpu") if on_host else device)
-            case Vote(value=name):
-                values[name] = torch.zeros((), device=device)
+            case Vote(outputs=names) | Commit(outputs=names):
+                values.update((name, torch.zeros((), device=device)) for name in names)
             case Free(values=names):
                 for name in names:
                     values.pop(name, None)

@@ -24,6 +24,7 @@ import torch
 from dtensor.daft.errors import Failure, TaskError
 from dtensor.daft.ir.host_program import HostProgram
 from dtensor.daft.ir.instructions import Call
+from dtensor.daft.run.device_commit import DeferredRun
 from dtensor.daft.run.engine import Engine, Table
 from dtensor.daft.run.transport import Transport
 from dtensor.daft.undo.failed_run import (
@@ -330,10 +331,14 @@ class Worker:
         return copy_to(value, self.device)
 
     def _results_of(
-        self, results: dict[int, dict[str, object]] | UndoneRun
+        self, results: dict[int, dict[str, object]] | UndoneRun | DeferredRun
     ) -> dict[int, dict[str, object]] | UndoneRun:
         """End the current run: copy the outputs of `keep` into the table, and return copies of the
         outputs that go back to the controller. If the run was undone, record that."""
+        if isinstance(results, DeferredRun):
+            on_host = replace(results, rows=results.rows.cpu(), skip=results.skip.cpu())
+            outcome = self.engines[self._current_run.program].outcome(on_host)
+            results = results.results if outcome is None else outcome
         if isinstance(results, UndoneRun):
             return self._undo(results)
         keep, returned = self._current_run.keep, self._current_run.returned

@@ -8,6 +8,10 @@ of the votes of at least all other ranks. It calls nothing between its vote and 
 vote would count a failure there, and before the commit it writes only replayable state. The check
 follows one order of execution, because the votes that a value sums are the same in every order.
 A program without votes is not checked: if it writes state, its failures cannot be undone.
+
+If a commit has a predicate, the host reads no value of the device (`check_deferred`): each later
+call that writes lasting state reads the predicate, no message writes state, and the row of each
+call that makes checks is in the vote.
 """
 
 from __future__ import annotations
@@ -35,6 +39,57 @@ def check_commit(program: Program, partners: Edges, order: Sequence[Site]) -> No
     in which each wait follows the starts that it needs."""
     if any(isinstance(instruction_at(program, site), Vote | Commit) for site in order):
         _VoteCheck(program, partners).run(order)
+    checked = frozenset(name for name, function in program.functions if function.checks)
+    instructions = [i for rank_program in program.ranks for i in rank_program.instructions]
+    if any(
+        (isinstance(i, Commit) and i.predicate) or (isinstance(i, Vote) and i.faults)
+        for i in instructions
+    ) or any(isinstance(i, Call) and i.fn in checked for i in instructions):
+        for rank in range(program.size):
+            _check_deferred(program, rank, checked)
+
+
+def _check_deferred(program: Program, rank: int, checked: frozenset[str]) -> None:
+    """Raise ProgramError unless the rank's later writes read its predicate and its checks are in
+    its vote. ``checked``: the functions that make checks."""
+    rank_program = program.ranks[rank]
+    instructions = rank_program.instructions
+    rows = {row for i in instructions if isinstance(i, Vote) for row in i.faults}
+    unread, voted, predicate = set(rows), False, None
+    for index, instruction in enumerate(instructions):
+        site, fact, fix = (rank, index), "", ""
+        match instruction:
+            case Call(fn=fn, inputs=inputs) if fn in checked:
+                own = rows.intersection(inputs)
+                if voted or len(own) != 1 or not own <= unread:
+                    fact = (
+                        "it makes checks on the device, and has no row of its own in a later vote"
+                    )
+                    fix = "give it a row, and the row to the rank's vote"
+                unread -= own
+            case Vote():
+                voted = True
+            case Commit():
+                predicate = instruction.predicate
+                if predicate is None:
+                    fact = (
+                        "it has no predicate, and faults or other ranks' writes are on the device"
+                    )
+                    fix = "give every commit a predicate"
+            case Collective(sizes=sizes, on_host=on_host) if sizes is not None or on_host:
+                fact, fix = "the host waits for its counts", "commit without a predicate"
+            case Send(buffer=buffer) | Recv(buffer=buffer) if buffer.variable:
+                fact, fix = "the host waits for its length", "commit without a predicate"
+            case _:
+                pass
+        writes = rank_program.lasting.intersection((*instruction.writes, *instruction.outputs))
+        if predicate is not None and writes and not fact:
+            skips = isinstance(instruction, Call) and predicate in instruction.inputs
+            if not skips:
+                fact = f"it writes {min(writes)!r} after the commit and does not read {predicate!r}"
+                fix = f"write only where {predicate} is 0"
+        if fact:
+            raise fault(program, site, fact, fix)
 
 
 class _VoteCheck:
@@ -94,8 +149,8 @@ class _VoteCheck:
                     raise fault(self.program, site, fact, "call it before the vote")
             case Collective(kind="all_reduce", op="sum"):
                 self._record_contributions(site, instruction)
-            case Commit(value=value):
-                self._commit(site, value)
+            case Commit(value=value, predicate=predicate):
+                self._commit(site, value, deferred=predicate is not None)
             case Send() | Recv() | Collective() | Wait() | Free():
                 pass
             case _:
@@ -110,14 +165,16 @@ class _VoteCheck:
             self.contributions[site, position] = voters
             self.in_flight[site[0], start.outputs[position]] = site, position
 
-    def _commit(self, site: Site, value: str) -> None:
-        """Check that the value sums the votes of all other ranks."""
+    def _commit(self, site: Site, value: str, *, deferred: bool) -> None:
+        """Check that the value sums the votes of all other ranks, and of its own if the device
+        reads it."""
         rank, _ = site
         if rank in self.committed:
             raise fault(self.program, site, "the rank commits twice", "leave one out")
         if rank not in self.voted:
             raise fault(self.program, site, "the rank has not voted", "vote before it")
-        missing = sorted(self.active - self._votes_in(rank, value) - {rank})
+        own = set[int]() if deferred else {rank}  # the host knows whether its own rank has failed
+        missing = sorted(self.active - self._votes_in(rank, value) - own)
         if missing:
             fact = f"{value!r} is not the sum of all votes: those of ranks {missing} are not in it"
             raise fault(self.program, site, fact, "all_reduce the votes of all ranks before it")
