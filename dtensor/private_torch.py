@@ -108,6 +108,7 @@ pack_padded: Any = _torch._pack_padded_sequence
 pad_packed: Any = _torch._pad_packed_sequence
 fused_adam_: Any = _torch._fused_adam_
 fused_adamw_: Any = _torch._fused_adamw_
+fused_sgd_: Any = _torch._fused_sgd_
 gelu: Any = _C._nn.gelu
 silu: Any = _C._nn.silu
 flash_attention_for_cpu: Any = _torch._scaled_dot_product_flash_attention_for_cpu

@@ -239,6 +239,35 @@ def test_exported_optimizer_state_resumes_bitwise(variant: str, masters: bool) -
     )
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("masters", [False, True])
+@pytest.mark.parametrize("foreach", [None, False])
+def test_skipped_step_changes_no_bit_of_shards_and_state(
+    variant: str, masters: bool, foreach: bool | None
+) -> None:
+    """Steps 0, 1 and 3 of 5, with gradients that are NaN, are skipped by a tensor."""
+    kind, given = VARIANTS[variant]
+    given = {**given, "foreach": foreach}
+    start = {n: v.to(BF16) if n != "seven" else v for n, v in values(0).items()}
+    gradients = [{n: g.to(start[n].dtype) for n, g in values(1 + i).items()} for i in range(5)]
+    options, groups = options_of(kind, given), (tuple(start),)
+    plain = Rank(kind, groups, masters=masters)
+    expected = run(plain, copy.deepcopy(start), options, [gradients[2], gradients[4]])
+    optimizer, shards = Rank(kind, groups, masters=masters), copy.deepcopy(start)
+    if given.get("dampening"):
+        with pytest.raises(ValueError, match="dampening cannot be skipped"):
+            run(optimizer, shards, options, gradients[:1], skip=torch.zeros(()))
+        return
+    for number, step in enumerate(gradients):
+        skipped = number in (0, 1, 3)
+        step = {n: g * float("nan") for n, g in step.items()} if skipped else step
+        run(optimizer, shards, options, [step], skip=torch.tensor(float(skipped)))
+        if number == 1:
+            assert_same_bits(shards, start)
+    assert_same_bits(shards, expected)
+    assert_same_bits(optimizer.export(), plain.export())
+
+
 def test_update_of_strided_columns_equals_update_of_contiguous_copies() -> None:
     """Covers columns of a small and of a large tensor."""
     wholes = {"small": torch.randn(6, 8), "large": torch.randn(2 * SMALL, 4)}

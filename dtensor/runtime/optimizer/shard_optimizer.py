@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from operator import is_not
@@ -25,15 +24,15 @@ import torch
 
 from dtensor.errors import PlanningError
 from dtensor.numerics import accumulation_dtype, is_narrow
-from dtensor.private_torch import foreach_add_, fused_adam_, fused_adamw_, without_compiler
+from dtensor.private_torch import without_compiler
 from dtensor.runtime.optimizer.flat_buffers import FlatBuffer, group_by_size, make_buffer
 from dtensor.runtime.optimizer.optimizer_kind import (
     OptimizerKind,
     StateEntry,
     copy_plain,
-    step_without_hooks,
     stray_state,
 )
+from dtensor.runtime.optimizer.update import update
 
 MASTER = "master_param"
 """The key of a master weight in a parameter's state, as in NVIDIA's Transformer Engine."""
@@ -172,6 +171,7 @@ class ShardOptimizer:
         self.probed_kind = kind if isinstance(kind, OptimizerKind) else None
         self.kind = kind.cls if isinstance(kind, OptimizerKind) else kind
         self.masters = masters
+        self._may_skip = False  # whether steps have a ``skip``
         self._reset(())
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -187,19 +187,24 @@ class ShardOptimizer:
         clip: torch.Tensor | None = None,
         parts: Collection[str] = (),
         writable: Collection[str] = (),
+        skip: torch.Tensor | None = None,
     ) -> None:
         """Update the shards that have gradients, and their state ``values``, in place.
 
         ``values`` are in the order of ``updated.names``. ``options``: one dict for each group, and
         for a probed class the optimizer's attributes as the last. Shards become views of flat
         buffers, except those named in ``parts``: slices or copies made for this step. Gradients are
-        divided by ``clip``; only gradients named in ``writable`` may be overwritten.
+        divided by ``clip``; only gradients named in ``writable`` may be overwritten. ``skip``: see
+        `update`.
         """
         for group_options in options if self.probed_kind is None else ():
             if not isinstance(group_options["lr"], float | int | torch.Tensor):
                 raise TypeError(
                     f"lr={group_options['lr']!r} of {self.kind.__name__} is not a number."
                 )
+        if (skip is not None) != self._may_skip:  # step counts have another device
+            self._may_skip = skip is not None
+            self._reset(updated.groups)
         if updated is not self._last_updated:
             if updated.groups != self.groups or self._was_cast(shards):
                 self._reset(updated.groups)
@@ -229,7 +234,8 @@ class ShardOptimizer:
                     gradient.clone()
                 )  # a kernel that divides, or a probed class, may write it
             pairs.append((buffer.parameter, gradient))
-        _update(optimizer, pairs, clip if kernel_divides_by_clip else None)
+        kernel_clip = clip if kernel_divides_by_clip else None
+        update(optimizer, pairs, kernel_clip, skip, is_torch_class=is_torch_class)
         if optimizer.state is not self.state:
             raise TypeError(f"{self.kind.__name__} has replaced its dict of state by another dict.")
         parameters = (p for group in optimizer.param_groups for p in group["params"])
@@ -526,7 +532,11 @@ class ShardOptimizer:
                 f"{key.device.type}.\nfix: leave fused=True out, or train_step(..., "
                 f"master_weights=True)"
             )
-        return {**options, "fused": True} if right and not chosen else options
+        if right and not chosen:
+            return {**options, "fused": True}
+        # the other implementations count steps on the host, unless they are to be captured
+        counts = self._may_skip and key.device.type == "cuda" and not options.get("fused")
+        return {**options, "capturable": True} if counts and "capturable" in options else options
 
 
 @dataclass(frozen=True, slots=True)
@@ -582,85 +592,6 @@ def divide(gradient: torch.Tensor, clip: torch.Tensor) -> torch.Tensor:
     """Return the gradient divided by ``clip``, computed in float32 if it is narrower."""
     wide = gradient.float() if is_narrow(gradient.dtype) else gradient
     return (wide / clip.to(accumulation_dtype(wide.dtype))).to(gradient.dtype)
-
-
-# -- the update ------------------------------------------------------------------------------------
-
-
-def _update(
-    optimizer: Any, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], clip: torch.Tensor | None
-) -> None:
-    """Step the optimizer on pairs of (1-D parameter, gradient). ``clip``: for fused kernels only,
-    which divide the gradients by it in place."""
-    if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and _fused_adam_step(
-        optimizer, pairs, clip
-    ):
-        return
-    for parameter, gradient in pairs:
-        parameter.grad = gradient
-    is_torch_class = type(optimizer) in ELEMENTWISE
-    if is_torch_class:
-        optimizer.grad_scale = clip
-    # The step of a class that is not torch's may use the compiler.
-    with torch.enable_grad(), without_compiler() if is_torch_class else nullcontext():
-        optimizer.step() if is_torch_class else step_without_hooks(optimizer)
-    for parameter, _ in pairs:
-        parameter.grad = None
-
-
-def _fused_adam_step(
-    optimizer: torch.optim.Optimizer,
-    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    clip: torch.Tensor | None,
-) -> bool:
-    """Call Adam's kernel directly, without `torch.optim.Adam.step`, which takes half of the time if
-    tensors are small. Return False, without an update, if a group does not use the fused kernel."""
-    gradients = {id(parameter): gradient for parameter, gradient in pairs}
-    groups: list[tuple[dict[str, Any], list[torch.Tensor]]] = []
-    for group in optimizer.param_groups:
-        lr = group["lr"]
-        if not group["fused"] or (isinstance(lr, torch.Tensor) and lr.device.type != "cpu"):
-            return False
-        groups.append((group, [p for p in group["params"] if id(p) in gradients]))
-    with torch.no_grad():
-        for group, parameters in groups:
-            if parameters:
-                states = [_adam_state(optimizer, parameter, group) for parameter in parameters]
-                _call_adam_kernel(
-                    group, parameters, [gradients[id(p)] for p in parameters], states, clip
-                )
-    return True
-
-
-def _adam_state(
-    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, group: Mapping[str, Any]
-) -> dict[str, torch.Tensor]:
-    """Return a parameter's state; if it has none, initialize it as torch does."""
-    state = optimizer.state[parameter]
-    if not state:
-        state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-        for key in ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])):
-            state[key] = torch.zeros_like(parameter)
-    return state
-
-
-def _call_adam_kernel(
-    group: Mapping[str, Any],
-    parameters: list[torch.Tensor],
-    gradients: list[torch.Tensor],
-    states: Sequence[Mapping[str, torch.Tensor]],
-    clip: torch.Tensor | None,
-) -> None:
-    """Update the parameters of one group with one kernel call."""
-    steps = [state["step"] for state in states]
-    exp_avgs, exp_avg_sqs = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq"))
-    max_exp_avg_sqs = [state["max_exp_avg_sq"] for state in states] if group["amsgrad"] else []
-    foreach_add_(steps, 1)
-    options = {key: group[key] for key in ("lr", "eps", "weight_decay", "amsgrad", "maximize")}
-    options["beta1"], options["beta2"] = group["betas"]
-    kernel = fused_adamw_ if group["decoupled_weight_decay"] else fused_adam_
-    tensors = (parameters, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps)
-    kernel(*tensors, **options, grad_scale=clip, found_inf=None)
 
 
 # -- functions that generated code calls -----------------------------------------------------------
