@@ -40,6 +40,8 @@ class GpuReport:
         host_waits: the number of each call in which a host waited for a GPU.
         peak_bytes: the peak memory of each GPU.
         kernels: the number of kernels that were put on streams.
+        launches: the number of launches of the hosts: ops, copies, group calls of NCCL, and replays
+            of CUDA graphs, each of which launches many kernels.
     """
 
     races: Mapping[Race, int]
@@ -47,6 +49,7 @@ class GpuReport:
     host_waits: Mapping[HostWait, int]
     peak_bytes: tuple[int, ...]
     kernels: int
+    launches: int = 0
 
     def __str__(self) -> str:
         lines = [
@@ -96,6 +99,7 @@ class SimulatedGpus:
                 host_waits=Counter(self._waits),
                 peak_bytes=tuple(memory.peak for memory in self._memories),
                 kernels=self._world.num_kernels,
+                launches=self._world.num_launches,
             )
 
 

@@ -197,6 +197,7 @@ def _wait(what: str, device: Device, until: Sequence[Kernel | None], clock: Cloc
     """Count the wait and run kernels until these have ended. The next kernels of the host's GPUs
     are ordered after all kernels of the clock."""
     host, wait = here(), HostWait(what, line_here())
+    check_not_capturing(str(wait))
     host.waits[wait] += 1
     pending = [kernel for kernel in until if kernel is not None and not kernel.is_done]
     if pending:
@@ -206,6 +207,13 @@ def _wait(what: str, device: Device, until: Sequence[Kernel | None], clock: Cloc
         with nullcontext() if is_busy else host.working():
             host.world.wait(lambda: all(kernel.is_done for kernel in pending), title)
     order_host_after(clock)
+
+
+def check_not_capturing(what: str) -> None:
+    """Raise AcceleratorError if this thread captures a graph, which does not permit ``what``."""
+    for gpu in here().gpus:
+        if (capture := gpu.device.capture_of_thread()) is not None:
+            raise capture.error(what)
 
 
 def order_host_after(clock: Clock) -> None:

@@ -9,6 +9,10 @@ unless `record_stream` names another stream that still uses it; blocks are round
 that no event orders after an earlier access of the block is a `Race`. A free while another stream
 may use the block is an `EarlyFree`. A block is reused only for its own size.
 
+A stream that captures allocates from the pool of its graph, whose memory only captures with this
+pool reuse. A replay makes the accesses again: with other accesses it can race, and it may not use
+memory that was freed since.
+
 Pinned memory of the host has accesses too. A host access that the host has not ordered after an
 access of a GPU, by a wait or a passed event, is a `Race`. As torch's CachingHostAllocator does, the
 simulator reuses freed pinned memory only after the copies that use it: it never reuses it.
@@ -80,32 +84,36 @@ class Use:
 class Uses:
     """The accesses by GPUs of a piece of memory.
 
-    ``reads``: the last read of each stream since the last write; ``write``: the last write.
+    ``reads``: the last read of each stream since the last write; ``write``: the last write;
+    ``freed``: the access that allocated it, if it has been freed since.
     """
 
-    __slots__ = ("reads", "write")
+    __slots__ = ("freed", "reads", "write")
 
     def __init__(self) -> None:
         self.reads: dict[int, Use] = {}
         self.write: Use | None = None
+        self.freed: Access | None = None
 
     def uses(self) -> list[Use]:
         return [*self.reads.values(), *([self.write] if self.write is not None else [])]
 
 
-class Block(Uses):
+class Block:
     """A block of memory. It is freed when its last tensor is deleted.
 
-    ``made``: the access that allocated it; ``recorded``: the streams of `record_stream`, by number.
+    ``made``: the access that allocated it; ``pool``: the number of its graph's pool, or 0;
+    ``used``: its accesses; ``recorded``: the streams of `record_stream`, by number.
     """
 
-    __slots__ = ("made", "memory", "nbytes", "recorded", "storage", "stream")
+    __slots__ = ("made", "memory", "nbytes", "pool", "recorded", "storage", "stream", "used")
 
     def __init__(
         self, memory: Memory, stream: Stream, storage: torch.UntypedStorage, made: Access
     ) -> None:
         self.memory, self.stream, self.storage, self.made = memory, stream, storage, made
-        super().__init__()
+        self.pool = 0
+        self.used = Uses()
         self.nbytes = storage.nbytes()
         self.recorded: dict[int, Stream] = {}
 
@@ -121,6 +129,22 @@ class _Freed:
     key: tuple[int, int]
     storage: torch.UntypedStorage
     waits_for: list[Kernel]
+
+
+@dataclass(slots=True)
+class _Pool:
+    """The memory of one or several graphs.
+
+    ``free``: storages by stream and bytes; ``uses``: by address, also of memory that is reused
+    within a graph; ``nbytes``: of all of it; ``graphs``: how many have it.
+    """
+
+    free: defaultdict[tuple[int, int], list[torch.UntypedStorage]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+    uses: dict[int, Uses] = field(default_factory=dict[int, Uses])
+    nbytes: int = 0
+    graphs: int = 0
 
 
 @dataclass(slots=True)
@@ -145,6 +169,19 @@ class Memory:
         default_factory=lambda: defaultdict(list)
     )
     _recorded: list[_Freed] = field(default_factory=list[_Freed])
+    _pools: dict[int, _Pool] = field(default_factory=dict[int, "_Pool"])
+
+    def hold_pool(self, number: int) -> None:
+        """Keep the memory of a pool for one more graph."""
+        self._pools.setdefault(number, _Pool()).graphs += 1
+
+    def drop_pool(self, number: int) -> None:
+        """Free the memory of the pool if no other graph has it."""
+        pool = self._pools[number]
+        pool.graphs -= 1
+        if not pool.graphs:
+            self.nbytes -= pool.nbytes
+            del self._pools[number]
 
     def allocate(
         self,
@@ -167,17 +204,27 @@ class Memory:
                     f"which has {self.nbytes} bytes in use"
                 )
             self._free_recorded()
-            free_storages = self._free[stream.number, nbytes]
-            storage = free_storages.pop() if free_storages else torch.UntypedStorage(nbytes)
-            self.nbytes += nbytes
+            pool = None if stream.capture is None else self._pools[stream.capture.pool]
+            free_storages = (self._free if pool is None else pool.free)[stream.number, nbytes]
+            reuses = bool(free_storages)
+            storage = free_storages.pop() if reuses else torch.UntypedStorage(nbytes)
+            if pool is None:
+                self.nbytes += nbytes
+            elif not reuses:
+                self.nbytes += nbytes
+                pool.nbytes += nbytes
             self.peak = max(self.peak, self.nbytes)
         with disable_current_modes():
             elem = torch.empty(0, dtype=dtype).set_(storage, 0, tuple(size), tuple(stride))
             raw = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (nbytes,), (1,))
         block = Block(self, stream, storage, made)
+        if pool is not None and stream.capture is not None:
+            block.pool = stream.capture.pool
+            block.used = pool.uses.setdefault(storage.data_ptr(), block.used)
         if nbytes:
-            stream.put(Kernel("poison", made.line, stream, lambda: raw.fill_(POISON)))
-            block.write = Use(stream.number, stream.seq, made)
+            act = lambda: raw.fill_(POISON)  # noqa: E731
+            stream.put(Kernel("poison", made.line, stream, act, is_launch=False))
+            self.access(stream, [], [block.used], made)
         return elem, block
 
     def access(
@@ -185,11 +232,19 @@ class Memory:
     ) -> None:
         """Record the accesses of the kernel that was put on the stream last, and count the races
         with earlier accesses."""
+        if stream.capture is not None:
+            reads, writes = list(reads), list(writes)
+            stream.capture.record_access(lambda replay: self.access(replay, reads, writes, access))
+            return
 
         def is_ordered(use: Use) -> bool:
             return use.seq <= stream.clock.get(use.number, 0)
 
+        reads, writes = list(reads), list(writes)
         now = Use(stream.number, stream.seq, access)
+        for block in (*reads, *writes):
+            if block.freed is not None:  # a replay uses memory that it does not own
+                self.early_frees[EarlyFree(block.freed, access)] += 1
         for block in writes:
             for use in block.uses():
                 if not is_ordered(use):
@@ -212,8 +267,12 @@ class Memory:
         """Make the block reusable, and count an early free if another stream may use it."""
         stream = block.stream
         with stream.device.world.lock:
+            if block.pool:
+                self._free_in_pool(block)
+                return
             self.nbytes -= block.nbytes
-            for use in block.uses():
+            block.used.freed = block.made
+            for use in block.used.uses():
                 ordered_seq = max(
                     stream.clock.get(use.number, 0),
                     stream.device.host_clock.get(use.number, 0),
@@ -230,6 +289,13 @@ class Memory:
                 self._recorded.append(_Freed(key, block.storage, waits_for))
             else:
                 self._free[key].append(block.storage)
+
+    def _free_in_pool(self, block: Block) -> None:
+        """Make memory reusable for the pool's captures. As in torch, a capture does not reuse a
+        block of which a stream was recorded."""
+        pool = self._pools.get(block.pool)
+        if pool is not None and block.nbytes and not block.recorded:
+            pool.free[block.stream.number, block.nbytes].append(block.storage)
 
     def _free_recorded(self) -> None:
         """Make freed blocks reusable if the recorded streams have ended their kernels."""

@@ -14,7 +14,7 @@ Comments give the source of each rule; "PG" is ProcessGroupNCCL.hpp of torch 2.1
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -24,7 +24,7 @@ from dtensor.private_torch import disable_current_modes
 from dtensor.testing.gpus.host import VisibleGpu, here, line_here
 from dtensor.testing.gpus.memory import Access
 from dtensor.testing.gpus.tensors import SimTensor
-from dtensor.testing.gpus.world import Clock, Kernel, Stream, World
+from dtensor.testing.gpus.world import Kernel, Point, Stream, World
 
 Direction: TypeAlias = Literal["send", "recv"]
 _OPPOSITE: dict[Direction, Direction] = {"send": "recv", "recv": "send"}
@@ -89,6 +89,10 @@ class GroupKernel(Kernel):
     pending: dict[tuple[Direction, int], Tensor] = field(default_factory=dict)
     alive: list[SimTensor] = field(default_factory=list["SimTensor"])
 
+    def replayed(self, stream: Stream) -> GroupKernel:
+        pending = dict(self.pending)
+        return replace(self, stream=stream, is_launch=False, pending=pending, alive=[])
+
     def end(self) -> None:
         Kernel.end(self)
         for tensor in self.alive:  # a host that sees the end of the kernel may free them
@@ -130,18 +134,11 @@ class Work:
     274-304)."""
 
     kernel: GroupKernel
-    clock: Clock
+    point: Point
 
     def wait(self) -> None:
-        stream, kernel = here().current.stream, self.kernel
-        stream.follow(self.clock)
-        if not kernel.is_done:
-            stream.put(
-                Kernel(
-                    f"waits for {kernel.what}", kernel.line, stream, None, lambda: kernel.is_done
-                )
-            )
-        kernel.alive = []
+        here().current.stream.wait_for(self.point)
+        self.kernel.alive = []
 
 
 class Group:
@@ -150,6 +147,7 @@ class Group:
     def __init__(self, fabric: Fabric, name: str, position: int, gpu: VisibleGpu) -> None:
         self.fabric, self.name, self.position, self.gpu = fabric, name, position, gpu
         self.stream: Stream = gpu.device.stream(f"NCCL {name} #{position}")
+        self.stream.keeps_order = True
         self._messages: list[Message] | None = None
 
     def _start_coalescing(self) -> None:
@@ -178,11 +176,8 @@ class Group:
         messages, self._messages = self._messages or [], None
         if not self.fabric.connects_eagerly:
             self._connect(messages)
-        current, line = here().current.stream, line_here()
-        self.stream.follow(current.clock)  # ProcessGroupNCCL.cpp, `syncStream`
-        if (last := current.last) is not None and not last.is_done:
-            title = f"waits for {last.what}"
-            self.stream.put(Kernel(title, line, self.stream, None, lambda: last.is_done))
+        line = line_here()
+        self.stream.wait_for(here().current.stream.point)  # ProcessGroupNCCL.cpp, `syncStream`
         pending: dict[tuple[Direction, int], Tensor]
         pending = {(m.direction, m.peer): m.tensor.elem for m in messages}
         what = f"NCCL {self.name} " + ", ".join(f"{d} {p}" for d, p in sorted(pending))
@@ -192,10 +187,10 @@ class Group:
         )
         self.stream.put(kernel)
         now = Access(what, line, f"{self.gpu.device}, {self.stream.name}")
-        sent = [m.tensor.block for m in messages if m.direction == "send"]
-        received = [m.tensor.block for m in messages if m.direction == "recv"]
+        sent = [m.tensor.block.used for m in messages if m.direction == "send"]
+        received = [m.tensor.block.used for m in messages if m.direction == "recv"]
         self.gpu.memory.access(self.stream, sent, received, now)
-        return Work(kernel, dict(self.stream.clock))
+        return Work(kernel, self.stream.point)
 
     def _connect(self, messages: list[Message]) -> None:
         """Wait for the hosts of new peers: the first message of each direction between two members

@@ -234,10 +234,10 @@ def _queue(
     run = ON_CUDA.get(func, func)
     if func in VARYING and here().world.varies and not torch.are_deterministic_algorithms_enabled():
         run = with_random_last_bits(run, here().world.rng)
-    reads = {id(x.block): x.block for x in sims}
+    reads = {id(x.block): x.block.used for x in sims}
     if written := [x for x in _written(func, args, kwargs) if isinstance(x, SimTensor)]:
         gpu.stream.put(Kernel(str(func), line, gpu.stream, _call(run, cpu_args, cpu_kwargs)))
-        writes = {id(x.block): x.block for x in written}
+        writes = {id(x.block): x.block.used for x in written}
         only_read = [block for key, block in reads.items() if key not in writes]
         gpu.memory.access(gpu.stream, only_read, writes.values(), now)
         return None if not returns else written[0] if len(returns) == 1 else tuple(written)
@@ -257,7 +257,7 @@ def _queue(
             elem.copy_(value)
 
     gpu.stream.put(Kernel(str(func), line, gpu.stream, without_modes(compute)))
-    gpu.memory.access(gpu.stream, reads.values(), [x.block for x in results], now)
+    gpu.memory.access(gpu.stream, reads.values(), [x.block.used for x in results], now)
     return returned
 
 
@@ -311,7 +311,7 @@ def _put_result(value: Tensor, func: OpOverload, gpu: VisibleGpu) -> SimTensor:
     gpu.stream.put(
         Kernel(str(func), now.line, gpu.stream, without_modes(lambda: elem.copy_(value)))
     )
-    gpu.memory.access(gpu.stream, [], [result.block], now)
+    gpu.memory.access(gpu.stream, [], [result.block.used], now)
     return result
 
 
@@ -399,7 +399,7 @@ def _to_host(to: Tensor, source: SimTensor, waits: bool) -> Tensor:
     now = Access("copy to the host", line_here(), f"{source.gpu.device}, {stream.name}")
     stream.put(Kernel(now.what, now.line, stream, without_modes(lambda: to.copy_(elem))))
     writes = [] if pinned is None else [pinned]
-    source.gpu.memory.access(stream, [source.block], writes, now)
+    source.gpu.memory.access(stream, [source.block.used], writes, now)
     if waits or pinned is None or not _is_memcpy(to, elem):
         host_wait("copy to the host", stream)
     return to
@@ -412,7 +412,7 @@ def _put_copy(to: SimTensor, source: Tensor, waits: bool) -> None:
     reads: list[Uses] = []
     if isinstance(source, SimTensor):
         value, what = source.elem, "copy_"
-        reads.append(source.block)
+        reads.append(source.block.used)
         between_gpus = source.gpu is not gpu
         if between_gpus:  # ATen/native/cuda/Copy.cu uses the source's stream; both streams wait
             what = "copy between GPUs"
@@ -431,7 +431,7 @@ def _put_copy(to: SimTensor, source: Tensor, waits: bool) -> None:
     stream = gpu.stream
     now = Access(what, line_here(), f"{gpu.device}, {stream.name}")
     stream.put(Kernel(what, now.line, stream, without_modes(lambda: elem.copy_(value))))
-    to.gpu.memory.access(stream, reads, [to.block], now)
+    to.gpu.memory.access(stream, reads, [to.block.used], now)
     if between_gpus:
         _order(gpu, to.gpu)
     if host_waits:
@@ -440,12 +440,7 @@ def _put_copy(to: SimTensor, source: Tensor, waits: bool) -> None:
 
 def _order(first: VisibleGpu, then: VisibleGpu) -> None:
     """Make the current stream of the second GPU wait for the current stream of the first."""
-    last = first.stream.last
-    then.stream.follow(first.stream.clock)
-    if last is not None and not last.is_done:
-        then.stream.put(
-            Kernel(f"waits for {last.what}", last.line, then.stream, None, lambda: last.is_done)
-        )
+    then.stream.wait_for(first.stream.point)
 
 
 def _is_memcpy(x: Tensor, other: Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
@@ -18,14 +19,16 @@ from dtensor.runtime.lower import state_writes
 from dtensor.sharding.local import attention_kernels
 from dtensor.testing.gpus.host import (
     VisibleGpu,
+    check_not_capturing,
     device_wait,
     here,
     host_wait,
+    line_here,
     order_host_after,
 )
 from dtensor.testing.gpus.memory import pinned_copy
 from dtensor.testing.gpus.tensors import SimTensor, is_pinned
-from dtensor.testing.gpus.world import Clock, Kernel
+from dtensor.testing.gpus.world import Capture, Point
 from dtensor.testing.gpus.world import Stream as SimStream
 
 
@@ -67,6 +70,7 @@ class Stream:
         host_wait("stream.synchronize()", self.sim)
 
     def query(self) -> bool:
+        check_not_capturing(f"stream.query() ({line_here()})")
         return self.sim.is_idle
 
     def __eq__(self, other: object) -> bool:
@@ -77,35 +81,35 @@ class Stream:
 
 
 class Event:
-    """A stand-in for torch.cuda.Event. ``kernel``, ``clock``: the last kernel and the clock of the
-    stream at the time of `record`; None before."""
+    """A stand-in for torch.cuda.Event. ``point``: the point of the stream at the time of `record`;
+    None before."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        self.kernel: Kernel | None = None
-        self.clock: Clock = {}
+        self.point: Point | None = None
         self.stream: SimStream | None = None
 
     def record(self, stream: Stream | None = None) -> None:
-        sim = here().current.stream if stream is None else stream.sim
-        self.kernel, self.clock, self.stream = sim.last, dict(sim.clock), sim
+        self.stream = here().current.stream if stream is None else stream.sim
+        self.point = self.stream.point
 
     def wait(self, stream: Stream | None = None) -> None:
-        sim = here().current.stream if stream is None else stream.sim
-        kernel = self.kernel
-        sim.follow(self.clock)
-        if kernel is not None and not kernel.is_done and kernel.stream is not sim:
-            what = f"waits for {kernel.what} on {kernel.stream.name}"
-            sim.put(Kernel(what, kernel.line, sim, None, lambda: kernel.is_done))
+        if self.point is not None:
+            (here().current.stream if stream is None else stream.sim).wait_for(self.point)
 
     def synchronize(self) -> None:
-        if self.stream is not None and not self.query():
-            host_wait("event.synchronize()", self.stream, until=self.kernel, clock=self.clock)
+        if self.stream is not None and self.point is not None and not self.query():
+            point = self.point
+            host_wait("event.synchronize()", self.stream, until=point.last, clock=point.clock)
 
     def query(self) -> bool:
         """Return whether the event has passed. If it has, the host is ordered after it."""
-        passed = self.kernel is None or self.kernel.is_done
-        if passed:
-            order_host_after(self.clock)
+        check_not_capturing(f"event.query() ({line_here()})")
+        point = self.point
+        if point is not None and point.capture is not None:
+            raise point.capture.error("a query of an event that was recorded in a capture")
+        passed = point is None or point.last is None or point.last.is_done
+        if passed and point is not None:
+            order_host_after(point.clock)
         return passed
 
 
@@ -120,7 +124,7 @@ def default_stream(device: Any = None) -> Stream:
 
 
 @contextmanager
-def stream(stream: Stream | None) -> Generator[None]:
+def stream_context(stream: Stream | None) -> Generator[None]:
     if stream is None:
         yield
         return
@@ -133,6 +137,72 @@ def stream(stream: Stream | None) -> Generator[None]:
         yield
     finally:
         gpu.stream, host.index = previous_stream, previous_index
+
+
+_pool_numbers = itertools.count(1)
+
+
+def graph_pool_handle() -> int:
+    return next(_pool_numbers)
+
+
+class CUDAGraph:
+    """A stand-in for torch.cuda.CUDAGraph."""
+
+    def __init__(self, keep_graph: bool = False) -> None:
+        self._gpu: VisibleGpu | None = None
+        self._capture: Capture | None = None
+
+    def capture_begin(self, pool: int | None = None, capture_error_mode: str = "global") -> None:
+        """Begin a capture on the current stream, which must not be the default stream
+        (at::cuda::CUDAGraph::capture_begin). Other threads may wait: "thread_local"."""
+        gpu = self._gpu = here().current
+        if gpu.stream is gpu.device.main:
+            raise RuntimeError("CUDA graphs must be captured on a non-default stream.")
+        if self._capture is not None or gpu.device.captures:
+            raise RuntimeError("This graph, or another one of the GPU, is captured already.")
+        number = graph_pool_handle() if pool is None else pool
+        gpu.memory.hold_pool(number)
+        self._capture = Capture(gpu.stream, number)
+
+    def capture_end(self) -> None:
+        assert self._capture is not None, "capture_begin comes first"
+        if here().current.stream is not self._capture.streams[0]:
+            raise RuntimeError("Capture must end on the same stream it began on.")
+        self._capture.end()
+
+    def replay(self) -> None:
+        assert self._capture is not None, "capture_begin and capture_end come first"
+        self._capture.replay(here().current.stream)
+
+    def pool(self) -> int:
+        assert self._capture is not None, "capture_begin comes first"
+        return self._capture.pool
+
+    def reset(self) -> None:
+        if self._capture is not None and self._gpu is not None:
+            self._gpu.memory.drop_pool(self._capture.pool)
+            self._capture = None
+
+    def __del__(self) -> None:
+        self.reset()
+
+
+@contextmanager
+def graph(
+    cuda_graph: CUDAGraph,
+    pool: int | None = None,
+    stream: Stream | None = None,
+    capture_error_mode: str = "global",
+) -> Generator[None]:
+    """A stand-in for torch.cuda.graph: waits for the GPU, and captures on a side stream."""
+    synchronize()
+    with stream_context(stream or Stream()):
+        cuda_graph.capture_begin(pool, capture_error_mode)
+        try:
+            yield
+        finally:
+            cuda_graph.capture_end()
 
 
 def synchronize(device: Any = None) -> None:
@@ -264,7 +334,15 @@ PATCHES: tuple[tuple[Any, str, Any], ...] = (
     (torch.cuda, "Event", Event),
     (torch.cuda, "current_stream", current_stream),
     (torch.cuda, "default_stream", default_stream),
-    (torch.cuda, "stream", stream),
+    (torch.cuda, "stream", stream_context),
+    (torch.cuda, "CUDAGraph", CUDAGraph),
+    (torch.cuda, "graph", graph),
+    (torch.cuda, "graph_pool_handle", graph_pool_handle),
+    (
+        torch.cuda,
+        "is_current_stream_capturing",
+        lambda: here().current.stream.capture is not None,
+    ),
     (torch.cuda, "synchronize", synchronize),
     (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
     (torch.cuda, "memory_allocated", lambda *_: here().current.memory.nbytes),

@@ -97,8 +97,8 @@ def _put(fn: Any, arguments: Mapping[str, Any], run: Callable[..., Any]) -> None
     first_use(what, gpu.device)
     gpu.stream.put(Kernel(what, line, gpu.stream, without_modes(run_silently)))
     names = written_arguments(fn)
-    writes = {id(x.block): x.block for name, x in sims.items() if name in names}
-    reads = {id(x.block): x.block for x in sims.values() if id(x.block) not in writes}
+    writes = {id(x.block): x.block.used for name, x in sims.items() if name in names}
+    reads = {id(x.block): x.block.used for x in sims.values() if id(x.block) not in writes}
     now = Access(what, line, f"{gpu.device}, {gpu.stream.name}")
     gpu.memory.access(gpu.stream, reads.values(), writes.values(), now)
 

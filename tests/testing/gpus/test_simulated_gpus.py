@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -346,6 +347,153 @@ def test_program_reads_counts_of_experts_on_their_gpu(splits: bool) -> None:
     with dt.testing.simulated_gpus(num=2, seed=0):
         found = bias(dt.Mesh(ep=2), "cuda", **options)
     assert torch.equal(found, bias(dt.Mesh(), "cpu"))
+
+
+# -- CUDA graphs -----------------------------------------------------------------------------------
+
+
+@contextmanager
+def captured(**given: Any) -> Generator[torch.cuda.CUDAGraph]:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, **given):
+        yield graph
+
+
+def doubled_on_side(x: Tensor, **flags: bool) -> Tensor:
+    return on_side(x, **{"waits": True, "joins": True, **flags}, run=lambda x: x * 2)
+
+
+@pytest.mark.parametrize("run", [add_one, lambda x: x + 1], ids=["triton", "torch"])
+@pytest.mark.parametrize("seed", range(4))
+def test_replay_runs_captured_kernels_on_the_same_memory(
+    run: Callable[[Tensor], Tensor], seed: int
+) -> None:
+    with gpus(seed=seed) as seen:
+        x, total = torch.zeros(6, device="cuda"), torch.zeros(6, device="cuda")
+        run(x)
+        with captured() as graph:
+            y = run(doubled_on_side(x)) * 1
+            total.add_(y)
+        assert total.tolist() == [0.0] * 6  # a capture runs nothing
+        results: list[list[float]] = []
+        for i in range(3):
+            x.copy_(torch.full((6,), float(i)).cuda())
+            launches = seen.report().launches
+            graph.replay()
+            assert seen.report().launches == launches + 1
+            results.append(y.tolist())
+        assert results == [[1.0] * 6, [3.0] * 6, [5.0] * 6] and total.tolist() == [9.0] * 6
+        assert not seen.report().races and not seen.report().early_frees
+
+
+_REFUSED: dict[str, Callable[[Tensor], object]] = {
+    "_local_scalar_dense": lambda x: x.sum().item(),
+    "copy to the host": lambda x: x.cpu(),
+    "copy from the host": lambda x: x.copy_(torch.ones(6)),
+    "synchronize": lambda x: torch.cuda.synchronize(),
+    "event.query": lambda x: torch.cuda.current_stream().record_event().query(),
+    "first use": lambda x: x[None] @ x[:, None],
+    "does not include": lambda x: on_side(x, waits=False, joins=False, run=lambda x: x * 2),
+    "does not wait for": lambda x: doubled_on_side(x, joins=False),
+    "work that the capture": lambda x: torch.cuda.current_stream().wait_stream(
+        torch.cuda.default_stream()
+    ),
+}
+
+
+@pytest.mark.parametrize("what", list(_REFUSED))
+def test_capture_refuses_what_cuda_does_not_permit(what: str) -> None:
+    with gpus():
+        x = torch.ones(6, device="cuda")
+        with pytest.raises(torch.AcceleratorError, match=what), captured():
+            _REFUSED[what](x)
+        assert (x + 1).tolist() == [2.0] * 6
+
+
+def test_capture_is_refused_on_the_default_stream() -> None:
+    with gpus(), pytest.raises(RuntimeError, match="non-default"):
+        torch.cuda.CUDAGraph().capture_begin()
+
+
+def _input_after_replay(x: Tensor, replay: Callable[[], None], y: Tensor) -> object:
+    replay()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        return x.fill_(3)
+
+
+def _result_without_event(x: Tensor, replay: Callable[[], None], y: Tensor) -> object:
+    replay()
+    return on_side(y, waits=False, joins=True, run=lambda y: y + 1)
+
+
+def _next_replay_before_result_is_read(x: Tensor, replay: Callable[[], None], y: Tensor) -> object:
+    replay()
+    z = on_side(y, waits=True, joins=False, run=lambda y: y + 1)
+    replay()
+    return z
+
+
+@pytest.mark.parametrize(
+    "program", [_input_after_replay, _result_without_event, _next_replay_before_result_is_read]
+)
+def test_access_that_no_event_orders_with_a_replay_is_a_race(program: Any) -> None:
+    with gpus() as seen:
+        x = torch.ones(6, device="cuda")
+        with captured() as graph:
+            y = x * 2
+        torch.cuda.synchronize()
+        program(x, graph.replay, y)
+        assert seen.report().races
+
+
+def test_missing_wait_within_a_graph_is_a_race_of_its_replay() -> None:
+    with gpus() as seen:
+        x = torch.ones(6, device="cuda")
+        y = torch.zeros(6, device="cuda")
+        with captured() as graph:
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            y.add_(x)
+            with torch.cuda.stream(side):
+                z = y * 2
+            torch.cuda.current_stream().wait_stream(side)
+        assert not seen.report().races
+        graph.replay()
+        (race,) = seen.report().races
+        assert "add_" in str(race) and "mul" in str(race)
+        del z
+
+
+def test_replay_with_memory_that_was_freed_since_the_capture_is_an_early_free() -> None:
+    with gpus() as seen:
+        x = torch.ones(6, device="cuda")
+        with captured() as graph:
+            y = x * 2
+        graph.replay()
+        assert y.tolist() == [2.0] * 6 and not seen.report().early_frees
+        x = x + 1  # another address
+        graph.replay()
+        assert seen.report().early_frees
+
+
+def test_graphs_of_one_pool_reuse_its_memory_and_reset_frees_it() -> None:
+    with gpus() as seen:
+        x = torch.ones(1024, device="cuda")
+        held = torch.cuda.memory_allocated()
+        stream = torch.cuda.Stream()
+        with captured(stream=stream) as first:
+            y = ((x + 1) * 2 + 3).sum()
+        with captured(pool=first.pool(), stream=stream) as second:
+            z = ((x + 4) * 2 + 3).sum()
+        assert torch.cuda.memory_allocated() - held <= 2 * x.nbytes + 4 * 512
+        first.replay()
+        second.replay()
+        assert (y.item(), z.item()) == (7 * 1024.0, 13 * 1024.0)
+        assert not seen.report().races and not seen.report().early_frees
+        first.reset()
+        second.reset()
+        assert torch.cuda.memory_allocated() == held
 
 
 def test_plain_autograd_is_refused_with_train_step_as_fix() -> None:
