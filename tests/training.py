@@ -321,7 +321,7 @@ def assert_same_bits(found: Any, expected: Any, where: str = "state") -> None:
 def failing_updates(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that is empty until a test puts n into it: then the n-th update of a rank in
     this process raises ArithmeticError after its kernel, and the list is empty again."""
-    update, until = shard_optimizer._update, list[int]()
+    update, until = shard_optimizer.update, list[int]()
 
     def failing(*given: object) -> None:
         update(*given)  # type: ignore[arg-type]
@@ -331,5 +331,5 @@ def failing_updates(monkeypatch: pytest.MonkeyPatch) -> list[int]:
                 until.clear()
                 raise ArithmeticError("after the kernel")
 
-    monkeypatch.setattr(shard_optimizer, "_update", failing)
+    monkeypatch.setattr(shard_optimizer, "update", failing)
     return until

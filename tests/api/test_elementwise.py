@@ -185,7 +185,7 @@ def test_failed_step_restores_numbers_of_custom_optimizer(monkeypatch: pytest.Mo
     """The failure is before or during the update; values that the user has written since the step
     are kept."""
     both = Both(own.ByText)
-    update, fails = shard_optimizer._update, [0]
+    update, fails = shard_optimizer.update, [0]
 
     def failing(*given: object) -> None:
         update(*given)  # type: ignore[arg-type]
@@ -193,7 +193,7 @@ def test_failed_step_restores_numbers_of_custom_optimizer(monkeypatch: pytest.Mo
             fails[0] -= 1
             raise ArithmeticError("after the update")
 
-    monkeypatch.setattr(shard_optimizer, "_update", failing)
+    monkeypatch.setattr(shard_optimizer, "update", failing)
     group: Any = both.opt.param_groups[0]
     with dt.launch(both.mesh, snapshot_every=1):
         for number, x in enumerate(batches(5)):

@@ -280,7 +280,7 @@ def test_switch_adds_ranks_to_launch() -> None:
 
 def test_failed_update_on_new_rank_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     a, b, data = PLACES["single"], PLACES["tp2"], batches(3)
-    update, until = shard_optimizer._update, [-1]
+    update, until = shard_optimizer.update, [-1]
 
     def failing(*given: Any) -> None:
         update(*given)
@@ -288,7 +288,7 @@ def test_failed_update_on_new_rank_is_undone(monkeypatch: pytest.MonkeyPatch) ->
         if until[0] == 0:
             raise ArithmeticError("after the kernel")
 
-    monkeypatch.setattr(shard_optimizer, "_update", failing)
+    monkeypatch.setattr(shard_optimizer, "update", failing)
     trained = Trained(a)
     with dt.launch(a.mesh, snapshot_every=1) as run:
         trained.losses(data[:1])

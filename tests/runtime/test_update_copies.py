@@ -39,25 +39,25 @@ def counted(run: Run, one: Any) -> tuple[list[int], list[int], list[int]]:
     and the bytes of all gradients."""
     copied: list[int] = []
     whole: list[int] = []
-    plain_step, plain_update = ShardOptimizer.step, shard_optimizer._update
+    plain_step, plain_update = ShardOptimizer.step, shard_optimizer.update
     now: list[tuple[ShardOptimizer, Mapping[str, Tensor]]] = []
 
     def step(self: ShardOptimizer, what: Any, shards: Any, options: Any, *more: Any) -> None:
         now[:] = [(self, more[0])]
         plain_step(self, what, shards, options, *more)
 
-    def update(optimizer: Any, given: Any, clip: Tensor | None) -> None:
+    def update(optimizer: Any, given: Any, *more: Any) -> None:
         [(own, gradients)] = now
         flat = {id(parameter): gradient.untyped_storage() for parameter, gradient in given}
         read = {n: flat[id(own.buffer_by_name[n].parameter)].data_ptr() for n in gradients}
         moved = [g for n, g in gradients.items() if g.untyped_storage().data_ptr() != read[n]]
         copied.append(sum(g.nbytes for g in moved))
         whole.append(sum(g.nbytes for g in gradients.values()))
-        plain_update(optimizer, given, clip)
+        plain_update(optimizer, given, *more)
 
     with pytest.MonkeyPatch.context() as patch, dt.launch(run.mesh) as session:
         patch.setattr(ShardOptimizer, "step", step)
-        patch.setattr(shard_optimizer, "_update", update)
+        patch.setattr(shard_optimizer, "update", update)
         for _ in range(2):
             copied.clear()
             whole.clear()

@@ -235,7 +235,7 @@ class ShardOptimizer:
                 )  # a kernel that divides, or a probed class, may write it
             pairs.append((buffer.parameter, gradient))
         kernel_clip = clip if kernel_divides_by_clip else None
-        update(optimizer, pairs, kernel_clip, skip, is_torch_class=is_torch_class)
+        update(optimizer, pairs, kernel_clip, skip, is_torch_class)
         if optimizer.state is not self.state:
             raise TypeError(f"{self.kind.__name__} has replaced its dict of state by another dict.")
         parameters = (p for group in optimizer.param_groups for p in group["params"])

@@ -1,7 +1,7 @@
 """Step a torch optimizer on flat buffers: its fused kernel once for each group, or its `step`.
 
-    update(adamw, [(parameter, gradient)], clip, None, is_torch_class=True)
-    update(adamw, [(parameter, gradient)], clip, torch.ones(()), is_torch_class=True)  # no change
+    update(adamw, [(parameter, gradient)], clip, None, True)
+    update(adamw, [(parameter, gradient)], clip, torch.ones(()), True)  # no change
 
 With ``skip``, the host does not know whether the update takes place. A fused kernel returns without
 a write if ``skip`` is exactly 1. Otherwise the old values are selected again after the step, from
@@ -33,7 +33,6 @@ def update(
     pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
     clip: torch.Tensor | None,
     skip: torch.Tensor | None,
-    *,
     is_torch_class: bool,
 ) -> None:
     """Step the optimizer on pairs of (1-D parameter, gradient).
