@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from dtensor.daft import Function
-from dtensor.daft.ir.code import Body, CodeLine, tuple_text
+from dtensor.daft.ir.code import Body, Check, CodeLine, tuple_text
 from dtensor.kernels.registry import (
     Made,
     check_apart,
@@ -57,6 +57,8 @@ class CodeBuilder:
     with_bias: dict[int, tuple[str, CodeLine]] = field(default_factory=dict)
     # by number of a line: the product of the line before, and one line that replaces both
     kernels: dict[str, None] = field(default_factory=dict)  # that are called: ``rms_norm [triton]``
+    checks: list[Check] = field(default_factory=list)  # that the code makes on the device
+    faults: str = ""  # the name of the row in which they record the first fault
 
     def __bool__(self) -> bool:
         return bool(self.lines)
@@ -82,13 +84,6 @@ class CodeBuilder:
         comma = "," if call.multiple and len(results) == 1 else ""
         text = f"{targets}{comma} = {function}({', '.join(args)})"
         reads = (*operands, *run_number_names(call))
-        if self.device.type == "cuda":
-            # imported here because few programs run on CUDA
-            from dtensor.sharding.local.device_asserts import check_before
-
-            if (check := check_before(call.target, call.args)) is not None:
-                checked, given = self.bind("check", check[0]), ", ".join(args[check[1] :])
-                self.line(f"{checked}({given})", reads, (), source, called=checked)
         named = [r for r in results if r is not None]
         if kernel is None and call.target in _PRODUCTS:
             self.products.update(named)
@@ -106,29 +101,14 @@ class CodeBuilder:
             self.line(
                 text, reads, named, source, called=function, op=kernel_name, comment=kernel_name
             )
-            self._record_positions(call, results, source)
             return
-        before = next(n for n in map("before_{}".format, itertools.count()) if self.is_unused(n))
+        before = self.unused("before")
         self.apply(versions, [operands], [before], source=source)
         self.line(text, reads, named, source, called=function, op=kernel_name, comment=kernel_name)
         self.apply(check_kept, [operands, before], (), kernel.name, source=source)
         self.apply(check_made, [named], (), kernel.name, result_types(), source=source)
         if not _is_view(call.target):
             self.apply(check_apart, [named, operands], (), kernel.name, source=source)
-
-    def _record_positions(
-        self, call: OpCall, results: Sequence[str | None], source: str | None
-    ) -> None:
-        """On a GPU, record that the positions of a topk are in range, so that nobody waits for a
-        check of them."""
-        if self.device.type != "cuda" or call.target is not _aten.topk.default:
-            return
-        from dtensor.sharding.local.device_asserts import record_positions
-
-        shape, index = call.operands[0].shape, results[1]
-        if shape and index is not None:
-            size: int = shape[call.arg(2, "dim", -1)]
-            self.apply(record_positions, [index], (), size, source=source)
 
     def _with_bias(self, call: OpCall, operands: Sequence[str], added: CodeLine) -> None:
         """Record one addmm for the product and its bias, if the line before is the product."""
@@ -148,6 +128,11 @@ class CodeBuilder:
 
     def is_unused(self, name: str) -> bool:
         return not (name in self.reserved or name in self.defined or name in self.bindings)
+
+    def unused(self, name: str) -> str:
+        """Return ``name``, with a number if it is used."""
+        numbered = (f"{name}_{number}" for number in itertools.count(1))
+        return next(n for n in itertools.chain((name,), numbered) if self.is_unused(n))
 
     def apply(
         self,
@@ -272,7 +257,7 @@ class CodeBuilder:
             line = changed if inside else line
             lines.append(line._replace(drops=dead) if dead else line)
         body = Body(tuple(self.inputs), tuple(lines), tuple(outputs))
-        return Function.straight(name, body, self.bindings)
+        return Function.straight(name, body, self.bindings, tuple(self.checks))
 
 
 @dataclass(slots=True)

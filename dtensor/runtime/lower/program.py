@@ -160,6 +160,10 @@ def lower_rank(b: RankBuilder) -> RankProgram:
     b.close()
     if outputs:
         step_end.publish(b, outputs)
+    if b.shared.deferred:
+        from dtensor.runtime.lower.checks import add_fault_rows
+
+        add_fault_rows(b)
     instructions, shares = _close_segments(b, frozenset((*state_names, *input_names)), outputs)
     return RankProgram(
         instructions=instructions,
@@ -267,7 +271,15 @@ class _Lowering(StepWalk[moves.Started]):
         def result_types() -> Made:
             return [(spec.local_shape(b.coordinates), spec.dtype) for _, spec in results]
 
-        code.call(call, operands, step.results, source, result_types)
+        if b.shared.device.type == "cuda":
+            # imported here because few programs run on CUDA
+            from dtensor.runtime.lower.checks import add_checks, add_positions
+
+            checked = add_checks(b, call, step, operands, source)
+            code.call(call, checked, step.results, source, result_types)
+            add_positions(b, call, step.results, source)
+        else:
+            code.call(call, operands, step.results, source, result_types)
         if b.roles.detect_nan:
             detect_nan.add_check(code, operands, results, call, source, b.roles.detect_nan)
         experts.check_route(b, step, code, source)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Literal
 
 import torch
 
@@ -295,6 +296,8 @@ class RankBuilder:
     action_start: int = 0  # the index in `instructions` where the current action begins
     previous_action_start: int = 0  # the index for early receives: where the action before begins
     committed: bool = False  # the commit point was emitted
+    # in a deferred program: (value of the table, key of a condition that it satisfies)
+    checked: dict[tuple[str, object], Literal["recorded", "computed"]] = field(default_factory=dict)
     _open_segment: LocalCode | None = None
     _coordinates: dict[int | None, dict[str, int]] = field(default_factory=dict)
 

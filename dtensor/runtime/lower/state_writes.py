@@ -158,9 +158,11 @@ class StateWrites:
         assert name is not None
         base, source = self.bases[name], user_line(step)
         call = b.shared.local_call(step, b.coordinates)
-        names = self._operands(step, base)
-        check = index_check(call) if b.shared.device.type == "cuda" else None
-        self._emit_call(check, call, names, source)
+        names: Sequence[str] = self._operands(step, base)
+        if b.shared.deferred:
+            names = self._checked(call, step, names)
+        elif b.shared.device.type == "cuda":
+            self._emit_call(index_check(call), call, names, source)
         changes = in_place(call, base)
         self._emit_call(changes.target, changes, names, source)
         _add_write(b.segment(), state)
@@ -174,7 +176,16 @@ class StateWrites:
             call = self.b.shared.local_call(step, self.b.coordinates)
             if index_check(call) is not None:
                 names = self._operands(step, self.bases[name])
-                self._emit_call(index_check(call), call, names, user_line(step))
+                if self.b.shared.deferred:
+                    self._checked(call, step, names)
+                else:
+                    self._emit_call(index_check(call), call, names, user_line(step))
+
+    def _checked(self, call: OpCall, step: Compute, names: Sequence[str]) -> tuple[str, ...]:
+        """Emit the checks of a deferred program; see `add_checks`."""
+        from dtensor.runtime.lower.checks import add_checks  # few programs change state on a GPU
+
+        return add_checks(self.b, call, step, names, user_line(step))
 
     def _emit_call(
         self, function: Any, call: OpCall, names: Sequence[str], source: str | None

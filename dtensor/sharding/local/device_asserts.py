@@ -1,111 +1,127 @@
-"""Checks of operands that would make a GPU kernel assert.
+"""Conditions on operands without which a GPU kernel would assert.
 
+    CONDITIONS[aten.embedding.default](weight, ids)  # [(ids, Range(size=50257, num=12))]
     CHECKS[aten.embedding.default](weight, ids)      # raises IndexError, or returns None
-    check_before(target, args)                       # the check of a rank's call, or None
+    called_op(target, args)                          # the op whose conditions a rank's call has
 
 On a CPU an op checks its indices, lengths and probabilities itself. On a GPU its kernel asserts,
 after which the process can no longer use the GPU; a few kernels do not check and access memory out
-of bounds. So local code for GPUs checks the operands before each op in `CHECKS`
-(runtime/lower/code.py). A check waits for the GPU. Indices that an op of the program computed, such
-as the index of a maximum, are not checked; the indices of `topk` are recorded as checked.
+of bounds. So local code for GPUs checks the operands before each op in `CONDITIONS`
+(runtime/lower/checks.py): in a deferred program on the device, else on the host, which waits for
+the GPU. Indices that an op of the program computed, such as the index of a maximum, are not
+checked; the indices of `topk` are recorded as checked.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dtensor.sharding.local import local_forms
-from dtensor.sharding.local.in_range import check_range, record_check, was_checked
+from dtensor.sharding.local.conditions import (
+    Condition,
+    NotNegative,
+    Offsets,
+    Places,
+    Probabilities,
+    Range,
+    Repeats,
+    require,
+)
+from dtensor.sharding.local.in_range import record_check, was_checked
 
 aten: Any = torch.ops.aten
 
-
-def _embedding(weight: Tensor, ids: Tensor, *args: object) -> None:
-    check_range(ids, weight.shape[0])
-
-
-def _embedding_backward(grad: Tensor, ids: Tensor, num_rows: int, *args: object) -> None:
-    check_range(ids, num_rows)
+Conditions = list[tuple[Tensor, Condition]]
+"""Operands with their conditions. They read shapes only, so that they exist for meta tensors."""
 
 
-def _bags(weight: Tensor, ids: Tensor, offsets: Tensor, *args: object, **kwargs: object) -> None:
-    """Check that the offsets of the bags start with 0 and do not decrease."""
-    check_range(ids, weight.shape[0])
-    num_ids = ids.numel()
-    check = "offsets", num_ids
-    if offsets.is_meta or offsets.numel() == 0 or was_checked(offsets, check):
-        return
-    starts = torch.cat([offsets.new_zeros(1), offsets, offsets.new_full((1,), num_ids)])
-    wrong = starts.diff() < 0
-    if bool(wrong.any() | (offsets[0] != 0)):
-        raise IndexError(
-            f"offsets of bags begin with 0, do not decrease, and are at most the number of "
-            f"indices, {num_ids}; got {_excerpt(offsets)}"
-        )
-    record_check(offsets, check)
+def in_range(index: Tensor, size: int, low: int = 0, ignored: int | None = None) -> Conditions:
+    """Return the condition that all indices are ``ignored`` or in [low, size)."""
+    return [(index, Range(size=size, low=low, ignored=ignored, num=index.numel()))]
 
 
-def _along_dim(x: Tensor, dim: int, index: Tensor, *args: object, **kwargs: object) -> None:
+def _embedding(weight: Tensor, ids: Tensor, *args: object) -> Conditions:
+    return in_range(ids, weight.shape[0])
+
+
+def _embedding_backward(grad: Tensor, ids: Tensor, num_rows: int, *args: object) -> Conditions:
+    return in_range(ids, num_rows)
+
+
+def _bags(
+    weight: Tensor, ids: Tensor, offsets: Tensor, *args: object, **kwargs: object
+) -> Conditions:
+    offsets_fit = Offsets(num_ids=ids.numel(), num=offsets.numel())
+    return [*in_range(ids, weight.shape[0]), (offsets, offsets_fit)]
+
+
+def _along_dim(x: Tensor, dim: int, index: Tensor, *args: object, **kwargs: object) -> Conditions:
     """Check that indices into one dim (the indices of gather and scatter) are in 0:size."""
-    check_range(index, x.shape[dim] if x.dim() else 1)
+    return in_range(index, x.shape[dim] if x.dim() else 1)
 
 
-def _from_either_end(x: Tensor, dim: int, index: Tensor, *args: object) -> None:
+def _from_either_end(x: Tensor, dim: int, index: Tensor, *args: object) -> Conditions:
     """Check indices into one dim, which may be negative."""
-    check_range(index, x.shape[dim], -x.shape[dim])
+    return in_range(index, x.shape[dim], -x.shape[dim])
 
 
-def _index(x: Tensor, indices: Sequence[Tensor | None], *args: object) -> None:
+def _index(x: Tensor, indices: Sequence[Tensor | None], *args: object) -> Conditions:
     """Check each index tensor against the dim that it indexes; masks are not checked."""
     dim = 0
+    conditions: Conditions = []
     for index in indices:
         if index is not None and index.dtype in (torch.bool, torch.uint8):
             dim += index.dim()  # a mask indexes as many dims as it has
             continue
         if index is not None:
-            check_range(index, x.shape[dim], -x.shape[dim])
+            conditions += in_range(index, x.shape[dim], -x.shape[dim])
         dim += 1
+    return conditions
 
 
-def _nll(x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignored: int) -> None:
-    check_range(target, x.shape[1 if x.dim() > 1 else 0], ignored=ignored)
+def _nll(
+    x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignored: int
+) -> Conditions:
+    return in_range(target, x.shape[1 if x.dim() > 1 else 0], ignored=ignored)
 
 
-def _flat(x: Tensor, index: Tensor, *args: object) -> None:
+def _flat(x: Tensor, index: Tensor, *args: object) -> Conditions:
     """Check indices into the flattened x, which take and put have; they may be negative."""
-    check_range(index, x.numel(), -x.numel())
+    return in_range(index, x.numel(), -x.numel())
 
 
-def _nll_backward(grad: Tensor, *args: Any) -> None:
-    _nll(*args[:5])
+def _nll_backward(grad: Tensor, *args: Any) -> Conditions:
+    return _nll(*args[:5])
 
 
-def _margin(x: Tensor, target: Tensor, *args: object) -> None:
-    check_range(target, x.shape[-1] if x.dim() else 1)
+def _margin(x: Tensor, target: Tensor, *args: object) -> Conditions:
+    return in_range(target, x.shape[-1] if x.dim() else 1)
 
 
-def _margin_backward(grad: Tensor, x: Tensor, target: Tensor, *args: object) -> None:
-    _margin(x, target)
+def _margin_backward(grad: Tensor, x: Tensor, target: Tensor, *args: object) -> Conditions:
+    return _margin(x, target)
 
 
-def _labels(x: Tensor, target: Tensor, *args: object) -> None:
+def _labels(x: Tensor, target: Tensor, *args: object) -> Conditions:
     """Check class numbers; -1 ends the classes of a row."""
-    check_range(target, x.shape[-1] if x.dim() else 1, -1)
+    return in_range(target, x.shape[-1] if x.dim() else 1, -1)
 
 
-def _repeats(repeats: Tensor, *, output_size: int | None = None) -> None:
+def _repeats(repeats: Tensor, *, output_size: int | None = None) -> Conditions:
     """Check that the repeats are not negative and have the sum ``output_size``."""
-    if repeats.is_meta or repeats.numel() == 0:
-        return
-    if bool((repeats < 0).any()):
-        raise RuntimeError(f"repeats can not be negative; got {_excerpt(repeats)}")
-    if output_size is not None and (total := int(repeats.sum())) != output_size:
-        raise RuntimeError(f"output_size is {output_size}, and the repeats sum to {total}")
+    num = repeats.numel()
+    conditions: Conditions = [
+        (repeats, NotNegative(words="repeats can not be negative", num=num)),
+    ]
+    if output_size is not None:
+        conditions.append((repeats, Repeats(total=output_size, num=num)))
+    return conditions
 
 
 def _lengths(
@@ -118,52 +134,35 @@ def _lengths(
     axis: int = 0,
     unsafe: bool = False,
     **kwargs: object,
-) -> None:
-    """Raise RuntimeError for negative lengths of segments if ``unsafe`` skips torch's own check."""
-    if not unsafe or lengths is None or lengths.is_meta or lengths.numel() == 0:
-        return
-    if bool((lengths < 0).any()):
-        raise RuntimeError(f"lengths contains negative value: {_excerpt(lengths)}")
+) -> Conditions:
+    """Check that lengths of segments are not negative if ``unsafe`` skips torch's own check."""
+    if not unsafe or lengths is None:
+        return []
+    return [(lengths, NotNegative(words="lengths contains negative value", num=lengths.numel()))]
 
 
-def _masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> None:
+def _masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> Conditions:
     """Check that the source has an element for each True of the broadcast mask."""
     num_places: int = aten.broadcast_tensors([x, mask])[0].numel()
-    if mask.is_meta or num_places <= source.numel():  # enough for any mask
-        return
-    num_true = num_places // mask.numel() * int(mask.sum())
-    if num_true > source.numel():
-        raise RuntimeError(
-            f"masked_scatter takes an element of the source for each place of the mask that is "
-            f"true: {num_true} places, {source.numel()} elements"
-        )
+    if num_places <= source.numel():  # enough for any mask
+        return []
+    times = num_places // mask.numel()
+    return [(mask, Places(times=times, most=source.numel(), num=mask.numel()))]
 
 
-def _probabilities(x: Tensor, target: Tensor, *args: object) -> None:
-    """Check that all elements are in [0, 1]; NaN is not."""
-    if x.is_meta or x.numel() == 0:
-        return
-    for name, tensor in (("input", x), ("target", target)):
-        wrong = ~((tensor >= 0) & (tensor <= 1))
-        if bool(wrong.any()):
-            raise RuntimeError(
-                f"all elements of {name} should be between 0 and 1; {int(wrong.sum())} of "
-                f"{tensor.numel()} are not, the first is {tensor[wrong][0].item()}"
-            )
+def _probabilities(x: Tensor, target: Tensor, *args: object) -> Conditions:
+    return [
+        (x, Probabilities(name="input", num=x.numel())),
+        (target, Probabilities(name="target", num=target.numel())),
+    ]
 
 
-def _excerpt(numbers: Tensor) -> str:
-    """Return the first 8 numbers as text, ``[1, 2, ...]``."""
-    shown = ", ".join(str(number.item()) for number in numbers.flatten()[:8])
-    return f"[{shown}{', ...' if numbers.numel() > 8 else ''}]"
-
-
-def _unpool(x: Tensor, index: Tensor, size: Sequence[int], *args: object) -> None:
+def _unpool(x: Tensor, index: Tensor, size: Sequence[int], *args: object) -> Conditions:
     """Check indices into one plane of the result; ``size``: the sizes of the plane."""
-    check_range(index, math.prod(size))
+    return in_range(index, math.prod(size))
 
 
-CHECKS: Mapping[object, Callable[..., None]] = {
+CONDITIONS: Mapping[object, Callable[..., Conditions]] = {
     aten._embedding_bag.default: _bags,
     aten._embedding_bag_forward_only.default: _bags,
     aten._unsafe_index.Tensor: _index,
@@ -217,11 +216,23 @@ def record_positions(index: Tensor, size: int) -> None:
     record_check(index, (size, 0, None))
 
 
-def check_before(target: object, args: Sequence[object]) -> tuple[Callable[..., None], int] | None:
-    """Return the check of a rank's call, and how many leading arguments the check does not take;
-    None if the op needs no check. A function that calls an op is checked as this op."""
+def called_op(target: object, args: Sequence[object]) -> tuple[object, int]:
+    """Return the op that a rank's call runs, whose conditions the call has, and how many leading
+    arguments are not the op's: some functions call an op."""
     first = 0
     while (operands := _CALL_AN_OP.get(target)) is not None:
         target, first = args[first], first + operands
-    check = CHECKS.get(target)
-    return None if check is None else (check, first)
+    return target, first
+
+
+def _check(of: Callable[..., Conditions], *args: Any, **kwargs: Any) -> None:
+    """Raise the error of the first condition that does not hold. Waits for the GPU."""
+    for x, condition in of(*args, **kwargs):
+        if not (x.is_meta or x.numel() == 0 or was_checked(x, condition.key)):
+            require(condition, x)
+            record_check(x, condition.key)
+
+
+CHECKS: Mapping[object, Callable[..., None]] = {
+    op: partial(_check, conditions) for op, conditions in CONDITIONS.items()
+}

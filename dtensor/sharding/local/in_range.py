@@ -3,9 +3,9 @@
     check_range(ids, 50257)                          # raises IndexError, or returns None
 
 Functions that read or write shards need this check, because an index that no rank holds would read
-zeros; device_asserts.py uses it before ops on a GPU. A check waits for the GPU. A tensor that has
-not been written to since its last check is not checked again: layers share positions, and a forward
-and its backward share targets.
+zeros. A check waits for the GPU. A tensor that has not been written to since its last check is not
+checked again: layers share positions, and a forward and its backward share targets. In the code of
+a deferred program the tensor was checked on the device before (conditions.py), so nothing waits.
 """
 
 from __future__ import annotations
@@ -30,11 +30,15 @@ def check_range(index: Tensor, size: int, low: int = 0, ignored: int | None = No
     if ignored is not None:
         wrong &= index != ignored
     if bool(wrong.any()):
-        raise IndexError(
-            f"index {int(index[wrong][0])} is out of range for a dim of size {size}, among "
-            f"{index.numel()} indices"
-        )
+        raise out_of_range(int(index[wrong][0]), size, index.numel())
     record_check(index, check)
+
+
+def out_of_range(index: int, size: int, num: int) -> IndexError:
+    """Return the error for the first wrong of ``num`` indices."""
+    return IndexError(
+        f"index {index} is out of range for a dim of size {size}, among {num} indices"
+    )
 
 
 def was_checked(x: Tensor, check: object) -> bool:

@@ -86,9 +86,8 @@ def write_shard_in_place(
     """Run the op ``kind`` in place on the rank's shard x, writing only the rows that the indices
     name.
 
-    On a GPU this waits for the number of indices that the rank holds, unless a scatter has a single
-    index along the dim. Ops that add are computed out of place and copied: without the other ranks'
-    rows, 16-bit sums would be added in another order.
+    Ops that add are computed out of place and copied: without the other ranks' rows, 16-bit sums
+    would be added in another order.
     """
     if kind in ("index_add", "index_put_add", "scatter_add"):
         x.copy_(write_shard(kind, x, dim, index, source, pieces, size, alpha))
@@ -96,6 +95,9 @@ def write_shard_in_place(
     check_range(index, size, -size)
     index = torch.where(index < 0, index + size, index).long()
     is_local, local = local_positions(index, pieces)
+    if not x.is_cpu:
+        _write_without_wait(kind, x, dim, is_local, local, source)
+        return
     if kind == "scatter" and index.shape[dim] == 1 and x.shape[dim]:
         # No two indices name the same element. An index of another rank writes the old value back.
         if isinstance(source, Tensor) and source.dim():
@@ -121,6 +123,40 @@ def write_shard_in_place(
     else:
         assert isinstance(source, Tensor)
         x.index_copy_(dim, local[rows], source.index_select(dim, rows))
+
+
+def _write_without_wait(
+    kind: Write, x: Tensor, dim: int, is_local: Tensor, local: Tensor, source: Tensor | float
+) -> None:
+    """Write to the shard x as `write_shard_in_place` does, without sizes that depend on data.
+
+    An index of another rank repeats the write of the last index along ``dim`` that this rank holds,
+    or writes the old value back if there is none. ``is_local``, ``local``: of `local_positions`.
+    """
+    if x.shape[dim] == 0 or local.numel() == 0:
+        return
+    at = dim if kind == "scatter" else 0
+    if kind != "scatter":
+        if isinstance(source, Tensor) and kind == "index_put":
+            source = source.expand(*x.shape[:dim], *local.shape, *x.shape[dim + 1 :])
+            source = source.reshape(*x.shape[:dim], local.numel(), *x.shape[dim + 1 :])
+        is_local, local = is_local.reshape(-1), local.reshape(-1)
+    positions = torch.arange(local.shape[at], device=x.device)
+    positions = positions.view([-1 if d == at else 1 for d in range(local.dim())])
+    last = torch.where(is_local, positions, -1).amax(at, keepdim=True)
+    has_local = last >= 0
+    write = torch.where(is_local, positions, last.clamp(min=0))
+    local = local.gather(at, write)
+    if kind == "scatter":
+        if isinstance(source, Tensor) and source.dim():
+            source = source[tuple(slice(n) for n in local.shape)].gather(dim, write)
+        old = x.gather(dim, local)
+        x.scatter_(dim, local, torch.where(has_local, source, old).to(x.dtype))
+    else:
+        if isinstance(source, Tensor) and source.dim():
+            source = source.index_select(dim, write)
+        new = torch.where(has_local, source, x.index_select(dim, local)).to(x.dtype)
+        x.index_copy_(dim, local, new)
 
 
 def _pad_with_zero_row(x: Tensor, dim: int) -> Tensor:

@@ -27,7 +27,8 @@ from torch.fx.node import has_side_effect
 from dtensor.numerics import accumulation_dtype
 from dtensor.sharding.local import attention_kernels, split_attention
 from dtensor.sharding.local.attention_kernels import Gradients, like_output
-from dtensor.sharding.local.in_range import check_range
+from dtensor.sharding.local.conditions import Solved, Valid
+from dtensor.sharding.local.in_range import check_range, was_checked
 from dtensor.sharding.local.split_attention import (
     COMPARISONS,
     KEY,
@@ -381,8 +382,9 @@ def _linalg_checked(x: Tensor, info: Tensor, api_name: str, is_matrix: bool) -> 
     Torch's own check is an op without a result, which a graph of values drops. Here the value
     passes through the check.
     """
-    check: Any = torch.ops.aten._linalg_check_errors.default
-    check(info.contiguous(), api_name, is_matrix=is_matrix)
+    if not was_checked(info, Solved(name=api_name, is_matrix=is_matrix, num=info.numel())):
+        check: Any = torch.ops.aten._linalg_check_errors.default
+        check(info.contiguous(), api_name, is_matrix=is_matrix)
     return x.clone()
 
 
@@ -397,8 +399,9 @@ def _checked(x: Tensor, ok: Tensor, message: str) -> Tensor:
     """Return a copy of x. Raises ValueError if an element of ``ok`` on this rank is False, for
     checks that torch makes in Python (``if not valid.all(): raise``). x is a value of the same
     shape that the program reads after the check."""
-    if not ok.is_meta and not bool(ok.all()):
-        raise ValueError(f"{message}: {int((~ok).sum())} of {ok.numel()} on this rank are not")
+    valid = Valid(message=message, num=ok.numel())
+    if not ok.is_meta and not was_checked(ok, valid) and not bool(ok.all()):
+        raise valid.error(0, int((~ok).sum()))
     return x.clone()
 
 

@@ -8,7 +8,8 @@
 The statistics of a row are the maximum m, the sum s of exp(logit - m) and the target's logit t; its
 loss is log(s) + m - t. Statistics of the parts of a vocabulary reduce to the statistics of all
 (Milakov and Gimelshein 2018, arXiv:1805.02867). `cross_entropy_rows` is the forward as one autograd
-op, which capture decomposes. A target out of range raises IndexError; this check waits for a GPU.
+op, which capture decomposes. A target out of range raises IndexError; this check waits for a GPU
+unless the program has checked the target on the device before.
 """
 
 # Torch leaves the types of its registration functions and of `torch.ops` open.
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 
 from dtensor.numerics import accumulation_dtype, rest_of
+from dtensor.sharding.local.in_range import was_checked
 from dtensor.sharding.ops.library import LIBRARY, define, local_index
 
 PIECE_ELEMENTS = 1 << 17
@@ -73,7 +75,7 @@ def _ce_loss(stats: Tensor, target: Tensor, ignore_index: int, num_classes: int 
     maximum, total, target_logit = stats.unbind(1)
     counts = target != ignore_index
     loss = torch.where(counts, total.log() + maximum - target_logit, 0)
-    if num_classes < 0:
+    if num_classes < 0 or was_checked(target, (num_classes, 0, ignore_index)):
         return loss
     wrong = counts & ((target < 0) | (target >= num_classes))
     if bool(wrong.any()):
