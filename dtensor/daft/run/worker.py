@@ -41,6 +41,7 @@ from dtensor.daft.undo.snapshots import SnapshotStore
 
 if TYPE_CHECKING:
     from dtensor.daft.run.device_waits import DeviceWaits
+    from dtensor.daft.run.input_copies import InputCopies
 
 Values = Mapping[int, Mapping[str, object]]
 Names = Mapping[int, Sequence[str]]
@@ -137,10 +138,12 @@ class Worker:
         self.engines: dict[int, Engine] = {}
         self.counter = memoryview(bytearray(8)).cast("q") if counter is None else counter
         self.device_waits: DeviceWaits | None = None
+        self._input_copies: InputCopies | None = None
         if device.type == "cuda":
             from dtensor.daft.run.device_waits import DeviceWaits
+            from dtensor.daft.run.input_copies import InputCopies
 
-            self.device_waits = DeviceWaits()
+            self.device_waits, self._input_copies = DeviceWaits(), InputCopies(device)
         self._lends_inputs = lent
         self._written_names: dict[int, frozenset[str]] = {}  # by program: values its calls write
         self._table: Table = {}
@@ -301,10 +304,13 @@ class Worker:
         (`Counted`)."""
         self._begin_change(run)
         written, counted = self._written_names[run.program], run.counted
+        on_device = {} if self._input_copies is None else self._input_copies.of(run.inputs)
         inputs_by_rank = {
             rank: {
                 name: self._value(rank, value.name)
                 if isinstance(value, Stored)
+                else on_device[rank, name]
+                if (rank, name) in on_device
                 else self._lend_or_copy(value)
                 if self._lends_inputs and name not in written
                 else copy_to(value, self.device)

@@ -273,10 +273,10 @@ class Memory:
             self.nbytes -= block.nbytes
             block.used.freed = block.made
             for use in block.used.uses():
-                ordered_seq = max(
-                    stream.clock.get(use.number, 0),
-                    stream.device.host_clock.get(use.number, 0),
-                )
+                # the memory is reused after all that recorded streams have waited for so far
+                clocks = [each.clock for each in (stream, *block.recorded.values())]
+                clocks.append(stream.device.host_clock)
+                ordered_seq = max(clock.get(use.number, 0) for clock in clocks)
                 foreign = use.number != stream.number and use.number not in block.recorded
                 if foreign and use.seq > ordered_seq:
                     self.early_frees[EarlyFree(block.made, use.access)] += 1
@@ -338,5 +338,8 @@ def pinned_uses(x: torch.Tensor) -> Uses | None:
     """Return the uses of the pinned memory of a CPU tensor, or None if its memory is pageable."""
     if not _PINNED or type(x) not in (torch.Tensor, torch.nn.Parameter) or x.device.type != "cpu":
         return None
-    pinned = _PINNED.get(x.untyped_storage().data_ptr())
+    try:
+        pinned = _PINNED.get(x.untyped_storage().data_ptr())
+    except RuntimeError:  # a tensor of a tracer has no memory
+        return None
     return None if pinned is None else pinned.used

@@ -130,6 +130,25 @@ def test_memory_freed_while_another_stream_reads_it_is_reported() -> None:
     assert program(record=True) == 0
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_recorded_stream_orders_free_after_streams_that_it_waits_for(waits: bool) -> None:
+    """A third stream reads memory; the recorded stream waits for it before the free, or not."""
+    with gpus() as seen:
+        main, owner, reader = torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()
+        with torch.cuda.stream(owner):
+            x = torch.ones(4, device="cuda")
+        reader.wait_stream(owner)
+        with torch.cuda.stream(reader):
+            y = x + 1
+        if waits:
+            main.wait_stream(reader)
+        x.record_stream(main)
+        del x
+        main.wait_stream(reader)
+        assert y.tolist() == [2.0] * 4
+        assert len(seen.report().early_frees) == (not waits)
+
+
 def test_host_waits_are_counted_by_cause() -> None:
     with gpus() as seen:
         x = torch.ones(4, device="cuda")
