@@ -6,7 +6,8 @@
 
 The functions have the arguments and results of the dt ops of these names, local tensors on a GPU.
 Random words are Philox-4x32-10 with the counter (column // 4, row, step, op) and the seed as key;
-row and column are global, so the mask does not depend on device or placement.
+row and column are global, so the mask does not depend on device or placement. Seed and step may be
+numbers, or i64[] on the GPU.
 
 Invariants: masks and values have the op's bits: the product is rounded before the sum. Float64 and
 empty tensors go to the op.
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -37,8 +39,8 @@ def dropout(
     x: Tensor,
     p: float,
     *,
-    at_seed: int,
-    at_step: int,
+    at_seed: int | Tensor,
+    at_step: int | Tensor,
     op: int,
     shape: Sequence[int] | None = None,
     pieces: Sequence[int] | None = None,
@@ -46,7 +48,7 @@ def dropout(
     """Return y[...] and the mask kept, bool[...], of x[...]."""
     at = {"at_seed": at_seed, "at_step": at_step, "op": op, "shape": shape, "pieces": pieces}
     if not _is_supported(x):
-        return torch.ops.dt.dropout(x, p, **at)
+        return _op(torch.ops.dt.dropout, at_seed)(x, p, **at)
     return _run_dropout(x, None, p, **at)
 
 
@@ -55,8 +57,8 @@ def dropout_add(
     residual: Tensor,
     p: float,
     *,
-    at_seed: int,
-    at_step: int,
+    at_seed: int | Tensor,
+    at_step: int | Tensor,
     op: int,
     shape: Sequence[int] | None = None,
     pieces: Sequence[int] | None = None,
@@ -64,8 +66,14 @@ def dropout_add(
     """Return y[...] = dropout(x[...]) + residual[...] and the mask kept, bool[...]."""
     at = {"at_seed": at_seed, "at_step": at_step, "op": op, "shape": shape, "pieces": pieces}
     if not _is_supported(x, residual):
-        return torch.ops.dt.dropout_add(x, residual, p, **at)
+        return _op(torch.ops.dt.dropout_add, at_seed)(x, residual, p, **at)
     return _run_dropout(x, residual, p, **at)
+
+
+def _op(packet: Any, at_seed: int | Tensor) -> Any:
+    """Return the overload that takes this kind of seed. Given a tensor for an int, torch would read
+    the tensor."""
+    return packet.on_device if isinstance(at_seed, Tensor) else packet.default
 
 
 def _is_supported(x: Tensor, *others: Tensor) -> bool:
@@ -94,8 +102,8 @@ def _run_dropout(
     residual: Tensor | None,
     p: float,
     *,
-    at_seed: int,
-    at_step: int,
+    at_seed: int | Tensor,
+    at_step: int | Tensor,
     op: int,
     shape: Sequence[int] | None,
     pieces: Sequence[int] | None,
@@ -109,14 +117,17 @@ def _run_dropout(
         others, other_stride = rows_of(residual if residual.dim() else residual[None])
     sizes, dims = _global_intervals(tuple(x.shape), shape, pieces)
     first, row_table = _global_rows(sizes, dims, x.device)
+    seed, step = (
+        n if isinstance(n, Tensor) else torch.full((), n, dtype=torch.int64, device=x.device)
+        for n in (at_seed, at_step)
+    )
     column = 0  # the local one
     for start, stop in dims[-1] if dims else [(0, 1)]:
         at = DROPOUT.at(rows.shape[0], start, stop)
         _dropout[at.grid](
             rows, others, y, kept, kept if row_table is None else row_table, stride, other_stride,
-            rows.shape[1], column, start, stop, at.blocks, first, at_seed & _MASK,
-            at_seed >> 32 & _MASK, at_step & _MASK, op & _MASK, round(p * 2**32),
-            1 / (1 - p) if p < 1 else 0.0, HAS_RESIDUAL=residual is not None,
+            rows.shape[1], column, start, stop, at.blocks, first, seed, step, op & _MASK,
+            round(p * 2**32), 1 / (1 - p) if p < 1 else 0.0, HAS_RESIDUAL=residual is not None,
             HAS_TABLE=row_table is not None, **at.options,
         )  # fmt: skip
         column += stop - start
@@ -166,10 +177,10 @@ def _global_rows(
 # -- in Triton -------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["first_row", "key0", "key1", "step", "op", "drop"])
+@triton.jit(do_not_specialize=["first_row", "SEED", "STEP", "op", "drop"])
 def _dropout(
     X, RESIDUAL, Y, KEPT, ROWS, stride, residual_stride, length, column, start, stop, blocks,
-    first_row, key0, key1, step, op, drop, scale,
+    first_row, SEED, STEP, op, drop, scale,
     HAS_RESIDUAL: tl.constexpr, HAS_TABLE: tl.constexpr, GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -184,9 +195,10 @@ def _dropout(
         c1 = zero + tl.load(ROWS + row).to(tl.uint32)
     else:
         c1 = zero + (first_row + row).to(tl.uint32)
+    seed, step = tl.load(SEED), tl.load(STEP)
     w0, w1, w2, w3 = tl.philox_impl(
-        c0, c1, zero + tl.cast(step, tl.uint32), zero + tl.cast(op, tl.uint32),
-        zero + tl.cast(key0, tl.uint32), zero + tl.cast(key1, tl.uint32),
+        c0, c1, zero + step.to(tl.uint32), zero + tl.cast(op, tl.uint32),
+        zero + seed.to(tl.uint32), zero + (seed >> 32).to(tl.uint32),
     )  # fmt: skip
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(BLOCK // GROUP, GROUP)
     keep = words.to(tl.int64) >= drop

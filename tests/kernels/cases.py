@@ -376,6 +376,8 @@ def _dropouts(make: _Maker, full: bool) -> Iterator[Case]:
             at = dict(key)
             if where is not None:
                 at |= {"shape": list(where[0]), "pieces": encode_pieces(where[1])}
+            numbers = {k: torch.tensor(key[k], device=make.device) for k in ("at_seed", "at_step")}
+            on_device = at | numbers
             for p in (0.3, 0.0, 1.0) if full else (0.3,):
                 label = f"{dtype}, p {p}, {list(shape)} of {where}"
 
@@ -389,7 +391,7 @@ def _dropouts(make: _Maker, full: bool) -> Iterator[Case]:
                 yield Case(
                     kernel="dropout",
                     label=label,
-                    call=lambda x=x, p=p, at=at: dropout.dropout(x, p, **at),
+                    call=lambda x=x, p=p, at=on_device: dropout.dropout(x, p, **at),
                     reference=op,
                     dtypes=(dtype, torch.bool),
                     equal=True,

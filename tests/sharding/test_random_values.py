@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import dtensor.sharding.ops.philox as philox_file
+from dtensor.sharding.ops import distributions
 from dtensor.sharding.ops.distributions import integers, inverse_normal, keep_mask, normal, uniform
 from dtensor.sharding.ops.philox import Key, Place, philox, words
 from dtensor.sharding.ops.sampling import uniform_of
@@ -20,6 +22,8 @@ from dtensor.sharding.spec.shards import block
 from tests.runtime.test_memory import Meter
 
 CPU = torch.device("cpu")
+KEYS: tuple[Any, ...] = (int, torch.tensor)
+"""How a seed or a step may be given."""
 ONES = 0xFFFFFFFF
 
 
@@ -65,6 +69,35 @@ def test_random_values_of_shard_equal_same_block_of_full_tensor(
         assert torch.equal(
             keep_mask(place, key, 0.3, CPU), block(keep_mask(whole, key, 0.3, CPU), pieces)
         )
+
+
+@pytest.mark.parametrize("seed, step", [(0, 0), (2**63 - 1, 2**32 - 1), (0x9123456789AB, 7)])
+def test_random_values_of_key_on_device_equal_values_of_numbers(seed: int, step: int) -> None:
+    at, on_device = ({"at_seed": make(seed), "at_step": make(step), "op": 3} for make in KEYS)
+    place = Place.whole((5, 37))
+    for draw in (uniform, normal):
+        for dtype in (torch.float32, torch.float64):
+            values = [draw(place, Key(make(seed), make(step), 3), dtype, CPU) for make in KEYS]
+            assert torch.equal(*values)
+    x = torch.randn(4, 9)
+    for a, b in zip(
+        torch.ops.dt.dropout(x, 0.3, **at), torch.ops.dt.dropout.on_device(x, 0.3, **on_device)
+    ):
+        assert torch.equal(a, b)
+
+
+def test_normal_without_wait_has_bits_of_normal() -> None:
+    """On a GPU the tails are computed for all elements."""
+    u = torch.cat(
+        [
+            torch.linspace(0, 1, 4099, dtype=torch.float64)[1:-1],
+            2.0 ** -torch.arange(20, 60).double(),
+        ]
+    )
+    q = u - 0.5
+    middle = distributions._ratio(0.180625 - q * q, distributions._DOUBLE[0]) * q
+    tails = distributions._tails(q, u, distributions._DOUBLE)
+    assert torch.equal(torch.where(q.abs() > 0.425, tails, middle), inverse_normal(u))
 
 
 def test_random_values_of_different_keys_are_uncorrelated() -> None:
@@ -125,7 +158,7 @@ def test_random_values_need_little_temporary_memory(
             case _:  # it reads values, so it runs on the CPU, in two chunks
                 monkeypatch.setattr(philox_file, "_CPU_CHUNK", philox_file._DEVICE_CHUNK)
                 few = Place.whole((8, 1 << 20))
-                made = normal(few, key, torch.float32, torch.device("cpu"))
+                made = normal(few, key, torch.float32, CPU)
     beside = memory.peak[0] - made.nbytes
     assert 1 << 20 < beside < 160 << 20, beside / 2**20
 

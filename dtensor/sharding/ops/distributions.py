@@ -202,13 +202,20 @@ def inverse_normal(u: Tensor, table: _Table = _DOUBLE) -> Tensor:
     polynomials in q = u - 1/2 if |q| <= 0.425, else in r = sqrt(-log(min(u, 1 - u)))."""
     q = u - 0.5
     result = q * _ratio(0.180625 - q * q, table[0])
-    outside = (q.abs() > 0.425).nonzero(as_tuple=True)
-    q, u = q[outside], u[outside]
+    outside = q.abs() > 0.425
+    if not u.is_cpu:  # the host would wait for the number of elements outside
+        return torch.where(outside, _tails(q, u, table), result)
+    at = outside.nonzero(as_tuple=True)
+    result[at] = _tails(q[at], u[at], table)
+    return result
+
+
+def _tails(q: Tensor, u: Tensor, table: _Table) -> Tensor:
+    """Return the results of `inverse_normal` for |q| > 0.425."""
     r = (-_log(torch.where(q < 0, u, 1.0 - u))).sqrt()
     z = _ratio(r - 1.6, table[1])
     z = torch.where(r > 5.0, _ratio(r - 5.0, table[2]), z)
-    result[outside] = torch.where(q < 0, -z, z)
-    return result
+    return torch.where(q < 0, -z, z)
 
 
 def _ratio(x: Tensor, terms: tuple[tuple[float, ...], tuple[float, ...]]) -> Tensor:

@@ -39,7 +39,8 @@ def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> No
 def note_plain(name: str, run: Callable[..., Any]) -> None:
     """Record the op's implementation in `PLAIN` if actors can import it by its name."""
     if "<" not in run.__qualname__:
-        PLAIN[getattr(torch.ops.dt, name).default] = run
+        packet, _, overload = name.partition(".")
+        PLAIN[getattr(getattr(torch.ops.dt, packet), overload or "default")] = run
 
 
 def laid_as(like: Tensor, result: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ on the chunks. Only integer ops are used, so every device gives the same bits.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ _DEVICE_CHUNK = 1 << 20  # counters in a chunk: its 13 int64 tensors take 0.1 Gi
 @dataclass(frozen=True, slots=True)
 class Key:
     """The key of random numbers. ``step`` and ``op`` have 32 bits. ``seed`` and ``step`` may be
-    columns, int64[rows, 1], with one value for each row."""
+    tensors int64[], or columns int64[rows, 1] with one value for each row."""
 
     seed: int | Tensor
     step: int | Tensor
@@ -132,9 +133,9 @@ def philox(c0: Tensor, c1: Tensor, key: Key) -> list[Tensor]:
     # torch.full, not as_tensor, which would copy a number from the host and wait
     word = b if isinstance(b, Tensor) else torch.full((), b, dtype=c0.dtype, device=c0.device)
     x0, x1, x2, x3 = a, word, c, d
-    for number in (1, 2):
+    keys = zip(_round_keys(k0, _W0), _round_keys(k1, _W1), strict=True)
+    for n0, n1 in itertools.islice(keys, 2):
         p0, p1 = x0 * _M0, x2 * _M1
-        n0, n1 = _round_key(k0, _W0, number), _round_key(k1, _W1, number)
         x0 = ((p1 >> 32) ^ x1 ^ n0) & _MASK
         x2 = ((p0 >> 32) ^ x3 ^ n1) & _MASK
         x1, x3 = p1, p0
@@ -144,10 +145,9 @@ def philox(c0: Tensor, c1: Tensor, key: Key) -> list[Tensor]:
     x1, x3 = x1.expand(shape), x3.expand(shape)
     p0, p1 = torch.empty_like(x0), torch.empty_like(x0)
     q0, q1 = torch.empty_like(x0), torch.empty_like(x0)
-    for number in range(3, 10):
+    for n0, n1 in keys:
         torch.mul(x0, _M0, out=p0)
         torch.mul(x2, _M1, out=p1)
-        n0, n1 = _round_key(k0, _W0, number), _round_key(k1, _W1, number)
         torch.bitwise_right_shift(p1, 32, out=x0)
         x0.bitwise_xor_(x1).bitwise_xor_(n0).bitwise_and_(_MASK)
         torch.bitwise_right_shift(p0, 32, out=x2)
@@ -157,6 +157,9 @@ def philox(c0: Tensor, c1: Tensor, key: Key) -> list[Tensor]:
     return [x0, x1 & _MASK, x2, x3 & _MASK]
 
 
-def _round_key(key: int | Tensor, increment: int, number: int) -> int | Tensor:
-    """Return the key of round ``number``: Philox adds a Weyl increment in each round."""
-    return (key + number * increment) & _MASK
+def _round_keys(key: int | Tensor, increment: int) -> Sequence[int | Tensor]:
+    """Return the keys of rounds 2 to 10: Philox adds a Weyl increment in each round."""
+    if isinstance(key, Tensor):
+        number = torch.arange(1, 10, device=key.device)
+        return (key[..., None] + number * increment & _MASK).unbind(-1)
+    return [key + number * increment & _MASK for number in range(1, 10)]

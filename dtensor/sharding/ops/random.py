@@ -7,7 +7,8 @@
     dropout_backward(grad[...], kept[...], p) -> dx[...]      linear in grad
 
 A number is a function of (at_seed, at_step, op, global index). Each run receives ``at_seed`` and
-``at_step``; ``op`` counts the random ops of the captured forward. ``shape`` is the global shape.
+``at_step``, as i64[] on the device in a deferred program; ``op`` counts the random ops of the
+captured forward. ``shape`` is the global shape.
 ``pieces`` is the rank's part: for each dim the number of intervals, then their starts and stops.
 """
 
@@ -45,8 +46,8 @@ def encode_pieces(pieces: Sequence[Intervals]) -> list[int]:
 def _place_and_key(
     local: Sequence[int],
     *,
-    at_seed: int,
-    at_step: int,
+    at_seed: int | Tensor,
+    at_step: int | Tensor,
     op: int,
     shape: Sequence[int] | None = None,
     pieces: Sequence[int] | None = None,
@@ -156,17 +157,18 @@ def _fake_dropout(x: Tensor, p: float, **_: Any) -> tuple[Tensor, Tensor]:
     return y, torch.empty(x.shape, dtype=torch.bool, device=x.device)
 
 
-define(
-    f"dropout(Tensor x, float p, {_KEY_ARGUMENTS}, {_PLACE_ARGUMENTS}) -> (Tensor, Tensor)",
-    _dropout,
-    _fake_dropout,
-)
-define(
-    f"dropout_add(Tensor x, Tensor residual, float p, {_KEY_ARGUMENTS}, {_PLACE_ARGUMENTS}) "
-    "-> (Tensor, Tensor)",
-    _dropout_add,
-    lambda x, _, p, **at: _fake_dropout(x, p, **at),
-)
+_ON_DEVICE = _KEY_ARGUMENTS.replace("int at_", "Tensor at_")
+"""For the overloads ``on_device``, which kernels call with tensors as seed and step."""
+for _overload, _key_arguments in (("", _KEY_ARGUMENTS), (".on_device", _ON_DEVICE)):
+    _arguments = f"float p, {_key_arguments}, {_PLACE_ARGUMENTS}"
+    define(
+        f"dropout{_overload}(Tensor x, {_arguments}) -> (Tensor, Tensor)", _dropout, _fake_dropout
+    )
+    define(
+        f"dropout_add{_overload}(Tensor x, Tensor residual, {_arguments}) -> (Tensor, Tensor)",
+        _dropout_add,
+        lambda x, _, p, **at: _fake_dropout(x, p, **at),
+    )
 
 define(
     "dropout_backward(Tensor grad, Tensor kept, float p) -> Tensor",
