@@ -236,7 +236,9 @@ def _join(b: RankBuilder, step: Redistribute, pieces: Sequence[str]) -> None:
         segment.code.apply(join, [local], step.results, shape, *wheres, source=source)
         return
     if step.in_place:
-        segment.code.apply(written, [step.operands, local], (), layout=_layout(b, step))
+        predicate, layout = b.predicate(), _layout(b, step)
+        function = written_unless if predicate else written
+        segment.code.apply(function, [step.operands, local, *predicate], (), layout=layout)
         segment.writes = step.operands
     else:
         layout = _layout(b, step)
@@ -466,12 +468,28 @@ def gathered(pieces: Sequence[torch.Tensor], layout: Layout) -> list[torch.Tenso
     ]
 
 
-def written(values: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor], layout: Layout) -> None:
-    """Write the flat piece of each peer into its places in the values."""
+def written(
+    values: Sequence[torch.Tensor],
+    pieces: Sequence[torch.Tensor],
+    layout: Layout,
+    skip: torch.Tensor | None = None,
+) -> None:
+    """Write the flat piece of each peer into its places in the values; not if ``skip``, a bool[],
+    is True."""
     for i, piece in enumerate(pieces):
         for value, part, (_, blocks) in zip(values, _blocks(piece, i, layout), layout, strict=True):
             if part.numel():
-                write(value, part, blocks[i][1])
+                write(value, part, blocks[i][1], skip)
+
+
+def written_unless(
+    values: Sequence[torch.Tensor],
+    pieces: Sequence[torch.Tensor],
+    predicate: torch.Tensor,
+    layout: Layout,
+) -> None:
+    """Do as `written`, but write nothing if the commit's ``predicate`` is 1."""
+    written(values, pieces, layout, predicate == 1)
 
 
 def _blocks(piece: torch.Tensor, peer: int, layout: Layout) -> list[torch.Tensor]:

@@ -34,6 +34,7 @@ from dtensor.kernels.registry import Made
 from dtensor.runtime.lower import detect_nan, experts, moves, step_end, updates
 from dtensor.runtime.lower.actions import Actions
 from dtensor.runtime.lower.code import Functions
+from dtensor.runtime.lower.deferred import defers
 from dtensor.runtime.lower.overlap import StepWalk
 from dtensor.runtime.lower.rank_builder import (
     LocalCode,
@@ -84,6 +85,7 @@ def lower(
     functions = Functions()
     actions, device = Actions(plan, grid), device or torch.device("cpu")
     shared = ProgramContext(plan, actions, device, numbered=bool(roles.detect_nan))
+    shared.deferred = defers(shared, roles)
     builders = [
         RankBuilder(shared=shared, rank=rank, functions=functions, roles=roles)
         for rank in range(plan.mesh.size)

@@ -47,6 +47,8 @@ Call that makes it, so long Calls save time: a decode step has hundreds of lines
 
 
 _ONCE = Label("once")
+SKIP = "rank.skip"
+"""The predicate of the commit in the rank's table, in a deferred program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +149,7 @@ class ProgramContext:
         mutates = any(w.how != "in place" for w in self.plan.state_writes)
         writes = bool(roles.updates or self.plan.delayed) or (mutates and not roles.gradients)
         together = bool(self.plan.collectives or self.numbers) and self.plan.mesh.size > 1
-        return writes or together
+        return writes or together or self.deferred
 
     @cached_property
     def max_lines(self) -> int:
@@ -397,6 +399,14 @@ class RankBuilder:
     def table_name(self, segment: LocalCode, name: str) -> str:
         """Return the name in the table of a name in the segment's code."""
         return segment.table.get(name) or self.value_of(name, segment.microbatch)
+
+    def predicate(self) -> tuple[str, ...]:
+        """Return the name in the open segment's code of the commit's predicate, f32[], 1 if nothing
+        may be written; () if the host decides whether this code runs."""
+        if not (self.shared.deferred and self.committed):
+            return ()
+        self.segment().table["rank_skip"] = SKIP
+        return ("rank_skip",)
 
     def assign(self, source: str, target: str, line: str | None = None) -> None:
         """Emit the line ``target = source``."""

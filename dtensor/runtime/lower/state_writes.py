@@ -21,9 +21,11 @@ import torch
 from dtensor.private_torch import OpOverload, is_alias_of
 from dtensor.runtime.lower.code import COPIES, quick
 from dtensor.runtime.lower.rank_builder import LocalCode, RankBuilder, user_line
-from dtensor.sharding.ops.call import OpCall
+from dtensor.sharding.ops.call import OpCall, Operand
+from dtensor.sharding.ops.in_place import in_place, index_check, write_unless
 from dtensor.sharding.plan.record import StateWrite
 from dtensor.sharding.plan.steps import Compute, roots
+from dtensor.sharding.spec.shards import copy
 
 
 @dataclass(slots=True)
@@ -146,14 +148,15 @@ class StateWrites:
                 self._emit_write(step, write.name)
         for write in self.copied:
             reads = [write.name, new[write.name]]
-            segment.code.line(f"{write.name}.copy_({new[write.name]})", reads, (), op=COPIES)
+            if skipped := self._skipped():
+                segment.code.apply(copy, [*reads, *skipped], ())
+            else:
+                segment.code.line(f"{write.name}.copy_({new[write.name]})", reads, (), op=COPIES)
             _add_write(segment, write.name)
         b.close()
 
     def _emit_write(self, step: Compute, state: str) -> None:
         """Emit the variant of the step's op that writes to the state in place."""
-        from dtensor.sharding.ops.in_place import in_place, index_check  # few programs change state
-
         b, name = self.b, step.results[0]
         assert name is not None
         base, source = self.bases[name], user_line(step)
@@ -164,13 +167,21 @@ class StateWrites:
         elif b.shared.device.type == "cuda":
             self._emit_call(index_check(call), call, names, source)
         changes = in_place(call, base)
-        self._emit_call(changes.target, changes, names, source)
+        self._emit_call(changes.target, changes, names, source, self._skipped(), base)
         _add_write(b.segment(), state)
+
+    def _skipped(self) -> tuple[str, ...]:
+        """Return the name in code of a bool[] that is True if nothing may be written; () if the
+        host decides whether the code runs."""
+        predicate, code = self.b.predicate(), self.b.segment().code
+        if not predicate:
+            return ()
+        if "rank_skipped" not in code.defined:
+            code.line(f"rank_skipped = {predicate[0]} == 1", predicate, ["rank_skipped"])
+        return ("rank_skipped",)
 
     def _emit_check(self, step: Compute) -> None:
         """Emit the check of the indices of a write that runs at the commit."""
-        from dtensor.sharding.ops.in_place import index_check
-
         name = step.results[0]
         if name in self.bases:
             call = self.b.shared.local_call(step, self.b.coordinates)
@@ -188,9 +199,16 @@ class StateWrites:
         return add_checks(self.b, call, step, names, user_line(step))
 
     def _emit_call(
-        self, function: Any, call: OpCall, names: Sequence[str], source: str | None
+        self,
+        function: Any,
+        call: OpCall,
+        names: Sequence[str],
+        source: str | None,
+        skipped: Sequence[str] = (),
+        base: int = 0,
     ) -> None:
-        """Emit a call of ``function`` with the arguments of ``call``; nothing if it is None."""
+        """Emit a call of ``function`` with the arguments of ``call``; nothing if it is None.
+        ``skipped``: see `_skipped`, for a write to the operand ``base``."""
         if function is None:
             return
         code = self.b.segment().code
@@ -198,6 +216,10 @@ class StateWrites:
         args += [f"{k}={code.literal(v, names)}" for k, v in call.kwargs]
         bound = quick(call, code.device) if function is call.target else function
         called = code.bind(_function_name(function), bound)
+        if skipped:
+            args[:0] = [*skipped, called, code.bind("changed", function)]
+            args.insert(3, str(call.args.index(Operand(base))))
+            names, called = [*names, *skipped], code.bind("write_unless", write_unless)
         code.line(f"{called}({', '.join(args)})", names, (), source, called=called)
 
     def _operands(self, step: Compute, base: int) -> list[str]:

@@ -21,7 +21,7 @@ import torch
 from dtensor.daft import Buffer, Commit, Label, Vote
 from dtensor.daft.ir.instructions import WORD
 from dtensor.runtime.lower.code import ADDING, COPIES
-from dtensor.runtime.lower.rank_builder import RankBuilder
+from dtensor.runtime.lower.rank_builder import SKIP, RankBuilder
 from dtensor.runtime.optimizer.shard_optimizer import (
     clip_divisor,
     sum_of_squares,
@@ -197,7 +197,8 @@ def _reduce_votes(
             b.collective("all_reduce", axis, inputs, outputs, what, op="sum")
             squares, vote = squares and f"{squares}_{axis}", f"vote.{axis}"
     if agrees:
-        b.emit(Commit(vote, label=b.label.doing("commit")))
+        predicate = SKIP if b.shared.deferred else None
+        b.emit(Commit(vote, predicate, label=b.label.doing("commit")))
         b.committed = True
     return squares or vote
 

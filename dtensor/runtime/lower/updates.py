@@ -134,6 +134,9 @@ def _step_of(b: RankBuilder, number: int) -> None:
         own = labels_of(overwritable)
         tensors += f", {code.bind('parts', split_labels)}, {code.bind('own', own)}"
     reads = ["optimizer", "options", *state, *parts, *gradients, *([clip] if clip else [])]
+    for skip in b.predicate():
+        tensors += f", skip={skip}"
+        reads.append(skip)
     copied = _copied_bytes(b, role, updates, overwritable if clip else None)
     if copied:
         code.line(f'"copies {copied} B of gradients"', (), ())
@@ -142,7 +145,7 @@ def _step_of(b: RankBuilder, number: int) -> None:
         where = _updated_places(b, inputs[step.parameter])
         # a part of several blocks is a copy, which must be written back
         if part != name and any(len(intervals) > 1 for intervals in where):
-            code.apply(write, [name, part], (), layout=where)
+            code.apply(write, [name, part], (), layout=where)  # a skipped step has not changed it
     b.close()
 
 
@@ -374,8 +377,9 @@ def step_optimizer(
     clip: torch.Tensor | None,
     parts: tuple[str, ...] = (),
     overwritable: tuple[str, ...] = (),
+    skip: torch.Tensor | None = None,
 ) -> None:
     """Step the rank's optimizer; see `ShardOptimizer.step`. Runs on ranks."""
     by_label = dict(zip(updated.labels, shards, strict=True))
     grads = dict(zip(updated.labels, gradients, strict=True))
-    optimizer.step(updated, by_label, options, grads, values, clip, parts, overwritable)
+    optimizer.step(updated, by_label, options, grads, values, clip, parts, overwritable, skip)

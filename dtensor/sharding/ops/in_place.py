@@ -12,7 +12,7 @@ Invariant: an in-place call changes only operand ``base``, to the bits that the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -22,8 +22,9 @@ from torch import Tensor
 
 from dtensor.private_torch import OpOverload, jit_get_schemas_for_operator
 from dtensor.sharding.local import indexing
-from dtensor.sharding.local.in_range import check_range
+from dtensor.sharding.local.in_range import check_range, record_check
 from dtensor.sharding.ops.call import OpCall, Operand
+from dtensor.sharding.spec.shards import copy, unless
 
 aten: Any = torch.ops.aten
 
@@ -116,6 +117,40 @@ def _in_place_form(target: Any) -> Any:
             packet: Any = getattr(getattr(torch.ops, namespace), f"{name}_")
             return getattr(packet, schema_of_op.overload_name or "default")
     return None
+
+
+def write_unless(
+    skip: Tensor, write: Callable[..., object], of: object, at: int, *args: Any, **kwargs: Any
+) -> None:
+    """Call ``write``, the call of the in-place op ``of`` on ``args``, which changes ``args[at]``.
+    If ``skip``, a bool[], is True, all its bits stay. Where the op names the elements, they are
+    written again; else the whole operand is copied."""
+    given, x = list(args), args[at]
+    match of:
+        case aten.copy_.default:
+            given[1] = unless(skip, x, args[1])
+        case _ if of is into_slice:
+            given[1] = unless(skip, aten.slice.Tensor(x, *args[2:]), args[1])
+        case _ if of is into_select:
+            given[1] = unless(skip, x.select(*args[2:]), args[1])
+        case aten.index_copy_.default if x.dim():
+            given[3] = unless(skip, x.index_select(*args[1:3]), args[3])
+        case aten.index_put_.default if not (args[3:4] == (True,) or _has_mask(args[1])):
+            given[2] = unless(skip, aten.index.Tensor(x, args[1]), args[2])
+        case _ if of is indexing.write_shard_in_place:
+            size = args[6]
+            given[3] = torch.where(skip, size, args[3])  # a row of no rank
+            record_check(given[3], (size, -size, None))
+        case _:
+            old = x.clone()
+            write(*args, **kwargs)
+            copy(x, old, ~skip)
+            return
+    write(*given, **kwargs)
+
+
+def _has_mask(indices: Sequence[Tensor | None]) -> bool:
+    return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices)
 
 
 def index_check(call: OpCall) -> Callable[..., None] | None:

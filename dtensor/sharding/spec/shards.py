@@ -195,8 +195,10 @@ def _runs(
     return [part for _, _, part in runs] if follow and runs and runs[0][0] == 0 else []
 
 
-def write(result: torch.Tensor, piece: torch.Tensor, where: Where) -> None:
-    """Copy ``piece`` into the block ``where`` of ``result``."""
+def write(
+    result: torch.Tensor, piece: torch.Tensor, where: Where, skip: torch.Tensor | None = None
+) -> None:
+    """Copy ``piece`` into the block ``where`` of ``result``; not if ``skip``, a bool[], is True."""
     several = [dim for dim, intervals in enumerate(where) if len(intervals) != 1]
     if len(several) < 2:
         for dim, intervals in enumerate(where):
@@ -204,11 +206,11 @@ def write(result: torch.Tensor, piece: torch.Tensor, where: Where) -> None:
                 lo, hi = intervals[0]
                 result = result.narrow(dim, lo, hi - lo)
         if not several:
-            result.copy_(piece)
+            copy(result, piece, skip)
             return
         offset, dim = 0, several[0]
         for lo, hi in where[dim]:
-            result.narrow(dim, lo, hi - lo).copy_(piece.narrow(dim, offset, hi - lo))
+            copy(result.narrow(dim, lo, hi - lo), piece.narrow(dim, offset, hi - lo), skip)
             offset += hi - lo
         return
     index: list[torch.Tensor] = []
@@ -216,4 +218,29 @@ def write(result: torch.Tensor, piece: torch.Tensor, where: Where) -> None:
         positions = torch.cat([torch.arange(lo, hi) for lo, hi in intervals])
         shape = [-1 if d == dim else 1 for d in range(len(where))]
         index.append(positions.to(result.device).view(shape))
-    result[tuple(index)] = piece
+    at = tuple(index)
+    result[at] = piece if skip is None else unless(skip, result[at], piece)
+
+
+def copy(x: torch.Tensor, source: torch.Tensor, skip: torch.Tensor | None) -> None:
+    """Copy ``source`` into x, which it broadcasts to; not if ``skip``, a bool[], is True."""
+    if skip is None:
+        x.copy_(source)
+    elif _has_8_bits(x):
+        x.copy_(unless(skip, x, source))
+    else:
+        torch.where(skip, x, source.to(x.dtype), out=x)
+
+
+def unless(skip: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """Return ``new`` in the dtype of ``old``, or the bits of ``old`` if ``skip``, a bool[], is
+    True."""
+    new = new.to(old.dtype)
+    if _has_8_bits(old):  # torch documents no `where` for 8-bit floats
+        bits = torch.where(skip, old.view(torch.uint8), new.view(torch.uint8))
+        return bits.view(old.dtype)
+    return torch.where(skip, old, new)
+
+
+def _has_8_bits(x: torch.Tensor) -> bool:
+    return x.is_floating_point() and x.dtype.itemsize == 1

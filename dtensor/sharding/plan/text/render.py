@@ -22,8 +22,9 @@ import torch
 
 from dtensor.numerics import dtype_name
 from dtensor.sharding.plan.cost.memory import Rows
-from dtensor.sharding.plan.cost.seconds import collectives_of, step_times
+from dtensor.sharding.plan.cost.seconds import collectives_of
 from dtensor.sharding.plan.cost.totals import PlanTotals
+from dtensor.sharding.plan.host_waits import wait_lines
 from dtensor.sharding.plan.record import Hint, Misaligned, PlanRecord, Region, StateWrite
 from dtensor.sharding.plan.steps import (
     Accumulate,
@@ -116,6 +117,7 @@ def render(
     if plan.schedule:
         text += ["", "schedule", *(f"  {row}" for row in plan.schedule.splitlines())]
     text += [*_regions(plan), "", *_memory(totals), "", *_communication(totals)]
+    text += wait_lines(plan)
     text += ["", *_time(totals), *hint_lines(plan)]
     return "\n".join(line.rstrip() for line in text)
 
@@ -640,19 +642,7 @@ def _communication(totals: PlanTotals) -> list[str]:
         if (sent := totals.sent[axis, phase, kind][stage]).times
     ]
     lines = ["communication per rank and step", *table(rows, "<<<>")]
-    if waits := max(_host_waits(plan, stage) for stage in range(plan.num_stages)):
-        times = "once" if waits == 1 else f"{waits} times"
-        lines.append(f"  on GPUs, the host waits {times}, for the counts of rows of experts")
     return lines
-
-
-def _host_waits(plan: PlanRecord, stage: int) -> int:
-    """Return how often the host of a GPU waits for counts in a step: once for each dispatch."""
-    return sum(
-        step_times(plan, step)
-        for step in plan.steps
-        if isinstance(step, Redistribute) and step.moves[0].gathers_counts and step.stage == stage
-    )
 
 
 def _time(totals: PlanTotals) -> list[str]:
