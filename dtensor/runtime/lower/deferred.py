@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dtensor.runtime.lower.rank_builder import ProgramContext, Roles
 from dtensor.runtime.optimizer.shard_optimizer import ELEMENTWISE
-from dtensor.sharding.plan.host_waits import may_defer
+from dtensor.sharding.plan.host_waits import host_waits
 from dtensor.sharding.plan.steps import updates_of
 
 
@@ -22,7 +22,7 @@ def defers(shared: ProgramContext, roles: Roles) -> bool:
     if shared.device.type != "cuda" or not (writes or shared.has_commit_point(roles)):
         return False
     torch_updates = all(u.optimizer in _TORCH_CLASSES for u in updates_of(plan.steps))
-    return torch_updates and not roles.detect_nan and may_defer(plan)
+    return torch_updates and not roles.detect_nan and not host_waits(plan)
 
 
 _TORCH_CLASSES = frozenset(cls.__name__ for cls in ELEMENTWISE)

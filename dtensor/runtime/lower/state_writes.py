@@ -255,7 +255,7 @@ def _add_write(segment: LocalCode, name: str) -> None:
 def _function_name(function: Any) -> str:
     """Return the name of an op or function in code."""
     is_op = isinstance(function, OpOverload)
-    return str(function).replace(".", "_") if is_op else function.__name__
+    return str(function).replace(".", "_") if is_op else getattr(function, "__name__", "check")
 
 
 # -- functions that generated code calls -----------------------------------------------------------
