@@ -347,7 +347,10 @@ DROPOUT = LaunchRule(
     block="8 columns a thread: 1,024, or 2,048 with warps of 64",
     warps="4",
     why="a thread has two Philox counters, each of 4 words, so that no word is computed twice",
-    reads=("X[start:stop]", "RESIDUAL[start:stop] if HAS_RESIDUAL", "ROWS if HAS_TABLE"),
+    reads=(
+        *("X[start:stop]", "RESIDUAL[start:stop] if HAS_RESIDUAL", "ROWS if HAS_TABLE"),
+        *("SEED", "STEP"),
+    ),
     writes=("Y[start:stop]", "KEPT[start:stop]"),
 )
 DROPOUT_BACKWARD = LaunchRule(

@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import dtensor.sharding.ops.philox as philox_file
-from dtensor.sharding.ops import distributions
+from dtensor.sharding.ops import distributions, sampling
 from dtensor.sharding.ops.distributions import integers, inverse_normal, keep_mask, normal, uniform
 from dtensor.sharding.ops.philox import Key, Place, philox, words
 from dtensor.sharding.ops.sampling import uniform_of
@@ -155,10 +154,8 @@ def test_random_values_need_little_temporary_memory(
                 made = uniform(place, key, torch.float32, meta)
             case "integers":
                 made = integers(place, key, 0, 9, torch.int64, meta)
-            case _:  # it reads values, so it runs on the CPU, in two chunks
-                monkeypatch.setattr(philox_file, "_CPU_CHUNK", philox_file._DEVICE_CHUNK)
-                few = Place.whole((8, 1 << 20))
-                made = normal(few, key, torch.float32, CPU)
+            case _:
+                made = normal(place, key, torch.float32, meta)
     beside = memory.peak[0] - made.nbytes
     assert 1 << 20 < beside < 160 << 20, beside / 2**20
 
@@ -214,12 +211,25 @@ def test_next_tokens_follow_distribution_of_transformers(
     torch.testing.assert_close(logprob, of_all[token], rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sample_without_wait_equals_sample_that_reads_filters(dtype: torch.dtype) -> None:
+    scaled = (torch.randn(50).to(dtype) * 3).float()  # bfloat16 has ties
+    for k in (0, 1, 3, 50, 99):
+        for p in (1.0, 0.9, 0.5, 1e-6):
+            filters = torch.tensor(k), torch.tensor(p)
+            for number in torch.rand(20, dtype=torch.float64):
+                want = sampling._sample(scaled, number, *filters)
+                assert torch.equal(sampling._sample_without_wait(scaled, number, *filters), want)
+
+
 def test_greedy_next_token_is_first_of_most_likely() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0], [5.0, -float("inf"), 0.0]])
     none = torch.zeros(2, 2, dtype=torch.int64)
     token, logprob = torch.ops.dt.next_tokens(logits, none[:, 0], none, torch.zeros(2, 2))
     assert token.tolist() == [1, 0]
     torch.testing.assert_close(logprob, logits.log_softmax(1)[[0, 1], [1, 0]])
+    stated = torch.ops.dt.next_tokens(logits, none[:, 0], none, torch.ones(2, 2), is_greedy=True)
+    assert torch.equal(stated[0], token) and torch.equal(stated[1], logprob)
 
 
 def test_next_tokens_row_is_bitwise_independent_of_other_rows() -> None:

@@ -126,8 +126,10 @@ class Generator:
             rows_per_rank = -(-rows_per_rank // SLOTS_MULTIPLE) * SLOTS_MULTIPLE
         self.rows: int = pieces * rows_per_rank  # the slots, and spare ones that pad them
         self.split = split = split_of_positions(model, length)
-        self._decode = decode_program(forward, model.mesh, self.rows_over, topology, split)
-        self._prefill = prefill_program(forward, model.mesh, self.rows_over, topology, split)
+        program = forward, model.mesh, self.rows_over, topology, split
+        self._decode, self._prefill = decode_program(*program), prefill_program(*program)
+        self._greedy_decode = decode_program(*program, is_greedy=True)
+        self._greedy_prefill = prefill_program(*program, is_greedy=True)
         self.caches: ParallelModule = self._new_caches(forward)
         self._disaggregated = None
         if prefill is not None:
@@ -256,11 +258,12 @@ class Generator:
         make the caches again with these copies first."""
         if not self._caches_settled:
             live = live_spec(self.model, self.rows, self.rows_over)
-            plan = self._decode.plan(self.model, self.caches, live)
+            decode = self._greedy_decode if self._is_greedy([self.sampling]) else self._decode
+            plan = decode.plan(self.model, self.caches, live)
             copies = copies_of_heads(plan) if self._disaggregated is None else {}
             if copies and not self._shares_graphs:
                 self.caches = self._new_caches(self._forward_and_contents[0], copies)
-                plan = self._decode.plan(self.model, self.caches, live)
+                plan = decode.plan(self.model, self.caches, live)
             settle_caches(self.caches, plan)
             self._caches_settled = True
 
@@ -458,8 +461,10 @@ class Generator:
             seated = ((row, r) for row, r in enumerate(self._seats) if r is not None)
             active = tuple((row, r) for row, r in seated if not r.done)
             if active:
+                is_greedy = self._is_greedy([r.sampling for _, r in active])
+                decode = self._greedy_decode if is_greedy else self._decode
                 with CALL_LOCK, evaluating(self.model.module):
-                    outputs = self._decode(self.model, self.caches, self._live)
+                    outputs = decode(self.model, self.caches, self._live)
                     self._record_run(active, outputs, is_decode=True)
             self._read(self.ahead if has_prefilled or active else 0)
         except DaftError:
@@ -500,11 +505,19 @@ class Generator:
             for first in range(0, len(group), self.prefill_batch):
                 batch = group[first : first + self.prefill_batch]
                 arguments = self._batched([self._arguments(r, row) for row, r in batch])
+                is_greedy = self._is_greedy([r.sampling for _, r in batch])
+                prefill = self._greedy_prefill if is_greedy else self._prefill
                 with CALL_LOCK, evaluating(self.model.module):
-                    outputs = self._prefill(self.model, self.caches, self._live, *arguments)
+                    outputs = prefill(self.model, self.caches, self._live, *arguments)
                     self._record_run(tuple(batch), outputs, is_decode=False)
                 self._read(self.ahead)
         return bool(requests_by_bucket)
+
+    def _is_greedy(self, samplings: Sequence[Sampling]) -> bool:
+        """Whether programs run that draw no token at random. On a CPU the op sees the temperatures
+        and skips greedy rows; on a GPU the host would wait to see them."""
+        on_gpu = self._session is not None and self._session.cluster.device.type == "cuda"
+        return on_gpu and all(sampling.temperature == 0 for sampling in samplings)
 
     def _bucket(self, request: TextRequest) -> int:
         return next(size for size in self.buckets if size >= len(request.prompt))

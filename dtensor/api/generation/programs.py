@@ -57,16 +57,19 @@ def decode_program(
     over: Split,
     topology: Topology | None = None,
     split: SplitCache | None = None,
+    *,
+    is_greedy: bool = False,
 ) -> CompiledFunction:
     """Return the program that makes one token for every slot. ``over``: the placement of slots;
-    ``topology``: the hardware by which the planner prices; ``split``: the split of positions."""
+    ``topology``: the hardware by which the planner prices; ``split``: the split of positions;
+    ``is_greedy``: no token is drawn at random."""
 
     def decode(model: nn.Module, kv_cache: KVSlots, live: Tensor) -> dict[str, Tensor]:
         """Write the key and value of each slot's last token, and return its next token."""
         cache = Decoding(kv_cache, live[:, 1:])
         at = live[:, 1] + 1
         logits = forward(model, live[:, :1], cache, torch.zeros(1, dtype=torch.int64))
-        token, logprob = _sample(logits, at, kv_cache.request, kv_cache.knobs)
+        token, logprob = _sample(logits, at, kv_cache.request, kv_cache.knobs, is_greedy)
         # an unused slot does not advance beyond its last position
         after = torch.stack([token, at.clamp(max=kv_cache.length - 1)], 1)
         return {"live": after, "token": token, "logprob": logprob}
@@ -81,6 +84,8 @@ def prefill_program(
     over: Split,
     topology: Topology | None = None,
     split: SplitCache | None = None,
+    *,
+    is_greedy: bool = False,
 ) -> CompiledFunction:
     """Return the program that writes prompts into slots and makes their first tokens. Its inputs
     are ``where``: int64[b, 2], the row and the length of each prompt, and ``request`` and
@@ -100,7 +105,7 @@ def prefill_program(
         row, at = where[:, 0], where[:, 1]
         cache = Prefill(kv_cache, row, tokens.shape[1])
         logits = forward(model, tokens, cache, at - 1)
-        token, logprob = _sample(logits, at, request, knobs)
+        token, logprob = _sample(logits, at, request, knobs, is_greedy)
         kv_cache.request.index_copy_(0, row, request)
         kv_cache.knobs.index_copy_(0, row, knobs)
         after = live.index_copy(0, row, torch.stack([token, at], 1))
@@ -110,8 +115,11 @@ def prefill_program(
     return CompiledFunction(prefill, mesh, {"live": over}, options, False)
 
 
-def _sample(logits: Tensor, at: Tensor, request: Tensor, knobs: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.ops.dt.next_tokens(logits.detach(), at, request, knobs)
+def _sample(
+    logits: Tensor, at: Tensor, request: Tensor, knobs: Tensor, is_greedy: bool
+) -> tuple[Tensor, Tensor]:
+    options = {"is_greedy": True} if is_greedy else {}
+    return torch.ops.dt.next_tokens(logits.detach(), at, request, knobs, **options)
 
 
 def live_spec(model: ParallelModule, rows: int, over: Split) -> TensorSpec:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -225,14 +225,24 @@ def called_op(target: object, args: Sequence[object]) -> tuple[object, int]:
     return target, first
 
 
-def _check(of: Callable[..., Conditions], *args: Any, **kwargs: Any) -> None:
-    """Raise the error of the first condition that does not hold. Waits for the GPU."""
-    for x, condition in of(*args, **kwargs):
-        if not (x.is_meta or x.numel() == 0 or was_checked(x, condition.key)):
-            require(condition, x)
-            record_check(x, condition.key)
+@dataclass(frozen=True, slots=True)
+class HostCheck:
+    """A function of an op's arguments that raises the error of the first condition that does not
+    hold. It waits for the GPU."""
+
+    conditions: Callable[..., Conditions]
+
+    @property
+    def __name__(self) -> str:
+        return self.conditions.__name__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        for x, condition in self.conditions(*args, **kwargs):
+            if not (x.is_meta or x.numel() == 0 or was_checked(x, condition.key)):
+                require(condition, x)
+                record_check(x, condition.key)
 
 
-CHECKS: Mapping[object, Callable[..., None]] = {
-    op: partial(_check, conditions) for op, conditions in CONDITIONS.items()
+CHECKS: Mapping[object, HostCheck] = {
+    op: HostCheck(conditions) for op, conditions in CONDITIONS.items()
 }
