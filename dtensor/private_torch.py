@@ -12,9 +12,10 @@ kernels (kernel_flags.py). Ray's private names are in daft/ray/bootstrap/private
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -222,15 +223,20 @@ def cpp_compiler() -> Any:
     return get_cpp_compiler, InvalidCxxCompiler
 
 
-def standalone_compile() -> Any:
-    """Return torch's function that compiles one graph, and the compiler's settings."""
+def standalone_compile(settings: Mapping[str, object]) -> Any:
+    """Return torch's function that compiles one graph, and a context with these settings of the
+    compiler; a setting that this version of torch lacks is left out."""
     from torch._inductor import config, standalone_compile
 
-    return standalone_compile, config
+    known: Any = config._config  # type: ignore[attr-defined]
+    return standalone_compile, config.patch({k: v for k, v in settings.items() if k in known})
 
 
-def compiled_artifact() -> Any:
-    """Return the class that loads what `standalone_compile` has compiled."""
+def loaded_artifact(path: str) -> Callable[[list[Any]], Any]:
+    """Return the function of an artifact of `standalone_compile`. It takes its arguments out of the
+    list that it gets."""
     from torch._inductor.standalone_compile import CompiledArtifact
 
-    return CompiledArtifact
+    artifact: Any = CompiledArtifact.load(path=path, format="binary")
+    inner = inspect.getclosurevars(artifact._compiled_fn).nonlocals.get("compiled_fn")
+    return inner or (lambda values: artifact(*values))

@@ -52,12 +52,42 @@ def current() -> Registered:
     return _registered
 
 
-def kernel_of(op: object, device: torch.device) -> Kernel | None:
-    """Return the kernel that runs on a device instead of the op; None if the op itself runs."""
+COMPILED_INSTEAD = frozenset(
+    """dt::add_layer_norm dt::add_rms_norm dt::bias_gelu dt::bias_gelu_backward dt::gated
+    dt::gated_backward dt::rms_norm dt::rms_norm_backward dt::rope""".split()  # noqa: SIM905
+)
+"""The ops that torch's compiler compiles within local code, instead of their built-in kernel: alone
+they take less than 1.05 of the kernel's time (benchmarks/results/kernels.md), and they fuse with
+their neighbours."""
+
+
+def kernel_of(op: object, device: torch.device, *, compiled: bool = False) -> Kernel | None:
+    """Return the kernel that runs on a device instead of the op; None if the op itself runs.
+    ``compiled``: within code that torch's compiler compiles."""
     if not isinstance(op, OpOverload):
         return None
     key, users = (op, device.type), _registered.kernels
-    return users[key] if key in users else _built_in(op, device.type)
+    if key in users:
+        return users[key]
+    return None if compiled and op.name() in COMPILED_INSTEAD else _built_in(op, device.type)
+
+
+def op_of_kernel(function: object) -> OpOverload | None:
+    """Return the op whose kernel on CUDA is this function; None if it is no kernel."""
+    for (op, _), kernel in _registered.kernels.items():
+        if kernel is not None and kernel.function is function:
+            return op
+    if not getattr(function, "__module__", "").startswith("dtensor.kernels."):
+        return None
+    from dtensor.kernels.built_in import TRITON, torch_kernels
+
+    for name in (*TRITON, *torch_kernels()):
+        namespace, _, op_name = name.partition("::")
+        op: OpOverload = getattr(getattr(torch.ops, namespace), op_name).default
+        kernel = _built_in(op, "cuda")
+        if kernel is not None and kernel.function is function:
+            return op
+    return None
 
 
 Made = Sequence[tuple[Sequence[int], torch.dtype]]

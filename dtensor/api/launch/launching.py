@@ -30,6 +30,7 @@ from dtensor.api.model.parallel import ParallelModule
 from dtensor.api.model.stating.roles_of_weights import StatedRoles
 from dtensor.api.model.stating.stages import Stages
 from dtensor.api.move.switch import SwitchTarget, switch_of
+from dtensor.api.step.compiled_code import no_compiler
 from dtensor.api.step.wrapped_optimizers import Optimizers
 from dtensor.api.store.session import (
     Launch,
@@ -46,7 +47,7 @@ from dtensor.daft.launching import DeferredLaunch, start_cluster
 from dtensor.errors import PlanningError, check_kind, check_word
 from dtensor.frontend.call_lock import CALL_LOCK
 from dtensor.frontend.source import lines_text, source_here
-from dtensor.private_torch import cpp_compiler
+from dtensor.runtime.lower.pieces import compiler_problem
 from dtensor.runtime.schedule import Schedule
 from dtensor.sharding.redistribute.sync_plan import SyncPlan
 from dtensor.sharding.redistribute.topology import Topology
@@ -307,7 +308,7 @@ def launch(
     ranks_per_actor: int | None = None,
     mode: Mode = "compiled",
     bring_home: bool = True,
-    local: LocalKind = "generated",
+    local: LocalKind = "auto",
     spares: int = 0,
     snapshot_every: int | None = None,
     max_restarts: int = 100,
@@ -356,9 +357,10 @@ def launch(
         mode: "compiled": one call per actor and step; "interpreted": one instruction at a time.
         bring_home: False: changed values are not copied back. Reading them then raises
             RuntimeError until `load_state_dict`, unless `gather_state_dict` has copied them.
-        local: "inductor": torch's compiler compiles chains of elementwise ops, norms and sums, on
-            CPUs only; a first call takes seconds longer. Results are bitwise equal on all backends
-            and in both modes, and agree with "generated" to a tolerance.
+        local: "inductor": torch's compiler compiles the code between two communications, for each
+            layer that differs; a first call takes seconds longer. Results are bitwise equal on all
+            backends and in both modes, and agree with "generated" to a tolerance. "auto":
+            "inductor" on "cuda", "generated" on "cpu".
         spares: the number of processes that wait to replace a lost rank. With spares,
             ``snapshot_every`` is 1 by default.
         snapshot_every: the number of runs after which each rank copies the values that it wrote
@@ -417,7 +419,7 @@ def launch(
         _check_current(int(device.removeprefix("cuda:")))
     check_word("local", local, get_args(LocalKind))
     if local == "inductor":
-        _check_inductor(device)
+        _check_inductor(device, backend)
     check_kind("bring_home", bring_home, bool, "True or False", "bring_home=False")
     check_kind("warm", warm, bool, "True or False", "warm=False")
     recovers = backend == "ray" and options.snapshot_every is not None
@@ -493,18 +495,15 @@ def _check_current(index: int) -> None:
         )
 
 
-def _check_inductor(device: str) -> None:
-    """Raises PlanningError if the device is not a CPU, or if torch finds no C++ compiler."""
-    if device != "cpu":
+def _check_inductor(device: str, backend: str) -> None:
+    """Raises PlanningError if torch's compiler compiles nothing for the device, or lacks a compiler
+    in this process, and this process compiles."""
+    if device == "meta":
         raise PlanningError(
-            f'local="inductor" with device="{device}": it compiles for CPUs alone.\n'
-            f'fix: device="cpu", or leave local out'
+            'local="inductor" with device="meta": it compiles for CPUs and GPUs.\n'
+            'fix: device="cpu", or leave local out'
         )
-    get_cpp_compiler, missing = cpp_compiler()
-    try:
-        get_cpp_compiler()
-    except missing as error:
-        raise PlanningError(
-            f'local="inductor" needs a C++ compiler, and there is none here: {error}\n'
-            f"fix: install g++, or set CXX to a compiler; or leave local out"
-        ) from error
+    if device == "cpu" or backend == "inprocess":
+        problem = compiler_problem("cpu" if device == "cpu" else "cuda")
+        if problem is not None:
+            raise no_compiler(*problem)

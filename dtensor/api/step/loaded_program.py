@@ -21,6 +21,7 @@ from weakref import ref
 import torch
 
 from dtensor.api.step.bound_call import BoundCall
+from dtensor.api.step.compiled_code import compiled_program, compiles
 from dtensor.api.step.plan_cache import MAX_PLANS
 from dtensor.api.step.plan_call import Planned
 from dtensor.api.store.handle import Layout, TensorHandle, contiguous_layout
@@ -28,14 +29,13 @@ from dtensor.api.store.home import check_no_shared_memory
 from dtensor.api.store.program_cache import ClusterProgram, ProgramCache
 from dtensor.api.store.session import MeshSession
 from dtensor.api.store.store import Owner
-from dtensor.daft import Buffer, Program, Stored
+from dtensor.daft import Program, Stored
 from dtensor.errors import PlanningError
 from dtensor.frontend.graph import named_tensors
 from dtensor.frontend.source import caller_level
 from dtensor.kernels.registry import current
 from dtensor.runtime.lower.program import argument_spec, holders, lower, on_mesh
-from dtensor.runtime.lower.rank_builder import Roles, options_name
-from dtensor.runtime.lower.step_end import SCALE
+from dtensor.runtime.lower.rank_builder import Roles
 from dtensor.runtime.optimizer.shard_optimizer import DELAYED, value_name
 from dtensor.runtime.schedule import Grid
 from dtensor.sharding.plan.plan import Plan
@@ -306,14 +306,16 @@ def load(
         programs_of(session).evict()
         state = {**state_names(session, planned), **_delayed_names(planned, roles)}
         programs_of(session).unload_outdated(_state_specs(planned.plan, state))
+        is_compiled = compiles(session, roles.detect_nan)
         lowered = lower(
             planned.plan,
             grid,
             device=session.cluster.device,
             roles=replace(roles, state=state),
+            compiled=is_compiled,
         )
-        if session.local == "inductor":
-            lowered = _fused(session, planned, lowered, roles, state)
+        if is_compiled:
+            lowered = compiled_program(session, planned, lowered, len(roles.updates), state)
         plan = planned.plan
         constants = {i.label: i.constant for i in plan.flow.inputs if i.constant is not None}
         training = bool(roles.updates)
@@ -336,40 +338,6 @@ def _to_send(x: torch.Tensor) -> torch.Tensor:
     in_order = x.is_contiguous() and not x.is_conj() and not x.is_neg()
     fills_storage = in_order and x.untyped_storage().nbytes() == x.nbytes
     return x if fills_storage else x.clone(memory_format=torch.contiguous_format)
-
-
-def _fused(
-    session: MeshSession,
-    planned: Planned,
-    program: Program,
-    roles: Roles,
-    state: Mapping[str, str],
-) -> Program:
-    """Return the program with chains of ops compiled by inductor for the shapes of each rank.
-    Raises PlanningError if NaN detection is on."""
-    from dtensor.runtime.lower.inductor import fused
-
-    if roles.detect_nan:
-        raise PlanningError(
-            'detect_nan checks each op, and local="inductor" compiles several into one.\n'
-            "fix: leave one of them out"
-        )
-    plan = planned.plan
-    others = [SCALE, *(options_name(number) for number in range(len(roles.updates)))]
-    example_inputs: list[dict[str, object]] = []
-    for rank, rank_program in enumerate(program.ranks):
-        coordinates = session.mesh.coordinates(rank)
-        names = {*rank_program.inputs, *rank_program.state}
-        buffers: dict[str, object] = {}
-        for item in (*plan.inputs, *plan.delayed):
-            name = state.get(item.name, item.name)
-            if name in names:
-                spec = item.held if item.name in state else item.spec
-                buffers[name] = Buffer(on_mesh(plan, spec).local_shape(coordinates), spec.dtype)
-        # the other inputs are integers, such as the step; any value serves as example
-        numbers = set(rank_program.inputs).difference(buffers, others)
-        example_inputs.append(buffers | dict.fromkeys(numbers, 0))
-    return fused(program, example_inputs)
 
 
 def _state_specs(plan: Plan, state: Mapping[str, str]) -> dict[str, TensorSpec]:

@@ -62,7 +62,7 @@ class Returned:
     output: str
 
 
-LocalKind = Literal["generated", "inductor"]
+LocalKind = Literal["auto", "generated", "inductor"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +108,6 @@ class MeshSession:
     def recoveries(self) -> Sequence[Recovered]:
         """The losses of ranks that the launch has recovered from; empty in-process."""
         return self.cluster.recoveries
-
-    @property
-    def local(self) -> LocalKind:
-        """How ops on local tensors are compiled: see `launch`."""
-        return self.launch.local
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -340,10 +335,11 @@ class Launch:
     meshes are lost. A call that fails affects only its own run.
     """
 
-    def __init__(self, cluster: Cluster, mode: Mode, local: LocalKind = "generated") -> None:
+    def __init__(self, cluster: Cluster, mode: Mode, local: LocalKind = "auto") -> None:
         self.cluster = cluster
         self.mode: Mode = mode
         self.local: LocalKind = local
+        self.has_compiler: bool | None = None  # whether its ranks can compile; None: not known
         self.sessions: dict[Mesh, MeshSession] = {}
         self.store = TensorStore(self)
         self.num_models = 0  # the number of prefixes given to models so far

@@ -227,6 +227,10 @@ class Cluster(ABC):
         """Run a program once, like `run`."""
 
     @abstractmethod
+    def call_on(self, rank: int, function: Method, *arguments: object) -> Any:
+        """Return ``function(worker, *arguments)``, called in the process of a rank."""
+
+    @abstractmethod
     def check_undone(self) -> None:
         """Wait for all runs. Raises the failure of the first undone run whose failure has not been
         raised yet."""
@@ -493,6 +497,17 @@ class HostedCluster(Cluster):
             self.unload(handle)
             raise
         return handle
+
+    def call_on(self, rank: int, function: Method, *arguments: object) -> Any:
+        self._check()
+        host = next(at for at, ranks in enumerate(self.hosts) if rank in ranks)
+        with self._lock:
+            calls = self._call(function, [(host, (rank,))], [arguments])
+        return self._collect_slowly(calls)[0]
+
+    def _collect_slowly(self, calls: Sequence[Any]) -> list[Any]:
+        """Return the results of calls that may take minutes."""
+        return self.collect(calls)
 
     def unload(self, handle: Handle) -> None:
         with self._lock:

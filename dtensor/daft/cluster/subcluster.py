@@ -21,6 +21,7 @@ from dtensor.daft.cluster.cluster import (
     Cluster,
     Future,
     Handle,
+    Method,
     RunRequest,
     check_size,
 )
@@ -140,6 +141,9 @@ class SubCluster(Cluster):
 
     def _renamed_drops(self, drop: Names) -> Names:
         return {self.ranks[rank]: [self.inner(n) for n in names] for rank, names in drop.items()}
+
+    def call_on(self, rank: int, function: Method, *arguments: object) -> Any:
+        return self.whole.call_on(self.ranks[rank], function, *arguments)
 
     def check_undone(self) -> None:
         self.whole.check_undone()

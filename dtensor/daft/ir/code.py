@@ -63,14 +63,19 @@ class CodeLine(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """The code of a function. ``inputs`` are names; ``outputs``, which it returns, expressions."""
+    """The code of a function. ``inputs`` are names; ``outputs``, which it returns, expressions.
+    ``boxed``: the function takes one list of its inputs and empties it, so that an input can be
+    freed while the function runs."""
 
     inputs: tuple[str, ...]
     lines: tuple[CodeLine, ...]
     outputs: tuple[str, ...]
+    boxed: bool = False
 
     @property
     def head(self) -> str:
+        if self.boxed:
+            return f"def forward(given):\n    {tuple_text(self.inputs)} = given; given.clear()"
         return f"def forward({', '.join(self.inputs)}):"
 
     @property
@@ -84,7 +89,8 @@ class Body:
     @property
     def user_lines(self) -> tuple[str | None, ...]:
         """The user's line for each line of `source`, or None."""
-        return (None, *(line.source for line in self.lines), None)
+        head = (None,) * (1 + self.boxed)
+        return (*head, *(line.source for line in self.lines), None)
 
 
 def tuple_text(names: Sequence[str]) -> str:

@@ -189,7 +189,11 @@ class Function:
         return () if self.body is None else self.body.lines
 
     def build(self) -> Built:
-        """Compile the source and return `forward`. Raises ValueError if it does not define one."""
+        """Compile the source and return `forward`. Raises ValueError if it does not define one.
+
+        `forward` takes its inputs as arguments. The `forward` of a boxed body is also there as the
+        attribute ``boxed``, which takes one list of the inputs and empties it.
+        """
         code = compile(self.source, self.filename, "exec")
         text = self.source.splitlines(keepends=True)
         linecache.cache[self.filename] = (len(self.source), None, text, self.filename)
@@ -197,7 +201,15 @@ class Function:
         exec(code, namespace)
         if "forward" not in namespace:
             raise ValueError(f"The source of function {self.name!r} does not define `forward`.")
-        return cast(Built, namespace["forward"])
+        forward = cast(Built, namespace["forward"])
+        if self.body is None or not self.body.boxed:
+            return forward
+
+        def unboxed(*inputs: object) -> tuple[object, ...]:
+            return forward(list(inputs))
+
+        unboxed.boxed = forward  # type: ignore[attr-defined]
+        return unboxed
 
     def user_line(self, error: BaseException) -> str | None:
         """Return the user's line that raised `error`, or None if it is unknown."""

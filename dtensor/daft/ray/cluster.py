@@ -237,6 +237,9 @@ class RayCluster(HostedCluster):
         if calls:
             self._wait_long(calls)
 
+    def _collect_slowly(self, calls: Sequence[AwaitedCall]) -> list[Any]:
+        return self._wait_long(calls)
+
     def _wait_long(self, calls: Sequence[AwaitedCall]) -> list[Any]:
         return self._wait_for(calls, None, max(START_S, self.watch.deadline_s))
 

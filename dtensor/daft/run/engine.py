@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol, TypeAlias, assert_never, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, assert_never, cast
 
 import torch
 
@@ -177,7 +177,7 @@ class Engine:
             stamps = self._stamps = Stamps(functions, self._device)
             for site, step in zip(self.sites, self._steps, strict=True):
                 if isinstance(call := instruction_at(self.program, site), Call):
-                    step = self._prepare_call(site[0], call, stamps.built[call.fn])
+                    step = self._prepare_call(site, call, stamps.built[call.fn])
                 self._stamped.append(stamps.timed(site, step))
         self._stamps.begin()
         return self._stamped
@@ -326,7 +326,7 @@ class Engine:
         instruction = instruction_at(self.program, site)
         match instruction:
             case Call():
-                return self._prepare_call(rank, instruction, self._built[instruction.fn])
+                return self._prepare_call(site, instruction, self._built[instruction.fn])
             case Send() | Recv() | Collective():
                 return self._prepare_start(site, instruction)
             case Wait():
@@ -429,10 +429,13 @@ class Engine:
                     pass
         return frozenset(sites)
 
-    def _prepare_call(self, rank: int, call: Call, fn: Built) -> Step:
+    def _prepare_call(self, site: Site, call: Call, fn: Built) -> Step:
         """Return the step of a call: it reads the inputs, calls ``fn``, and stores the outputs."""
+        rank, _ = site
         inputs = [self._place(rank, value) for value in call.inputs]
         outputs = [self._place(rank, value) for value in call.outputs]
+        if (boxed := getattr(fn, "boxed", None)) is not None:
+            fn, inputs = self._handing_over(site, call, boxed), []
 
         def run() -> None:
             """Call the function, and store its results."""
@@ -446,6 +449,25 @@ class Engine:
                 table[key] = result
 
         return run
+
+    def _handing_over(self, site: Site, call: Call, boxed: Callable[..., Any]) -> Built:
+        """Return a function that calls a boxed function with the call's inputs. Inputs that the
+        next instruction frees leave the table before, so that the function holds the last
+        reference."""
+        rank, index = site
+        after = self.program.ranks[rank].instructions[index + 1 : index + 2]
+        freed = {name for free in after if isinstance(free, Free) for name in free.values}
+        reads = [
+            (
+                table.pop
+                if name in freed and name not in call.inputs[at + 1 :]
+                else table.__getitem__,
+                key,
+            )
+            for at, name in enumerate(call.inputs)
+            for table, key in [self._place(rank, name)]
+        ]
+        return lambda: boxed([read(key) for read, key in reads])
 
     def _prepare_start(self, site: Site, start: Start, *, poisoned: bool = False) -> Step:
         """Return the step of a start. ``poisoned``: it sends zeros for missing values."""

@@ -47,6 +47,7 @@ class CodeBuilder:
 
     device: torch.device
     reserved: Collection[str] = ()  # names of values; a function with such a name would be hidden
+    compiled: bool = False  # torch's compiler compiles the code
     inputs: list[str] = field(default_factory=list)  # values that are read before they are defined
     defined: dict[str, None] = field(default_factory=dict)
     lines: list[CodeLine] = field(default_factory=list)
@@ -77,7 +78,7 @@ class CodeBuilder:
         args = [self.literal(a, operands) for a in call.args]
         args += [f"{k}={self.literal(v, operands)}" for k, v in call.kwargs]
         name = call.name if isinstance(call.target, OpOverload) else call.target.__name__
-        kernel = kernel_of(call.target, self.device)
+        kernel = kernel_of(call.target, self.device, compiled=self.compiled)
         called = quick(call, self.device) if kernel is None else kernel.function
         function = self.bind(re.sub(r"\W", "_", name), called)
         targets = ", ".join(name or "_" for name in results)
@@ -107,7 +108,7 @@ class CodeBuilder:
         self.line(text, reads, named, source, called=function, op=kernel_name, comment=kernel_name)
         self.apply(check_kept, [operands, before], (), kernel.name, source=source)
         self.apply(check_made, [named], (), kernel.name, result_types(), source=source)
-        if not _is_view(call.target):
+        if not is_view(call.target):
             self.apply(check_apart, [named, operands], (), kernel.name, source=source)
 
     def _with_bias(self, call: OpCall, operands: Sequence[str], added: CodeLine) -> None:
@@ -228,7 +229,8 @@ class CodeBuilder:
             case _ if isinstance(value, _LITERAL_TYPES):
                 return repr(value)
             case OpOverload() if value in PLAIN and self.device.type != "meta":
-                kernel = kernel_of(value, self.device)  # which another function calls
+                # which another function calls
+                kernel = kernel_of(value, self.device, compiled=self.compiled)
                 return self.bind("constant", kernel.function if kernel else PLAIN[value])
             case _:
                 return self.bind("constant", value)
@@ -270,7 +272,7 @@ class Functions:
     def add(self, code: CodeBuilder, name: str, outputs: Sequence[str]) -> str:
         """Add a segment's function, and return its name. Equal code keeps its first name."""
         built = code.function(name, outputs)
-        key = (built.source, tuple((k, _binding_key(v)) for k, v in built.bindings), built.lines)
+        key = (built.source, tuple((k, plain_key(v)) for k, v in built.bindings), built.lines)
         if key in self.by_text:
             return self.by_text[key]
         unique, number = name, 0
@@ -287,13 +289,13 @@ def _op_name(call: OpCall) -> str:
     return call.name.split(".")[1]
 
 
-def _is_view(target: object) -> bool:
+def is_view(target: object) -> bool:
     """Whether the op's result shares its operand's memory."""
     returns = target._schema.returns if isinstance(target, OpOverload) else ()
     return any(each.alias_info is not None for each in returns)
 
 
-def _binding_key(value: object) -> object:
+def plain_key(value: object) -> object:
     """Return the key by which bindings are compared: plain data by value, other objects by id."""
     plain = isinstance(value, (torch.dtype, torch.device, tuple, *_LITERAL_TYPES))
     return value if plain else id(value)

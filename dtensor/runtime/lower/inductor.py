@@ -1,118 +1,76 @@
-"""Fusion of local code by torch's compiler, for `launch(local="inductor")` on CPUs.
+"""Compile local code by torch's compiler, for `launch(local="inductor")`.
 
-    compiled = fused(program, inputs_by_rank)        # inputs are given by their shapes
+    program = compile_segments(program, inputs_by_rank, device, compile)
 
-    h = mm(x, w)                          h = mm(x, w)
-    b = add(h, bias)                      g, = fused_0(h, bias)
-    g = gelu(b); del b                    y = mm(g, v)
+    h = mm(x, w); del w                    given = [x, w, bias]; del w
+    b = h.add_(bias); del h                g, = compiled_0(given)
+    g = gelu(b); del b                     fill(g, seed)
+    fill(g, seed)                          y = mm(g, v)
     y = mm(g, v)
 
-Each rank's list runs once on fake tensors. A chain of lines with two kernels or more, none of them
-a product, is compiled on the controller; ranks load the artifact, so all have the same bits. A host
-without torch's disk cache compiles the artifact's C++ sources.
+Each rank's list runs once on fake tensors, which gives the layouts of all values. Lines that
+nothing keeps from it are compiled, as pieces as long as possible (pieces.py); other lines stay: an
+op that reads values on the host, a kernel that is not torch's, a write to an input, a number of the
+run. Functions that differ only in names become one function, so layers and ranks share their code.
+A piece that cannot be compiled stays as it is, with the reason as a comment.
 """
 
 from __future__ import annotations
 
-import hashlib
-import tempfile
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from contextlib import suppress
+from dataclasses import dataclass, is_dataclass, replace
 from types import FunctionType
-from typing import Any
+from typing import TypeAlias
 
 import torch
+from torch import Tensor
 
-from dtensor.daft import (
-    Call,
-    Collective,
-    Free,
-    Function,
-    Instruction,
-    Program,
-    RankProgram,
-    Recv,
-    Vote,
-)
+from dtensor.daft import Call, Collective, Commit, Free, Function, Instruction, Program, Recv, Vote
 from dtensor.daft.ir.code import Body, CodeLine
 from dtensor.daft.ir.instructions import WORD, Buffer
 from dtensor.daft.ir.program import Built
-from dtensor.private_torch import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    OpOverload,
-    compiled_artifact,
-    standalone_compile,
-    unset_fake_temporarily,
-)
-from dtensor.runtime.lower.code import overload_of
+from dtensor.kernels.registry import op_of_kernel
+from dtensor.private_torch import FakeTensor, FakeTensorMode
+from dtensor.runtime.lower.code import is_view, overload_of, plain_key
+from dtensor.runtime.lower.pieces import CompiledPiece, Layout, PieceSource
+from dtensor.runtime.lower.rank_builder import MAX_LINES
+from dtensor.sharding.local.device_asserts import CHECKS
 
-_VIEW_OPS = frozenset(
-    """expand permute reshape select slice split split_with_sizes squeeze t transpose unsqueeze
-    view""".split()  # noqa: SIM905
-)
-_UNTAGGED_OPS = frozenset(
-    """_log_softmax _log_softmax_backward_data _softmax _softmax_backward_data amax amin
-    gelu_backward mean native_group_norm native_layer_norm native_layer_norm_backward
-    sigmoid_backward silu_backward sum tanh_backward threshold_backward
-    var_mean""".split()  # noqa: SIM905
-)
-"""Ops without torch's tag for elementwise ops that fuse with elementwise ops."""
-MIN_KERNELS = 2
-"""The least number of kernels in a chain of lines that is compiled."""
+MIN_OPS = 2
+"""The least number of ops, besides views, in a piece."""
+Compile: TypeAlias = Callable[[PieceSource], Mapping[str, bytes] | str]
+"""A function that returns a piece's artifact for each kind of device, or why there is none."""
+_COMPILED_NAMESPACES = ("aten", "prims", "dt")
+_COMPILED_MODULES = ("dtensor.sharding.", "torch")
 
 
-def fused(program: Program, inputs_by_rank: Sequence[Mapping[str, object]]) -> Program:
-    """Return the program with its chains compiled. ``inputs_by_rank``: for each rank, its inputs
-    and state by name, a `Buffer` for a tensor, else the value."""
-    compiler = _ChainCompiler(dict(program.functions))
-    ranks: list[RankProgram] = []
+def compile_segments(
+    program: Program,
+    inputs_by_rank: Sequence[Mapping[str, object]],
+    device: torch.device,
+    compile: Compile,
+) -> Program:
+    """Return the program with its local code compiled. ``inputs_by_rank``: for each rank, its
+    inputs and state by name, a `Buffer` for a tensor, else the value."""
+    rewriter = _Rewriter(program.functions, device)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
-        for rank_program, inputs in zip(program.ranks, inputs_by_rank, strict=True):
-            fake_run = _FakeRun(compiler, mode, inputs)
-            ranks.append(
-                replace(
-                    rank_program, instructions=tuple(map(fake_run.run, rank_program.instructions))
-                )
-            )
-    called = {
-        i.fn for rank_program in ranks for i in rank_program.instructions if isinstance(i, Call)
-    }
-    functions = tuple((name, fn) for name, fn in compiler.functions.items() if name in called)
-    return replace(program, ranks=tuple(ranks), functions=functions)
-
-
-# -- the chains that ranks load --------------------------------------------------------------------
-
-_loaded: dict[str, Callable[..., Any]] = {}
-
-
-class FusedChain:
-    """A compiled chain; pickled as the ``data`` of its artifact. ``name``: the ops that it
-    replaces. It raises if it is called with other strides than it was compiled for."""
-
-    def __init__(self, name: str, data: bytes) -> None:
-        self.__name__ = name
-        self.data = data
-        key = hashlib.sha256(data).hexdigest()
-        if key not in _loaded:
-            with tempfile.TemporaryDirectory() as folder:
-                path = Path(folder) / "artifact"
-                path.write_bytes(data)
-                _loaded[key] = compiled_artifact().load(path=str(path), format="binary")
-        self._run = _loaded[key]
-
-    def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(self._run(*tensors))
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return FusedChain, (self.__name__, self.data)
-
-
-# -- shapes and strides of each line ---------------------------------------------------------------
+        calls = [
+            list(_FakeRun(rewriter, mode, inputs).run(rank.instructions))
+            for rank, inputs in zip(program.ranks, inputs_by_rank, strict=True)
+        ]
+    for piece in rewriter.pieces.values():
+        piece.compile(compile)
+    functions = {rewritten.name: rewritten.function() for rewritten in rewriter.by_key.values()}
+    ranks = tuple(
+        replace(rank, instructions=tuple(instructions))
+        for rank, instructions in zip(program.ranks, calls, strict=True)
+    )
+    called = {i.fn for rank in ranks for i in rank.instructions if isinstance(i, Call)}
+    functions = {**rewriter.functions, **functions}
+    kept = tuple((name, function) for name, function in functions.items() if name in called)
+    return replace(program, ranks=ranks, functions=kept)
 
 
 class _Unknown:
@@ -126,196 +84,349 @@ class _FakeRun:
     """A run of one rank's instructions on fake tensors."""
 
     def __init__(
-        self, compiler: _ChainCompiler, mode: FakeTensorMode, inputs: Mapping[str, object]
+        self, rewriter: _Rewriter, mode: FakeTensorMode, inputs: Mapping[str, object]
     ) -> None:
-        self.compiler, self.mode = compiler, mode
+        self.rewriter, self.mode = rewriter, mode
         self.table: dict[str, object] = {name: self._fake(value) for name, value in inputs.items()}
 
     def _fake(self, value: object) -> object:
         """Return a contiguous fake tensor for a `Buffer`, as a rank's inputs and messages are. A
         bounded buffer has no shape before the run."""
-        if isinstance(value, Buffer):
-            if value.bounded:
-                return _UNKNOWN
-            with self.mode:
-                return torch.empty(value.shape, dtype=value.dtype)
-        return value
+        if not isinstance(value, Buffer):
+            return value
+        if value.bounded or value.variable:
+            return _UNKNOWN
+        with self.mode:
+            return torch.empty(value.shape, dtype=value.dtype, device=self.rewriter.device)
 
-    def run(self, item: Instruction) -> Instruction:
-        """Run an instruction, and return it; a Call gets the fused variant of its function."""
-        match item:
-            case Call():
-                return self._call(item)
-            case Recv(value=value, buffer=buffer):
-                self.table[value] = self._fake(buffer)
-            case Collective(outputs=outputs, out_buffers=buffers):
-                self.table.update(zip(outputs, map(self._fake, buffers), strict=True))
-            case Vote(value=value):
-                self.table[value] = self._fake(WORD)
-            case Free(values=values):
-                for value in values:
-                    self.table.pop(value, None)
-            case _:
-                pass
-        return item
+    def run(self, instructions: Sequence[Instruction]) -> Iterator[Instruction]:
+        """Run the instructions, and yield them; a Call gets the rewritten function."""
+        for at, item in enumerate(instructions):
+            match item:
+                case Call():
+                    after = instructions[at + 1] if at + 1 < len(instructions) else None
+                    item = self._call(item, after.values if isinstance(after, Free) else ())
+                case Recv(value=value, buffer=buffer):
+                    self.table[value] = self._fake(buffer)
+                case Collective(outputs=outputs, out_buffers=buffers, on_host=on_host):
+                    values = [_UNKNOWN] * len(outputs) if on_host else map(self._fake, buffers)
+                    self.table.update(zip(outputs, values, strict=True))
+                case Vote(value=value):
+                    self.table[value] = self._fake(WORD)
+                case Commit(outputs=names):
+                    self.table.update((name, self._fake(WORD)) for name in names)
+                case Free(values=values):
+                    for value in values:
+                        self.table.pop(value, None)
+                case _:
+                    pass
+            yield item
 
-    def _call(self, call: Call) -> Call:
-        function = self.compiler.functions[call.fn]
+    def _call(self, call: Call, freed: Sequence[str]) -> Call:
         inputs = [self.table.get(name, _UNKNOWN) for name in call.inputs]
-        if not function.statements or any(value is _UNKNOWN for value in inputs):
-            self.table.update(dict.fromkeys(call.outputs, _UNKNOWN))
-            return call
-        try:
-            name, results = self.compiler.variant(call.fn, inputs)
-        except (DataDependentOutputException, DynamicOutputShapeException):
-            self.table.update(dict.fromkeys(call.outputs, _UNKNOWN))
-            return call
+        dying = [name in freed for name in call.inputs]
+        name, results = self.rewriter.rewritten(call.fn, inputs, dying)
+        results = [_UNKNOWN] * len(call.outputs) if results is None else results
         self.table.update(zip(call.outputs, results, strict=True))
         return replace(call, fn=name)
 
 
-def _op_name(op: OpOverload) -> str:
-    return op._schema.name.removeprefix("aten::")
-
-
-def _is_kernel(op: OpOverload) -> bool:
-    if op.namespace != "aten" or op._schema.is_mutable:
-        return False
-    if torch.Tag.nondeterministic_seeded in op.tags:
-        return False
-    return torch.Tag.pointwise in op.tags or _op_name(op) in _UNTAGGED_OPS
-
-
-def _fuses(op: OpOverload | None) -> bool:
-    return op is not None and (_is_kernel(op) or _op_name(op) in _VIEW_OPS)
-
-
-def _runs(ops: Sequence[OpOverload | None]) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of consecutive lines that fuse, and other lines one by one."""
-    at = 0
-    while at < len(ops):
-        end = at + 1
-        while _fuses(ops[at]) and end < len(ops) and _fuses(ops[end]):
-            end += 1
-        yield at, end
-        at = end
+# -- one function ----------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
-class _ChainCompiler:
-    """Compiles chains, once for equal ones. ``functions``: of the program, with their variants."""
+class _Piece:
+    """A piece of a function, shared by all pieces that differ only in names."""
 
-    functions: dict[str, Function]
-    variants: dict[tuple[object, ...], tuple[str, list[object]]] = field(default_factory=dict)
-    artifacts: dict[tuple[object, ...], tuple[FusedChain, list[Any]]] = field(default_factory=dict)
+    name: str
+    source: PieceSource
+    made: CompiledPiece | None = None
+    reason: str = ""
 
-    def variant(self, name: str, inputs: Sequence[object]) -> tuple[str, list[object]]:
-        """Return the name of the variant for fake inputs, compiling it if it is new, and the fake
-        results."""
-        key = (name, *map(_meta_key, inputs))
-        if key not in self.variants:
-            function = self.functions[name]
-            assert function.body is not None, "a function with known lines"
-            values = dict(zip(function.body.inputs, inputs, strict=True))
-            built, results = self._with_chains(function, function.body, values)
-            variant, number = name, 0
-            while built is not None and variant in self.functions:
-                variant, number = f"{name}_fused{number}", number + 1
-            if built is not None:
-                self.functions[variant] = replace(built, name=variant)
-            self.variants[key] = variant, results
-        return self.variants[key]
+    def compile(self, compile: Compile) -> None:
+        data = compile(self.source)
+        if isinstance(data, str):
+            self.reason = data
+        else:
+            self.made = CompiledPiece(self.name, data)
 
-    def _with_chains(
-        self, function: Function, body: Body, values: dict[str, object]
-    ) -> tuple[Function | None, list[object]]:
-        """Return the function with each chain replaced by one call, or None if it has no chain, and
-        its fake results. ``values``: its inputs by name."""
-        bindings = dict(function.bindings)
-        ops = [overload_of(bindings.get(x.called)) if x.makes else None for x in body.lines]
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Consecutive lines of a function. ``piece``: if they can be compiled, with the names of its
+    inputs and outputs."""
+
+    lines: tuple[CodeLine, ...]
+    piece: _Piece | None = None
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rewritten:
+    """A function with its lines divided into parts. ``results``: its fake results. ``dying``: the
+    inputs that no later instruction reads."""
+
+    original: Function
+    parts: tuple[_Part, ...]
+    results: list[object] | None
+    dying: frozenset[str]
+
+    @property
+    def name(self) -> str:
+        return self.original.name
+
+    def function(self) -> Function:
+        """Return the function that ranks call: the compiled pieces, and the other lines."""
+        original, body = self.original, self.original.body
+        if body is None:
+            return original
+        bindings = dict(original.bindings)
+        last_reads = {n: at for at, part in enumerate(self.parts) for n in _names_read(part.lines)}
         lines: list[CodeLine] = []
-        for at, end in _runs(ops):
-            run = body.lines[at:end]
-            inside = dict.fromkeys(name for line in run for name in line.makes)
-            later = {*body.outputs, *(name for line in body.lines[end:] for name in line.reads)}
-            outputs = tuple(name for name in inside if name in later)
-            read = dict.fromkeys(name for line in run for name in line.reads if name in values)
-            # numbers change at each run, and a compiled chain would have them as constants
-            tensors = tuple(name for name in read if isinstance(values[name], FakeTensor))
-            kernels = [op for op in ops[at:end] if op is not None and _is_kernel(op)]
-            if len(kernels) < MIN_KERNELS or not outputs or len(tensors) < len(read):
-                for line in run:
-                    exec(line.text, dict(function.bindings), values)
-                lines += run
+        for at, part in enumerate(self.parts):
+            dying = {n for n in self.dying if last_reads.get(n) == at and n not in body.outputs}
+            if part.piece is not None and part.piece.made is not None:
+                lines.append(_piece_call(part, part.piece.made, dying, bindings))
                 continue
-            number = len(bindings) - len(function.bindings)
-            called = f"fused_{number}"
-            assert called not in bindings and called not in values, "a name that is free"
-            inputs = [values[name] for name in tensors]
-            chain = Body(tensors, tuple(line._replace(drops=()) for line in run), outputs)
-            chain_function = Function.straight(
-                function.name, chain, dict(function.bindings)
-            ).build()
-            bindings[called], results = self._compile(chain_function, inputs, kernels)
-            values.update(zip(outputs, results, strict=True))
-            text = f"{''.join(f'{name}, ' for name in outputs)}= {called}({', '.join(tensors)})"
-            dropped = tuple(
-                n for line in run for n in line.drops if n not in inside or n in outputs
-            )
-            lines.append(CodeLine(text, outputs, tensors, called, "", dropped, "", run[0].source))
-        results = [values[name] for name in body.outputs]
-        if len(bindings) == len(function.bindings):
-            return None, results
-        rewritten = Body(body.inputs, tuple(lines), body.outputs)
-        return Function.straight(function.name, rewritten, bindings), results
-
-    def _compile(
-        self, chain: Built, inputs: Sequence[Any], kernels: Sequence[OpOverload]
-    ) -> tuple[FusedChain, list[Any]]:
-        """Return the compiled chain, and its results on fake tensors."""
-        key = (*_equal_but_for_names(chain), *map(_meta_key, inputs))
-        if key not in self.artifacts:
-            ops = ", ".join(map(_op_name, kernels))
-            compiled = FusedChain(f"fused({ops})", _artifact(chain, inputs))
-            self.artifacts[key] = compiled, _fake_results(compiled, inputs)
-        return self.artifacts[key]
+            comment = "" if part.piece is None else f"not compiled: {part.piece.reason}"
+            lines += _with_drops(part.lines, dying, comment)
+        is_long = len(bindings) > len(original.bindings) or len(lines) > MAX_LINES
+        if not is_long and not any(part.piece for part in self.parts):
+            return original
+        rewritten = Body(body.inputs, tuple(lines), body.outputs, boxed=bool(self.dying))
+        return Function.straight(self.name, rewritten, bindings, original.checks)
 
 
-def _fake_results(compiled: FusedChain, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the results of a compiled chain as fake tensors. The chain runs once to find them: its
-    strides may differ from the strides of the lines that it replaces."""
-    with unset_fake_temporarily():
-        real = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in inputs]
-        layouts = [(x.shape, x.stride(), x.dtype) for x in compiled(*real)]
-    return [torch.empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype in layouts]
+def _names_read(lines: Sequence[CodeLine]) -> set[str]:
+    return {name for line in lines for name in line.reads}
 
 
-def _artifact(chain: Callable[..., Any], inputs: Sequence[Any]) -> bytes:
-    """Return the artifact of a chain, compiled for tensors of these shapes and strides."""
-    from torch.fx.experimental.proxy_tensor import make_fx
+def _piece_call(
+    part: _Part, made: CompiledPiece, dying: set[str], bindings: dict[str, object]
+) -> CodeLine:
+    """Return the line that calls a compiled piece, and bind the piece. It gets the last reference
+    to the values that die in it."""
+    called = f"compiled_{sum(isinstance(value, CompiledPiece) for value in bindings.values())}"
+    assert called not in bindings, "a name that is free"
+    bindings[called] = made
+    targets = "".join(f"{name}, " for name in part.outputs)
+    boxed = f"[{', '.join(part.inputs)}]"
+    dropped = {name for line in part.lines for name in line.drops} | dying
+    gone = [name for name in part.inputs if name in dropped]
+    text = f"{targets}= {called}({boxed})"
+    if gone:
+        text = f"given = {boxed}; del {', '.join(gone)}; {targets}= {called}(given)"
+    lines = dict.fromkeys(line.source for line in part.lines if line.source is not None)
+    return CodeLine(text, part.outputs, part.inputs, called, "", (), "", next(iter(lines), None))
 
-    compile_alone, config = standalone_compile()
-    graph = make_fx(chain)(*inputs)
-    # one thread, because the number of threads changes the bits of a sum
-    with config.patch({"cpp.threads": 1}), tempfile.TemporaryDirectory() as folder:
-        artifact: Any = compile_alone(
-            graph, list(inputs), dynamic_shapes="from_example_inputs", options={}
+
+def _with_drops(lines: Sequence[CodeLine], dying: set[str], comment: str) -> Iterator[CodeLine]:
+    """Yield the lines; inputs in ``dying`` are dropped after their last use in them."""
+    last = {name: at for at, line in enumerate(lines) for name in line.reads if name in dying}
+    for at, line in enumerate(lines):
+        dropped = tuple(name for name, place in last.items() if place == at)
+        line = line._replace(drops=(*line.drops, *dropped)) if dropped else line
+        yield line._replace(comment=comment) if comment and not at and not line.comment else line
+
+
+class _Rewriter:
+    """Rewrites the functions of a program, once those that differ only in names."""
+
+    def __init__(self, functions: Sequence[tuple[str, Function]], device: torch.device) -> None:
+        self.functions: dict[str, Function] = dict(functions)
+        self.device = device
+        self.by_key: dict[object, _Rewritten] = {}
+        self.pieces: dict[object, _Piece] = {}
+        self._keys: dict[str, object] = {}  # by name of a function
+        self._names: set[str] = set()  # of rewritten functions
+
+    def rewritten(
+        self, name: str, inputs: Sequence[object], dying: Sequence[bool]
+    ) -> tuple[str, list[object] | None]:
+        """Return the name of the function to call in place of ``name`` for these fake inputs, and
+        its fake results, None if they are unknown."""
+        function = self.functions[name]
+        if name not in self._keys:
+            self._keys[name] = (_code_key(function), function.lines)
+        key = (self._keys[name], tuple(map(_meta_key, inputs)), tuple(dying))
+        if key not in self.by_key:
+            unique, number = name, 0
+            while unique in self._names or (number and unique in self.functions):
+                unique, number = f"{name}_v{number}", number + 1
+            self._names.add(unique)
+            self.by_key[key] = self._divided(replace(function, name=unique), inputs, dying)
+        return self.by_key[key].name, self.by_key[key].results
+
+    def _divided(
+        self, function: Function, inputs: Sequence[object], dying: Sequence[bool]
+    ) -> _Rewritten:
+        body = function.body
+        if body is None:
+            results = _results_of_wrapped(function, inputs)
+            return _Rewritten(original=function, parts=(), results=results, dying=frozenset())
+        values = dict(zip(body.inputs, inputs, strict=True))
+        bindings = dict(function.bindings)
+        shapes_only = {name: _for_shapes(value) for name, value in bindings.items()}
+        compiles = [self._run_line(line, bindings, shapes_only, values) for line in body.lines]
+        parts: list[_Part] = []
+        for start, end in _runs(compiles):
+            lines = body.lines[start:end]
+            later = {*body.outputs, *_names_read(body.lines[end:])}
+            part = self._part(function, lines, values, later) if compiles[start] else None
+            parts.append(part or _Part(lines))
+        return _Rewritten(
+            original=function,
+            parts=tuple(parts),
+            results=[values.get(name, _UNKNOWN) for name in body.outputs],
+            dying=frozenset(n for n, dies in zip(body.inputs, dying, strict=True) if dies),
         )
-        path = Path(folder) / "artifact"
-        artifact.save(path=str(path), format="binary")
-        return path.read_bytes()
+
+    def _run_line(
+        self,
+        line: CodeLine,
+        bindings: Mapping[str, object],
+        shapes_only: Mapping[str, object],
+        values: dict[str, object],
+    ) -> bool:
+        """Run a line on fake values, and return whether it can be compiled."""
+        read = [values.get(name, _UNKNOWN) for name in line.reads]
+        bound = [bindings[word] for word in re.findall(r"\w+", line.text) if word in bindings]
+        compiles = all(isinstance(value, FakeTensor) for value in read)
+        compiles = compiles and _compiles(line, bound, self.device)
+        if compiles:
+            try:
+                exec(line.text, dict(bindings), values)
+                return True
+            except Exception:  # such as a read of a value
+                pass
+        values.update(dict.fromkeys(line.makes, _UNKNOWN))
+        if _UNKNOWN not in read:
+            with suppress(Exception):
+                exec(line.text, dict(shapes_only), values)
+        return False
+
+    def _part(
+        self,
+        function: Function,
+        lines: Sequence[CodeLine],
+        values: Mapping[str, object],
+        later: set[str],
+    ) -> _Part | None:
+        """Return the part of these lines as a piece, or None if it is too short."""
+        bindings = dict(function.bindings)
+        ops = [line for line in lines if _computes(line, bindings)]
+        made = dict.fromkeys(name for line in lines for name in line.makes)
+        outputs = tuple(name for name in made if name in later)
+        reads = dict.fromkeys(name for line in lines for name in line.reads)
+        read = tuple(name for name in reads if name not in made)
+        if len(ops) < MIN_OPS or not outputs or not read:
+            return None
+        body = Body(read, tuple(line._replace(drops=()) for line in lines), outputs)
+        inside = Function.straight(function.name, body, bindings)
+        layouts = [tuple(_layout(values[n]) for n in names) for names in (read, outputs)]
+        key = (_code_key(inside), *layouts)
+        if key not in self.pieces:
+            names = list(dict.fromkeys(_op_name(line, bindings) for line in ops))
+            name = f"compiled({', '.join(names[:4])}{', ...' if names[4:] else ''})"
+            source = PieceSource(function=inside, inputs=layouts[0], outputs=layouts[1])
+            self.pieces[key] = _Piece(name, source)
+        return _Part(tuple(lines), self.pieces[key], read, outputs)
 
 
-def _equal_but_for_names(chain: Built) -> tuple[object, ...]:
+def _runs(flags: Sequence[bool]) -> Iterator[tuple[int, int]]:
+    """Yield the ranges of equal flags."""
+    start = 0
+    for end in range(1, len(flags) + 1):
+        if end == len(flags) or flags[end] != flags[start]:
+            yield start, end
+            start = end
+
+
+# -- one line --------------------------------------------------------------------------------------
+
+
+def _compiles(line: CodeLine, bound: Sequence[object], device: torch.device) -> bool:
+    """Whether torch's compiler may compile a line. ``bound``: the globals that the line uses."""
+    if not line.called:  # an operator, a method or an alias
+        return "_(" not in line.text or line.comment.endswith("in place")
+    return all(_may_be_compiled(value, device) for value in bound)
+
+
+def _may_be_compiled(value: object, device: torch.device) -> bool:
+    op = overload_of(value)
+    if op is not None:
+        # on a CPU, ops that check indices keep their errors
+        reads = device.type != "cuda" and op in CHECKS
+        random = torch.Tag.nondeterministic_seeded in op.tags
+        return op.namespace in _COMPILED_NAMESPACES and not (
+            op._schema.is_mutable or random or reads
+        )
+    if isinstance(value, Tensor):
+        return False
+    if not callable(value) or isinstance(value, type | torch.dtype):
+        return True
+    module = getattr(value, "__module__", None) or "torch"  # torch's own functions have none
+    return f"{module}.".startswith(_COMPILED_MODULES) and not value.__name__.endswith("_")
+
+
+def _for_shapes(value: object) -> object:
+    """Return the op that a bound function runs, which has an implementation for fake tensors."""
+    return overload_of(value) or op_of_kernel(value) or value
+
+
+def _computes(line: CodeLine, bindings: Mapping[str, object]) -> bool:
+    """Whether a line is more than a view, a copy or an alias."""
+    if not line.called:
+        return line.comment.endswith("in place")
+    return bool(line.makes) and not is_view(overload_of(bindings.get(line.called)))
+
+
+def _op_name(line: CodeLine, bindings: Mapping[str, object]) -> str:
+    op = overload_of(bindings.get(line.called))
+    if op is not None:
+        return op._schema.name.partition("::")[2]
+    return line.called or line.op or "copy"
+
+
+def _results_of_wrapped(function: Function, inputs: Sequence[object]) -> list[object] | None:
+    """Return the results of a function without known lines if it is one of the project's, and takes
+    no unknown value; else None."""
+    wrapped = dict(function.bindings).get("wrapped")
+    module: str = getattr(wrapped, "__module__", None) or ""
+    if _UNKNOWN not in inputs and module.startswith("dtensor.runtime."):
+        with suppress(Exception):
+            return list(function.build()(*inputs))
+    return None
+
+
+# -- keys ------------------------------------------------------------------------------------------
+
+
+def _code_key(function: Function) -> tuple[object, ...]:
     """Return a key that is equal for functions that differ only in the names of their values. Their
     bytecode is equal, because it refers to local variables by number."""
-    assert isinstance(chain, FunctionType), "the result of `Function.build`"
-    code, bound = chain.__code__, chain.__globals__
-    called = (id(bound[name]) if name in bound else name for name in code.co_names)
-    return (code.co_code, repr(code.co_consts), *called)
+    built: Built = function.build()
+    built = getattr(built, "boxed", built)
+    if not isinstance(built, FunctionType):
+        return (function.name,)
+    code, bound = built.__code__, dict(function.bindings)
+    called = (_bound_key(bound[name]) if name in bound else name for name in code.co_names)
+    return (code.co_code, repr(code.co_consts), *called, function.checks)
+
+
+def _bound_key(value: object) -> object:
+    if is_dataclass(value) and not isinstance(value, type):
+        with suppress(TypeError):
+            hash(value)
+            return value
+    return plain_key(value)
+
+
+def _layout(value: object) -> Layout:
+    assert isinstance(value, Tensor), "a piece has tensors alone"
+    return Layout.of(value)
 
 
 def _meta_key(value: object) -> object:
-    if isinstance(value, torch.Tensor):
-        return tuple(value.shape), value.stride(), value.dtype, value.storage_offset()
-    return value
+    return Layout.of(value) if isinstance(value, Tensor) else value

@@ -72,10 +72,12 @@ def lower(
     *,
     device: torch.device | None = None,
     roles: Roles | None = None,
+    compiled: bool = False,
 ) -> Program:
     """Return the program of a plan under a schedule's grid. ``grid`` is None if the plan is forward
-    only, or has one microbatch on one stage. Raises PlanningError if the grid puts the stages on
-    other ranks than the plan does."""
+    only, or has one microbatch on one stage. ``compiled``: torch's compiler will compile the local
+    code, whose segments are then cut at layers alone. Raises PlanningError if the grid puts the
+    stages on other ranks than the plan does."""
     if grid is not None and grid.home() != plan.stage_ranks:
         raise PlanningError(
             f"the schedule has the stages on ranks {list(grid.home())}, and the plan has them on "
@@ -84,7 +86,8 @@ def lower(
     roles = roles or Roles()
     functions = Functions()
     actions, device = Actions(plan, grid), device or torch.device("cpu")
-    shared = ProgramContext(plan, actions, device, numbered=bool(roles.detect_nan))
+    numbered = bool(roles.detect_nan)
+    shared = ProgramContext(plan, actions, device, numbered=numbered, compiled=compiled)
     shared.deferred = defers(shared, roles)
     builders = [
         RankBuilder(shared=shared, rank=rank, functions=functions, roles=roles)
@@ -260,7 +263,7 @@ class _Lowering(StepWalk[moves.Started]):
     def _call(self, step: Compute) -> None:
         """Emit the line of code that calls the step's op."""
         b, state = self.b, self.state
-        code = b.short_segment().code
+        code = b.segment_of(step).code
         operands = step.operands
         if state is not None:
             if state.emit(step):

@@ -11,6 +11,8 @@ microbatch i is called `name@i`; a value that exists once per step keeps its nam
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -44,7 +46,10 @@ hold all activations at once. A Call costs a few microseconds."""
 MAX_FORWARD_LINES = 200
 """The most lines of one Call in a program without a backward. There a value usually dies inside the
 Call that makes it, so long Calls save time: a decode step has hundreds of lines of 3 us each."""
-
+MIN_LAYER_OPS = 8
+"""The least number of ops of a layer at whose boundaries compiled segments are cut. The modules of
+an `nn.Sequential` are usually smaller, and fuse."""
+_NUMBERED = re.compile(r"(^|\.)\d+(@\d+)?$")
 
 _ONCE = Label("once")
 SKIP = "rank.skip"
@@ -118,6 +123,7 @@ class ProgramContext:
         priced: bool = False,
         numbered: bool = False,
         deferred: bool = False,
+        compiled: bool = False,
     ) -> None:
         self.plan: Plan = plan
         self.actions: Actions = actions
@@ -125,6 +131,7 @@ class ProgramContext:
         self.priced = priced  # segments record their predicted seconds
         self.numbered = numbered  # the step's number is an input even if no op draws random numbers
         self.deferred = deferred  # the host reads no value of the device during a run
+        self.compiled = compiled  # torch's compiler compiles the local code
         self._sharded_axes: dict[tuple[int, ...], tuple[str, ...]] = {}
         self._even: dict[int, bool] = {}
         self._nbytes: dict[tuple[int, ...], int] = {}
@@ -156,6 +163,14 @@ class ProgramContext:
         """The most lines of one Call of this program."""
         is_forward = all(step.phase == "forward" for step in self.plan.steps)
         return MAX_FORWARD_LINES if is_forward else MAX_LINES
+
+    @cached_property
+    def layers(self) -> frozenset[str]:
+        """The paths of the layers at whose boundaries compiled segments are cut: numbered modules
+        of at least MIN_LAYER_OPS ops."""
+        ops = (step.op for step in self.plan.steps if isinstance(step, Compute))
+        count = Counter(call for op in ops for call in op.calls if _NUMBERED.search(call))
+        return frozenset(path for path, num in count.items() if num >= MIN_LAYER_OPS)
 
     @cached_property
     def producers(self) -> dict[str, Step]:
@@ -301,6 +316,7 @@ class RankBuilder:
     # in a deferred program: (value of the table, key of a condition that it satisfies)
     checked: dict[tuple[str, object], Literal["recorded", "computed"]] = field(default_factory=dict)
     _open_segment: LocalCode | None = None
+    _layer: str = ""  # the path of the layer of the last op
     _coordinates: dict[int | None, dict[str, int]] = field(default_factory=dict)
 
     # -- the position of this rank --------------------------------------------------------------
@@ -379,7 +395,8 @@ class RankBuilder:
     def segment(self) -> LocalCode:
         """Return the open segment, or open one."""
         if self._open_segment is None:
-            code = CodeBuilder(self.shared.device, self.shared.value_names)
+            shared = self.shared
+            code = CodeBuilder(shared.device, shared.value_names, shared.compiled)
             self._open_segment = LocalCode(code, self.label, self.microbatch)
             self.instructions.append(self._open_segment)
         return self._open_segment
@@ -391,6 +408,18 @@ class RankBuilder:
             and len(self._open_segment.code.lines) >= self.shared.max_lines
         ):
             self.close()
+        return self.segment()
+
+    def segment_of(self, step: Compute) -> LocalCode:
+        """Return the segment for an op. A compiled segment ends where a layer begins or ends, so
+        that equal layers have equal segments; an op outside all modules joins the open one."""
+        if not self.shared.compiled:
+            return self.short_segment()
+        if step.op.calls:
+            layer = next((call for call in step.op.calls if call in self.shared.layers), "")
+            if layer != self._layer:
+                self.close()
+            self._layer = layer
         return self.segment()
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from dtensor.api.step import loaded_program
 from dtensor.frontend.capture import capture
 from dtensor.private_torch import cuda_bindings, pytree
 from dtensor.runtime.lower import state_writes
@@ -350,6 +351,7 @@ PATCHES: tuple[tuple[Any, str, Any], ...] = (
     (torch.cuda, "empty_cache", empty_cache),
     (torch.backends.cuda, "is_flash_attention_available", lambda: True),
     (state_writes, "is_alias_of", is_alias_of),
+    (loaded_program, "compiles", lambda *_: False),
     (capture, "_capture_graph", capture_alone),
     (
         attention_kernels,
