@@ -103,7 +103,7 @@ def add_fault_rows(b: RankBuilder) -> None:
     first = LocalCode(CodeBuilder(b.shared.device, b.shared.value_names), Label("faults"), None)
     for row, segment in zip(rows, segments, strict=True):
         segment.table[segment.code.faults] = row
-        segment.writes = (*segment.writes, row)
+        segment.writes = (*segment.writes, segment.code.faults)
         first.table[first.code.unused(row.replace(".", "_"))] = row
         b.nbytes[row] = 3 * torch.int64.itemsize
     number, device = len(rows), b.shared.device
