@@ -16,7 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 import dtensor as dt
+from dtensor.daft import Call, Vote
+from dtensor.runtime.lower import program
 from dtensor.runtime.lower.program import lower
+from dtensor.runtime.lower.rank_builder import Roles
 from dtensor.sharding.local import local_forms
 from dtensor.sharding.local.conditions import Range, Solved, checked, satisfied
 from dtensor.sharding.local.device_asserts import CHECKS, CONDITIONS, called_op
@@ -215,7 +218,19 @@ def step_of(module: nn.Module, pins: Any, loss: Any, **stated: Any) -> dt.TrainS
     return dt.train_step(model, loss, torch.optim.SGD(module.parameters(), lr=0.1), **stated)
 
 
-def test_code_for_cuda_checks_indices_and_code_for_cpu_does_not() -> None:
+@pytest.fixture(params=["deferred", "reads on the host"])
+def deferred(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether programs for GPUs check on the device."""
+    if request.param != "deferred":
+        monkeypatch.setattr(program, "defers", lambda shared, roles: False)
+    return request.param == "deferred"
+
+
+def updates(plan: dt.Plan) -> dict[str, Any]:
+    return {"device": torch.device("cuda"), "roles": Roles.of_plan(plan)}
+
+
+def test_code_for_cuda_checks_indices_and_code_for_cpu_does_not(deferred: bool) -> None:
     torch.manual_seed(0)
     step = step_of(
         nn.Sequential(nn.Embedding(6, 8), nn.Linear(8, 5)),
@@ -223,27 +238,55 @@ def test_code_for_cuda_checks_indices_and_code_for_cpu_does_not() -> None:
         lambda model, ids, y: F.nll_loss(F.log_softmax(model(ids), -1), y),
     )
     plan = step.plan(i64(1, 5), i64(1, 4))
-    code: dict[str, str] = {}
-    for device in ("cpu", "cuda"):
-        functions = lower(plan, None, device=torch.device(device)).functions
-        code[device] = "\n".join(function.source for _, function in functions)
-    assert "check" not in code["cpu"]
+    of_cpu, of_cuda = (
+        "\n".join(function.source for _, function in lower(plan, None, **given).functions)
+        for given in ({}, updates(plan))
+    )
+    assert "check" not in of_cpu
     for op in ("embedding", "gather"):
-        before = re.findall(rf"(.*)\n.* = (?:aten_)?{op}(?:_default)?\((.*?)\)", code["cuda"])
+        before = re.findall(rf"(.*)\n.* = (?:aten_)?{op}(?:_default)?\((.*?)\)", of_cuda)
         assert before
         for line, given in before:
-            assert re.search(rf"check\w*\({re.escape(given)}\)", line), line
+            if deferred:
+                assert re.search(r"(\w+) = checked", line)[1] in given.split(", "), line
+            else:
+                assert re.search(rf"check\w*\({re.escape(given)}\)", line), line
+
+
+def test_deferred_program_records_each_value_once_in_a_row_of_its_call() -> None:
+    """The backward of an embedding limits the indices again; each microbatch has its own."""
+    step = step_of(
+        nn.Sequential(nn.Embedding(6, 8), nn.Linear(8, 5)),
+        {},
+        lambda model, ids, y: F.cross_entropy(model(ids), y),
+        schedule=dt.GPipe(microbatches=2),
+    )
+    plan = step.plan(i64(1, 5), i64(1, 4))
+    lowered = lower(plan, dt.GPipe(2).grid(1, 1), **updates(plan))
+    functions = dict(lowered.functions)
+    instructions = lowered.ranks[0].instructions
+    checking = [i for i in instructions if isinstance(i, Call) and functions[i.fn].checks]
+    rows = [f"faults.{n}" for n in range(len(checking))]
+    assert [list(call.writes) for call in checking] == [[row] for row in rows]
+    assert list(instructions[0].outputs) == rows
+    assert [list(i.faults) for i in instructions if isinstance(i, Vote)] == [rows]
+    checks = [check for call in checking for check in functions[call.fn].checks]
+    assert sorted(type(check).__name__ for check in checks) == ["Range"] * 2 + ["Target"] * 2
+    assert all("test_in_range.py:" in str(check.source) for check in checks)
+    assert sum(f.source.count("= satisfied(Range(") for _, f in lowered.functions) >= 1
 
 
 def checked_calls(step: Any, *batch: Tensor, grid: Any = None) -> list[tuple[str, str, str]]:
     """Return, for GPU code, the arguments of each check, and the call after it with its
     arguments."""
-    functions = lower(step.plan(*batch), grid, device=torch.device("cuda")).functions
+    plan = step.plan(*batch)
+    functions = lower(plan, grid, **updates(plan)).functions
     code = "\n".join(function.source for _, function in functions)
     return re.findall(r"check\w*\((.*)\)\n.* = (\w+)\((.*?)\)(?:;.*)?\n", code)
 
 
-def test_code_for_cuda_checks_indices_of_ops_inside_local_forms() -> None:
+@pytest.mark.parametrize("deferred", ["reads on the host"], indirect=True)
+def test_code_for_cuda_checks_indices_of_ops_inside_local_forms(deferred: bool) -> None:
     """A column shard of a table is made contiguous first; a mean over a part of the batch is
     computed as a sum."""
     step = step_of(

@@ -54,7 +54,8 @@ def add_checks(
     """Emit the checks of the operands of a step's call, and return the names of the operands that
     the call shall read. ``names``: the operands' names in the open segment."""
     code, read = b.segment().code, list(names)
-    if not b.shared.deferred:
+    has_data_shapes = any(spec.is_by_expert for spec in step.operand_specs)
+    if not b.shared.deferred or has_data_shapes:
         _add_host_check(code, call, names, source)
         return tuple(names)
     for index, condition in _conditions(b, call, step):
