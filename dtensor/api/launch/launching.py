@@ -309,6 +309,7 @@ def launch(
     mode: Mode = "compiled",
     bring_home: bool = True,
     local: LocalKind = "auto",
+    graphs: bool = False,
     spares: int = 0,
     snapshot_every: int | None = None,
     max_restarts: int = 100,
@@ -361,6 +362,10 @@ def launch(
             layer that differs; a first call takes seconds longer. Results are bitwise equal on all
             backends and in both modes, and agree with "generated" to a tolerance. "auto":
             "inductor" on "cuda", "generated" on "cpu".
+        graphs: on "cuda", capture the work of a rank in a program as CUDA graphs in the second run
+            of the program, and launch these in later runs: one graph, or one for each part between
+            instructions on whose values the host waits (docs/performance.md). Graphs keep their
+            memory. They have run on simulated GPUs only.
         spares: the number of processes that wait to replace a lost rank. With spares,
             ``snapshot_every`` is 1 by default.
         snapshot_every: the number of runs after which each rank copies the values that it wrote
@@ -420,6 +425,17 @@ def launch(
     check_word("local", local, get_args(LocalKind))
     if local == "inductor":
         _check_inductor(device, backend)
+    check_kind("graphs", graphs, bool, "True or False", "graphs=True")
+    if graphs and not device.startswith("cuda"):
+        raise PlanningError(
+            f'graphs=True with device="{device}": CUDA graphs run on GPUs alone.\n'
+            f'fix: device="cuda", or leave graphs out'
+        )
+    if graphs and mode == "interpreted":
+        raise PlanningError(
+            'graphs=True with mode="interpreted", which launches one instruction at a time.\n'
+            'fix: mode="compiled", or leave graphs out'
+        )
     check_kind("bring_home", bring_home, bool, "True or False", "bring_home=False")
     check_kind("warm", warm, bool, "True or False", "warm=False")
     recovers = backend == "ray" and options.snapshot_every is not None
@@ -437,7 +453,7 @@ def launch(
         groups = () if backend == "inprocess" else together(places)
         cluster = start_cluster(size, options, groups)
         atexit.register(_close_at_exit, os.getpid())  # after Ray's: so it runs before
-        return Launch(cluster, mode, local)
+        return Launch(cluster, mode, local, graphs)
 
     return LaunchSession(places, start_ranks, partial(DeferredLaunch, options), bring_home)
 

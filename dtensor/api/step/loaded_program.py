@@ -316,6 +316,8 @@ def load(
         )
         if is_compiled:
             lowered = compiled_program(session, planned, lowered, len(roles.updates), state)
+        if session.launch.graphs:
+            lowered = _graphed(planned.plan, lowered, roles)
         plan = planned.plan
         constants = {i.label: i.constant for i in plan.flow.inputs if i.constant is not None}
         training = bool(roles.updates)
@@ -338,6 +340,21 @@ def _to_send(x: torch.Tensor) -> torch.Tensor:
     in_order = x.is_contiguous() and not x.is_conj() and not x.is_neg()
     fills_storage = in_order and x.untyped_storage().nbytes() == x.nbytes
     return x if fills_storage else x.clone(memory_format=torch.contiguous_format)
+
+
+def _graphed(plan: Plan, program: Program, roles: Roles) -> Program:
+    """Return the program with the functions that CUDA graphs may contain. Raises PlanningError if
+    NaN detection is on, or if an op reads a value on the host."""
+    from dtensor.runtime.lower.graphs import check_graphs, with_graphs
+
+    if roles.detect_nan:
+        raise PlanningError(
+            "detect_nan reads the result of each op on the host, and graphs=True captures ops in "
+            "CUDA graphs.\n"
+            "fix: leave one of them out"
+        )
+    check_graphs(plan)
+    return with_graphs(program)
 
 
 def _state_specs(plan: Plan, state: Mapping[str, str]) -> dict[str, TensorSpec]:

@@ -335,8 +335,11 @@ class Launch:
     meshes are lost. A call that fails affects only its own run.
     """
 
-    def __init__(self, cluster: Cluster, mode: Mode, local: LocalKind = "auto") -> None:
+    def __init__(
+        self, cluster: Cluster, mode: Mode, local: LocalKind = "auto", graphs: bool = False
+    ) -> None:
         self.cluster = cluster
+        self.graphs = graphs  # whether programs run as CUDA graphs
         self.mode: Mode = mode
         self.local: LocalKind = local
         self.has_compiler: bool | None = None  # whether its ranks can compile; None: not known

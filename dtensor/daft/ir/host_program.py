@@ -65,6 +65,7 @@ class HostProgram:
     `sites`: (rank, index) in the order in which the host runs them. `alone`: no other host has
     instructions. `commits`: the program has a commit point. `communicates`: some rank starts a
     transfer or a collective. `undoable`: a failed run leaves nothing behind, whichever call fails.
+    `graphs`: as in `Program`.
     """
 
     name: str
@@ -78,6 +79,7 @@ class HostProgram:
     commits: bool
     communicates: bool
     undoable: bool
+    graphs: frozenset[str] | None = None
     meetings: Meetings = field(default_factory=Meetings)
 
     @staticmethod
@@ -123,6 +125,7 @@ def host_programs(
             commits=commits,
             communicates=communicates,
             undoable=undoable,
+            graphs=program.graphs,
         )
 
 

@@ -70,7 +70,8 @@ class Program:
     """The instructions of all ranks for one run, and the functions that they call.
 
     `stage_of[rank]`: its pipeline stage. `known_as[rank]`: its name for users, if it differs from
-    its number in the program. Both appear in errors.
+    its number in the program. Both appear in errors. `graphs`: the functions that may be part of a
+    CUDA graph, because they never wait on the host for a value of the device; None: no graphs.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Program:
     functions: tuple[tuple[str, Function], ...]
     stage_of: tuple[int, ...]
     known_as: tuple[str, ...] = ()
+    graphs: frozenset[str] | None = None
 
     def __post_init__(self) -> None:
         if len(self.stage_of) != len(self.ranks):

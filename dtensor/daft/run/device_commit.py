@@ -78,6 +78,15 @@ class DeviceCommit:
         """Begin a run."""
         self._words, self._rows, self._skip = {}, {}, None
 
+    @property
+    def votes(self) -> tuple[dict[int, Tensor], dict[int, Tensor], Tensor | None]:
+        """The words, the rows and the predicate of the run, which a CUDA graph makes again."""
+        return dict(self._words), dict(self._rows), self._skip
+
+    @votes.setter
+    def votes(self, votes: tuple[dict[int, Tensor], dict[int, Tensor], Tensor | None]) -> None:
+        self._words, self._rows, self._skip = dict(votes[0]), dict(votes[1]), votes[2]
+
     def vote(self, rank: int, rows: Sequence[object], *, failed: bool = False) -> Tensor:
         """Return the vote of a rank. ``failed``: a call of the rank has raised; its rows may be
         None."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, assert_never, cast
 
 import torch
@@ -48,6 +49,7 @@ from dtensor.daft.ir.text import excerpt
 from dtensor.daft.remote_exceptions import RemoteException, interrupts, reason_of
 from dtensor.daft.run.device_commit import DeferredRun, DeviceCommit, Results
 from dtensor.daft.run.first_uses import use_once
+from dtensor.daft.run.graphs import Graphs
 from dtensor.daft.run.timestamps import Stamps
 from dtensor.daft.run.transport import Pending, Transport, Undeclared, check_rows, check_value
 from dtensor.daft.undo.failed_run import (
@@ -133,6 +135,12 @@ class Engine:
         )
         self.must_roll_back: bool = False
         self._runs_first = device.type == "cuda" and program.communicates and not program.alone
+        self._device_waits = device_waits
+        self._graphs: Graphs | None = None
+        if program.graphs is not None and device.type == "cuda":
+            plain = [self._prepare(site) for site in self.sites]  # a graph records no events
+            tables = self.values, table
+            self._graphs = Graphs(program, self._order, plain, *tables, self._device_commit)
         self._stamps: Stamps | None = None  # for timed runs
         self._stamped: list[Step] = []
         # of the current run
@@ -162,7 +170,10 @@ class Engine:
         self.begin(inputs, self._timed_steps() if timed else None, keeps=keeps)
         if counter is None:
             counter = memoryview(bytearray(8)).cast("q")
-        self._run_steps(self._order, counter)
+        if self._graphs is None or timed:
+            self._run_steps(self._order, counter)
+        else:
+            self._run_parts(self._graphs, counter)
         results = self.finish(ranks)
         if timed and self._stamps is not None and not isinstance(results, UndoneRun):
             by_rank = results.results if isinstance(results, DeferredRun) else results
@@ -219,6 +230,33 @@ class Engine:
                         index += 1
                 except BaseException as error:
                     self._handle_failure(positions[index], error)
+
+    def _run_parts(self, graphs: Graphs, counter: memoryview) -> None:
+        """Run all steps, as CUDA graphs where possible: not in the first run, after a failure, or
+        if a signal must be handled."""
+        for part in graphs.parts:
+            graph, first = part.graph, part.positions[0]
+            if graph is None:
+                self._run_steps(part.positions, counter)
+            elif not graphs.are_warm or graph.is_given_up or self._poisoned_ranks or noted:
+                graph.look()
+                self._run_steps(part.positions, counter)
+            else:
+                counter[0] = first
+                run = partial(graph.run, counter)
+                if self._device_waits is not None and part.waits:
+                    run = self._device_waits.recorded(first, run)
+                try:
+                    with local_execution(self._device):
+                        run()
+                except Exception as error:
+                    fault = self._error(counter[0], error, lost_device(self._device, error))
+                    fault.add_note(
+                        "This instruction cannot be part of a CUDA graph. "
+                        "Fix: dt.launch(..., graphs=False)"
+                    )
+                    raise fault from error
+        graphs.are_warm = graphs.are_warm or not self._poisoned_ranks
 
     def _handle_signal(self, position: int) -> None:
         """Run the handler of a pending signal, if the run can still be undone at this position."""
@@ -314,6 +352,8 @@ class Engine:
 
     def close(self) -> None:
         """Unload the program."""
+        if self._graphs is not None:
+            self._graphs.close()
         self._prepared.close()
 
     def _place(self, rank: int, name: str) -> Place:

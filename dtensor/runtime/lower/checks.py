@@ -134,7 +134,7 @@ def _add_host_check(
 def _conditions(b: RankBuilder, call: OpCall, step: Compute) -> list[tuple[int, Condition]]:
     """Return the conditions of a call, each with the number of its operand."""
     target, first = called_op(call.target, call.args)
-    conditions = CONDITIONS.get(target) or _own_conditions().get(target)
+    conditions = CONDITIONS.get(target) or own_conditions().get(target)
     if conditions is None:
         return []
     operands = [
@@ -152,7 +152,7 @@ def _conditions(b: RankBuilder, call: OpCall, step: Compute) -> list[tuple[int, 
 
 
 @cache
-def _own_conditions() -> Mapping[object, Callable[..., Conditions]]:
+def own_conditions() -> Mapping[object, Callable[..., Conditions]]:
     """Return the conditions that functions check themselves unless the operand is known to satisfy
     them. In a deferred program it does, so that nothing waits."""
     dt: Any = torch.ops.dt

@@ -2,6 +2,7 @@
 
     python -m tests.testing.gpus.matrix                     # all cases, 20 seeds: `make gpus`
     python -m tests.testing.gpus.matrix --seeds 3 zero      # those whose names begin so
+    python -m tests.testing.gpus.matrix --graphs            # all cases as CUDA graphs
 
 Each case runs in this process on CPU tensors, and under each seed with one or more ranks on each
 simulated GPU. A seed decides the order of kernels, and whether some run early. One line per case
@@ -16,7 +17,7 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
@@ -52,6 +53,20 @@ def without_kernels() -> Iterator[None]:
             cached.cache_clear()
 
 
+@contextmanager
+def with_graphs() -> Iterator[None]:
+    """A context in which launches on GPUs run programs as CUDA graphs."""
+    launch: Any = dt.launch
+
+    def launched(*args: Any, device: str = "cpu", **given: Any) -> Any:
+        if device.startswith("cuda"):
+            given.setdefault("graphs", True)
+        return launch(*args, device=device, **given)
+
+    with patch.object(dt, "launch", launched):
+        yield
+
+
 def difference(found: Any, expected: Any) -> float:
     """Return the largest difference of numbers and tensors by name."""
     most = 0.0
@@ -65,14 +80,17 @@ def difference(found: Any, expected: Any) -> float:
     return most
 
 
-def check(case: Case, seeds: Sequence[int]) -> Seen:
-    """Run a case under the seeds. Raises AssertionError if a number is wrong, and any error of a
-    run."""
+def check(case: Case, seeds: Sequence[int], *, graphs: bool = False) -> Seen:
+    """Run a case under the seeds, as CUDA graphs if ``graphs``. Raises AssertionError if a number
+    is wrong, and any error of a run."""
     seen = Seen()
     expected = case.body("cpu")
     for seed in seeds:
         early = (0.0, 0.3, 0.0, 0.9)[seed % 4]
-        with dt.testing.simulated_gpus(case.num, seed, early=early) as gpus:
+        with (
+            dt.testing.simulated_gpus(case.num, seed, early=early) as gpus,
+            with_graphs() if graphs else nullcontext(),
+        ):
             found = case.body("cuda")
             report = gpus.report()
         off = difference(found, expected)
@@ -90,6 +108,7 @@ def main(given: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="how names of cases begin")
     parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--graphs", action="store_true", help="run programs as CUDA graphs")
     parser.add_argument("--waits", action="store_true", help="list waits of the host, by line")
     parser.add_argument("--write", action="store_true", help=f"rows of the table in {PAGE.name}")
     options = parser.parse_args(given)
@@ -100,10 +119,10 @@ def main(given: list[str]) -> int:
         began = time.process_time()
         try:
             if case.has_kernels:
-                seen = check(case, range(min(2, options.seeds)))
+                seen = check(case, range(min(2, options.seeds)), graphs=options.graphs)
             else:
                 with without_kernels():
-                    seen = check(case, range(options.seeds))
+                    seen = check(case, range(options.seeds), graphs=options.graphs)
         except Exception as error:
             bad += 1
             print(f"{case.name:<32} {type(error).__name__}: {error}", flush=True)
