@@ -14,7 +14,7 @@ need. I: all other backward ops, so that every W can run after its I. For mm(mm(
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 
 from dtensor.runtime.schedule import Action, Costs, Event, Grid, Kind
@@ -85,6 +85,28 @@ class Actions:
             results = {name for step in self.steps(kind, stage) for name in step.gives}
             self._sums[key] = tuple(s for s in self._accumulations[stage] if s.operand in results)
         return self._sums[key]
+
+    @cached_property
+    def reductions(self) -> Mapping[Action, tuple[Redistribute, ...]]:
+        """The reductions of gradients that can start in a backward, by the last action that makes
+        one of their operands or adds to it."""
+        steps = [s for s in self.plan.steps if s.reduces_gradients and s.may_be_late]
+        missing: dict[int, set[str]] = defaultdict(set)
+        for step in steps:
+            missing[step.stage].update(step.reads)
+        makers = self.steps if self.plan.num_microbatches == 1 else self.sums
+        made_at: dict[str, int] = {}  # by value, the index of the last action that makes it
+        for at, (_, _, action) in reversed(tuple(enumerate(self.all))):
+            if action.kind != "F" and missing[action.stage]:
+                gives = {name for s in makers(action.kind, action.stage) for name in s.gives}
+                made_at |= dict.fromkeys(missing[action.stage] & gives, at)
+                missing[action.stage] -= gives
+        reductions: dict[Action, tuple[Redistribute, ...]] = {}
+        for step in steps:
+            if isinstance(step, Redistribute) and made_at.keys() >= set(step.reads):
+                _, _, action = self.all[max(made_at[name] for name in step.reads)]
+                reductions[action] = (*reductions.get(action, ()), step)
+        return reductions
 
     @cached_property
     def _weight_values(self) -> frozenset[str]:

@@ -5,20 +5,24 @@
     all_reduce(grad_h)               grad_w = mm(grad', h)
     ... grad_h_reduced ...           wait;  ... grad_h_reduced ...
 
-Only messages move, so results are bitwise equal and other values live as long as before. The order
-depends on the plan alone, so all ranks of a group start their collectives in one order. Programs
-and predicted times wait at the same places, because `StepWalk` emits both.
+Reductions of gradients start in a backward, in the last microbatch if there are several, as soon as
+their sums are complete. Only messages and the last additions to these sums move, so results are
+bitwise equal. The order depends on the plan alone, so all ranks of a group start their collectives
+in one order. Programs and predicted times wait at the same places, because `StepWalk` emits both.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from dtensor.sharding.plan.cost.seconds import StepSeconds
 from dtensor.sharding.plan.record import PlanRecord
 from dtensor.sharding.plan.steps import (
+    MAX_REDUCTIONS,
     Accumulate,
     Compute,
     Norm,
@@ -32,6 +36,16 @@ CUT_SECONDS = 2e-6
 """The cost of splitting local code in two: one more Call, with its inputs and outputs."""
 
 Message = TypeVar("Message")
+
+
+@dataclass(frozen=True, slots=True)
+class ActionOrder:
+    """The steps of an action in the order in which they run, the ids of messages that are waited
+    for late, and the sums over microbatches that are added to after the steps."""
+
+    steps: tuple[Step, ...]
+    late: frozenset[int]
+    sums: tuple[Accumulate, ...]
 
 
 def early_order(
@@ -71,11 +85,50 @@ def early_order(
     return tuple(order), frozenset(late)
 
 
-def reductions_of(plan: PlanRecord, steps: Sequence[Step]) -> tuple[Step, ...]:
-    """Return the reductions of gradients that read only results of these ``steps`` of a backward.
-    With microbatches there are none, because reductions then read the sums over microbatches."""
-    results = {name for step in steps for name in step.gives}
-    return tuple(s for s in plan.steps if s.reduces_gradients and results.issuperset(s.reads))
+def with_reductions(
+    order: ActionOrder,
+    reductions: Sequence[Redistribute],
+    seconds: Callable[[Step], StepSeconds],
+    following: float,
+) -> ActionOrder:
+    """Return the order with ``reductions`` of gradients: each starts when the last of its operands
+    is complete, if this hides more than `CUT_SECONDS`. ``following``: the seconds of computing
+    after the action that can hide reductions."""
+    steps, late = order.steps, order.late
+    maker_of = {name: at for at, step in enumerate(steps) for name in step.gives}
+    compute = [seconds(step).compute for step in steps]
+    sum_of = {step.result: step for step in order.sums}
+
+    def arrival(at: int) -> int:
+        """Return the index of the first step at which the results of a step exist. A late message
+        takes as long as the steps before this index."""
+        end, left = at + 1, seconds(steps[at]).communication if id(steps[at]) in late else 0.0
+        names = steps[at].gives
+        while left > 0 and end < len(steps) and not set(names).intersection(steps[end].reads):
+            left -= compute[end]
+            end += 1
+        while end < len(steps) and id(steps[end]) in late:  # messages of the backward start first
+            end += 1
+        return end
+
+    starts_before: dict[int, list[Step]] = {}
+    for step in reductions:
+        sums = [sum_of[name] for name in step.reads if name in sum_of]
+        operands = (*step.reads, *(total.operand for total in sums))
+        begin = max(arrival(maker_of[name]) for name in operands if name in maker_of)
+        hidden = following + sum(compute[begin:])
+        if min(hidden, seconds(step).communication) > CUT_SECONDS:
+            starts_before.setdefault(begin, []).extend((*sums, step))
+    started = [step for begun in starts_before.values() for step in begun]
+    new_steps = [
+        step
+        for at in range(len(steps) + 1)
+        for step in (*starts_before.get(at, ()), *steps[at : at + 1])
+    ]
+    ids = frozenset(map(id, started))
+    reduced = frozenset(id(step) for step in started if step.reduces_gradients)
+    rest = tuple(step for step in order.sums if id(step) not in ids)
+    return ActionOrder(tuple(new_steps), late | reduced, rest)
 
 
 class StepWalk(ABC, Generic[Message]):
@@ -88,12 +141,19 @@ class StepWalk(ABC, Generic[Message]):
         self.in_flight: dict[str, Message] = {}  # by plan value, the started message that makes it
         self.sends: list[tuple[int, str]] = []  # in flight: (schedule step of the receive, value)
         self.ran_early: set[int] = set()  # ids of reductions of gradients that began in a backward
+        self.reducing: deque[tuple[str, ...]] = deque()  # the results of the last reductions
         self.in_round = False  # whether it emits a round of delayed reductions
-        self._reducing: tuple[str, ...] = ()  # the results of the last of these reductions
 
     def concerns(self, step: Step) -> bool:
         """Whether the rank has a part in the step. Every rank has a part in a norm."""
         return any(map(step.is_on, self.stages))
+
+    def run_ordered(self, order: ActionOrder, stage: int) -> None:
+        """Emit an action of ``stage``. Reductions of gradients may be in flight at its end."""
+        self.run_steps(order.steps, stage, order.late)
+        own = (step for step in order.steps if not step.reduces_gradients)
+        self.complete(name for step in own for name in step.gives)
+        self.run_steps(order.sums, stage)
 
     def run_steps(
         self, steps: Iterable[Step], stage: int | None = None, late: Collection[int] = ()
@@ -110,10 +170,11 @@ class StepWalk(ABC, Generic[Message]):
                     self.sum_tied(step)
                 case Redistribute() if not step.in_place:
                     is_late = id(step) in late
-                    if step.phase == "optimizer" and is_late and stage is not None:
-                        self.ran_early.add(id(step))
-                        self.complete(self._reducing)  # only one at a time: it frees its operands
-                        self._reducing = step.results
+                    if step.reduces_gradients and step.may_be_late and not self.in_round:
+                        if len(self.reducing) == MAX_REDUCTIONS:
+                            self.complete(self.reducing.popleft())
+                        self.reducing.append(step.results)
+                        self.ran_early.update([id(step)] if is_late else [])
                     gathers = bool(step.bucket) and step.kind == "all_gather"
                     message = self.redistribute(step, wait=not (is_late or gathers))
                     if message is not None:
@@ -122,8 +183,10 @@ class StepWalk(ABC, Generic[Message]):
                     self.transfer(step, stage)
                 case Norm():
                     self.norm(step)
-                case Accumulate() | Update() | Redistribute():
-                    pass  # sums follow their action; updates and gathers in place end the step
+                case Accumulate():
+                    self.accumulate(step)
+                case Update() | Redistribute():
+                    pass  # updates and gathers in place end the step
 
     def run_round(self, plan: PlanRecord, number: int) -> None:
         """Emit a round of `PlanRecord.delayed_reductions`, without waiting for its messages. They
@@ -137,8 +200,8 @@ class StepWalk(ABC, Generic[Message]):
 
     def end_steps(self, plan: PlanRecord) -> list[Step]:
         """Return the rank's steps at the end of a training step that have not run early."""
-        end = (s for s in plan.steps if s.phase == "optimizer" and id(s) not in self.ran_early)
-        return [step for step in end if self.concerns(step)]
+        end = (s for s in plan.steps if s.phase == "optimizer" and not s.sums_microbatches)
+        return [s for s in end if id(s) not in self.ran_early and self.concerns(s)]
 
     def complete(self, values: Iterable[str]) -> None:
         """Wait for the messages that make these plan values."""
@@ -167,6 +230,9 @@ class StepWalk(ABC, Generic[Message]):
 
     @abstractmethod
     def compute(self, step: Compute) -> None: ...
+
+    @abstractmethod
+    def accumulate(self, step: Accumulate) -> None: ...
 
     @abstractmethod
     def sum_tied(self, step: Redistribute) -> None: ...

@@ -49,6 +49,7 @@ from dtensor.sharding.plan.cost.memory import base_of
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.record import PlannedInput
 from dtensor.sharding.plan.steps import (
+    Accumulate,
     Compute,
     Norm,
     Redistribute,
@@ -153,6 +154,7 @@ def lower_rank(b: RankBuilder) -> RankProgram:
     walk.complete_sends(None)
     before, after = walk.around_commit()
     walk.run_steps(before)
+    walk.complete(walk.in_flight)
     updates.compute_new_values(b)
     outputs = walk.end_program(after)
     state_names = [b.value(i.name) for i in state]
@@ -203,10 +205,7 @@ class _Lowering(StepWalk[moves.Started]):
         b.microbatch = action.microbatch
         b.close()
         b.previous_action_start, b.action_start = b.action_start, len(b.instructions)
-        steps, late = b.shared.ordered_steps(action.kind, action.stage)
-        self.run_steps(steps, action.stage, late)
-        self.complete(name for step in steps for name in step.gives)
-        step_end.accumulate(b, action, self.unshared_sums)
+        self.run_ordered(b.shared.order_of(action), action.stage)
         b.close()
 
     def around_commit(self) -> tuple[list[Step], list[Step]]:
@@ -253,7 +252,7 @@ class _Lowering(StepWalk[moves.Started]):
         return outputs_by_name
 
     def prepare(self, step: Step) -> None:
-        if self.state is not None and not isinstance(step, Compute):
+        if self.state is not None and not isinstance(step, Compute | Accumulate):
             self.state.copy_views(step.reads)
 
     def compute(self, step: Compute) -> None:
@@ -292,6 +291,9 @@ class _Lowering(StepWalk[moves.Started]):
             state.separate_results(step, operands)
         for name, spec in results:
             b.record(name, spec, base_of(b.plan, name, step))
+
+    def accumulate(self, step: Accumulate) -> None:
+        step_end.accumulate(self.b, step, self.unshared_sums)
 
     def sum_tied(self, step: Redistribute) -> None:
         step_end.sum_tied(self.b, step)

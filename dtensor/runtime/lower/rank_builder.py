@@ -11,6 +11,7 @@ microbatch i is called `name@i`; a value that exists once per step keeps its nam
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,8 +26,9 @@ from dtensor.daft.ir.instructions import Kind
 from dtensor.runtime.lower.actions import Actions
 from dtensor.runtime.lower.code import CodeBuilder, Functions
 from dtensor.runtime.lower.detect_nan import DetectNan
-from dtensor.runtime.lower.overlap import early_order, reductions_of
+from dtensor.runtime.lower.overlap import ActionOrder, early_order, with_reductions
 from dtensor.runtime.optimizer.shard_optimizer import NUMBERS
+from dtensor.runtime.schedule import Action
 from dtensor.runtime.schedule import Kind as ActionKind
 from dtensor.runtime.schedule.clock import Stretch
 from dtensor.sharding.ops.call import STEP, Local, OpCall, run_number_names
@@ -137,9 +139,7 @@ class ProgramContext:
         self._nbytes: dict[tuple[int, ...], int] = {}
         self._calls: dict[object, OpCall] = {}
         self._seconds: dict[int, StepSeconds] = {}
-        self._ordered_steps: dict[
-            tuple[ActionKind, int], tuple[tuple[Step, ...], frozenset[int]]
-        ] = {}
+        self._orders: dict[tuple[ActionKind, int, bool], ActionOrder] = {}
 
     @cached_property
     def numbers(self) -> tuple[str, ...]:
@@ -247,21 +247,21 @@ class ProgramContext:
         seconds = topology.collective_seconds(kind, axis, num=num, bytes_sent=sent)
         return StepSeconds(0.0, seconds, topology.launch_seconds(kind, num))
 
-    def ordered_steps(
-        self, kind: ActionKind, stage: int
-    ) -> tuple[tuple[Step, ...], frozenset[int]]:
-        """Return the steps of an action in the order in which they run, and the ids of those that
-        are waited for late (see `early_order`). A B has the reductions of gradients that may begin
-        early."""
-        key = kind, stage
-        if key not in self._ordered_steps:
-            steps = self.actions.steps(kind, stage)
-            reductions = reductions_of(self.plan, steps) if kind == "B" else ()
-            order, late = early_order((*steps, *reductions), self.seconds)
-            stay = {id(step) for step in reductions} - late
-            order = tuple(step for step in order if id(step) not in stay)
-            self._ordered_steps[key] = order, late
-        return self._ordered_steps[key]
+    def order_of(self, action: Action) -> ActionOrder:
+        """Return the order of an action's steps, with the reductions of gradients that start in the
+        action."""
+        kind, stage = action.kind, action.stage
+        reductions = self.actions.reductions.get(action, ())
+        key = kind, stage, bool(reductions)
+        if key not in self._orders:
+            steps, late = early_order(self.actions.steps(kind, stage), self.seconds)
+            order = ActionOrder(steps, late, self.actions.sums(kind, stage))
+            if reductions:
+                _, last = self.actions.of(self.plan.stage_ranks[stage])[-1]
+                following = 0.0 if action == last else math.inf
+                order = with_reductions(order, reductions, self.seconds, following)
+            self._orders[key] = order
+        return self._orders[key]
 
 
 def user_line(step: Compute) -> str | None:

@@ -28,7 +28,6 @@ from dtensor.runtime.optimizer.shard_optimizer import (
     unscaled_squares,
     unscaling_divisor,
 )
-from dtensor.runtime.schedule import Action
 from dtensor.sharding.plan.steps import (
     Accumulate,
     Norm,
@@ -48,17 +47,11 @@ SCALE = "scale of the loss"
 """The name of the input that holds the loss scale, in programs that scale the loss."""
 
 
-def accumulate(b: RankBuilder, action: Action, unshared_sums: set[str]) -> None:
-    """Emit the additions of this action's results to their sums over microbatches.
-    ``unshared_sums``: the sums that share their storage with no other value, so that they may be
-    changed in place."""
-    last = action.microbatch == b.plan.num_microbatches - 1
-    for step in b.shared.actions.sums(action.kind, action.stage):
-        _add(b, step, unshared_sums, last=last)
-
-
-def _add(b: RankBuilder, step: Accumulate, unshared_sums: set[str], *, last: bool) -> None:
-    """Emit one addition. The ``last`` one gets the plan's name of the sum."""
+def accumulate(b: RankBuilder, step: Accumulate, unshared_sums: set[str]) -> None:
+    """Emit the addition of the current microbatch's value to its sum over microbatches. The last
+    addition gets the plan's name of the sum. ``unshared_sums``: the sums that share their storage
+    with no other value, so that they may be changed in place."""
+    last = b.microbatch == b.plan.num_microbatches - 1
     segment = b.short_segment()
     total = step.result if last else f"{step.result}@{b.microbatch}"
     segment.table[step.result] = total

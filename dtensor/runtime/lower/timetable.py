@@ -21,11 +21,12 @@ from dtensor.daft.ir.instructions import WORD
 from dtensor.runtime.lower.actions import Actions
 from dtensor.runtime.lower.overlap import StepWalk
 from dtensor.runtime.lower.rank_builder import ProgramContext, Roles
-from dtensor.runtime.schedule import Grid, Kind, held_at_once, in_flight
+from dtensor.runtime.schedule import Action, Grid, Kind, held_at_once, in_flight
 from dtensor.runtime.schedule.clock import Begin, Interval, Item, Stretch, Until, folded, run
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.record import Cost, PlanRecord
 from dtensor.sharding.plan.steps import (
+    Accumulate,
     Norm,
     Redistribute,
     Step,
@@ -100,35 +101,38 @@ class _Prediction:
             walk.complete_sends(step)
             walk.run_round(self.plan, number)
             previous_start, action_start = action_start, len(walk.items)
-            priced, m = self._action_items(action.kind, action.stage), action.microbatch
+            priced, m = self._action_items(walk, action), action.microbatch
             receives = [_in_microbatch(item, m) for item in priced.receives]
             walk.items[previous_start:previous_start] = receives
             action_start += len(receives)
             walk.first = walk.first or len(walk.items)
             walk.items += [_in_microbatch(item, m) for item in priced.items]
             walk.add_sends(priced.sent_transfers, m)
-            walk.ran_early |= priced.ran_early
         walk.complete_sends(None)
         walk.last = len(walk.items)
         walk.end_step()
         return walk
 
-    def _action_items(self, kind: Kind, stage: int) -> _RankItems:
-        """Return the folded items of an action of this kind, for any microbatch."""
-        key = kind, stage
-        if key not in self._actions:
-            walk = _RankItems(self, self.plan.stage_ranks[stage])
-            steps, late = self.shared.ordered_steps(kind, stage)
-            walk.run_steps(steps, stage, late)
-            walk.complete(walk.in_flight)
-            for step in self.shared.actions.sums(kind, stage):
-                walk.compute(step)
+    def _action_items(self, rank: _RankItems, action: Action) -> _RankItems:
+        """Return the items of an action. They are folded, for any microbatch, unless reductions of
+        gradients are in flight on the rank."""
+        walk, key = _RankItems(self, rank.rank), (action.kind, action.stage)
+        reduces = bool(rank.reducing) or action in self.shared.actions.reductions
+        if reduces:
+            walk.in_flight, walk.reducing = rank.in_flight, rank.reducing
+            walk.ran_early = rank.ran_early
+        elif key in self._actions:
+            return self._actions[key]
+        walk.run_ordered(self.shared.order_of(action), action.stage)
+        if reduces:
+            rank.in_flight = walk.in_flight
+        else:
             walk.items = folded(walk.rank, walk.items)
             self._actions[key] = walk
-        return self._actions[key]
+        return walk
 
 
-class _RankItems(StepWalk[str]):
+class _RankItems(StepWalk[Hashable]):
     """The items of one rank of the stage axis, or of one of its actions."""
 
     def __init__(self, prediction: _Prediction, rank: int) -> None:
@@ -148,6 +152,7 @@ class _RankItems(StepWalk[str]):
         steps = self.end_steps(self.plan)
         before, after = at_the_commit(steps)
         self.run_steps(before)
+        self.complete(self.in_flight)
         updates = {s.parameter: s for s in reversed(steps) if isinstance(s, Update)}
         for step in reversed(updates.values()):
             if step.owner is not None:  # into new memory
@@ -173,11 +178,15 @@ class _RankItems(StepWalk[str]):
         spent = self.shared.seconds(step)
         self.items.append(Stretch.of(spent.compute, spent.host))
 
-    def redistribute(self, step: Redistribute, *, wait: bool) -> str | None:
+    def accumulate(self, step: Accumulate) -> None:
+        self.compute(step)
+
+    def redistribute(self, step: Redistribute, *, wait: bool) -> Hashable | None:
         if step.is_free:
             self.compute(step)
             return None
-        name, spent = step.name, self.shared.seconds(step)
+        name: Hashable = (step.name, None) if step.phase == "optimizer" else step.name
+        spent = self.shared.seconds(step)
         channel = f"{step.axis} delayed" if self.in_round else step.axis
         self.items.append(Begin(name, (self.rank,), channel, spent.communication, spent.host))
         if wait:
@@ -208,7 +217,7 @@ class _RankItems(StepWalk[str]):
     def norm(self, step: Norm) -> None:
         self._add_votes(step.dtype.itemsize, commits=not updates_whole(self.plan.steps))
 
-    def wait(self, message: str) -> None:
+    def wait(self, message: Hashable) -> None:
         self.items.append(Until((message,)))
 
     def wait_sends(self, values: Sequence[str]) -> None:
@@ -233,14 +242,18 @@ class _RankItems(StepWalk[str]):
 
 
 def _in_microbatch(item: Item, microbatch: int) -> Item:
-    """Return the item of an action for one microbatch."""
+    """Return the item of an action for one microbatch. A name that is a tuple is unique already."""
+
+    def unique(name: Hashable) -> Hashable:
+        return name if isinstance(name, tuple) else (name, microbatch)
+
     match item:
         case Stretch():
             return item
         case Begin():
-            return replace(item, name=(item.name, microbatch))
+            return replace(item, name=unique(item.name))
         case Until():
-            return Until(tuple((name, microbatch) for name in item.names))
+            return Until(tuple(map(unique, item.names)))
 
 
 def _bubble(ranks: Sequence[_RankItems], times: Mapping[int, Sequence[Interval]]) -> float:

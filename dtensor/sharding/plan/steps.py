@@ -29,6 +29,9 @@ from dtensor.sharding.spec.spec import TensorSpec
 
 StepPhase = Literal["forward", "backward", "optimizer"]
 BUCKET_BYTES = 32 * 2**20
+MAX_REDUCTIONS = 2
+"""The most reductions of gradients that a rank has in flight during a backward. They hold their
+operands and results."""
 T = TypeVar("T")
 
 

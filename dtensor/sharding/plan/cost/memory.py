@@ -6,7 +6,8 @@ All figures are for the rank at coordinate 0 of every axis, which has the larges
 Activations are a peak: values that exist once per step, values that the other microbatches in
 flight keep for their backward, and the peak of one microbatch, in which each value is freed after
 its last use. The gradients of a microbatch live until its backward ends and are then accumulated;
-with a single microbatch they are the accumulators and count as gradients. The flat buffers of
+with a single microbatch they are the accumulators and count as gradients. In the last microbatch
+the buffers of `MAX_REDUCTIONS` reductions of gradients exist with the activations; other buffers of
 buckets exist only when activations do not, so the larger of the two counts. Temporary memory of
 kernels and fragmentation are not counted. The number of rows by expert is data: see `Rows`."""
 
@@ -22,6 +23,7 @@ import torch
 
 from dtensor.sharding.plan.record import PlanRecord
 from dtensor.sharding.plan.steps import (
+    MAX_REDUCTIONS,
     Accumulate,
     Redistribute,
     Step,
@@ -74,7 +76,8 @@ def stage_memory(plan: PlanRecord, stage: int, rows: Rows = "balanced") -> Memor
     parts = _activations(plan, stage, gradients, rows)
     num_in_flight = plan.in_flight[stage] if stage < len(plan.in_flight) else 1
     base = parts.once + (num_in_flight - 1) * parts.saved  # exists while one microbatch runs
-    activations = max(base + parts.peak, parts.end)
+    end = max(parts.once + parts.last, parts.end)
+    activations = max(base + parts.peak, end)
     return Memory(
         parameters=sum(nbytes_together(state)),
         gradients=sum(gradients.values()),
@@ -83,7 +86,7 @@ def stage_memory(plan: PlanRecord, stage: int, rows: Rows = "balanced") -> Memor
         delayed=_delayed_bytes(plan, stage),
         activations=activations,
         snapshots=plan.copies * _written_bytes(plan, stage) if plan.copies else 0,
-        not_at_once=activations - max(base + parts.above, parts.end),
+        not_at_once=activations - max(base + parts.above, end),
     )
 
 
@@ -99,7 +102,7 @@ def rank_memory(
         _activations(plan, stage, waiting_gradients(plan, stage), rows) for stage in stages
     ]
     in_microbatches = max(
-        parts_by_stage[running].above
+        (parts_by_stage[running].above if counts[running] else parts_by_stage[running].last)
         + sum(count * parts.saved for count, parts in zip(counts, parts_by_stage, strict=True))
         for running, counts in plan.timetable.held(stages)
     )
@@ -211,6 +214,7 @@ class _Activations:
     saved: values that a microbatch keeps from forward to backward.
     peak: the peak of a microbatch.
     above: the peak of a microbatch if gradients that do not exist yet are subtracted.
+    last: the same of the last microbatch, with the buffers of reductions of gradients.
     end: at the end of the step, when the values above no longer exist.
     """
 
@@ -218,6 +222,7 @@ class _Activations:
     saved: int
     peak: int
     above: int
+    last: int
     end: int
 
 
@@ -270,10 +275,46 @@ def _activations(
         else 0
         for at, step in enumerate(walk)
     ]
-    saved, peak, above = _peaks(
-        new_storages, new_gradients, pieces, values, frozenset(permanent), first_backward
+    reductions = _bytes_of_reductions(plan, stage, walk)
+    peaks = _peaks(
+        new_storages,
+        new_gradients,
+        pieces,
+        reductions,
+        values,
+        frozenset(permanent),
+        first_backward,
     )
-    return _Activations(once, saved, peak, above, _end_bytes(plan, stage, sum(gradients.values())))
+    return _Activations(once, *peaks, _end_bytes(plan, stage, sum(gradients.values())))
+
+
+def _bytes_of_reductions(plan: PlanRecord, stage: int, walk: Sequence[Step]) -> list[int]:
+    """Return, for each step of the last microbatch, the bytes of the buffers of reductions of
+    gradients in flight, as if each started when its last operand is made."""
+    made_at = {name: at for at, step in enumerate(walk) for name in step.gives}
+    for step in plan.steps:
+        if isinstance(step, Accumulate) and step.operand in made_at:
+            made_at[step.result] = made_at[step.operand]
+    begun = sorted(
+        (max(made_at[name] for name in step.reads), _buffer_bytes(step))
+        for step in _early_reductions(plan, stage)
+        if made_at.keys() >= set(step.reads)
+    )
+    nbytes = [0] * len(walk)
+    for number, (begin, _) in enumerate(begun):
+        held = sum(size for _, size in begun[max(0, number + 1 - MAX_REDUCTIONS) : number + 1])
+        nbytes[begin + 1 :] = [held] * (len(walk) - begin - 1)
+    return nbytes
+
+
+def _early_reductions(plan: PlanRecord, stage: int) -> list[Redistribute]:
+    """Return the reductions of gradients of a stage that may start in a backward."""
+    return [
+        step
+        for step in plan.steps
+        if isinstance(step, Redistribute) and step.reduces_gradients
+        if step.may_be_late and step.stage == stage
+    ]
 
 
 def _local_nbytes(plan: PlanRecord, spec: TensorSpec, rows: Rows) -> int:
@@ -310,7 +351,9 @@ def _end_bytes(plan: PlanRecord, stage: int, gradients: int) -> int:
     specs = plan.value_specs()
     updates = on_fullest_rank(updates_of(plan.steps, [stage]))
     casts = (_cast_bytes(s, specs[s.gradient].dtype) for s in updates)
-    return max(*buckets, sum(casts) + sum(s.new_bytes for s in updates), 0)
+    reductions = sorted(_buffer_bytes(step) for step in _early_reductions(plan, stage))
+    in_flight = sum(reductions[-MAX_REDUCTIONS:])
+    return max(*buckets, in_flight, sum(casts) + sum(s.new_bytes for s in updates), 0)
 
 
 def base_of(plan: PlanRecord, name: str, step: Step) -> str | None:
@@ -322,20 +365,22 @@ def _peaks(
     new_storages: Sequence[Sequence[str]],
     new_gradients: Sequence[int],
     pieces: Sequence[int],
+    reductions: Sequence[int],
     values: _StageValues,
     permanent: frozenset[str],
     first_backward: int,
-) -> tuple[int, int, int]:
-    """Return the bytes that a microbatch keeps from forward to backward, its peak, and its peak if
-    gradients that do not exist yet are subtracted. ``new_storages``, ``new_gradients`` and
-    ``pieces``: for each step of a microbatch, the storages that it creates, the bytes of gradients
-    among them, and the bytes that exist only during the step."""
+) -> tuple[int, int, int, int]:
+    """Return `saved`, `peak`, `above` and `last` of `_Activations`. For each step of a microbatch:
+    ``new_storages`` are the storages that it creates, ``new_gradients`` the bytes of gradients
+    among them, ``pieces`` the bytes that exist only during the step, and ``reductions`` the bytes
+    of reductions in flight in the last microbatch."""
     freed: dict[int, list[str]] = {}  # index of a step -> the storages that it uses last
     for name, at in values.last_use.items():
         if name not in permanent:
             freed.setdefault(at, []).append(name)
     live = peak = saved = 0
-    above = missing = -sum(new_gradients)  # minus the bytes of gradients that do not exist yet
+    missing = -sum(new_gradients)  # minus the bytes of gradients that do not exist yet
+    above = last = missing
     for at, names in enumerate(new_storages):
         if at == first_backward:
             saved = live
@@ -343,8 +388,9 @@ def _peaks(
         missing += new_gradients[at]
         during = live + pieces[at]
         peak, above = max(peak, during), max(above, during + missing)
+        last = max(last, during + missing + reductions[at])
         live -= sum(values.nbytes[name] for name in freed.get(at, ()))
-    return saved, peak, above
+    return saved, peak, above, last
 
 
 def _results_on(step: Step, stage: int) -> list[tuple[str, TensorSpec]]:
