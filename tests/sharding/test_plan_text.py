@@ -129,8 +129,8 @@ memory per rank   stage 0   stage 1
   parameters      9.6 KiB   8.7 KiB
   gradients       9.6 KiB   8.7 KiB
   optimizer      19.2 KiB  17.4 KiB
-  activations    16.1 KiB  11.5 KiB
-  total          54.5 KiB  46.4 KiB
+  activations    16.1 KiB  19.1 KiB
+  total          54.5 KiB  54.0 KiB
 
 no collectives""",
     )

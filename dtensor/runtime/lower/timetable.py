@@ -116,7 +116,8 @@ class _Prediction:
     def _action_items(self, rank: _RankItems, action: Action) -> _RankItems:
         """Return the items of an action. They are folded, for any microbatch, unless reductions of
         gradients are in flight on the rank."""
-        walk, key = _RankItems(self, rank.rank), (action.kind, action.stage)
+        walk = _RankItems(self, rank.rank)
+        key: tuple[Kind, int] = action.kind, action.stage
         reduces = bool(rank.reducing) or action in self.shared.actions.reductions
         if reduces:
             walk.in_flight, walk.reducing = rank.in_flight, rank.reducing
