@@ -35,6 +35,8 @@ class LaunchOptions:
         max_restarts: how many processes may be replaced before the loss of one is an error.
         warm: a Ray that is started here stays for a minute for the next launch of this process.
             False: it ends with the launch, even if an earlier launch had left it running.
+        deterministic: on "cuda", sums and other reductions between ranks are folds in the order of
+            the ranks, and not NCCL's. They are that on CPUs and in-process.
     """
 
     backend: Backend = "inprocess"
@@ -48,6 +50,7 @@ class LaunchOptions:
     snapshot_every: int | None = None
     max_restarts: int = 100
     warm: bool = True
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         if self.backend not in get_args(Backend):
@@ -62,6 +65,11 @@ class LaunchOptions:
         elif self.spares:
             object.__setattr__(self, "snapshot_every", 1)
         _check_count("max_restarts", self.max_restarts, 0, fix=100)
+        if self.deterministic and not str(self.device).startswith("cuda"):
+            raise ValueError(
+                f"deterministic={self.deterministic!r} with device={self.device!r}: the option is "
+                f'for "cuda". On CPUs, sums between ranks have one order.\nfix: leave it out'
+            )
 
 
 def _check_seconds(name: str, value: object, fix: float) -> None:

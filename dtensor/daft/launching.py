@@ -157,7 +157,12 @@ def start_cluster(
             "  Fix: leave both out, and resume from a checkpoint"
         )
     if (make := CLUSTERS.get((options.backend, device.type))) is not None:
-        return make(size, ranks_per_actor=options.ranks_per_actor or 1, seed=options.seed)
+        return make(
+            size,
+            ranks_per_actor=options.ranks_per_actor or 1,
+            seed=options.seed,
+            in_order=options.deterministic,
+        )
     if options.backend == "inprocess":
         if device.type == "cuda" and not torch.cuda.is_available():
             raise ValueError(

@@ -155,7 +155,7 @@ def test_state_missing_from_snapshots_raises_when_rank_is_lost() -> None:
         assert again.tolist() == [0.0, 3.0, 3.0, 3.0]
 
 
-def test_recovery_options_of_launch_are_checked() -> None:
+def test_recovery_and_order_options_of_launch_are_checked() -> None:
     mesh = dt.Mesh(tp=2)
     for options, text in [
         (dict(spares=-1), "spares=-1"),
@@ -164,6 +164,8 @@ def test_recovery_options_of_launch_are_checked() -> None:
         (dict(max_restarts=1.5), "max_restarts=1.5"),
         (dict(backend="ray", spares=1, mode="interpreted"), "compiled mode"),
         (dict(backend="ray", spares=1, device="cuda"), "on CPUs alone"),
+        (dict(deterministic=True), 'the option is for "cuda". On CPUs,'),
+        (dict(backend="ray", device="cuda", deterministic=1), "True or False"),
     ]:
         with pytest.raises(PlanningError, match=text), dt.launch(mesh, **options):  # type: ignore[arg-type]
             pass

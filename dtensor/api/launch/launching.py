@@ -314,6 +314,7 @@ def launch(
     snapshot_every: int | None = None,
     max_restarts: int = 100,
     warm: bool = True,
+    deterministic: bool = False,
 ) -> LaunchSession:
     """Return a launch of the ranks of one or several meshes, for a `with` block: programs inside
     the block run on these ranks. ``run.start()`` and ``run.close()`` do the same without a block,
@@ -377,6 +378,9 @@ def launch(
         warm: True: a Ray cluster that is started here starts in the background, and stays for a
             minute after the launch, for the next launch of this process. False: it ends with the
             launch, as does one that stayed from an earlier launch.
+        deterministic: True: sums between GPUs are added in the order of the ranks, and agree to
+            the bit with ranks of one process on one GPU. By default NCCL adds them, in an order of
+            its own. For "cuda" only: on CPUs, and in-process, it is always so.
 
     Raises PlanningError for invalid arguments, and while another launch runs. The start raises
     ValueError if Ray has too few GPUs; its end raises daft's errors: a failed rank, with its
@@ -404,6 +408,7 @@ def launch(
             snapshot_every=snapshot_every,
             max_restarts=max_restarts,
             warm=warm,
+            deterministic=deterministic,
         )
     except ValueError as error:
         raise PlanningError(str(error)) from None
@@ -438,6 +443,7 @@ def launch(
         )
     check_kind("bring_home", bring_home, bool, "True or False", "bring_home=False")
     check_kind("warm", warm, bool, "True or False", "warm=False")
+    check_kind("deterministic", deterministic, bool, "True or False", "deterministic=True")
     recovers = backend == "ray" and options.snapshot_every is not None
     if recovers and (mode != "compiled" or device != "cpu"):
         problem = f"mode={mode!r}" if mode != "compiled" else f"device={device!r}"

@@ -82,7 +82,9 @@ class RayCluster(HostedCluster):
                 f"The device of Ray actors is 'cpu' or 'cuda', got {str(device)!r}: Ray chooses "
                 f"which GPU an actor gets."
             )
-        self.loaded: LoadedOnHosts = LoadedOnHosts(device, keeps=snapshot_every is not None)
+        self.loaded: LoadedOnHosts = LoadedOnHosts(
+            device, keeps=snapshot_every is not None, in_order=options.deterministic
+        )
         self.log: CallLog = CallLog(self._is_over, lambda call: answered(call, self.channel))
 
         self._recovery: Recovery | None = None
@@ -122,7 +124,10 @@ class RayCluster(HostedCluster):
             self.channel.rank_of = self._rank_of
             if self.membership.several:
                 self.copies *= 2  # each machine also keeps copies of another machine's snapshots
-            rendezvous = self.membership.meeting("ranks 0", self.loaded.tags, self.watch.patience_s)
+            rendezvous = replace(
+                self.membership.meeting("ranks 0", self.loaded.tags, self.watch.patience_s),
+                in_order=options.deterministic,
+            )
             self._starting = [
                 self.ask(h, Ranks.connect, rendezvous, h) for h in range(len(self.hosts))
             ]

@@ -8,7 +8,8 @@
 Ranks of several processes use `ExchangeTransport` (gloo, NCCL) or `SameHostTransport` (shared
 memory), both in ray/transports. `register_transport("cpu", "hosts", connect)` replaces one.
 Tensors given to a start stay unchanged until its `wait`; results are contiguous and share no
-storage. Reductions are `numerics.fold` in group order, so all transports give the same bits.
+storage, except that on GPUs the results of an all_gather may be parts of one tensor. Reductions are
+`numerics.fold` in group order, so all transports give the same bits, except sums of NCCL.
 """
 
 from __future__ import annotations
@@ -94,6 +95,7 @@ class Meeting:
     is a store at the controller for this meeting only. `meet` writes a text under `here<index>` in
     it and returns when all hosts have done so. `address`: the controller's. `secret`: the launch's.
     `patience_s`: how long a process waits for a lost peer if the controller is lost too.
+    `in_order`: whether all reductions are folds in the order of the group.
     """
 
     ranks: tuple[int, ...]
@@ -104,6 +106,7 @@ class Meeting:
     address: str = ""
     secret: bytes = field(default=b"", repr=False)
     patience_s: float = 60.0
+    in_order: bool = False
 
     def of_hosts(self) -> tuple[Store, Callable[[str], None]]:
         """Return `store` and `meet`, which exist if there are several hosts."""

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -142,13 +143,11 @@ def simulated_gpus(
     world = World(num, seed, early, num_queues, varies)
     gpus = SimulatedGpus(world, [Memory(capacity, fails_at) for _ in range(num)])
 
-    def make(size: int, *, ranks_per_actor: int, seed: int) -> Cluster:
+    def make(size: int, **options: Any) -> Cluster:
         from dtensor.testing.gpus.cluster import SimulatedCluster  # it imports dtensor.daft.ray
 
         hosts = [gpus.host(1 + i, range(i, i + 1)) for i in range(num)]
-        return SimulatedCluster(
-            world, gpus.fabric, hosts, size, ranks_per_actor=ranks_per_actor, seed=seed
-        )
+        return SimulatedCluster(world, gpus.fabric, hosts, size, **options)
 
     world.begin(0)
     with (

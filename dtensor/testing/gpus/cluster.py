@@ -48,6 +48,7 @@ class SimulatedCluster(HostedCluster):
         *,
         ranks_per_actor: int,
         seed: int,
+        in_order: bool,
     ) -> None:
         ranks = hosts_of(size, ranks_per_actor)
         if len(ranks) > len(hosts):
@@ -59,12 +60,12 @@ class SimulatedCluster(HostedCluster):
         super().__init__(size, CUDA, ranks, seed)
         self._world, self._actors = world, hosts[: len(ranks)]
         self._host_of = tuple(h for h, host_ranks in enumerate(ranks) for _ in host_ranks)
-        self._communicators = Communicators()
+        self._communicators = Communicators(in_order)
         self._threads = [ThreadPoolExecutor(1, f"actor {h}") for h in range(len(ranks))]
         self._workers: list[Worker] = []
 
         def make_worker(host_ranks: tuple[int, ...]) -> Callable[[], Worker]:
-            wire = NcclWire(host_ranks, CUDA, fabric.group)
+            wire = NcclWire(host_ranks, CUDA, fabric.group, in_order)
             return lambda: Worker(host_ranks, CUDA, ExchangeTransport(wire, self._host_of))
 
         futures = [self._start_on_host(host, make_worker(each)) for host, each in enumerate(ranks)]

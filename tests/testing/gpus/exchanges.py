@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import TypeAlias
+from typing import Any, TypeAlias
 from unittest.mock import patch
 
 import torch
@@ -34,23 +34,30 @@ MakeTransport: TypeAlias = Callable[[int, int, SimulatedGpus], ExchangeTransport
 
 def starts(rank: int, size: int) -> list[Start]:
     """Return the starts of each rank: an all_reduce in two halves, one in a single exchange of a
-    bucket whose floats start at a byte that is no multiple of 4, an all_gather, and a message
-    each way."""
+    bucket whose floats start at a byte that is no multiple of 4, the other collectives, and a
+    message each way."""
     group = tuple(range(size))
     right, left = (rank + 1) % size, (rank - 1) % size
-    bucket, all_of = (BYTES, BUFFER), (BUFFER,) * size
+    bucket, all_of, names = (BYTES, BUFFER), (BUFFER,) * size, tuple("uvw"[:size])
+    uneven = tuple(Buffer((rank + other + 1,), torch.float32) for other in group)
+    root = (("a",), (BUFFER,)) if rank == 0 else ((), ())
+    narrow = (Buffer(BUFFER.shape, torch.bfloat16),)
     return [
         Collective("all_reduce", group, ("a",), ("b",), (BUFFER,), (BUFFER,), "sum", "large"),
         Collective("all_gather", group, ("a",), ("e",) * size, (BUFFER,), all_of, None, "g"),
         Send("a", right, "ring", FLAT),
         Recv("d", left, "ring", FLAT),
+        Collective("reduce_scatter", group, names, ("s",), (FLAT,) * size, (FLAT,), "sum", "r"),
+        Collective("all_to_all", group, names, names, uneven, uneven, None, "t"),
+        Collective("broadcast", group, root[0], ("o",), root[1], (BUFFER,), None, "o"),
+        Collective("all_reduce", group, ("a",), ("b",), narrow, narrow, "sum", "narrow"),
         Collective("all_reduce", group[:2], ("a", "i"), ("c", "j"), bucket, bucket, "sum", "small"),
     ]
 
 
 def keys(size: int) -> dict[Key, int]:
     found = {key_of(rank, each) for rank in range(size) for each in _own(rank, size)}
-    return {key: number for number, key in enumerate(sorted(found))}
+    return {key: 3 * number + 2 for number, key in enumerate(sorted(found))}
 
 
 def _own(rank: int, size: int) -> list[Start]:
@@ -63,6 +70,14 @@ def all_exchanges(rank: int, transport: ExchangeTransport, size: int = 3, steps:
     begins = [transport.begin(rank, each) for each in _own(rank, size)]
     left = (rank - 1) % size
     on_host = torch.arange(float(LENGTH)).reshape(4, 3).mT  # not contiguous
+    ones = torch.ones(BUFFER.shape, device="cuda")
+    if rank == 1:  # its host waits for rank 0, whose host has started the all_reduce
+        check(begins[3](()).wait()[0] * 1.0, torch.ones(LENGTH))
+    total = begins[0]((ones,))
+    first = begins[2]((ones.reshape(-1),)) if rank == 0 else None
+    check(total.wait()[0], torch.full(BUFFER.shape, float(size)))
+    if first is not None:
+        first.wait()
     for step in range(steps):
         base = torch.arange(float(LENGTH), device="cuda").reshape(4, 3).mT
         going = [begins[0]((base * (rank + 1 + step),))]
@@ -73,13 +88,27 @@ def all_exchanges(rank: int, transport: ExchangeTransport, size: int = 3, steps:
         del base, spread
         filler = [torch.full((LENGTH,), -5.0, device="cuda") for _ in range(4)]
         going.append(begins[3](()))
+        blocks = (torch.arange(size * LENGTH, device="cuda") * (rank + 1.0)).chunk(size)
+        going.append(begins[4](blocks if step else [each * 1.0 for each in blocks]))
+        del blocks
+        sizes = [rank + other + 1 for other in range(size)]
+        numbers = [rank * size + other + 0.0 for other in range(size)]
+        going.append(
+            begins[5]([torch.full((2 * n,), x, device="cuda")[::2] for n, x in zip(sizes, numbers)])
+        )
+        going.append(begins[6]([mine * 3] if rank == 0 else []))
+        going.append(begins[7](((mine - rank).bfloat16(),)))
         if rank < 2:
             few = torch.full((3,), rank + 1, dtype=torch.uint8, device="cuda")
-            going.append(begins[4]((few, (mine - rank) + rank)))
+            going.append(begins[8]((few, (mine - rank) + rank)))
             del few
         wanted = [on_host * sum(r + 1 + step for r in range(size))]
         wanted += [on_host + r for r in range(size)]
         wanted += [torch.arange(float(LENGTH)) * 10 + left]
+        folded = torch.arange(size * LENGTH) * sum(r + 1.0 for r in range(size))
+        wanted += [folded.chunk(size)[rank]]
+        wanted += [torch.full((rank + r + 1,), r * size + rank + 0.0) for r in range(size)]
+        wanted += [on_host * 3, (on_host * size).bfloat16()]
         wanted += [torch.full((3,), 3.0), on_host * 2 + 1] if rank < 2 else []
         results: list[Tensor] = []
         while going:
@@ -129,9 +158,20 @@ def run_ranks(
         return gpus.report()
 
 
-def transport_of(rank: int, size: int, gpus: SimulatedGpus) -> ExchangeTransport:
-    wire = NcclWire((rank,), torch.device("cuda", 0), gpus.fabric.group)
-    return ExchangeTransport(wire, tuple(range(size)))
+def transport_of(
+    rank: int,
+    size: int,
+    gpus: SimulatedGpus,
+    *,
+    is_native: bool = True,
+    wire: Any = NcclWire,
+    transport: Any = ExchangeTransport,
+) -> ExchangeTransport:
+    """Return the transport of a rank. ``is_native``: use collectives of NCCL, not exchanges."""
+    own = wire((rank,), torch.device("cuda", 0), gpus.fabric.group)
+    if not is_native:
+        own.begin = lambda *_: None
+    return transport(own, tuple(range(size)))
 
 
 def _rank(gpus: SimulatedGpus, rank: int, size: int, body: Body, make: MakeTransport) -> None:

@@ -20,20 +20,19 @@ import sys
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
-
-import torch
 
 from dtensor.daft.ray.transports import exchange, nccl
 from dtensor.daft.run import engine, first_uses, timestamps, transport, worker
 from dtensor.daft.undo import snapshots
 from dtensor.runtime.checkpoint import records, saving
 from dtensor.runtime.lower import step_end
-from dtensor.testing.gpus import SimulatedGpus, simulated_gpus
-from tests.testing.gpus.exchanges import all_exchanges, run_ranks
+from dtensor.testing.gpus import simulated_gpus
+from tests.testing.gpus.exchanges import all_exchanges, run_ranks, transport_of
 from tests.testing.gpus.matrix import difference, without_kernels
 from tests.testing.gpus.page import PAGE, Table
 from tests.testing.gpus.small_programs import NUM_GPUS, PROGRAMS
@@ -285,14 +284,11 @@ def _by_exchanges(mutation: Mutation, seeds: range) -> str | None:
         sys.modules[module.__name__] = sys_module
     wire: Any = getattr(module, "NcclWire", nccl.NcclWire)
     made: Any = getattr(module, "ExchangeTransport", exchange.ExchangeTransport)
+    both = (False,) if mutation.file == "exchange.py" else (True, False)
     if mutation.file == "exchange.py":
         vars(module)["SMALL_ALL_REDUCE"] = 0
-
-    def make(rank: int, size: int, gpus: SimulatedGpus) -> Any:
-        own = wire((rank,), torch.device("cuda", 0), gpus.fabric.group)
-        return made(own, tuple(range(size)))
-
-    for seed in seeds:
+    for seed, is_native in product(seeds, both):
+        make = partial(transport_of, is_native=is_native, wire=wire, transport=made)
         try:
             report = run_ranks(3, seed, all_exchanges, early=(0.0, 0.5)[seed % 2], make=make)
         except Exception as error:

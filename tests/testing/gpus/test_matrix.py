@@ -4,6 +4,7 @@ all), and the real transport over the mock of NCCL.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from dtensor.testing.gpus.guard import CompilerMissing, install
 from dtensor.testing.gpus.world import Deadlock
 from tests.daft.programs import Collectives, pipeline, same_bits
 from tests.testing.gpus.cases import cases
-from tests.testing.gpus.exchanges import FLAT, all_exchanges, run_ranks, starts
+from tests.testing.gpus.exchanges import FLAT, all_exchanges, run_ranks, starts, transport_of
 from tests.testing.gpus.matrix import check, without_kernels
 from tests.testing.gpus.mutations import WIRE, Mutation, found, implied, mutations
 from tests.testing.gpus.waits import PROGRAMS, waits_of
@@ -79,7 +80,7 @@ MUTATIONS = [each for each in mutations() if each.file in {*WIRE, "transport.py"
 """`make gpus` makes those of workers, checkpoints and undone runs too."""
 
 
-@pytest.mark.default("exchange.py:213 work.wait()")
+@pytest.mark.default("exchange.py:217 work.wait()")
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
 def test_device_code_mutation_is_found_or_implied(mutation: Mutation) -> None:
     """A mutation removes one wait, event, record or copy. It must cause an error, or another rule
@@ -92,10 +93,12 @@ def test_device_code_mutation_is_found_or_implied(mutation: Mutation) -> None:
 
 @pytest.mark.parametrize("early", [0.0, 0.5])
 @pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("is_native", [True, False])
 def test_simulated_transport_exchanges_have_no_race_and_few_host_waits(
-    seed: int, early: float
+    seed: int, early: float, is_native: bool
 ) -> None:
-    report = run_ranks(3, seed, all_exchanges, early=early)
+    make = partial(transport_of, is_native=is_native)
+    report = run_ranks(3, seed, all_exchanges, early=early, make=make)
     assert not report.races and not report.early_frees
     assert {wait.what for wait in report.host_waits} <= {
         "copy to the host",
@@ -123,7 +126,7 @@ def test_simulated_gpu_collectives_are_bitwise_equal_to_inprocess(size: int) -> 
     with launch_cluster(size) as local:
         expected = local.run(local.load(case.program()), case.fed).get()
     with dt.testing.simulated_gpus(size) as gpus:
-        with launch_cluster(size, backend="ray", device="cuda") as cluster:
+        with launch_cluster(size, backend="ray", device="cuda", deterministic=True) as cluster:
             found = cluster.run(cluster.load(case.program()), case.fed).get()
         assert not gpus.report().races and not gpus.report().early_frees
     for rank in range(size):

@@ -51,11 +51,11 @@ class LoadedOnHosts:
     """The programs that are loaded on the hosts of a launch. `tags`: message key to its tag;
     `sent_inputs`: the plain inputs that hosts have."""
 
-    def __init__(self, device: torch.device, *, keeps: bool) -> None:
+    def __init__(self, device: torch.device, *, keeps: bool, in_order: bool = False) -> None:
         self.tags: dict[Key, int] = {}
         self.sent_inputs: SentInputs = SentInputs()
         self.programs: dict[int, ShippedProgram] = {}
-        self._communicators = Communicators()
+        self._communicators = Communicators(in_order)
         self._device = device
         self._keeps = keeps
         self._known_ops = KnownOps()

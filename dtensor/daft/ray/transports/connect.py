@@ -45,7 +45,8 @@ class Rendezvous:
     """The data with which hosts connect. They meet under `prefix` in the store at `address` and
     `port`, whose values are signed with `secret`. `hosts`: the numbers of their processes;
     `host_of`: the position in `hosts` of each rank's host; `tags`: the numbers of keys; `connect`:
-    returns the transport; `patience_s`: the limit of NCCL's watchdog."""
+    returns the transport; `patience_s`: the limit of NCCL's watchdog; `in_order`: whether
+    reductions are folds in the order of the group."""
 
     address: str
     port: int
@@ -56,6 +57,7 @@ class Rendezvous:
     tags: Mapping[Key, int]
     connect: Connect
     patience_s: float = 60.0
+    in_order: bool = False
 
 
 class HostConnections:
@@ -94,6 +96,7 @@ class HostConnections:
             address=rendezvous.address,
             secret=rendezvous.secret,
             patience_s=rendezvous.patience_s,
+            in_order=rendezvous.in_order,
         )
         joined = HostConnections(rendezvous.connect(meeting), rendezvous, ranks)
         joined.store = store  # keeps it alive, which torch's stores do not
@@ -157,7 +160,8 @@ def connect_cuda(meeting: Meeting) -> Transport:
     """Connect over NCCL."""
     store, meet = meeting.of_hosts()
     meet("")
-    wire = join_nccl(store, meeting.ranks, max(meeting.host_of) + 1, meeting.patience_s)
+    num_actors = max(meeting.host_of) + 1
+    wire = join_nccl(store, meeting.ranks, num_actors, meeting.patience_s, meeting.in_order)
     return ExchangeTransport(wire, meeting.host_of)
 
 

@@ -1,7 +1,8 @@
 """The transport between actors over a `Wire`: each collective is an exchange of bytes, then a fold.
 
 Members send at the start and fold in rank order at the wait. So the bits do not depend on the wire
-(`gloo.py` or `nccl.py`), shards may be uneven or empty, and a start never blocks.
+(`gloo.py` or `nccl.py`), shards may be uneven or empty, and a start never blocks. A wire may have
+some collectives of its own (`Wire.begin`), whose sums have another order.
 
     large all_reduce     each member gets a piece and folds it; then all get the folded pieces. The
                          second half is `Wire.later`: no member needs another to reach its `wait`
@@ -63,6 +64,11 @@ class Wire(ABC):
         """Start the messages of an exchange, none of which is empty. `half`: 1 for the second half
         of a large all_reduce, else 0."""
 
+    def begin(self, key: Key, rank: int, collective: Collective) -> Begin | None:
+        """Return the function that starts a collective of the wire's library; None if the
+        collective is an exchange of messages."""
+        return None
+
     @abstractmethod
     def later(self, key: Key, finish: Finish) -> Pending:
         """Call `finish`, which waits and posts, without blocking this rank; in order by key."""
@@ -73,7 +79,7 @@ class Wire(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class _Posted(Pending):
+class Posted(Pending):
     """Messages in flight, and the function that computes the result from them."""
 
     works: Sequence[Work]
@@ -125,6 +131,8 @@ class ExchangeTransport(Transport):
             case Collective():
                 if key not in self._tags:
                     return self._local.begin(rank, start)
+                if (begin := self._wire.begin(key, rank, start)) is not None:
+                    return begin
                 if in_two_halves(start):
                     return partial(self._start_large_all_reduce, rank, start, key)
                 return partial(self._start_collective, rank, start, key)
@@ -133,12 +141,12 @@ class ExchangeTransport(Transport):
 
     def _start_send(self, key: Key, to: int, value: Tensor) -> Pending:
         sends = {to: as_bytes(value)}
-        return _Posted(self._post(key, sends, {}), tuple, sends)
+        return Posted(self._post(key, sends, {}), tuple, sends)
 
     def _start_recv(self, key: Key, recv: Recv) -> Pending:
         data = self._wire.empty(recv.buffer.nbytes)
         works = self._post(key, {}, {recv.source_rank: data})
-        return _Posted(works, lambda: (from_bytes(data, recv.buffer),))
+        return Posted(works, lambda: (from_bytes(data, recv.buffer),))
 
     def _start_collective(
         self,
@@ -174,7 +182,7 @@ class ExchangeTransport(Transport):
             parts[position] = own if collective.op is not None else list(map(copied, own))
             return combined(collective, parts)
 
-        return _Posted(self._post(key, sends, data), finish, sends)
+        return Posted(self._post(key, sends, data), finish, sends)
 
     def close(self) -> None:
         self._wire.close()
@@ -193,9 +201,9 @@ class ExchangeTransport(Transport):
         num_first_bytes = min(data.numel(), FRAME_BYTES - 8)
         frame[:8] = as_bytes(torch.tensor([data.numel()]))
         frame[8 : 8 + num_first_bytes] = data[:num_first_bytes]
-        frame_send = _Posted(self._post(key, {to: frame}, {}), tuple, {to: frame})
+        frame_send = Posted(self._post(key, {to: frame}, {}), tuple, {to: frame})
         remaining = {to: data[num_first_bytes:]}
-        return _Posted(self._post(key, remaining, {}, 1), frame_send.wait, remaining)
+        return Posted(self._post(key, remaining, {}, 1), frame_send.wait, remaining)
 
     def _start_variable_recv(self, key: Key, recv: Recv) -> Pending:
         """Receive a value of unknown size: a frame with the length and the first bytes, then a
@@ -242,7 +250,7 @@ class ExchangeTransport(Transport):
         own_bytes = sum(piece.nbytes for piece in pieces[rank])
         data = {member: self._wire.empty(own_bytes) for member in other_members}
         sends = {member: pack_bytes(pieces[member]) for member in other_members}
-        first_half = _Posted(self._post(key, sends, data), tuple, sends)
+        first_half = Posted(self._post(key, sends, data), tuple, sends)
 
         def finish() -> tuple[Tensor, ...]:
             """Fold this rank's piece, send it to all other members, and join the pieces that they
