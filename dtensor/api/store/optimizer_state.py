@@ -31,7 +31,7 @@ from dtensor.errors import PlanningError
 from dtensor.numerics import dtype_name
 from dtensor.runtime.lower.program import holders, on_mesh
 from dtensor.runtime.lower.rank_builder import OptimizerRole
-from dtensor.runtime.optimizer.elementwise.optimizer_rule import OptimizerRule, rule_of
+from dtensor.runtime.optimizer.elementwise.optimizer_rule import OptimizerRule, host_reads, rule_of
 from dtensor.runtime.optimizer.owned.packed_state import pack
 from dtensor.runtime.optimizer.shard_optimizer import DELAYED, MASTER, value_name
 from dtensor.sharding.plan.plan import Plan
@@ -84,7 +84,10 @@ def place_optimizer(
             f"\nfix: gather_state_dict before the change, and a new step with a new optimizer"
         )
     unchanged = home is not None and home.rule is rule and home.keys == keys
+    reads = host_reads(optimizer) if session.cluster.device.type == "cuda" else ""
     if home is not None and unchanged and home.current and home.placed is plan:
+        if home.role.host_reads != reads:
+            home.role = replace(home.role, host_reads=reads)
         return home
     opt_label = home.label if home else f"optimizer {len(model_home.optimizers)}"
     name = model_home.name(opt_label)
@@ -118,7 +121,7 @@ def place_optimizer(
     _put_state(session, home, to_put)
     home.keys, home.placed = keys, plan
     home.updated = frozenset(updated)
-    home.role = OptimizerRole(name, groups, keys, rule.numbers())
+    home.role = OptimizerRole(name, groups, keys, rule.numbers(), reads)
     labels = models.labels
     home.groups = tuple(tuple(map(labels.__getitem__, group)) for group in groups)
     home.trained = frozenset(

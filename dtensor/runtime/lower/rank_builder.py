@@ -67,12 +67,14 @@ class OptimizerRole:
         groups: the parameters in each group of the optimizer; empty: one group with all parameters.
         keys: for each group, the keys of the optimizer's state.
         numbers: the keys of state that is one number per parameter.
+        host_reads: why updates on a GPU read values on the host; "" if they do not.
     """
 
     optimizer: str
     groups: tuple[tuple[str, ...], ...] = ()
     keys: tuple[tuple[str, ...], ...] = ()
     numbers: frozenset[str] = NUMBERS
+    host_reads: str = ""
 
 
 def options_name(number: int) -> str:

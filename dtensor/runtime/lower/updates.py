@@ -133,13 +133,16 @@ def _step_of(b: RankBuilder, number: int) -> None:
     if split_labels or overwritable:
         own = labels_of(overwritable)
         tensors += f", {code.bind('parts', split_labels)}, {code.bind('own', own)}"
+    predicate = b.predicate()
+    tensors += "".join(f", skip={name}" for name in predicate)
     reads = ["optimizer", "options", *state, *parts, *gradients, *([clip] if clip else [])]
-    for skip in b.predicate():
-        tensors += f", skip={skip}"
-        reads.append(skip)
+    reads += predicate
     copied = _copied_bytes(b, role, updates, overwritable if clip else None)
     if copied:
         code.line(f'"copies {copied} B of gradients"', (), ())
+    if predicate and not all(_has_kernel(b, step) for step in updates):
+        kept = sum(b.nbytes[name] for name in (*names, *values.values()))
+        code.line(f'"copies {kept} B of parameters and state, kept if the step is undone"', (), ())
     code.line(f"{function}(optimizer, {updated}, options, {tensors})", reads, (), called=function)
     for step, name, part in zip(updates, names, parts, strict=True):
         where = _updated_places(b, inputs[step.parameter])
@@ -299,8 +302,7 @@ def _copied_bytes(
     specs = b.plan.value_specs()
     by_label = {update.parameter: update for update in updates}
     dtypes = {u.parameter: torch.float32 if u.master_bytes else u.spec.dtype for u in updates}
-    device = b.shared.device
-    fused = all(has_kernel(u.optimizer, dtypes[u.parameter], device) for u in updates)
+    fused = all(_has_kernel(b, update) for update in updates)
     total = 0
     for group in role.groups or (tuple(by_label),):
         by_dtypes: dict[tuple[torch.dtype, torch.dtype], list[Update]] = {}
@@ -329,6 +331,12 @@ def _copied_bytes(
                 if not (in_order and written):
                     total += sum(spec.local_nbytes(b.coordinates) for spec in gradient_specs)
     return total
+
+
+def _has_kernel(b: RankBuilder, update: Update) -> bool:
+    """Return whether torch has a fused kernel for the update."""
+    dtype = torch.float32 if update.master_bytes else update.spec.dtype
+    return has_kernel(update.optimizer, dtype, b.shared.device)
 
 
 _READ_ONLY_OPTIMIZERS = frozenset(cls.__name__ for cls in ELEMENTWISE)

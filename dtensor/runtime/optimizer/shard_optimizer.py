@@ -534,9 +534,12 @@ class ShardOptimizer:
             )
         if right and not chosen:
             return {**options, "fused": True}
-        # the other implementations count steps on the host, unless they are to be captured
-        counts = self._may_skip and key.device.type == "cuda" and not options.get("fused")
-        return {**options, "capturable": True} if counts and "capturable" in options else options
+        if not self._may_skip or options.get("fused") or key.device.type != "cuda":
+            return options
+        # without a wait, these classes count steps only if they are capturable
+        lr = options["lr"]
+        rate = float(lr) if isinstance(lr, torch.Tensor) and lr.device.type == "cpu" else lr
+        return {**options, "lr": rate, **({"capturable": True} if "capturable" in options else {})}
 
 
 @dataclass(frozen=True, slots=True)

@@ -363,6 +363,19 @@ _RULES: weakref.WeakKeyDictionary[torch.optim.Optimizer, OptimizerRule] = (
 _PROBED_BY_CLASS: weakref.WeakKeyDictionary[type, list[Probed]] = weakref.WeakKeyDictionary()
 
 
+def host_reads(optimizer: Optimizer) -> str:
+    """Return why updates by the optimizer with its current options read values of a GPU on the
+    host, or "" if they do not."""
+    rule, groups = rule_of(optimizer), optimizer.param_groups
+    if not isinstance(rule, _TorchRule):
+        return f"the step of {rule.name} may read values"
+    if rule.cls is torch.optim.Adagrad:
+        return "Adagrad counts its steps on the host"
+    if any(group.get("momentum") and group.get("dampening") for group in groups):
+        return "the first step of SGD with dampening differs from the later ones"
+    return ""
+
+
 def known_rule(optimizer: Optimizer) -> OptimizerRule | None:
     """Return the last result of `rule_of` for this optimizer, or None."""
     return _RULES.get(optimizer)
