@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import dtensor as dt
 from dtensor.runtime.optimizer.flat_buffers import SMALL
 from dtensor.runtime.optimizer.shard_optimizer import (
     ELEMENTWISE,
@@ -85,8 +86,9 @@ class Rank:
         groups: Sequence[Sequence[str]],
         state: Mapping[str, Mapping[str, Any]] | None = None,
         masters: bool = False,
+        device: torch.device | str = "cpu",
     ) -> None:
-        self.own = ShardOptimizer(kind, masters)
+        self.own, self.device = ShardOptimizer(kind, masters), device
         self.groups = tuple(map(tuple, groups))
         self.table = {(n, k): v for n, entry in (state or {}).items() for k, v in entry.items()}
 
@@ -105,7 +107,7 @@ class Rank:
                 keys = (*keys_of(self.own.kind, given), *([MASTER] if narrow else []))
                 names += [(name, key) for key in keys]
         for which in names:
-            self.table.setdefault(which, absent("cpu"))
+            self.table.setdefault(which, absent(self.device))
         values = tuple(map(self.table.__getitem__, names))
         what = Updated(self.groups, tuple(gradients), tuple(names))
         self.own.step(what, shards, options, gradients, values, clip, **more)
@@ -266,6 +268,62 @@ def test_skipped_step_changes_no_bit_of_shards_and_state(
             assert_same_bits(shards, start)
     assert_same_bits(shards, expected)
     assert_same_bits(optimizer.export(), plain.export())
+
+
+ON_GPU = {v: VARIANTS[v] for v in VARIANTS if v not in ("momentum", "adagrad")}
+"""Without those that read values on the host (`host_reads`)."""
+
+
+@pytest.mark.parametrize("variant", [*ON_GPU, "foreach"])
+def test_update_on_gpu_does_not_wait_and_skips_steps(variant: str) -> None:
+    """Step 1 of 4 is skipped. The first step may copy numbers to the GPU."""
+    kind, given = {**ON_GPU, "foreach": (O.AdamW, dict(lr=0.01, foreach=True))}[variant]
+    start, gradients = values(0), [values(1 + i) for i in range(4)]
+    options = options_of(kind, given)
+    plain = run(Rank(kind, (tuple(start),)), copy.deepcopy(start), options, [*gradients[::2]])
+    with dt.testing.simulated_gpus(seed=2) as gpus:
+        device = torch.device("cuda")
+        shards = {name: value.to(device) for name, value in start.items()}
+        optimizer = Rank(kind, (tuple(start),), device=device)
+        steps = [
+            (
+                {n: g.to(device) for n, g in step.items()},
+                torch.full((), float(i % 2), device=device),
+            )
+            for i, step in enumerate(gradients)
+        ]
+        optimizer.step(shards, options, steps[0][0], skip=steps[0][1])
+        before = gpus.report()
+        for step, skip in steps[1:]:
+            optimizer.step(shards, options, step, skip=skip)
+        after = gpus.report()
+        assert after.host_waits == before.host_waits
+        for name, value in shards.items():
+            torch.testing.assert_close(value.cpu(), plain[name], rtol=2e-6, atol=2e-6)
+        assert not (gpus.report().races or gpus.report().early_frees)
+
+
+@pytest.mark.parametrize("kind", [O.AdamW, O.SGD])
+def test_fused_update_on_gpu_is_one_launch_for_each_group_and_dtype(
+    kind: type[O.Optimizer],
+) -> None:
+    """AdamW has one more launch for all step counts, and one for the number to add to them."""
+    keys = [[f"{dtype}{size}{i}" for dtype in "ab" for size in (SMALL, 2 * SMALL)] for i in "01"]
+    options = 2 * options_of(kind, dict(lr=0.01))
+    with dt.testing.simulated_gpus() as gpus:
+        shards = {
+            n: torch.ones(int(n[1:-1]), dtype=BF16 if n[0] == "a" else torch.float32, device="cuda")
+            for group in keys
+            for n in group
+        }
+        gradients = {n: value.clone() for n, value in shards.items()}
+        skip = torch.zeros((), device="cuda")
+        optimizer = Rank(kind, keys, device="cuda")
+        launches: list[int] = []
+        for _ in range(3):
+            optimizer.step(shards, options, gradients, skip=skip)
+            launches.append(gpus.report().launches)
+    assert launches[2] - launches[1] == 4 + (2 if kind is O.AdamW else 0)
 
 
 def test_update_of_strided_columns_equals_update_of_contiguous_copies() -> None:

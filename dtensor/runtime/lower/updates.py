@@ -141,7 +141,9 @@ def _step_of(b: RankBuilder, number: int) -> None:
     if copied:
         code.line(f'"copies {copied} B of gradients"', (), ())
     if predicate and not all(_has_kernel(b, step) for step in updates):
-        kept = sum(b.nbytes[name] for name in (*names, *values.values()))
+        whole = (s.spec for s in updates if not s.master_bytes)
+        kept = sum(b.shared.nbytes(spec, b.coordinates) for spec in whole)
+        kept += sum(map(b.nbytes.__getitem__, values))
         code.line(f'"copies {kept} B of parameters and state, kept if the step is undone"', (), ())
     code.line(f"{function}(optimizer, {updated}, options, {tensors})", reads, (), called=function)
     for step, name, part in zip(updates, names, parts, strict=True):

@@ -53,10 +53,11 @@ def update(
         optimizer.step() if is_torch_class else step_without_hooks(optimizer)
     for parameter, _ in pairs:
         parameter.grad = None
+    skipped = None if skip is None else skip == 1
     for parameter, entries in before.items():
         values = {**optimizer.state[parameter], PARAMETER: parameter.detach()}
         for key, value in entries.items():
-            torch.where(skip == 1, value, values[key], out=values[key])
+            torch.where(skipped, value, values[key], out=values[key])
 
 
 PARAMETER = "parameter"
@@ -110,8 +111,8 @@ def _call_kernels(
                     _start_moments(state, parameter, group)
                     steps.append(state["step"])
             calls.append((group, parameters, [gradients[id(p)] for p in parameters], states))
-        if steps:
-            foreach_add_(steps, 1 if skip is None else 1 - skip)
+        if steps:  # a list, since torch reads the value of a single tensor on the host
+            foreach_add_(steps, 1 if skip is None else [1 - skip] * len(steps))
         for arguments in calls:
             call(*arguments, clip, skip)
     return True
