@@ -22,7 +22,7 @@ import torch
 
 from dtensor.daft import DaftError, TaskError
 from dtensor.errors import PlanningError, check_kind
-from dtensor.runtime.optimizer.shard_optimizer import GradientOverflow
+from dtensor.runtime.optimizer.gradient_norm import GradientOverflow
 
 ARGUMENT = "loss_scale"
 UNSCALED = "loss before its scale"

@@ -68,9 +68,8 @@ def add_checks(
         reads, arguments, function = [name], "", satisfied
         if key not in b.checked:
             b.checked[key] = "recorded"
-            code.checks.append(replace(condition, source=source))
-            code.faults = code.faults or code.unused("faults")
-            reads, arguments = [name, code.faults], f", {code.faults}, {len(code.checks)}"
+            row, number = code.add_check(replace(condition, source=source))
+            reads, arguments = [name, row], f", {row}, {number}"
             function = checked
         called = code.bind(function.__name__, function)
         kind = type(condition).__name__

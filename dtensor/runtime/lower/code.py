@@ -135,6 +135,13 @@ class CodeBuilder:
         numbered = (f"{name}_{number}" for number in itertools.count(1))
         return next(n for n in itertools.chain((name,), numbered) if self.is_unused(n))
 
+    def add_check(self, check: Check) -> tuple[str, int]:
+        """Add a check that the code makes on the device. Return the name of the row in which the
+        code records its fault, and its number there."""
+        self.checks.append(check)
+        self.faults = self.faults or self.unused("faults")
+        return self.faults, len(self.checks)
+
     def apply(
         self,
         function: Callable[..., object],

@@ -9,9 +9,7 @@ A deferred program is for a GPU, has a commit point, and needs no value on the h
 from __future__ import annotations
 
 from dtensor.runtime.lower.rank_builder import ProgramContext, Roles
-from dtensor.runtime.optimizer.shard_optimizer import ELEMENTWISE
 from dtensor.sharding.plan.host_waits import host_waits
-from dtensor.sharding.plan.steps import updates_of
 
 
 def defers(shared: ProgramContext, roles: Roles) -> bool:
@@ -21,8 +19,5 @@ def defers(shared: ProgramContext, roles: Roles) -> bool:
     writes = bool(plan.state_writes) and not roles.gradients
     if shared.device.type != "cuda" or not (writes or shared.has_commit_point(roles)):
         return False
-    torch_updates = all(u.optimizer in _TORCH_CLASSES for u in updates_of(plan.steps))
-    return torch_updates and not roles.detect_nan and not host_waits(plan)
-
-
-_TORCH_CLASSES = frozenset(cls.__name__ for cls in ELEMENTWISE)
+    waits = roles.detect_nan or any(role.host_reads for role in roles.updates)
+    return not waits and not host_waits(plan)

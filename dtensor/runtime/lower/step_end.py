@@ -22,7 +22,9 @@ from dtensor.daft import Buffer, Commit, Label, Vote
 from dtensor.daft.ir.instructions import WORD
 from dtensor.runtime.lower.code import ADDING, COPIES
 from dtensor.runtime.lower.rank_builder import SKIP, RankBuilder
-from dtensor.runtime.optimizer.shard_optimizer import (
+from dtensor.runtime.optimizer.gradient_norm import (
+    Overflow,
+    checked_squares,
     clip_divisor,
     sum_of_squares,
     unscaled_squares,
@@ -148,7 +150,12 @@ def norm(b: RankBuilder, step: Norm) -> None:
     if step.scaled:
         segment = b.segment()
         segment.table["scale"] = SCALE
-        segment.code.apply(unscaled_squares, [counted, "scale"], [name], b.shared.device, *wide)
+        code, reads = segment.code, [counted, "scale"]
+        if b.shared.deferred:
+            row, number = code.add_check(Overflow(num=1))
+            code.apply(checked_squares, [*reads, row], [name], number, b.shared.device, *wide)
+        else:
+            code.apply(unscaled_squares, reads, [name], b.shared.device, *wide)
     else:
         b.segment().code.apply(sum_of_squares, [counted], [name], b.shared.device, *wide)
     b.nbytes[name] = square_buffer.nbytes

@@ -53,11 +53,12 @@ def update(
         optimizer.step() if is_torch_class else step_without_hooks(optimizer)
     for parameter, _ in pairs:
         parameter.grad = None
-    skipped = None if skip is None else skip == 1
-    for parameter, entries in before.items():
-        values = {**optimizer.state[parameter], PARAMETER: parameter.detach()}
-        for key, value in entries.items():
-            torch.where(skipped, value, values[key], out=values[key])
+    if skip is not None:
+        skipped = skip == 1
+        for parameter, entries in before.items():
+            values = {**optimizer.state[parameter], PARAMETER: parameter.detach()}
+            for key, value in entries.items():
+                torch.where(skipped, value, values[key], out=values[key])
 
 
 PARAMETER = "parameter"

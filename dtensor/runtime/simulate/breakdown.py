@@ -47,7 +47,7 @@ from dtensor.runtime.lower import detect_nan, moves, updates
 from dtensor.runtime.lower.actions import Actions
 from dtensor.runtime.lower.code import ADDING, COPIES, QUICK, overload_of
 from dtensor.runtime.lower.rank_builder import ProgramContext
-from dtensor.runtime.optimizer.shard_optimizer import clip_divisor, sum_of_squares
+from dtensor.runtime.optimizer.gradient_norm import clip_divisor, sum_of_squares
 from dtensor.runtime.profile import LAYERS, Profile, RankProfile, Spent
 from dtensor.runtime.simulate.simulator import representatives
 from dtensor.runtime.simulate.trace import CALL, Trace

@@ -103,7 +103,7 @@ class Probabilities(Condition):
     def error(self, value: int, count: int) -> Exception:
         return RuntimeError(
             f"all elements of {self.name} should be between 0 and 1; {count} of {self.num} are "
-            f"not, the first is {_float(value)}"
+            f"not, the first is {float_of(value)}"
         )
 
 
@@ -262,6 +262,6 @@ def _first(condition: Condition, x: Tensor, wrong: Tensor) -> tuple[Tensor, Tens
     return wide, wrong.sum(0, keepdim=True)
 
 
-def _float(bits: int) -> float:
+def float_of(bits: int) -> float:
     """Return the number of which ``bits`` are the bits as a signed integer."""
     return struct.unpack("d", struct.pack("q", bits))[0]
