@@ -51,7 +51,7 @@ from dtensor.frontend.source import source_here
 from dtensor.numerics import dtype_name, is_narrow
 from dtensor.runtime.lower.actions import stage_costs
 from dtensor.runtime.lower.detect_nan import DetectNan
-from dtensor.runtime.lower.rank_builder import Roles, options_name
+from dtensor.runtime.lower.rank_builder import Roles, options_name, rates_name
 from dtensor.runtime.lower.step_end import SCALE
 from dtensor.runtime.lower.timetable import GridTimetable
 from dtensor.runtime.optimizer.elementwise.optimizer_rule import (
@@ -60,6 +60,7 @@ from dtensor.runtime.optimizer.elementwise.optimizer_rule import (
     rule_of,
     state_tensors,
 )
+from dtensor.runtime.optimizer.shard_optimizer import split_rates
 from dtensor.runtime.schedule import Costs, Grid, Published, Schedule, validate
 from dtensor.sharding.plan.hints import hints as hints_of
 from dtensor.sharding.plan.hints import swapped
@@ -231,6 +232,13 @@ class TrainStep:
         scaler = self.options.grad_scaler
         return 1.0 if scaler is None else loss_scale.scale_of(scaler)
 
+    def _scale_input(self, session: MeshSession) -> dict[str, Any]:
+        """Return the program's input of the loss scale, on GPUs a tensor; {} without a scaler."""
+        if self.options.grad_scaler is None:
+            return {}
+        on_gpu = session.cluster.device.type == "cuda"
+        return {SCALE: torch.tensor(self._scale) if on_gpu else self._scale}
+
     def _plan(self, call: BoundCall, graph: Graph | None = None, *, delays: bool = True) -> Planned:
         """Return the plan for this call, capturing it if it is not cached. CALL_LOCK is held.
         ``delays``: whether the plan's gradients are those of the step before, as stated."""
@@ -361,11 +369,12 @@ class TrainStep:
         )
         program = load(session, planned, roles, planned.grid, owner=self)
         scaler, scale = self.options.grad_scaler, self._scale
-        options: dict[str, Any] = {
-            options_name(number): home.rule.sent_settings(home.optimizer)
-            for number, home in enumerate(() if begins else homes)
-        }
-        options |= {} if scaler is None else {SCALE: scale}
+        options = self._scale_input(session)
+        for number, home in enumerate(() if begins else homes):
+            settings = home.rule.sent_settings(home.optimizer)
+            if rates_name(number) in program.program.ranks[0].inputs:
+                settings, options[rates_name(number)] = split_rates(settings)
+            options[options_name(number)] = settings
         gradients = self._stored_gradients(session, planned) if keeps_gradients else {}
         label_by_output = {f"gradient {name}": stored.label for name, stored in gradients.items()}
         for home in homes if self.options.delay else ():
@@ -466,8 +475,8 @@ class TrainStep:
             name = f"{session.model_home(self.model).prefix}steps"
             numbering = session.numbering(name, self.model.steps, takes=False)
             numbers = random_inputs(self.model.steps.present(), "train")
-            scaler, scale = self.options.grad_scaler, self._scale
-            inputs = program.feed(call, numbers, {} if scaler is None else {SCALE: scale})
+            scale = self._scale
+            inputs = program.feed(call, numbers, self._scale_input(session))
             run = session.run(program.handle, inputs, {}, numbering)
             program.last_run = weakref.ref(run)
         results = run.get()

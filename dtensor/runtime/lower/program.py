@@ -42,6 +42,7 @@ from dtensor.runtime.lower.rank_builder import (
     RankBuilder,
     Roles,
     options_name,
+    rates_name,
     user_line,
 )
 from dtensor.runtime.schedule import Action, Grid
@@ -162,6 +163,8 @@ def lower_rank(b: RankBuilder) -> RankProgram:
     for number, role in enumerate(b.roles.updates):
         state_names += [role.optimizer, *updates.optimizer_values(b, number)]
         input_names.append(options_name(number))
+        if updates.takes_rates(b, number):
+            input_names.append(rates_name(number))
     if (norm := norm_of(plan.steps)) is not None and norm.scaled:
         input_names.append(step_end.SCALE)
     b.close()

@@ -82,6 +82,12 @@ def options_name(number: int) -> str:
     return f"options_{number}" if number else "options"
 
 
+def rates_name(number: int) -> str:
+    """Return the name of the input f32[groups] with the learning rates of the optimizer ``number``,
+    in programs that take them on the device."""
+    return f"rates_{number}" if number else "rates"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roles:
     """What a program does besides computing the plan's values.

@@ -21,7 +21,7 @@ from dtensor.daft import Label
 from dtensor.daft.ir.code import tuple_text
 from dtensor.daft.ir.instructions import WORD
 from dtensor.runtime.lower import moves
-from dtensor.runtime.lower.rank_builder import OptimizerRole, RankBuilder, options_name
+from dtensor.runtime.lower.rank_builder import OptimizerRole, RankBuilder, options_name, rates_name
 from dtensor.runtime.optimizer.flat_buffers import filled, group_by_size
 from dtensor.runtime.optimizer.shard_optimizer import (
     ELEMENTWISE,
@@ -137,6 +137,10 @@ def _step_of(b: RankBuilder, number: int) -> None:
     tensors += "".join(f", skip={name}" for name in predicate)
     reads = ["optimizer", "options", *state, *parts, *gradients, *([clip] if clip else [])]
     reads += predicate
+    if takes_rates(b, number):
+        segment.table["rates"] = rates_name(number)
+        tensors += ", rates=rates"
+        reads.append("rates")
     copied = _copied_bytes(b, role, updates, overwritable if clip else None)
     if copied:
         code.line(f'"copies {copied} B of gradients"', (), ())
@@ -335,6 +339,14 @@ def _copied_bytes(
     return total
 
 
+def takes_rates(b: RankBuilder, number: int) -> bool:
+    """Return whether the program takes the learning rates of the optimizer ``number`` on the
+    device. Kernels read them in float32, which would round those of float64 parameters."""
+    updates = [step for step in updates_of(b.plan.steps) if step.number == number]
+    wide = any(step.spec.dtype == torch.float64 for step in updates)
+    return b.shared.deferred and not wide and all(_has_kernel(b, step) for step in updates)
+
+
 def _has_kernel(b: RankBuilder, update: Update) -> bool:
     """Return whether torch has a fused kernel for the update."""
     dtype = torch.float32 if update.master_bytes else update.spec.dtype
@@ -388,8 +400,10 @@ def step_optimizer(
     parts: tuple[str, ...] = (),
     overwritable: tuple[str, ...] = (),
     skip: torch.Tensor | None = None,
+    rates: torch.Tensor | None = None,
 ) -> None:
     """Step the rank's optimizer; see `ShardOptimizer.step`. Runs on ranks."""
     by_label = dict(zip(updated.labels, shards, strict=True))
     grads = dict(zip(updated.labels, gradients, strict=True))
-    optimizer.step(updated, by_label, options, grads, values, clip, parts, overwritable, skip)
+    on_device = skip, rates
+    optimizer.step(updated, by_label, options, grads, values, clip, parts, overwritable, *on_device)

@@ -145,6 +145,31 @@ def hyperparameters(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], .
     )
 
 
+def split_rates(
+    options: Sequence[Mapping[str, Any]],
+) -> tuple[tuple[Mapping[str, Any], ...], torch.Tensor]:
+    """Return the options, without the learning rates of groups for which `ShardOptimizer` takes the
+    fused kernel, and f32[groups] with these learning rates."""
+    rates, without = torch.zeros(len(options)), list(options)
+    for number, group in enumerate(options):
+        is_fused = group.get("fused") or not _is_chosen(group)
+        if is_fused and isinstance(group["lr"], float | int | torch.Tensor):
+            rates[number] = float(group["lr"])
+            without[number] = {key: value for key, value in group.items() if key != "lr"}
+    return tuple(without), rates
+
+
+def _is_chosen(options: Mapping[str, Any]) -> bool:
+    """Return whether the user has chosen an implementation of the update."""
+    return bool(
+        options.get("fused") is not None
+        or options.get("foreach") is not None
+        or options.get("capturable")
+        or options.get("differentiable")
+        or any(isinstance(beta, torch.Tensor) for beta in options.get("betas", ()))
+    )
+
+
 class Updated(NamedTuple):
     """The names of everything that a program's optimizer step updates. Plain data.
 
@@ -188,6 +213,7 @@ class ShardOptimizer:
         parts: Collection[str] = (),
         writable: Collection[str] = (),
         skip: torch.Tensor | None = None,
+        rates: torch.Tensor | None = None,
     ) -> None:
         """Update the shards that have gradients, and their state ``values``, in place.
 
@@ -195,8 +221,11 @@ class ShardOptimizer:
         for a probed class the optimizer's attributes as the last. Shards become views of flat
         buffers, except those named in ``parts``: slices or copies made for this step. Gradients are
         divided by ``clip``; only gradients named in ``writable`` may be overwritten. ``skip``: see
-        `update`.
+        `update`. ``rates``: on the device, the learning rates of groups whose options have none.
         """
+        if rates is not None:
+            pairs_of_groups = zip(rates.unbind(), options, strict=True)
+            options = [{"lr": rate, **group} for rate, group in pairs_of_groups]
         for group_options in options if self.probed_kind is None else ():
             if not isinstance(group_options["lr"], float | int | torch.Tensor):
                 raise TypeError(
@@ -518,13 +547,7 @@ class ShardOptimizer:
         """Return the options of a group, with fused=True if torch has a correct fused kernel and
         the user has not chosen an implementation. Raises ValueError if the user's fused=True has no
         correct kernel."""
-        chosen = (
-            options.get("fused") is not None
-            or options.get("foreach") is not None
-            or options.get("capturable")
-            or options.get("differentiable")
-            or any(isinstance(beta, torch.Tensor) for beta in options.get("betas", ()))
-        )
+        chosen = _is_chosen(options)
         right = has_kernel(self.kind.__name__, key.dtype, key.device)
         if options.get("fused") and self.kind in FUSED and not right:
             raise ValueError(
