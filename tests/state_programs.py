@@ -104,8 +104,8 @@ def declared() -> Iterator[list[int]]:
     """Check the results of each call within the block; yields the count of checked results."""
     prepare, looked = Engine._prepare_call, [0]
 
-    def watched(engine: Engine, rank: int, call: Call, fn: Any) -> Any:
-        run = prepare(engine, rank, call, fn)
+    def watched(engine: Engine, site: tuple[int, int], call: Call, fn: Any) -> Any:
+        run, (rank, _) = prepare(engine, site, call, fn), site
         own = engine.program.ranks[rank]
         lasting = (*own.state, *own.inputs)
 

@@ -162,12 +162,14 @@ class StateWrites:
         base, source = self.bases[name], user_line(step)
         call = b.shared.local_call(step, b.coordinates)
         names: Sequence[str] = self._operands(step, base)
+        skipped = self._skipped()
         if b.shared.deferred:
-            names = self._checked(call, step, names)
+            given, names = names, self._checked(call, step, names)
+            skipped = skipped or self._misplaced(given, names)
         elif b.shared.device.type == "cuda":
             self._emit_call(index_check(call), call, names, source)
         changes = in_place(call, base)
-        self._emit_call(changes.target, changes, names, source, self._skipped(), base)
+        self._emit_call(changes.target, changes, names, source, skipped, base)
         _add_write(b.segment(), state)
 
     def _skipped(self) -> tuple[str, ...]:
@@ -179,6 +181,19 @@ class StateWrites:
         if "rank_skipped" not in code.defined:
             code.line(f"rank_skipped = {predicate[0]} == 1", predicate, ["rank_skipped"])
         return ("rank_skipped",)
+
+    def _misplaced(self, given: Sequence[str], checked: Sequence[str]) -> tuple[str, ...]:
+        """Return the name in code of a bool[] that is True if a position of a write before the
+        commit is wrong: the write would change another element of the state. () if there is
+        nothing to check. ``given``, ``checked``: the operands before and after their checks."""
+        code = self.b.segment().code
+        for before, after in zip(given, checked, strict=True):
+            if before != after:
+                name = f"{after}_differs"
+                if name not in code.defined:
+                    code.line(f"{name} = ({before} != {after}).any()", [before, after], [name])
+                return (name,)
+        return ()
 
     def _emit_check(self, step: Compute) -> None:
         """Emit the check of the indices of a write that runs at the commit."""
