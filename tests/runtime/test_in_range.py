@@ -1,6 +1,5 @@
-"""Tests index checks before GPU kernels: a check raises what torch raises on a CPU, a check on the
-device records the same error, and local code for "cuda" has a check before each op whose kernel
-would assert.
+"""Tests index checks before GPU kernels: a check raises what torch raises on a CPU, and local
+code for "cuda" has a check before each op whose kernel would assert.
 """
 
 from __future__ import annotations
@@ -13,18 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 import dtensor as dt
-from dtensor.daft import Call, Vote
 from dtensor.runtime.lower import program
 from dtensor.runtime.lower.program import lower
 from dtensor.runtime.lower.rank_builder import Roles
 from dtensor.sharding.local import local_forms
-from dtensor.sharding.local.conditions import Range, Solved, checked, satisfied
-from dtensor.sharding.local.device_asserts import CHECKS, CONDITIONS, called_op
-from dtensor.sharding.local.in_range import check_range, was_checked
-from dtensor.sharding.local.indexing import _write_without_wait, local_positions, write_shard
+from dtensor.sharding.local.device_asserts import CHECKS, called_op
+from dtensor.sharding.local.in_range import check_range
 
 aten = torch.ops.aten
 
@@ -253,29 +248,6 @@ def test_code_for_cuda_checks_indices_and_code_for_cpu_does_not(deferred: bool) 
                 assert re.search(rf"check\w*\({re.escape(given)}\)", line), line
 
 
-def test_deferred_program_records_each_value_once_in_a_row_of_its_call() -> None:
-    """The backward of an embedding limits the indices again; each microbatch has its own."""
-    step = step_of(
-        nn.Sequential(nn.Embedding(6, 8), nn.Linear(8, 5)),
-        {},
-        lambda model, ids, y: F.cross_entropy(model(ids), y),
-        schedule=dt.GPipe(microbatches=2),
-    )
-    plan = step.plan(i64(1, 5), i64(1, 4))
-    lowered = lower(plan, dt.GPipe(2).grid(1, 1), **updates(plan))
-    functions = dict(lowered.functions)
-    instructions = lowered.ranks[0].instructions
-    checking = [i for i in instructions if isinstance(i, Call) and functions[i.fn].checks]
-    rows = [f"faults.{n}" for n in range(len(checking))]
-    assert [list(call.writes) for call in checking] == [[row] for row in rows]
-    assert list(instructions[0].outputs) == rows
-    assert [list(i.faults) for i in instructions if isinstance(i, Vote)] == [rows]
-    checks = [check for call in checking for check in functions[call.fn].checks]
-    assert sorted(type(check).__name__ for check in checks) == ["Range"] * 2 + ["Target"] * 2
-    assert all("test_in_range.py:" in str(check.source) for check in checks)
-    assert sum(f.source.count("= satisfied(Range(") for _, f in lowered.functions) >= 1
-
-
 def checked_calls(step: Any, *batch: Tensor, grid: Any = None) -> list[tuple[str, str, str]]:
     """Return, for GPU code, the arguments of each check, and the call after it with its
     arguments."""
@@ -313,82 +285,3 @@ def test_checked_op_is_found_inside_nested_local_forms() -> None:
     loss = aten.multi_margin_loss.default
     args = (local_forms.loss_over, loss, 4, "x", "y", 1, 1, None, 2)
     assert called_op(local_forms.in_float32, args) == (loss, 3)
-
-
-# -- checks on the device ----------------------------------------------------------------------
-
-
-def recorded(op: Any, args: Any, options: Any) -> tuple[Exception | None, Any, Any]:
-    """Return the error that the checks of a deferred program record for a call of the op, and the
-    arguments that the op gets then."""
-    faults = torch.zeros(3, dtype=torch.int64)
-    satisfying: dict[int, Tensor] = {}
-    pairs = CONDITIONS[op](*args, **options)
-    for number, (x, condition) in enumerate(pairs, 1):
-        before = satisfying.get(id(x), x)
-        satisfying[id(x)] = ok = checked(condition, before, faults, number)
-        assert torch.equal(satisfied(condition, before), ok) and was_checked(ok, condition.key)
-    number, value, count = faults.tolist()
-    error = pairs[number - 1][1].error(value, count) if number else None
-    args, options = tree_map_only(Tensor, lambda x: satisfying.get(id(x), x), (args, options))
-    return error, args, options
-
-
-def calls_of(op: Any) -> list[tuple[Any, Any]]:
-    """Return arguments and options of an op, with right and with wrong operands."""
-    indexed = [(calls(1, i)[op], {}) for i in (-9, -4, -1, 0, 2, 3, 40) if op in calls(0, 1)]
-    return [*indexed, *OTHER_CALLS.get(op, [])]
-
-
-@pytest.mark.parametrize("op", {**calls(0, 1), **OTHER_CALLS}, ids=str)
-def test_check_on_device_records_error_of_host_check_and_satisfies_op(op: Any) -> None:
-    for args, options in calls_of(op):
-        error, new_args, new_options = recorded(op, args, options)
-        got = op(*new_args, **new_options)
-        try:
-            CHECKS[op](*args, **options)
-        except (IndexError, RuntimeError) as host_error:
-            assert (type(error), str(error)) == (type(host_error), str(host_error))
-        else:
-            assert error is None
-            torch.testing.assert_close(got, op(*args, **options), rtol=0, atol=0, equal_nan=True)
-
-
-def test_first_fault_of_a_row_stays() -> None:
-    faults = torch.zeros(3, dtype=torch.int64)
-    checked(Range(size=3, num=2), i64(0, 1), faults, 1)
-    checked(Range(size=3, num=3), i64(0, 5, -7), faults, 2)
-    checked(Range(size=3, num=2), i64(8, 1), faults, 3)
-    assert faults.tolist() == [2, 5, 2]
-
-
-def test_solved_has_words_of_torch() -> None:
-    singular = torch.stack([torch.eye(2), -torch.eye(2), torch.zeros(2, 2)])
-    for x in (singular, singular[1]):
-        _, info = torch.linalg.cholesky_ex(x)
-        condition = Solved(name="linalg.cholesky", is_matrix=x.dim() == 2, num=info.numel())
-        faults = torch.zeros(3, dtype=torch.int64)
-        assert not checked(condition, info, faults, 1).any()
-        with pytest.raises(RuntimeError) as raised:
-            torch.linalg.cholesky(x)
-        error = condition.error(*faults.tolist()[1:])
-        assert (type(error), str(error)) == (raised.type, str(raised.value))
-
-
-@pytest.mark.parametrize("pieces", [((0, 3),), ((3, 5), (6, 7)), ((7, 9),)], ids=str)
-@pytest.mark.parametrize("kind", ["index_copy", "index_fill", "index_put", "scatter"])
-def test_index_write_without_wait_equals_write_out_of_place(kind: Any, pieces: Any) -> None:
-    torch.manual_seed(0)
-    size, rows = 9, sum(hi - lo for lo, hi in pieces)
-    for num in (0, 1, 4):
-        x = torch.randn(2, rows, 3)
-        index = torch.randperm(size)[:num] - size * torch.randint(0, 2, (num,))
-        source: Any = torch.randn(2, num, 3)
-        if kind == "index_fill":
-            source = 7.0
-        if kind == "scatter":
-            index = index[None, :, None].expand(2, num, 3).contiguous()
-        expected = write_shard(kind, x, 1, index, source, pieces, size)
-        is_local, local = local_positions(index % size, pieces)
-        _write_without_wait(kind, x, 1, is_local, local, source)
-        assert torch.equal(x, expected)
