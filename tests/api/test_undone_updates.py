@@ -126,3 +126,51 @@ def test_plan_counts_bytes_of_snapshots_for_undo(axes: dict[str, int]) -> None:
         numbers = sum(value.nbytes for value in of_rank_0 if not value.dim())
         assert numbers == 4 * len(list(module.parameters())) + 8  # of the norm's batches, an int64
         assert sum(value.nbytes for value in of_rank_0) - numbers + 8 == plan.memory[0].snapshots
+
+
+class _Ids(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(10, 8)
+        self.out = nn.Linear(8, 4)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.out(self.rows(ids)).float()
+
+
+@pytest.mark.default("AdamW on masters-True")
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_steps_undone_on_gpu_leave_state_of_cpu(kind: str, clips: bool) -> None:
+    """Steps 0 and 2 of 4 have an id out of range. After the first, the optimizer has no state."""
+    good, bad = torch.arange(4), torch.tensor([1, 2, 30, 4])
+    mesh, masters = dt.Mesh(dp=2), "masters" in kind
+
+    def trained(device: str) -> tuple[list[float], object]:
+        torch.manual_seed(0)
+        model = dt.parallelize(_Ids().to(torch.bfloat16 if masters else torch.float32), mesh, {})
+        optimizer = OPTIMIZERS[kind](model.parameters())
+        step = dt.train_step(
+            model,
+            _loss,
+            optimizer,
+            inputs={"x": {"dp": dt.Row()}},
+            clip_grad_norm=0.1 if clips else None,
+            master_weights=masters,
+        )
+        losses: list[float] = []
+        with dt.launch(mesh, device=device):
+            for ids in (bad, good, bad, good):
+                if ids is good:
+                    losses.append(float(step(ids)))
+                    continue
+                with pytest.raises(TaskError, match="IndexError"):
+                    float(step(ids))
+                assert losses or not any(optimizer.state.values())
+            return losses, dt.gather_state_dict(model, optimizer)
+
+    expected = trained("cpu")
+    with dt.testing.simulated_gpus(seed=1) as gpus:
+        found = trained("cuda")
+        assert not gpus.report().races
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

@@ -40,7 +40,7 @@ from dtensor.daft import Cluster
 from dtensor.errors import PlanningError
 from dtensor.runtime.optimizer.elementwise.optimizer_rule import OptimizerRule
 from dtensor.runtime.optimizer.owned.packed_state import unpack
-from dtensor.runtime.optimizer.shard_optimizer import DELAYED
+from dtensor.runtime.optimizer.shard_optimizer import DELAYED, MASTER
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.stored import StoredTensor
@@ -417,6 +417,9 @@ class ModelHome:
                 elif not parameter.is_meta:
                     value = value.to(parameter.device)
                 gathered.setdefault(parameter, {})[key] = value
+        if self.cluster.device.type == "cuda":
+            for label in {label for label, _ in stored}:
+                _drop_unstepped(home, label, gathered.get(home.parameters[label], {}))
         return gathered
 
     # -- the end ----------------------------------------------------------------------------------
@@ -495,6 +498,17 @@ class ModelHome:
                 self._versions[label] = _version_of(self.local_tensors[label])
         self._versioned = [self.local_tensors[label] for label in self._versions]
         self._last_versions = list(self._versions.values())
+
+
+def _drop_unstepped(home: OptimizerHome, label: str, entries: dict[str, Any]) -> None:
+    """Drop the entries that a step which was undone on a GPU has initialized, as torch does in a
+    first step. They are absent for the controller, and the step count, or else all, is zero."""
+    stored = [key for key in entries if key != DELAYED and (label, key) in home.owner.stored]
+    absent = [key for key in stored if not home.owner.is_present((label, key))]
+    counts = ["step"] if "step" in absent else [key for key in absent if key != MASTER]
+    if not any(bool(torch.as_tensor(entries[key]).any()) for key in counts):
+        for key in absent:
+            del entries[key]
 
 
 def check_no_shared_memory(tensors: Mapping[str, Tensor], written: Set[str]) -> None:
