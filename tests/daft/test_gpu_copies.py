@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 import dtensor as dt
+from dtensor.daft import (
+    Call,
+    Cluster,
+    Collective,
+    Commit,
+    Free,
+    Handle,
+    TaskError,
+    Vote,
+    Wait,
+    launch_cluster,
+)
+from dtensor.daft.ir.instructions import WORD
+from dtensor.daft.run import worker
 from dtensor.daft.run.input_copies import InputCopies
+from dtensor.testing.gpus import SimulatedGpus
 from dtensor.testing.gpus.guard import CompilerMissing, install
+from tests.daft.programs import function, program
 
 try:
     install()
@@ -47,3 +68,113 @@ def test_inputs_are_copied_without_wait_and_may_change_at_once(seed: int, num_qu
             for name, value in inputs(run).items():
                 assert torch.equal(found[name].cpu(), value), name
         assert not gpus.report().races and not gpus.report().early_frees
+
+
+@dataclass(frozen=True, slots=True)
+class Below:
+    """The check that numbers are below 10."""
+
+    source: str | None = "net.py:7: y = table[x]"
+
+    def error(self, value: int, count: int) -> Exception:
+        return IndexError(f"{value} is not below 10")
+
+
+def checked(x: Tensor, row: Tensor) -> Tensor:
+    """Return x, clamped; record in the row whether a number was wrong. The host does not wait."""
+    if x.shape == (3,):
+        raise ValueError("three numbers")
+    wrong = x >= 10
+    row.copy_(torch.stack((wrong.any().long(), x.max(), wrong.sum())))
+    return x.clamp(max=9)
+
+
+def new_rows() -> tuple[Tensor, ...]:
+    return torch.zeros(1, 3, dtype=torch.int64, device="cuda").unbind()
+
+
+def add(w: Tensor, y: Tensor, skip: Tensor) -> tuple[Tensor, Tensor]:
+    w.copy_(torch.where(skip == 1, w, w + y.sum()))
+    return w.clone(), w.expand(20_000).clone()
+
+
+LIST = (
+    Call("rows", (), ("faults",)),
+    Call("checked", ("x", "faults"), ("y",)),
+    Vote("v", ("faults",)),
+    Collective("all_reduce", (0, 1), ("v",), ("s",), (WORD,), (WORD,), "sum", "votes"),
+    *(Wait(("s",)), Commit("s", "skip")),
+    Call("add", ("w", "y", "skip"), ("out", "large"), ("w",)),
+    Free(("v", "s", "y", "skip", "faults")),
+)
+FUNCTIONS = [
+    function("rows", "def forward():\n    return new_rows()", new_rows=new_rows),
+    replace(
+        function("checked", "def forward(x, f):\n    return (checked(x, f),)", checked=checked),
+        checks=(Below(),),
+    ),
+    function("add", "def forward(w, y, skip):\n    return add(w, y, skip)", add=add),
+]
+
+
+@contextmanager
+def loaded(backend: Any, seed: int = 0) -> Iterator[tuple[Cluster, Handle, SimulatedGpus]]:
+    """Yield two ranks on one simulated GPU in this process, or on two, with the program `LIST`."""
+    names = {"inputs": [("x",)] * 2, "outputs": [("out", "large")] * 2, "state": [("w",)] * 2}
+    with (
+        dt.testing.simulated_gpus(2, seed) as gpus,
+        launch_cluster(2, backend=backend, device="cuda") as cluster,
+    ):
+        cluster.put([{"w": torch.zeros(())}] * 2)
+        handle = cluster.load(program(LIST, LIST, functions=FUNCTIONS, **names))
+        cluster.run(handle, [{"x": torch.zeros(2).long()}] * 2).get()  # first uses wait
+        yield cluster, handle, gpus
+        assert not gpus.report().races and not gpus.report().early_frees
+
+
+RUNS = [[1, 2], [30, 4], [5, 6], [1, 1, 1], [7, 8]]
+ERRORS = {1: "rank 1 .*IndexError: 30 is not below 10", 3: "rank 1 .*ValueError: three numbers"}
+
+
+@pytest.mark.parametrize("backend", ["inprocess", "ray"])
+@pytest.mark.parametrize("seed", range(3))
+def test_runs_behind_failed_ones_are_launched_before_any_outcome_is_known(
+    backend: str, seed: int
+) -> None:
+    with loaded(backend, seed) as (cluster, handle, gpus):
+        before = sum(gpus.report().host_waits.values())
+        futures = [
+            cluster.run(handle, [{"x": torch.tensor([0, 0])}, {"x": torch.tensor(x)}]) for x in RUNS
+        ]
+        if backend == "inprocess":
+            assert not any(future.done() for future in futures)
+            assert sum(gpus.report().host_waits.values()) == before
+        total = 0
+        for run, (x, future) in enumerate(zip(RUNS, futures, strict=True)):
+            if run in ERRORS:
+                with pytest.raises(TaskError, match=ERRORS[run]) as caught:
+                    future.get()
+                assert f"run {run + 1}" in str(caught.value)
+            else:
+                total += sum(x)
+                _, second = future.get()
+                assert (
+                    float(second["out"]) == total and second["large"].tolist() == [total] * 20_000
+                )
+        assert all(future.done() for future in futures)
+        waits = sum(gpus.report().host_waits.values()) - before
+        assert waits <= len(RUNS) * (1 if backend == "inprocess" else 2)
+        assert [float(w) for (w,) in cluster.get([("w",)] * 2).get()] == [0, total]
+        cluster.check_undone()  # both failures were raised
+
+
+def test_host_is_at_most_some_runs_ahead_and_unread_failures_are_raised_at_the_end() -> None:
+    with loaded("inprocess") as (cluster, handle, gpus):
+        for number in range(2 * worker.MAX_PENDING):
+            before = sum(gpus.report().host_waits.values())
+            x = torch.tensor([10 if number == 3 else 1])
+            cluster.run(handle, [{"x": x}] * 2)
+            waits = sum(gpus.report().host_waits.values()) - before
+            assert waits == (number >= worker.MAX_PENDING)
+        with pytest.raises(TaskError, match="IndexError: 10 is not below 10"):
+            cluster.check_undone()

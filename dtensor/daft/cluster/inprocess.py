@@ -4,8 +4,9 @@ Example: `InProcessCluster(4, torch.device("cpu"), diagnose=status_here)`. With 
 ranks share the current GPU, and collectives are plain device operations.
 
 `run` executes the merged list at once (`seed` selects its order), reads inputs without a copy and
-returns a finished future. Runs are deterministic; several threads take turns. `calls` counts one
-call per actor, as on Ray. With any `snapshot_every`, every failed run is undone.
+returns a finished future; on a GPU, it returns the pending future of a deferred run once its
+kernels are queued. Runs are deterministic; several threads take turns. `calls` counts one call per
+actor, as on Ray. With any `snapshot_every`, every failed run is undone.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from dtensor.daft.errors import DaftError, ProgramError, error_to_send
 from dtensor.daft.ir.host_program import HostProgram
 from dtensor.daft.ir.program import Program
 from dtensor.daft.remote_exceptions import interrupts
+from dtensor.daft.run.pending_results import PendingResults
 from dtensor.daft.run.transport import TRANSPORTS, Meeting
 from dtensor.daft.run.worker import HostRun, Worker
 from dtensor.daft.status import Status
@@ -36,6 +38,9 @@ Diagnose: TypeAlias = Callable[
 ]
 """A function (number of ranks, programs by id, a function that returns the current position and
 run, seconds between two samples of it) -> the status."""
+
+POLL_S = 0.001
+"""Seconds between two looks at a pending result that is waited for with a timeout."""
 
 Made: TypeAlias = tuple[Any, Exception | None]
 """The result of a call, and the error that it raised."""
@@ -68,7 +73,7 @@ class InProcessCluster(HostedCluster):
         transport = connect(Meeting(ranks=everyone))
         self._worker = Worker(everyone, device, transport, lent=True, snapshots=copies)
         super().__init__(size, device, (everyone,), seed)
-        self.immediate = True
+        self.immediate = device.type == "cpu" or copies is not None
         self.number_changes(None if copies is None else 1)
 
     def _call(
@@ -109,13 +114,28 @@ class InProcessCluster(HostedCluster):
         for _, error in calls:
             if error is not None:
                 raise error
-        return [result for result, _ in calls]
+        end = None if timeout is None else time.monotonic() + timeout
+        return [self._result(result, end) for result, _ in calls]
 
-    def came(self, calls: Sequence[Any]) -> bool:
-        return True
+    def _result(self, result: Any, end: float | None) -> Any:
+        """Return a result, after waiting for it up to the time `end` if it is pending."""
+        if not isinstance(result, PendingResults):
+            return result
+        while end is not None and not result.done():
+            if time.monotonic() >= end:
+                raise TimeoutError("The result is not there yet; ask again.")
+            time.sleep(POLL_S)
+        try:
+            return result.wait()
+        except DaftError as error:
+            self.failure = self.failure or error
+            raise
+
+    def came(self, calls: Sequence[Made]) -> bool:
+        return all(not isinstance(each, PendingResults) or each.done() for each, _ in calls)
 
     def ended(self, call: Made) -> bool:
-        return call[1] is None
+        return call[1] is None and self.came([call])
 
     def _prepare(self, program: Program, hosts: Sequence[int]) -> None:
         pass

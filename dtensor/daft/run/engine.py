@@ -335,6 +335,11 @@ class Engine:
                 self.values.pop((rank, name), None)
         return results if deferred is None else deferred.finish(results, ())
 
+    @property
+    def is_deferred(self) -> bool:
+        """Whether only the device knows if a run is undone."""
+        return self._device_commit is not None
+
     def outcome(self, run: DeferredRun) -> UndoneRun | None:
         """Return the record of a deferred run that was undone, None if it was committed. ``run``:
         with its rows and its predicate in the host's memory."""

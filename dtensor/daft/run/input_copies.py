@@ -26,7 +26,7 @@ class InputCopies:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream: torch.cuda.Stream | None = None  # made for the first copy
 
     def of(self, inputs: Mapping[int, Mapping[str, object]]) -> dict[tuple[int, str], Tensor]:
         """Return copies on the GPU of the strided CPU tensors among the inputs of each rank."""
@@ -57,7 +57,8 @@ class InputCopies:
         for index in small:
             part(pinned, index).copy_(values[index].detach())
         current, copies = torch.cuda.current_stream(self._device), dict[int, Tensor]()
-        with torch.cuda.stream(self._stream):
+        side = self._stream = self._stream or torch.cuda.Stream(self._device)
+        with torch.cuda.stream(side):
             on_device = pinned.to(self._device, non_blocking=True)
             on_device.record_stream(current)
             copies.update((index, part(on_device, index)) for index in small)
@@ -66,7 +67,7 @@ class InputCopies:
                     source = _pinned(value.shape, value.dtype).copy_(value.detach())
                     copies[index] = source.to(self._device, non_blocking=True)
                     copies[index].record_stream(current)
-        current.wait_stream(self._stream)
+        current.wait_stream(side)
         return [copies[index] for index in range(len(values))]
 
 

@@ -9,11 +9,15 @@ The in-process cluster has one worker for all ranks; each Ray actor has one for 
 are copied on their way in (to the worker's device) and out (to the CPU), so nothing outside shares
 memory with the table, except `lent` inputs, which a run reads without a copy. An undone run leaves
 `Poisoned` under the names of missing outputs that it should have kept. One thread at a time.
+
+On a GPU a deferred run returns `PendingResults`, and the worker records its outcome later: when the
+next run begins, or before anything that needs to know which runs were undone.
 """
 
 from __future__ import annotations
 
 import gc
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -24,8 +28,9 @@ import torch
 from dtensor.daft.errors import Failure, TaskError
 from dtensor.daft.ir.host_program import HostProgram
 from dtensor.daft.ir.instructions import Call
-from dtensor.daft.run.device_commit import DeferredRun
+from dtensor.daft.run.device_commit import DeferredRun, Results
 from dtensor.daft.run.engine import Engine, Table
+from dtensor.daft.run.pending_results import PendingResults
 from dtensor.daft.run.transport import Transport
 from dtensor.daft.undo.failed_run import (
     COUNTERS,
@@ -34,7 +39,6 @@ from dtensor.daft.undo.failed_run import (
     UndoneCounts,
     UndoneRun,
     detached,
-    with_run,
 )
 from dtensor.daft.undo.rollback import UNNUMBERED, Rollback, Stored, TableChange
 from dtensor.daft.undo.snapshots import SnapshotStore
@@ -112,6 +116,8 @@ class HostRun(NamedTuple):
 
 MAX_UNDONE_RUNS = 64
 """Number of undone runs whose failures a host remembers."""
+MAX_PENDING = 8
+"""Number of runs whose kernels may be queued on a GPU: one more run waits for the oldest."""
 
 
 class Worker:
@@ -149,12 +155,14 @@ class Worker:
         self._table: Table = {}
         self._rollback = None if snapshots is None else Rollback(self._table, snapshots)
         self._current_run = HostRun(-1, -1, {})  # or the last run
-        self._has_failed = False  # whether the last run failed
+        self._has_failed = False  # whether a run failed since the last began
+        self._pending: deque[tuple[HostRun, PendingResults]] = deque()  # without their inputs
 
     def put(
         self, values: Values, drop: Names = NOTHING_DROPPED, change: TableChange = UNNUMBERED
     ) -> None:
         """Drop values of the table, and then store copies of new ones."""
+        self._settle()
         if self._rollback is not None:
             self._rollback.begin(change, drop, values)
         self._drop(drop)
@@ -167,6 +175,7 @@ class Worker:
     def get(self, names: Names) -> dict[int, tuple[object, ...]] | UndoneRun:
         """Return copies of the named values on the CPU, or `UndoneRun` if the run that should have
         made one of them was undone."""
+        self._settle()
         values = {
             rank: tuple(self._value(rank, n) for n in values_of_rank)
             for rank, values_of_rank in names.items()
@@ -187,10 +196,12 @@ class Worker:
 
     def undone(self) -> tuple[UndoneRun, ...]:
         """Return the records of the last undone runs."""
+        self._settle()
         return self._counters.undone
 
     def undone_since(self, key: str, since: int) -> list[int]:
         """Return the undone runs with this key of `Counted`, as far as this host knows."""
+        self._settle()
         return [run for run in self._counters.runs.get(key, ()) if run >= since]
 
     @property
@@ -219,6 +230,7 @@ class Worker:
         """
         if self._rollback is None:
             raise ValueError("This host keeps no snapshots.")
+        self._settle()
         for engine in self.engines.values():
             engine.abandon()
         return self._rollback.roll_back(to)
@@ -241,21 +253,39 @@ class Worker:
         self._written_names[handle] = frozenset(name for call in calls for name in call.writes)
 
     def unload(self, handle: int) -> None:
+        self._settle()
         self.engines.pop(handle).close()
         if self._rollback is not None:
             self._rollback.unload(handle)
         del self._written_names[handle]
 
-    def run(self, run: HostRun) -> dict[int, dict[str, object]] | UndoneRun:
+    def run(self, run: HostRun) -> Results | UndoneRun | PendingResults:
         """Run a program; return the outputs of each rank that are not kept, or are `returned`."""
-        inputs_by_rank = self._take_inputs(run)
         engine = self.engines[run.program]
-        return self._results_of(
-            engine.run(inputs_by_rank, self.counter, timed=run.timed, keeps=bool(run.keep))
-        )
+        # A run that is not deferred gets a number of the host, which knows all undone runs.
+        self._settle(MAX_PENDING - 1 if run.counted is None else 0)
+        inputs_by_rank = self._take_inputs(run)
+        results = engine.run(inputs_by_rank, self.counter, timed=run.timed, keeps=bool(run.keep))
+        ends_here = run.keep or run.timed or self._rollback is not None
+        if self.device.type == "cpu" or ends_here or not isinstance(results, DeferredRun):
+            return self._results_of(results)
+        pending = self._pending_results(results)
+        self._pending.append((run._replace(inputs={}), pending))
+        return pending
+
+    def _settle(self, ahead: int = 0) -> None:
+        """Record the outcomes of the runs that have ended, in their order. Wait until at most
+        ``ahead`` runs are pending."""
+        pending = self._pending
+        while pending and (len(pending) > ahead or pending[0][1].done()):
+            run, results = pending[0]
+            if isinstance(undone := results.wait(), UndoneRun):
+                self._record_undone(run, undone)
+            pending.popleft()
 
     def undo(self, run: HostRun, *, failure: Failure) -> UndoneRun:
         """Record a run as undone because of ``failure``, in place of running it."""
+        self._settle()
         self._begin_change(run)
         rank, index = failure.rank, failure.index
         faults: tuple[Fault, ...] = ()
@@ -264,13 +294,14 @@ class Worker:
         return self._undo(UndoneRun(faults))
 
     def begin(self, run: HostRun) -> None:
+        self._settle()
         self.engines[run.program].begin(self._take_inputs(run), keeps=bool(run.keep))
 
     def step(self, handle: int, position: int) -> None:
         self.counter[0] = position
         self.engines[handle].step(position)
 
-    def finish(self, handle: int) -> dict[int, dict[str, object]] | UndoneRun:
+    def finish(self, handle: int) -> Results | UndoneRun:
         engine = self.engines[handle]
         return self._results_of(engine.finish(tuple(engine.program.ranks)))
 
@@ -280,6 +311,7 @@ class Worker:
 
     def close(self) -> None:
         """Drop all programs and values, and close the snapshots and connections."""
+        self._pending.clear()
         self.engines.clear()
         self._table.clear()
         if self._rollback is not None:
@@ -336,43 +368,70 @@ class Worker:
                 return value.detach()
         return copy_to(value, self.device)
 
-    def _results_of(
-        self, results: dict[int, dict[str, object]] | UndoneRun | DeferredRun
-    ) -> dict[int, dict[str, object]] | UndoneRun:
+    def _results_of(self, results: Results | UndoneRun | DeferredRun) -> Results | UndoneRun:
         """End the current run: copy the outputs of `keep` into the table, and return copies of the
         outputs that go back to the controller. If the run was undone, record that."""
-        if isinstance(results, DeferredRun):
-            on_host = replace(results, rows=results.rows.cpu(), skip=results.skip.cpu())
-            outcome = self.engines[self._current_run.program].outcome(on_host)
-            results = results.results if outcome is None else outcome
         if isinstance(results, UndoneRun):
             return self._undo(results)
-        keep, returned = self._current_run.keep, self._current_run.returned
+        returned: Results | UndoneRun | None = None
+        if isinstance(results, DeferredRun):
+            returned, results = self._pending_results(results).wait(), results.results
+            if isinstance(returned, UndoneRun):
+                return self._undo(returned)
+        keep = self._current_run.keep
         for rank, outputs in results.items():
             for output, name in keep.items():
                 if output in outputs:
                     self._table[rank, name] = copy_to(outputs[output], self.device)
         if self._rollback is not None:
             self._rollback.end()
+        if returned is not None:
+            return returned
         cpu = torch.device("cpu")
         return {
-            rank: {n: copy_to(v, cpu) for n, v in outputs.items() if n not in keep or n in returned}
+            rank: {name: copy_to(value, cpu) for name, value in outputs.items()}
+            for rank, outputs in self._returned(results).items()
+        }
+
+    def _returned(self, results: Results) -> Results:
+        """Return the outputs of the current run that go back to the controller."""
+        keep, returned = self._current_run.keep, self._current_run.returned
+        return {
+            rank: {n: v for n, v in outputs.items() if n not in keep or n in returned}
             for rank, outputs in results.items()
         }
+
+    def _pending_results(self, run: DeferredRun) -> PendingResults:
+        """Return the pending results of the current run."""
+        number, program = self._current_run.number, self._current_run.program
+        engine = self.engines[program]
+
+        def outcome(on_host: DeferredRun) -> UndoneRun | None:
+            undone = engine.outcome(on_host)
+            return None if undone is None else undone.numbered(number, program)
+
+        return PendingResults(
+            replace(run, results=self._returned(run.results)), self.device, outcome
+        )
 
     def _undo(self, undone: UndoneRun) -> UndoneRun:
         """Record the current run as undone, and restore the table if the run has written to it.
         Return the record with the numbers of the run and its program."""
-        host_run, self._has_failed = self._current_run, True
-        handle, run, counted = host_run.program, host_run.number, host_run.counted
-        if self._rollback is not None and self.engines[handle].must_roll_back:
+        run = self._current_run
+        if self._rollback is not None and self.engines[run.program].must_roll_back:
             self._rollback.undo()
-        faults = tuple(
-            fault if fault.site is None else replace(fault, error=with_run(fault.error, run))
-            for fault in undone.faults
-        )
-        undone = UndoneRun(faults, run, handle)
-        counts = self._counters
+        undone = undone.numbered(run.number, run.program)
+        self._record_undone(run, undone)
+        if self._rollback is not None:
+            self._rollback.end_undone()
+        return undone
+
+    def _record_undone(self, host_run: HostRun, undone: UndoneRun) -> None:
+        """Record that a run was undone, and leave `Poisoned` for the outputs that it should have
+        kept."""
+        self._has_failed = True
+        handle, run, counted = host_run.program, host_run.number, host_run.counted
+        faults, counts = undone.faults, self._counters
         runs = dict(counts.runs)
         if counted and counted.takes:
             runs[counted.key] = (*runs.get(counted.key, ()), run)
@@ -386,9 +445,6 @@ class Worker:
             for output, name in host_run.keep.items():
                 if output in rank_program.outputs:
                     self._table.setdefault((rank, name), poisoned)
-        if self._rollback is not None:
-            self._rollback.end_undone()
-        return undone
 
     def _value(self, rank: int, name: str) -> object:
         """Return a value of the table. Raises LookupError if it is missing."""

@@ -51,6 +51,15 @@ class UndoneRun:
     run: int | None = None
     program: int | None = None
 
+    def numbered(self, run: int, program: int) -> UndoneRun:
+        """Return the record with the numbers of the run and its program, and the run's number in
+        the errors of its own faults."""
+        faults = tuple(
+            fault if fault.site is None else replace(fault, error=with_run(fault.error, run))
+            for fault in self.faults
+        )
+        return UndoneRun(faults, run, program)
+
 
 @dataclass(frozen=True, slots=True)
 class UndoneCounts:

@@ -24,6 +24,7 @@ from dtensor.daft.ray.transports.communicators import Communicators
 from dtensor.daft.ray.transports.connect import check_routes
 from dtensor.daft.ray.transports.exchange import ExchangeTransport
 from dtensor.daft.ray.transports.nccl import NcclWire
+from dtensor.daft.run.pending_results import PendingResults
 from dtensor.daft.run.worker import Worker
 from dtensor.daft.status import Status
 from dtensor.daft.verification.pairing import Hosts
@@ -115,6 +116,12 @@ class SimulatedCluster(HostedCluster):
                     raise
                 except Exception as error:
                     errors.append(error)
+        for index, result in enumerate(results):
+            if isinstance(result, PendingResults) and not errors:
+                try:
+                    results[index] = result.wait()
+                except DaftError as error:
+                    errors.append(error)
         if errors:
             if isinstance(errors[0], DaftError):
                 self.failure = errors[0]
@@ -122,10 +129,18 @@ class SimulatedCluster(HostedCluster):
         return results
 
     def came(self, calls: Sequence[Future[Any]]) -> bool:
-        return all(each.done() for each in calls)
+        return all(
+            each.done()
+            and (
+                each.exception() is not None
+                or not isinstance(result := each.result(), PendingResults)
+                or result.done()
+            )
+            for each in calls
+        )
 
     def ended(self, call: Future[Any]) -> bool:
-        return call.done() and call.exception() is None
+        return self.came([call]) and call.exception() is None
 
     def _prepare(self, program: Program, hosts: Sequence[int]) -> None:
         pass

@@ -34,6 +34,7 @@ from dtensor.daft.ray.channel.messages import HostFailed, Packed
 from dtensor.daft.ray.ranks.operators import Needed
 from dtensor.daft.ray.ranks.replicas import Endpoint, ReplicaServer, ReplicatedFile, hold
 from dtensor.daft.ray.transports.connect import HostConnections, Rendezvous
+from dtensor.daft.run.pending_results import PendingResults
 from dtensor.daft.run.worker import HostRun, Values, Worker
 from dtensor.daft.undo.snapshot_file import SnapshotFile
 from dtensor.daft.undo.snapshots import SnapshotStore
@@ -306,6 +307,8 @@ class Ranks:
                 if self._replicated_file is not None:
                     self._replicated_file.check()
                 result = method(worker, *arguments)
+                if isinstance(result, PendingResults):
+                    result = result.wait()
         except HostFailed as failed:
             if self._memory is not None:  # the hosts will connect again
                 failed.__context__ = None  # gloo's connections break once no message is referenced
