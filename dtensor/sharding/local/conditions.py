@@ -234,9 +234,10 @@ def checked(condition: Condition, x: Tensor, faults: Tensor, number: int) -> Ten
     wait."""
     ok, wrong = condition.split(x)
     value, count = _first(condition, x, wrong)
-    failed = torch.where(count > 0, number, 0)
-    row = torch.cat((failed, value, count))
-    faults.copy_(torch.where(faults[:1] == 0, row, faults))
+    row = torch.cat((count.clamp(max=1) * number, value, count))
+    if number > 1:  # an earlier check may have written to the row
+        row = torch.where(faults[:1] == 0, row, faults)
+    faults.copy_(row)
     record_check(ok, condition.key)
     return ok
 
