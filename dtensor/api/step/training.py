@@ -55,6 +55,7 @@ from dtensor.runtime.lower.rank_builder import Roles, options_name, rates_name
 from dtensor.runtime.lower.step_end import SCALE
 from dtensor.runtime.lower.timetable import GridTimetable
 from dtensor.runtime.optimizer.elementwise.optimizer_rule import (
+    host_reads,
     known_rule,
     owned_costs,
     rule_of,
@@ -299,6 +300,7 @@ class TrainStep:
             trained=names,
             state_tensors=state_tensors(optimizer) if owned is None else 0,
             owned=owned,
+            host_reads=host_reads(optimizer),
         )
 
     @property

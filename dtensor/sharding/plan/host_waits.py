@@ -19,7 +19,7 @@ from dtensor.sharding.plan.steps import Redistribute, updates_of
 
 def host_waits(plan: PlanRecord) -> tuple[str, ...]:
     """Return what the host does in a step besides the wait for its results; () for most plans."""
-    return (*_counts(plan), *_owners(plan))
+    return (*_counts(plan), *_updates(plan))
 
 
 def _counts(plan: PlanRecord) -> Iterator[str]:
@@ -38,8 +38,8 @@ def _counts(plan: PlanRecord) -> Iterator[str]:
         yield f"waits {times}, for the counts of rows of experts"
 
 
-def _owners(plan: PlanRecord) -> Iterator[str]:
-    """Yield the waits of optimizers that update whole parameters on their owners."""
-    names = dict.fromkeys(u.optimizer for u in updates_of(plan.steps) if u.owner is not None)
-    if names:
-        yield f"waits for the votes, because {', '.join(names)} on owners may read values"
+def _updates(plan: PlanRecord) -> Iterator[str]:
+    """Yield the waits of optimizers that may read values."""
+    reasons = dict.fromkeys(u.host_reads for u in updates_of(plan.steps) if u.host_reads)
+    if reasons:
+        yield f"waits for the votes, because {', and '.join(reasons)}"

@@ -35,12 +35,14 @@ class Updater:
     ``trained``: labels of its parameters. ``state_tensors``: how many tensors of a parameter's
     shape an elementwise optimizer keeps for each parameter. ``owned``: for an optimizer that needs
     whole parameters, the cost of each update by label; None for an elementwise optimizer.
+    ``host_reads``: why its updates read values of a GPU on the host; "" if they do not.
     """
 
     optimizer: str
     trained: frozenset[str]
     state_tensors: int = 0
     owned: Mapping[str, UpdateCost] | None = None
+    host_reads: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

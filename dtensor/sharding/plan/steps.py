@@ -493,6 +493,7 @@ class Update(_Step):
     written: str = ""
     is_fullest: bool = True
     flops: int = 0
+    host_reads: str = ""  # why it reads values of a GPU on the host
     phase: StepPhase = "optimizer"
     once: bool = False
     source: ClassVar[str] = ""

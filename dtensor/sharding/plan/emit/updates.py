@@ -84,6 +84,7 @@ def _update(
         state_bytes=cost.state_bytes,
         master_bytes=elements * itemsize if master else 0,
         flops=cost.flops,
+        host_reads=updater.host_reads,
     )
 
 
