@@ -194,9 +194,11 @@ def sum_groups(grad: Tensor, num_groups: int) -> Tensor:
 
 
 def efficient_on_cuda(q: Tensor, v: Tensor) -> bool:
-    """Return whether CUDA's memory-efficient kernel takes these head sizes: rows of 16 bytes."""
+    """Return whether CUDA's memory-efficient kernel takes these head sizes, rows of 16 bytes, and
+    the user's settings allow the kernel."""
     rows = (x.shape[-1] * x.element_size() for x in (q, v))
-    return q.dtype != torch.float64 and all(size % 16 == 0 for size in rows)
+    is_taken = q.dtype != torch.float64 and all(size % 16 == 0 for size in rows)
+    return is_taken and torch.backends.cuda.mem_efficient_sdp_enabled()
 
 
 def aligned(x: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from dtensor.private_torch import OpOverload
 
@@ -127,6 +128,44 @@ def _flash_backward(
     return tuple(_in_rows(x, q) for x in (dq, *folded))
 
 
+def _cudnn(
+    q: Tensor, k: Tensor, v: Tensor, bias: None, compute_lse: bool, dropout: float = 0.0,
+    is_causal: bool = False, return_debug_mask: bool = False, *, scale: float | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Compute cuDNN's attention, whose output has q's layout."""
+    assert bias is None and compute_lse
+    out, lse, *_ = _flash(q, k, v, dropout, is_causal, scale=scale)
+    none = torch.zeros((), dtype=torch.int64)
+    out = torch.empty_like(q).copy_(out)
+    return out, lse[..., None], None, None, q.shape[2], k.shape[2], none, none, None
+
+
+def _cudnn_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seed: Tensor,
+    offset: Tensor, bias: None, cum_q: None, cum_k: None, max_q: int, max_k: int, dropout: float,
+    is_causal: bool, *, scale: float | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Compute the gradients of cuDNN's attention, in the layouts of q, k and v."""
+    dims = [dim for dim, size in enumerate(q.shape) if size > 1]
+    like, *strides = ([x.stride(dim) for dim in dims] for x in (torch.empty_like(q), grad, out))
+    assert strides == [like, like], "torch keeps the kernel by the strides of q, not of these"
+    assert bias is None and lse.shape == (*q.shape[:3], 1)
+    gradients = _flash_backward(
+        grad, q, k, v, out, lse[..., 0], None, None, max_q, max_k, dropout, is_causal,
+        seed, offset, scale=scale,
+    )  # fmt: skip
+    return tuple(torch.empty_like(x).copy_(y) for x, y in zip((q, k, v), gradients, strict=True))
+
+
+def fused_sdp_choice(q: Tensor, k: Tensor, *_: object, **__: object) -> int:
+    """Return the kernel that torch chooses for 16-bit heads on an H100, by the user's settings."""
+    cuda = torch.backends.cuda
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    if cuda.cudnn_sdp_enabled() and not is_deterministic and k.shape[2] > 1:
+        return SDPBackend.CUDNN_ATTENTION.value
+    return (SDPBackend.FLASH_ATTENTION if cuda.flash_sdp_enabled() else SDPBackend.MATH).value
+
+
 def _float(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.float()
 
@@ -154,6 +193,8 @@ def _layer_norm_backward(
 ON_CUDA: Mapping[OpOverload, Callable[..., Any]] = {
     _aten._scaled_dot_product_efficient_attention.default: _efficient,
     _aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
+    _aten._scaled_dot_product_cudnn_attention.default: _cudnn,
+    _aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
     _aten._scaled_dot_product_flash_attention.default: _flash,
     _aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
     _aten.native_layer_norm.default: _layer_norm,

@@ -71,6 +71,7 @@ VARYING = {
     aten.index_add.default, aten.index_add_.default, aten.scatter_add.default,
     aten.scatter_add_.default, aten.embedding_dense_backward.default, aten.cumsum.default,
     aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default,
+    aten._scaled_dot_product_cudnn_attention_backward.default,
     aten._scaled_dot_product_flash_attention_backward.default,
     aten._scaled_dot_product_efficient_attention_backward.default,
 }  # fmt: skip

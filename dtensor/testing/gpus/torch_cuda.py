@@ -15,9 +15,11 @@ from torch import Tensor
 
 from dtensor.api.step import loaded_program
 from dtensor.frontend.capture import capture
+from dtensor.kernels import attention
 from dtensor.private_torch import cuda_bindings, pytree
 from dtensor.runtime.lower import state_writes
 from dtensor.sharding.local import attention_kernels
+from dtensor.testing.gpus.cuda_ops import fused_sdp_choice
 from dtensor.testing.gpus.host import (
     VisibleGpu,
     check_not_capturing,
@@ -350,6 +352,7 @@ PATCHES: tuple[tuple[Any, str, Any], ...] = (
     (torch.cuda, "max_memory_allocated", lambda *_: here().current.memory.peak),
     (torch.cuda, "empty_cache", empty_cache),
     (torch.backends.cuda, "is_flash_attention_available", lambda: True),
+    (attention, "_fused_sdp_choice", fused_sdp_choice),
     (state_writes, "is_alias_of", is_alias_of),
     (loaded_program, "compiles", lambda *_: False),
     (capture, "_capture_graph", capture_alone),
