@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,9 +27,18 @@ from dtensor.daft import (
     Wait,
     launch_cluster,
 )
+from dtensor.daft.ir.host_program import HostProgram
 from dtensor.daft.ir.instructions import WORD
+from dtensor.daft.ray.bootstrap.progress import ProgramCounter
+from dtensor.daft.ray.channel.host import Later
+from dtensor.daft.ray.channel.messages import HostFailed
+from dtensor.daft.ray.ranks.ranks import Ranks
+from dtensor.daft.ray.transports.connect import HostConnections
 from dtensor.daft.run import worker
 from dtensor.daft.run.input_copies import InputCopies
+from dtensor.daft.run.transport import TRANSPORTS, Meeting
+from dtensor.daft.run.worker import HostRun, Worker
+from dtensor.daft.verification.pairing import merge_sites
 from dtensor.testing.gpus import SimulatedGpus
 from dtensor.testing.gpus.guard import CompilerMissing, install
 from tests.daft.programs import function, program
@@ -107,6 +119,7 @@ LIST = (
     Call("add", ("w", "y", "skip"), ("out", "large"), ("w",)),
     Free(("v", "s", "y", "skip", "faults")),
 )
+NAMES = {"inputs": [("x",)] * 2, "outputs": [("out", "large")] * 2, "state": [("w",)] * 2}
 FUNCTIONS = [
     function("rows", "def forward():\n    return new_rows()", new_rows=new_rows),
     replace(
@@ -120,13 +133,12 @@ FUNCTIONS = [
 @contextmanager
 def loaded(backend: Any, seed: int = 0) -> Iterator[tuple[Cluster, Handle, SimulatedGpus]]:
     """Yield two ranks on one simulated GPU in this process, or on two, with the program `LIST`."""
-    names = {"inputs": [("x",)] * 2, "outputs": [("out", "large")] * 2, "state": [("w",)] * 2}
     with (
         dt.testing.simulated_gpus(2, seed) as gpus,
         launch_cluster(2, backend=backend, device="cuda") as cluster,
     ):
         cluster.put([{"w": torch.zeros(())}] * 2)
-        handle = cluster.load(program(LIST, LIST, functions=FUNCTIONS, **names))
+        handle = cluster.load(program(LIST, LIST, functions=FUNCTIONS, **NAMES))
         cluster.run(handle, [{"x": torch.zeros(2).long()}] * 2).get()  # first uses wait
         yield cluster, handle, gpus
         assert not gpus.report().races and not gpus.report().early_frees
@@ -178,3 +190,34 @@ def test_host_is_at_most_some_runs_ahead_and_unread_failures_are_raised_at_the_e
             assert waits == (number >= worker.MAX_PENDING)
         with pytest.raises(TaskError, match="IndexError: 10 is not below 10"):
             cluster.check_undone()
+
+
+def test_host_on_ray_is_in_a_run_until_its_event_has_passed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lost GPU fails the run whose event it raises from, and all later calls."""
+    made = program(LIST, LIST, functions=FUNCTIONS, **NAMES)
+    meeting = Meeting(ranks=(0, 1))
+    with dt.testing.simulated_gpus():
+        counter = ProgramCounter.make(tmp_path / "host0")
+        ranks = Ranks(counter, (0, 1), "cuda")
+        rendezvous: Any = SimpleNamespace(hosts=(0,))
+        connections = HostConnections(TRANSPORTS["cpu", "process"](meeting), rendezvous, (0, 1))
+        ranks._connections = connections
+        host = ranks._worker = Worker((0, 1), CUDA, connections.transport, counter.view)
+        host.put({rank: {"w": torch.zeros((), device="cuda")} for rank in (0, 1)})
+        host.load(0, HostProgram.whole(made, merge_sites(made, ((0, 1),))[0]))
+        x = torch.tensor([1, 2])
+        runs = [HostRun(0, number, {0: {"x": x}, 1: {"x": x}}) for number in range(3)]
+        first, second, third = (ranks.run_program(run.plain(), {}) for run in runs)
+        assert all(isinstance(result, Later) for result in (first, second, third))
+        assert [float(result["out"]) for result in first.wait().values()] == [3.0, 3.0]
+        assert counter.read().run == 2 and counter.read().position >= 0
+        with monkeypatch.context() as lost:
+            error = torch.AcceleratorError("CUDA error: an illegal memory access")
+            lost.setattr(torch.cuda.Event, "synchronize", Mock(side_effect=error))
+            with pytest.raises(HostFailed, match="cuda was lost: .*illegal memory access"):
+                second.wait()
+        for call in (third.wait, lambda: ranks.run_program(runs[0].plain(), {})):
+            with pytest.raises(HostFailed, match="run 1.*illegal memory access"):
+                call()

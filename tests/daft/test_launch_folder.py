@@ -262,15 +262,19 @@ def test_program_counter_reports_position_duration_and_usual_duration(
     assert counter.read().moving == (-1, -1, -1, None) and counter.read().beat_s is None
     counter.start()
     for run, seconds in enumerate((0.0, 0.02, 0.04)):
-        counter.begin(3, run)
+        begun = counter.begin(3, run)
         assert counter.read().usual_s == (None, None, 0.02)[run]
         now += int(seconds * 1e9)
-        counter.end(measured=True)
-    counter.begin(3, 3)
+        counter.end(begun)
+    earlier = counter.begin(3, 3)
     assert counter.read().usual_s == 0.02
-    counter.end()
-    counter.begin(5, 4)
-    assert counter.read().usual_s is None and counter.read().run == 4
+    later = counter.begin(3, 4)  # before the end of run 3 on its GPU
+    counter.end(earlier)
+    assert counter.read().run == 4 and counter.read().position == 0
+    counter.end(later)
+    assert counter.read().position == -1
+    counter.begin(5, 5)
+    assert counter.read().usual_s is None and counter.read().run == 5
     counter.view[0] = 9
     for _ in range(int(beats._value) + 2):
         beats.acquire()  # one beat in progress, and one that has seen the position

@@ -29,7 +29,7 @@ from dtensor.daft.errors import HostError
 from dtensor.daft.ray.bootstrap.progress import ProgramCounter
 from dtensor.daft.ray.channel import run_channel
 from dtensor.daft.ray.channel.handshake import join
-from dtensor.daft.ray.channel.host import Host
+from dtensor.daft.ray.channel.host import Host, Later
 from dtensor.daft.ray.channel.messages import (
     ONE_WAY,
     REQUEST,
@@ -69,6 +69,13 @@ class Echo:
 
     def wait(self) -> None:
         self.go.wait(PATIENCE_S)
+
+    def later(self, value: Any) -> Later:
+        def wait() -> Any:
+            self.go.wait(PATIENCE_S)
+            return self.fail("late") if value is None else value
+
+        return Later(wait)
 
     def fail(self, reason: str) -> None:
         raise LookupError(reason)
@@ -145,6 +152,22 @@ SOME = [
     torch.randn(100, 2000)[:, ::2],
     *(torch.full((5_000,), float(i)) for i in range(600)),
 ]
+
+
+def test_calls_are_executed_before_late_results_and_answered_after_them(tmp_path: Path) -> None:
+    with channel_of(tmp_path) as (channel, hosts):
+        (echo,) = hosts
+        calls = [(Echo.later, 1), (Echo.give, 2), (Echo.later, None), (Echo.give, 4)]
+        replies = [channel.send(0, REQUEST, (method,), (value,)) for method, value in calls]
+        channel.send(0, ONE_WAY, (Echo.keep,), (5,))
+        while not echo.kept:
+            channel.listen(0.001)
+        assert not channel.some_over(replies, 1, 0.02)
+        echo.go.set()
+        assert channel.get(replies[:2], PATIENCE_S) == [1, 2]
+        with pytest.raises(LookupError, match="late"):
+            channel.get(replies[2:3], PATIENCE_S)
+        assert channel.get(replies[3:], PATIENCE_S) == [4]
 
 
 def test_run_channel_copies_tensors_exactly(tmp_path: Path) -> None:

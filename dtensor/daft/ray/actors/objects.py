@@ -33,6 +33,7 @@ from dtensor.daft.ray.actors.value_transport import ValueTransport, lost
 from dtensor.daft.ray.bootstrap.progress import ProgramCounter
 from dtensor.daft.ray.channel.messages import Payload
 from dtensor.daft.remote_exceptions import RemoteException, interrupts, reason_of
+from dtensor.daft.run.device_commit import DeferredRun
 from dtensor.daft.run.engine import Engine, Table
 from dtensor.daft.tasks.lower_tasks import SELF
 from dtensor.daft.tasks.task import HostedObject, Task
@@ -147,6 +148,7 @@ class Objects:
             results = engine.run(inputs_by_rank, self._counter.view)
             if isinstance(results, UndoneRun):
                 raise results.faults[0].error
+            assert not isinstance(results, DeferredRun), "tasks have no commit point"
             self._counter.end()
             for rank, value in result_keys:
                 message = results[rank][value]

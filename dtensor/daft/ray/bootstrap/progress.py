@@ -21,6 +21,7 @@ import threading
 import time
 from collections import deque
 from pathlib import Path
+from typing import NamedTuple
 
 from dtensor.daft.diagnosis.observation import Progress as Progress  # read from a counter
 
@@ -60,6 +61,14 @@ MEASURED = 9  # how many of a program's last runs the median is of
 MAX_PROGRAMS = 256  # how many programs' runs are measured
 
 
+class BegunRun(NamedTuple):
+    """A run that has begun. ``began``: when, in monotonic ns."""
+
+    program: int
+    run: int
+    began: int
+
+
 class ProgramCounter:
     """The program counter of a host. `view[0]` is the position."""
 
@@ -72,6 +81,7 @@ class ProgramCounter:
         self.view: memoryview = memoryview(self._memory).cast("q")
         self._beats = False
         self._durations: dict[int, deque[int]] = {}  # by program, ns
+        self._lock = threading.Lock()  # a run on a GPU ends while another one may begin
 
     # -- in the host ----------------------------------------------------------------------------
     def start(self) -> None:
@@ -85,26 +95,33 @@ class ProgramCounter:
     def stop(self) -> None:
         self._beats = False
 
-    def begin(self, program: int, run: int) -> None:
+    def begin(self, program: int, run: int) -> BegunRun:
         """Record that a run begins. `program`: -1 for a task of a spawned actor."""
         view = self.view
-        durations = self._durations.get(program)
-        view[_USUAL] = sorted(durations)[len(durations) // 2] if durations else 0
-        view[1], view[2] = program, run
-        view[_BEGAN] = time.monotonic_ns()
-        view[0] = 0
+        with self._lock:
+            durations = self._durations.get(program)
+            view[_USUAL] = sorted(durations)[len(durations) // 2] if durations else 0
+            view[1], view[2] = program, run
+            began = view[_BEGAN] = time.monotonic_ns()
+            view[0] = 0
+        return BegunRun(program, run, began)
 
-    def end(self, *, measured: bool = False) -> None:
-        """Record that a run has ended. `measured`: its duration counts for the program's median."""
+    def end(self, measured: BegunRun | None = None) -> None:
+        """Record that the current run has ended, or the run ``measured``, whose duration counts for
+        its program's median. If another run has begun meanwhile, the host stays in that run."""
         view = self.view
-        view[0] = -1
-        if measured:
-            durations = self._durations.get(view[1])
+        with self._lock:
+            if measured is None:
+                view[0] = -1
+                return
+            if view[2] == measured.run:
+                view[0] = -1
+            durations = self._durations.get(measured.program)
             if durations is None:
-                durations = self._durations[view[1]] = deque(maxlen=MEASURED)
+                durations = self._durations[measured.program] = deque(maxlen=MEASURED)
                 if len(self._durations) > MAX_PROGRAMS:
                     del self._durations[next(iter(self._durations))]
-            durations.append(time.monotonic_ns() - view[_BEGAN])
+            durations.append(time.monotonic_ns() - measured.began)
 
     def start_over(self) -> None:
         """Reset the counter, before runs are repeated."""

@@ -3,17 +3,24 @@
     actor = ray.remote(num_cpus=0)(Host).remote("/tmp/.../host0", Objects)
     actor.serve.remote(credentials)              # executes calls until the connection ends
 
-Invariants: calls are executed one at a time, in the order in which they were sent. The exception of
-a one-way call is raised by the next request, whatever the request's own result. Only the exception
-of a signal handler ends the process; other exceptions reach the controller as errors of daft.
+Invariants: calls are executed one at a time, in the order in which they were sent, and answered in
+this order. A call whose result is `Later` is answered when that is there; meanwhile later calls are
+executed. The exception of a one-way call is raised by the next request, whatever the request's own
+result. Only the exception of a signal handler ends the process; other exceptions reach the
+controller as errors of daft.
 """
 
 from __future__ import annotations
 
 import ctypes
+import socket
+import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, TypeAlias
 
 import torch
 
@@ -28,6 +35,7 @@ from dtensor.daft.ray.channel.messages import (
     UNREAD,
     Data,
     HostFailed,
+    Kind,
     Message,
     encoded,
     incoming,
@@ -40,6 +48,47 @@ MAX_KEPT_BYTES = 1 << 25
 
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
+
+
+Answer: TypeAlias = Sequence[Data]
+"""The pieces of a message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Later:
+    """The result of a call that is not there yet. ``wait``: waits for it in another thread, and
+    returns it or raises."""
+
+    wait: Callable[[], object]
+
+
+class _Answers:
+    """Sends answers in the order of their calls. From the first answer that is not there yet, a
+    thread waits for the answers and sends them."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._queue: SimpleQueue[Answer | Callable[[], Answer]] | None = None
+
+    def send(self, answer: Answer | Callable[[], Answer]) -> None:
+        """Send an answer, or the answer that a function returns after waiting."""
+        if self._queue is None and not callable(answer):
+            send(self._sock, answer)
+            return
+        if self._queue is None:
+            self._queue = SimpleQueue()
+            threading.Thread(target=self._send_all, name="answers", daemon=True).start()
+        self._queue.put(answer)
+
+    def _send_all(self) -> None:
+        """Send queued answers until the connection ends; this is the thread's function."""
+        assert self._queue is not None
+        try:
+            while True:
+                answer = self._queue.get()
+                send(self._sock, answer() if callable(answer) else answer)
+        except OSError:  # the controller has ended, as the serving thread notices too
+            return
 
 
 class Host:
@@ -90,15 +139,17 @@ class Host:
     def serve(self, credentials: Credentials) -> None:
         """Execute the calls that come over a connection, until the connection ends."""
         with join(credentials, START_S) as sock, torch.no_grad():  # no_grad once, not for each run
+            answers = _Answers(sock)
             try:
                 for message in incoming(sock):
                     if message is not None and (answer := self._answer(message)):
-                        send(sock, answer)
+                        answers.send(answer)
             except (EOFError, OSError):  # the controller has ended, or cannot be reached
                 return
 
-    def _answer(self, message: Message) -> Sequence[Data]:
-        """Execute a call. Return the pieces of its answer, () for a one-way call."""
+    def _answer(self, message: Message) -> Answer | Callable[[], Answer]:
+        """Execute a call. Return its answer, or a function that waits for it; () for a one-way
+        call."""
         if message.kind != REQUEST:
             try:
                 method, *arguments = (*message.functions, *message.value())
@@ -112,11 +163,26 @@ class Host:
         raised = RAISED if self._unread is None else UNREAD
         try:
             result = self.call(*message.functions, *message.value())
+            if isinstance(result, Later):
+                return partial(_late_answer, message.number, result)
             return encoded(message.number, RESPONSE, (), result)
         except BaseException as error:
-            if interrupts(error):
-                raise
-            return encoded(message.number, raised, (), (_as_sent(error), trace_of(error)))
+            return _error_answer(message.number, raised, error)
+
+
+def _late_answer(number: int, result: Later) -> Answer:
+    """Wait for the result of a call, and return the call's answer."""
+    try:
+        return encoded(number, RESPONSE, (), result.wait())
+    except BaseException as error:
+        return _error_answer(number, RAISED, error)
+
+
+def _error_answer(number: int, kind: Kind, error: BaseException) -> Answer:
+    """Return the answer with the exception of a call. Raises the exception of a signal handler."""
+    if interrupts(error):
+        raise error
+    return encoded(number, kind, (), (_as_sent(error), trace_of(error)))
 
 
 def _as_sent(error: BaseException) -> Exception:

@@ -28,8 +28,9 @@ from dtensor.daft.errors import Failure
 from dtensor.daft.ir.host_program import HostProgram
 from dtensor.daft.ir.instructions import Key
 from dtensor.daft.ray.bootstrap.machines import reached_at
-from dtensor.daft.ray.bootstrap.progress import ProgramCounter
+from dtensor.daft.ray.bootstrap.progress import BegunRun, ProgramCounter
 from dtensor.daft.ray.bootstrap.user_folder import elsewhere, shared
+from dtensor.daft.ray.channel.host import Later
 from dtensor.daft.ray.channel.messages import HostFailed, Packed
 from dtensor.daft.ray.ranks.operators import Needed
 from dtensor.daft.ray.ranks.replicas import Endpoint, ReplicaServer, ReplicatedFile, hold
@@ -301,21 +302,28 @@ class Ranks:
         """Call a method of the worker that executes a run of a program, or a step of one."""
         connections, worker = self._connected
         connections.check()
-        self._counter.begin(handle, run)
+        begun = self._counter.begin(handle, run)
         try:
             with connections.running(run):
                 if self._replicated_file is not None:
                     self._replicated_file.check()
                 result = method(worker, *arguments)
-                if isinstance(result, PendingResults):
-                    result = result.wait()
         except HostFailed as failed:
             if self._memory is not None:  # the hosts will connect again
                 failed.__context__ = None  # gloo's connections break once no message is referenced
                 self.leave()
             raise
-        self._counter.end(measured=method is Worker.run)
+        if isinstance(result, PendingResults):
+            return Later(partial(self._end_later, result, begun))
+        self._counter.end(begun if method is Worker.run else None)
         return result
+
+    def _end_later(self, pending: PendingResults, begun: BegunRun) -> object:
+        """Wait for the end of a run on the GPU, and return its results."""
+        with self._connected[0].running(begun.run):
+            results = pending.wait()
+        self._counter.end(begun)
+        return results
 
     def run_program(self, sent: tuple[Any, ...], plain: Plain) -> Any:
         """Execute a run (`Worker.run`), whose inputs include plain data sent now or earlier."""

@@ -120,6 +120,8 @@ class HostConnections:
         except BaseException as error:
             if interrupts(error):
                 raise
+            if self.failed is not None:  # an earlier run on a GPU has failed meanwhile
+                raise self.failed from None
             failed = self.failed = host_failed(error, self._hosts, rank=self._rank, step=step)
             try:
                 self.transport.close()
