@@ -113,6 +113,7 @@ chaos: setup
 
 gpus: setup
 	$(BIN)/python -m tests.testing.gpus.matrix $(ARGS)
+	$(BIN)/python -m tests.testing.gpus.matrix --graphs $(ARGS)
 	$(BIN)/python -m tests.testing.gpus.waits
 	$(BIN)/python -m tests.testing.gpus.mutations
 

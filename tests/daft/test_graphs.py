@@ -27,7 +27,9 @@ from dtensor.daft.ir.host_program import HostProgram
 from dtensor.daft.ir.instructions import Buffer
 from dtensor.daft.run import graphs
 from dtensor.daft.run.graphs import split
+from dtensor.testing.gpus import nccl
 from dtensor.testing.gpus.guard import CompilerMissing, install
+from dtensor.testing.gpus.torch_cuda import CUDAGraph
 from tests.daft.programs import Collectives, function, pipeline, program, same_bits
 
 try:
@@ -174,6 +176,48 @@ def test_state_at_another_address_is_captured_again(monkeypatch: pytest.MonkeyPa
     assert len(captures) == 2
 
 
+Mutant = Callable[[pytest.MonkeyPatch], None]
+
+
+def _copy_inputs_after_the_replay(patch: pytest.MonkeyPatch) -> None:
+    waiting: list[Any] = []
+    copy, replay = graphs.foreach_copy_, CUDAGraph.replay
+    patch.setattr(graphs, "foreach_copy_", lambda *args: waiting.append(args))
+
+    def replay_and_copy(graph: Any) -> None:
+        replay(graph)
+        copy(*waiting.pop())
+
+    patch.setattr(CUDAGraph, "replay", replay_and_copy)
+
+
+def _leave_the_stream_of_a_message_unjoined(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(nccl.Work, "wait", lambda self: None)
+
+
+def _never_capture_again(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(graphs, "_equal", lambda a, b: bool(b))
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [_copy_inputs_after_the_replay, _leave_the_stream_of_a_message_unjoined, _never_capture_again],
+)
+def test_mutant_of_replays_is_found(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    def between(cluster: Any, number: int) -> None:
+        if number == 3:
+            cluster.put([{"w": torch.full((4,), 10.0)}] * 2)
+
+    xs = [1.0, 2.0, 3.0, 4.0, 5.0]
+    expected, _ = run_all(summed(2), states(2), xs, between)
+    mutant(monkeypatch)
+    try:
+        found, _ = run_all(graphed(summed(2)), states(2), xs, between)
+    except (AssertionError, dt.daft.DaftError):  # a race or an early free; an invalid capture
+        return
+    assert found != expected
+
+
 def test_state_that_a_run_makes_anew_keeps_its_address() -> None:
     step = function("step", "def forward(n, x):\n    return (n + x, n * 2)")
     items = [Call("step", ("n", "x"), ("n", "y"))]
@@ -211,4 +255,48 @@ def test_pipeline_replays_with_one_actor_for_two_ranks() -> None:
         for k in (0.0, 1.0, 2.0, 3.0):
             found = cluster.run(handle, [{"x": torch.full((4,), k)}, {}, {}, {}]).get()
             assert found[3]["y"].tolist() == [4.0 + k] * 4
+        assert not gpus.report().races
+
+
+# -- launches --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (dict(device="cpu"), 'graphs=True with device="cpu"'),
+        (dict(device="cuda", mode="interpreted"), "graphs=True with mode="),
+    ],
+)
+def test_launch_with_graphs_refuses(options: dict[str, Any], said: str) -> None:
+    with dt.testing.simulated_gpus(), pytest.raises(dt.PlanningError, match=said):
+        dt.launch(dt.Mesh(), graphs=True, **options)
+
+
+def test_graphs_refuse_detect_nan() -> None:
+    compiled = dt.compile(torch.relu, dt.Mesh(), detect_nan=True)
+    with (
+        dt.testing.simulated_gpus(),
+        dt.launch(dt.Mesh(), device="cuda", graphs=True),
+        pytest.raises(dt.PlanningError, match="detect_nan reads"),
+    ):
+        compiled(torch.ones(4))
+
+
+_asked = torch.library.custom_op(
+    "graphs_test::asked",
+    lambda x: x + x.sum().item(),
+    mutates_args=(),
+    schema="(Tensor x) -> Tensor",
+)
+_asked.register_fake(lambda x: torch.empty_like(x))
+dt.rule("graphs_test::asked", "... -> ...")
+
+
+def test_op_of_the_user_that_reads_a_value_runs_between_graphs() -> None:
+    compiled = dt.compile(lambda x: torch.ops.graphs_test.asked(x * 2) * 3, dt.Mesh())
+    with dt.testing.simulated_gpus() as gpus:
+        with dt.launch(dt.Mesh(), device="cuda", graphs=True):
+            for x in (1.0, 2.0, 3.0):
+                assert compiled(torch.full((4,), x)).tolist() == [30.0 * x] * 4
         assert not gpus.report().races

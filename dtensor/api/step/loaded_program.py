@@ -317,7 +317,7 @@ def load(
         if is_compiled:
             lowered = compiled_program(session, planned, lowered, len(roles.updates), state)
         if session.launch.graphs:
-            lowered = _graphed(planned.plan, lowered, roles)
+            lowered = _graphed(lowered, roles)
         plan = planned.plan
         constants = {i.label: i.constant for i in plan.flow.inputs if i.constant is not None}
         training = bool(roles.updates)
@@ -342,10 +342,10 @@ def _to_send(x: torch.Tensor) -> torch.Tensor:
     return x if fills_storage else x.clone(memory_format=torch.contiguous_format)
 
 
-def _graphed(plan: Plan, program: Program, roles: Roles) -> Program:
+def _graphed(program: Program, roles: Roles) -> Program:
     """Return the program with the functions that CUDA graphs may contain. Raises PlanningError if
-    NaN detection is on, or if an op reads a value on the host."""
-    from dtensor.runtime.lower.graphs import check_graphs, with_graphs
+    NaN detection is on."""
+    from dtensor.runtime.lower.graphs import with_graphs
 
     if roles.detect_nan:
         raise PlanningError(
@@ -353,7 +353,6 @@ def _graphed(plan: Plan, program: Program, roles: Roles) -> Program:
             "CUDA graphs.\n"
             "fix: leave one of them out"
         )
-    check_graphs(plan)
     return with_graphs(program)
 
 

@@ -135,7 +135,7 @@ def main(given: list[str]) -> int:
             f"host waits {sum(seen.waits.values())}  {took:.0f} s",
             flush=True,
         )
-        if options.write:
+        if options.write and not options.graphs:
             table = Table("cases", HEAD)
             numbers = seen.seeds, seen.kernels, seen.races, seen.early_frees
             waits = sum(seen.waits.values())

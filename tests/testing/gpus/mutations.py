@@ -27,7 +27,7 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from dtensor.daft.ray.transports import exchange, nccl
-from dtensor.daft.run import engine, first_uses, timestamps, transport, worker
+from dtensor.daft.run import engine, first_uses, graphs, timestamps, transport, worker
 from dtensor.daft.undo import snapshots
 from dtensor.runtime.checkpoint import records, saving
 from dtensor.runtime.lower import step_end
@@ -56,6 +56,7 @@ OTHERS: Mapping[str, tuple[ModuleType, tuple[str, ...]]] = {
     "transport.py": (transport, ("by hand", "training")),
     "worker.py": (worker, ("by hand", "one process", "training", "undone")),
     "engine.py": (engine, ("first use", "undone")),
+    "graphs.py": (graphs, ("graphs",)),
     "first_uses.py": (first_uses, ("first step of GPipe", "training")),
     "timestamps.py": (timestamps, ("timed",)),
     "snapshots.py": (snapshots, ("undone late",)),

@@ -42,6 +42,18 @@ def trained(device: str) -> Mapping[str, Any]:
         return {"losses": numbers, **{f"{n}, read": v for n, v in state.items()}, **kept, **late}
 
 
+def as_graphs(device: str) -> Mapping[str, Any]:
+    """Train with CUDA graphs, without reading steps at once, and load weights between steps."""
+    run, data = Run.of("tp2", make=sgd), batches(6)
+    graphs = device.startswith("cuda")
+    with dt.launch(run.mesh, backend(device), device=device, graphs=graphs):
+        before = run.state()["model"]
+        losses = [run.step(*each) for each in data[:4]]
+        dt.load_state_dict(run.model, None, {"model": before})
+        losses += [run.step(*each) for each in data[4:]]
+        return {"losses": [float(loss) for loss in losses], **run.state()["model"]}
+
+
 def in_one_process(device: str) -> Mapping[str, Any]:
     """Write to inputs on the device after the call that takes them, and write to results."""
     run = Run.of("tp2", make=sgd)
@@ -252,6 +264,7 @@ def first_used(device: str) -> Mapping[str, Any]:
 PROGRAMS: Mapping[str, Body] = {
     "by hand": by_hand,
     "training": trained,
+    "graphs": as_graphs,
     "one process": in_one_process,
     "undone": bad_data,
     "checkpoint": saved,

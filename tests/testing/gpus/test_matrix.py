@@ -58,6 +58,17 @@ def test_simulated_gpu_case_matches_cpu_without_races(name: str) -> None:
     assert (seen.races, seen.early_frees) == (0, 0)
 
 
+@pytest.mark.default("bad data", "schedule OneFOneB, p=2")
+@pytest.mark.parametrize(
+    "name",
+    ["bad data", "schedule OneFOneB, p=2", "train dp2_tp2", "zero 3", "experts, tokens split"],
+)
+def test_simulated_gpu_case_with_graphs_matches_cpu_without_races(name: str) -> None:
+    with without_kernels():
+        seen = check(CASES[name], [1], graphs=True)
+    assert (seen.races, seen.early_frees) == (0, 0)
+
+
 def test_host_waits_once_for_counts_of_sized_exchanges() -> None:
     waits = waits_of(PROGRAMS["rows to ranks and back"])
     assert [n for wait, n in waits.items() if "engine.py" in wait.line] == [2]  # ranks
