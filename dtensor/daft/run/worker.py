@@ -154,6 +154,7 @@ class Worker:
         self._written_names: dict[int, frozenset[str]] = {}  # by program: values its calls write
         self._table: Table = {}
         self._rollback = None if snapshots is None else Rollback(self._table, snapshots)
+        self._num_undone: dict[str, torch.Tensor] = {}  # see `_undone_on_device`
         self._current_run = HostRun(-1, -1, {})  # or the last run
         self._has_failed = False  # whether a run failed since the last began
         self._pending: deque[tuple[HostRun, PendingResults]] = deque()  # without their inputs
@@ -231,6 +232,7 @@ class Worker:
         if self._rollback is None:
             raise ValueError("This host keeps no snapshots.")
         self._settle()
+        self._num_undone.clear()
         for engine in self.engines.values():
             engine.abandon()
         return self._rollback.roll_back(to)
@@ -263,11 +265,13 @@ class Worker:
         """Run a program; return the outputs of each rank that are not kept, or are `returned`."""
         engine = self.engines[run.program]
         # A run that is not deferred gets a number of the host, which knows all undone runs.
-        self._settle(MAX_PENDING - 1 if run.counted is None else 0)
+        runs_ahead = run.counted is None or engine.is_deferred
+        self._settle(MAX_PENDING - 1 if runs_ahead else 0)
         inputs_by_rank = self._take_inputs(run)
         results = engine.run(inputs_by_rank, self.counter, timed=run.timed, keeps=bool(run.keep))
         ends_here = run.keep or run.timed or self._rollback is not None
         if self.device.type == "cpu" or ends_here or not isinstance(results, DeferredRun):
+            self._settle()
             return self._results_of(results)
         pending = self._pending_results(results)
         self._pending.append((run._replace(inputs={}), pending))
@@ -350,7 +354,11 @@ class Worker:
             }
             for rank, named in run.inputs.items()
         }
-        if counted is not None:
+        if self.engines[run.program].is_deferred:
+            for named in inputs_by_rank.values():
+                numbers = {n: v for n, v in named.items() if type(v) is int}
+                named |= {n: self._number(v, n, counted) for n, v in numbers.items()}
+        elif counted is not None:
             num_unreported_undone = (
                 len(self.undone_since(counted.key, counted.since)) - counted.known
             )
@@ -359,6 +367,22 @@ class Worker:
                 if isinstance(number, int):
                     named[counted.input] = number - num_unreported_undone
         return inputs_by_rank
+
+    def _number(self, number: int, name: str, counted: Counted | None) -> torch.Tensor:
+        """Return the input ``name`` of a deferred run as an i64[] on the device. From the run's
+        number the device subtracts the undone runs of which the host does not know yet."""
+        if counted is None or name != counted.input:
+            return torch.full((), number, dtype=torch.int64, device=self.device)
+        runs = self._counters.runs.get(counted.key, ())
+        reported = counted.known + sum(run < counted.since for run in runs)
+        return number + reported - self._undone_on_device(counted.key)
+
+    def _undone_on_device(self, key: str) -> torch.Tensor:
+        """Return how many runs with this key of `Counted` were undone, i64[] on the device."""
+        if key not in self._num_undone:  # then no run with the key is pending
+            known = len(self._counters.runs.get(key, ()))
+            self._num_undone[key] = torch.full((), known, dtype=torch.int64, device=self.device)
+        return self._num_undone[key]
 
     def _lend_or_copy(self, value: object) -> object:
         """Return the tensor without a copy if it is plain, contiguous and on the device."""
@@ -402,8 +426,11 @@ class Worker:
         }
 
     def _pending_results(self, run: DeferredRun) -> PendingResults:
-        """Return the pending results of the current run."""
+        """Return the pending results of the current run, and count it on the device if it is
+        undone."""
         number, program = self._current_run.number, self._current_run.program
+        if (counted := self._current_run.counted) is not None and counted.takes:
+            self._undone_on_device(counted.key).add_(run.skip.to(torch.int64))
         engine = self.engines[program]
 
         def outcome(on_host: DeferredRun) -> UndoneRun | None:
@@ -422,6 +449,7 @@ class Worker:
             self._rollback.undo()
         undone = undone.numbered(run.number, run.program)
         self._record_undone(run, undone)
+        self._num_undone.clear()  # no run is pending
         if self._rollback is not None:
             self._rollback.end_undone()
         return undone
