@@ -30,7 +30,14 @@ from dtensor.daft.ir.program import Program, RankProgram
 from dtensor.daft.ray.transports.communicators import MAX_COMMUNICATORS, Communicators
 from dtensor.daft.ray.transports.connect import check_routes
 from dtensor.daft.ray.transports.exchange import ExchangeTransport
-from dtensor.daft.ray.transports.nccl import CTAS, Group, NcclWire, join_nccl
+from dtensor.daft.ray.transports.nccl import (
+    CTAS,
+    Group,
+    NcclWire,
+    dtypes_of_reduction,
+    is_native,
+    join_nccl,
+)
 from dtensor.daft.run.transport import TRANSPORTS, Meeting, Transport
 from dtensor.testing.gpus.nccl import MAX_CTAS, MULTIPROCESSORS
 from tests.daft.explore import built, drawn
@@ -252,6 +259,52 @@ def test_ray_cluster_without_gpus_is_refused_at_launch() -> None:
             ranks_per_gpu(4, None)
     finally:
         end_ray()
+
+
+F16, F32, F64, I64 = torch.bfloat16, torch.float32, torch.float64, torch.int64
+SMALL, LARGE = (1 << 14,), (1 << 16,)
+
+
+@pytest.mark.parametrize(
+    "kind, op, size, shape, given, made, reduced",
+    [
+        ("all_reduce", "sum", 3, LARGE, F32, F32, F32),
+        ("all_reduce", "sum", 3, LARGE, F64, F32, F64),
+        ("all_reduce", "sum", 3, LARGE, I64, I64, I64),
+        ("all_reduce", "sum", 2, LARGE, F16, F16, F16),
+        ("all_reduce", "sum", 2, SMALL, F16, F32, F32),
+        ("all_reduce", "sum", 3, SMALL, F16, F16, F32),
+        ("all_reduce", "sum", 2, LARGE, F16, F32, None),
+        ("all_reduce", "sum", 3, LARGE, F16, F16, None),
+        ("all_reduce", "sum", 3, SMALL, torch.bool, torch.bool, None),
+        ("all_reduce", "sum", 3, SMALL, torch.complex64, torch.complex64, None),
+        ("all_reduce", "sum", 3, (0,), F32, F32, None),
+        ("all_reduce", "max", 3, SMALL, I64, I64, I64),
+        ("all_reduce", "max", 3, SMALL, F32, F32, None),
+        ("all_reduce", "softmax", 3, (2, 3), F32, F32, None),
+        ("reduce_scatter", "sum", 3, SMALL, F32, F32, F32),
+        ("reduce_scatter", "sum", 2, SMALL, F16, F16, F16),
+        ("reduce_scatter", "sum", 2, LARGE, F16, F32, None),
+        ("reduce_scatter", "max", 3, SMALL, I64, I64, None),
+    ],
+)
+def test_reductions_run_in_nccl_in_dtype_that_keeps_promises(
+    kind: str,
+    op: str,
+    size: int,
+    shape: tuple[int, ...],
+    given: torch.dtype,
+    made: torch.dtype,
+    reduced: torch.dtype | None,
+) -> None:
+    """Sums of 16-bit floats are float32 sums, and a maximum keeps NaN."""
+    names = ("x",) * (1 if kind == "all_reduce" else size)
+    ins, outs = (Buffer(shape, given),) * len(names), (Buffer(shape, made),)
+    step = Collective(kind, tuple(range(size)), names, ("y",), ins, outs, op, "c")
+    assert is_native(step, in_order=False) == (reduced is not None)
+    assert not is_native(step, in_order=True)
+    if reduced is not None:
+        assert set(dtypes_of_reduction(step)) == {reduced}
 
 
 # -- which keys share a communicator ---------------------------------------------------------------

@@ -66,8 +66,8 @@ class Connection:
 
 @dataclass(frozen=True, slots=True)
 class GroupCall:
-    """A collective, or a message of ``kind`` "send", that a member of a communicator has launched.
-    ``nbytes``: of its inputs."""
+    """The collectives of one kind and dtype, or a message of ``kind`` "send", in a group call of a
+    member of a communicator. ``nbytes``: of their inputs."""
 
     group: str
     position: int
@@ -358,20 +358,24 @@ class Group:
             pending = {(m.direction, m.peer): m.tensor.elem for m in messages}
             kernel = GroupKernel(what, line, self.stream, None, pending=pending)
         kernel.group, kernel.alive = self, [*read, *written]
-        self._count([("send", m.tensor) for m in messages if m.direction == "send"])
-        self._count([(each.kind, *each.given) for each in operations if each.given])
+        self._count(messages, operations)
         self.stream.put(kernel)
         now = Access(what, line, f"{self.gpu.device}, {self.stream.name}")
         reads, writes = [t.block.used for t in read], [t.block.used for t in written]
         self.gpu.memory.access(self.stream, reads, writes, now)
         return Work(kernel, self.stream.point)
 
-    def _count(self, calls: Sequence[tuple[Any, ...]]) -> None:
+    def _count(self, messages: Sequence[Message], operations: Sequence[Operation]) -> None:
+        nbytes = Counter[tuple[str, torch.dtype]]()
+        for each in operations:
+            for tensor in each.given:
+                nbytes[each.kind, tensor.dtype] += tensor.nbytes
+        counts = list(nbytes.items())
+        sent = [m.tensor for m in messages if m.direction == "send"]
+        counts += [(("send", tensor.dtype), tensor.nbytes) for tensor in sent]
         with self.fabric.world.lock:
-            for kind, *given in calls:
-                nbytes = sum(tensor.nbytes for tensor in given)
-                call = GroupCall(self.name, self.position, kind, given[0].dtype, nbytes)
-                self.fabric.calls[call] += 1
+            for (kind, dtype), total in counts:
+                self.fabric.calls[GroupCall(self.name, self.position, kind, dtype, total)] += 1
 
     def _connect(self, messages: Sequence[Message]) -> None:
         """Wait for the hosts of new peers: the first message of each direction between two members

@@ -4,25 +4,34 @@ all), and the real transport over the mock of NCCL.
 
 from __future__ import annotations
 
+import ast
+import re
+from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import dtensor as dt
+from dtensor.collectives import COLLECTIVES
 from dtensor.daft import launch_cluster
+from dtensor.daft.ir.instructions import WORD
 from dtensor.daft.ray.transports.exchange import ExchangeTransport
 from dtensor.daft.run import engine
 from dtensor.testing.gpus.guard import CompilerMissing, install
 from dtensor.testing.gpus.world import Deadlock
 from tests.daft.programs import Collectives, pipeline, same_bits
-from tests.testing.gpus.cases import cases
+from tests.models import MLP
+from tests.testing.gpus.cases import _square, cases
 from tests.testing.gpus.exchanges import FLAT, all_exchanges, run_ranks, starts, transport_of
 from tests.testing.gpus.matrix import check, without_kernels
 from tests.testing.gpus.mutations import WIRE, Mutation, found, implied, mutations
 from tests.testing.gpus.waits import PROGRAMS, waits_of
+from tests.training import SIX, Run, batches, sgd
 
 try:
     install()
@@ -144,6 +153,66 @@ def test_simulated_gpu_collectives_are_bitwise_equal_to_inprocess(size: int) -> 
         assert set(found[rank]) == set(expected[rank]) == set(case.expected[rank])
         for name, value in expected[rank].items():
             assert same_bits(found[rank][name], value), (rank, name)
+
+
+def _zero(level: int) -> Any:
+    module = MLP()
+    model = dt.parallelize(module, dt.Mesh(dp=2), {}, zero=dict(dp=level))
+    split: dict[str, Any] = dict(inputs=dict(dp=dt.Row()), clip_grad_norm=1.0)
+    step = dt.train_step(model, _in_bfloat16 if level == 3 else _square, sgd(module), **split)
+    return step, (torch.ones(8, 16),)
+
+
+def _in_bfloat16(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        return _square(model, x)
+
+
+def _placed(name: str) -> Any:
+    return Run.of(name, make=sgd).step, batches(1)[0]
+
+
+TRAINED: dict[str, Callable[[], Any]] = {
+    **{f"zero {level}": partial(_zero, level) for level in (0, 1, 2, 3)},
+    **{name: partial(_placed, name) for name in SIX if name != "single"},
+}
+
+
+@pytest.mark.default("zero 2", "zero 3")
+@pytest.mark.parametrize("name", TRAINED)
+def test_planned_collectives_are_those_that_run(name: str) -> None:
+    """The kind, dtype and bytes of each message of rank 0, apart from votes and norms, which share
+    messages. Small 16-bit gradients are summed in float32."""
+    step, data = TRAINED[name]()
+    mesh, ran, planned = step.model.mesh, Counter[Any](), Counter[Any]()
+    with (
+        without_kernels(),
+        dt.testing.simulated_gpus(mesh.size) as gpus,
+        dt.launch(mesh, "ray", device="cuda"),
+    ):
+        float(step(*data)), float(step(*data))
+        before = Counter(gpus.fabric.calls)
+        float(step(*data))
+        calls = gpus.fabric.calls - before
+    for each in step.plan(*data).collectives:
+        kind, dtype, sent = each.kind, each.dtype, each.bytes_sent
+        if kind == "transfer":
+            dtype = "uint8"
+        elif COLLECTIVES[kind].reduces and dtype == "bfloat16":
+            dtype, sent = "float32", 2 * sent
+        if each.stage == 0:
+            planned[kind, dtype, sent] += each.times
+    for call, times in calls.items():
+        kind, members = re.fullmatch(r"\d+: (\w+) (.*)", call.group).groups()  # type: ignore[union-attr]
+        group, sent = ast.literal_eval(members), call.nbytes
+        if kind == "collective":
+            kind, sent = call.kind, COLLECTIVES[call.kind].bytes_sent(sent, len(group))
+        if group[call.position] == 0:
+            ran[kind, str(call.dtype).removeprefix("torch."), sent] += times
+    words = {("all_reduce", "float32", n * WORD.nbytes) for n in (1, 2)}
+    assert {k: n for k, n in ran.items() if k not in words} == {
+        k: n for k, n in planned.items() if k not in words
+    }
 
 
 @pytest.mark.parametrize("ranks_per_actor", [1, 2])

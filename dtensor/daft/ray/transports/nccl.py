@@ -309,7 +309,7 @@ def is_native(collective: Collective, in_order: bool) -> bool:
     match collective.kind:
         case "all_reduce" | "reduce_scatter":
             buffers, is_sum = collective.in_buffers, collective.op == "sum"
-            native = not in_order and None not in _dtypes_of_reduction(collective)
+            native = not in_order and None not in dtypes_of_reduction(collective)
             if collective.does.divided:
                 native = native and is_sum and len(set(buffers)) == 1
         case "all_gather" | "broadcast":
@@ -322,7 +322,7 @@ def is_native(collective: Collective, in_order: bool) -> bool:
     return native and any(buffer.nbytes for buffer in buffers)
 
 
-def _dtypes_of_reduction(collective: Collective) -> list[torch.dtype | None]:
+def dtypes_of_reduction(collective: Collective) -> list[torch.dtype | None]:
     """Return the dtype in which NCCL reduces each input; None if the input needs an exchange."""
     small = sum(buffer.nbytes for buffer in collective.in_buffers) <= SMALL_ALL_REDUCE
     op, is_pair = collective.op, len(collective.group) == 2
@@ -352,7 +352,7 @@ def _all_reduce(
     """Reduce copies of the values, in one group call."""
     outs = [
         torch.empty(value.shape, dtype=dtype, device=device)
-        for value, dtype in zip(values, _dtypes_of_reduction(collective), strict=True)
+        for value, dtype in zip(values, dtypes_of_reduction(collective), strict=True)
     ]
     foreach_copy_(outs, list(values))
     group._start_coalescing()  # pyright: ignore[reportPrivateUsage]
@@ -375,7 +375,7 @@ def _all_gather(
 def _reduce_scatter(
     group: Group, collective: Collective, values: Sequence[Tensor], device: torch.device
 ) -> tuple[Work, Sequence[Tensor]]:
-    dtype, (buffer,) = _dtypes_of_reduction(collective)[0], collective.out_buffers
+    dtype, (buffer,) = dtypes_of_reduction(collective)[0], collective.out_buffers
     out = torch.empty(buffer.shape, dtype=dtype, device=device)
     sent = _end_to_end(values).to(out.dtype)
     return group._reduce_scatter_base(out, sent), (out,)  # pyright: ignore[reportPrivateUsage]
