@@ -3,21 +3,23 @@
     python -m benchmarks.gpu_step [--cases gpt llama small] [--rounds 10] [--write]
     python -m benchmarks.gpu_step --device cpu --tiny          # that it runs; its times say nothing
 
-All sides have the same weights, batches and AdamW (torch's with `fused=True`), the batch in the
-host's memory. PyTorch's DTensor has the linear layers cut as Megatron does, over a mesh of one
-rank: its cost to the host. A timing is a few steps as in a training loop, the losses read at the
-end. In a round each side is timed once, in turns; ratios are taken within a round. The first losses
-are compared with eager torch's. Then two ranks of dtensor at tp=2 on the same GPU, in rounds of
-their own: they compute one after the other there what one rank does, and exchange.
+A side is a process with the same weights, batches and AdamW (torch's with `fused=True`), the batch
+in the host's memory, and caches of compilers that are empty at first. The sides of dtensor differ
+in the options of the launch. PyTorch's DTensor has the linear layers cut as Megatron does, over a
+mesh of one rank: its cost to the host. A timing is a few steps as in a training loop, the losses
+read at the end. In a round each side is timed once, in turns; ratios are taken within a round. The
+first losses are compared with eager torch's. Then two ranks of dtensor at tp=2 on the same GPU, in
+rounds of their own: they compute one after the other there what one rank does, and exchange.
 
-Besides times: the most memory that a side holds, and the host's waits for the device in a warm step
-(`torch.cuda.set_sync_debug_mode`), with the lines of ours that make them. Not here: several GPUs.
+Besides times: the most memory that a side holds, the seconds of its first steps, and the host's
+waits for the device in a warm step (`torch.cuda.set_sync_debug_mode`), with the lines of ours that
+make them. Not here: several GPUs.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
+import os
 import statistics
 import sys
 import time
@@ -25,9 +27,10 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +47,16 @@ from torch.distributed.tensor.parallel import (
 )
 
 import dtensor as dt
+from benchmarks.processes import Processes, answer
 from benchmarks.smallest import parsed
+from tests.gpu.__main__ import DRIVER, first_of
 from tests.models import GPT
 
 RESULTS = Path(__file__).parent / "results"
 LR = 1e-4
-LOSS_RTOL, COMPARED = 2e-2, 20
-"""Of 16 bits, for some steps: that a side computes something else shows as far more, and roundings
-grow with the steps."""
+LOSS_RTOL = 2e-2
+"""Of 16 bits, for the first steps: that a side computes something else shows as far more, and
+roundings grow with the steps."""
 
 Run = Callable[[int], list[float]]
 """Takes that many training steps; their losses."""
@@ -140,9 +145,34 @@ def cases(tiny: bool) -> dict[str, Case]:
 # -- the sides -------------------------------------------------------------------------------------
 
 
-def plain(case: Case, device: str, compiled: bool) -> Run:
+TORCH: Mapping[str, Mapping[str, str] | None] = {
+    "eager": None,
+    "compile": {},
+    "compile, reduce-overhead": {"mode": "reduce-overhead"},
+}
+"""Sides of torch, with the options of torch.compile."""
+OURS: Mapping[str, Mapping[str, Any]] = {
+    "dtensor, generated": {"local": "generated"},
+    "dtensor, compiled": {"local": "inductor"},
+    "dtensor, compiled, graphs": {"local": "inductor", "graphs": True},
+}
+"""Sides of dtensor, with the options of the launch."""
+DTENSOR = "PyTorch's DTensor"
+TWO_RANKS = "dtensor, tp=2 here"
+
+
+def sides_of(device: str, *, compiled: bool) -> list[str]:
+    """Return the sides that are timed in turns. ``compiled``: with those that compile."""
+    names = [*TORCH, DTENSOR, *OURS]
+    if device != "cuda":
+        names = [name for name in names if "graphs" not in name and "reduce" not in name]
+    return names if compiled else [name for name in names if "compile" not in name]
+
+
+def plain(case: Case, device: str, options: Mapping[str, str] | None) -> Run:
     model = case.model().to(device)
-    called = torch.compile(model) if compiled else model
+    compile_model: Any = torch.compile
+    called = model if options is None else compile_model(model, **options)
     return trained(case, device, called, torch.optim.AdamW(model.parameters(), lr=LR, fused=True))
 
 
@@ -203,29 +233,66 @@ def ours(case: Case, mesh: dt.Mesh) -> Run:
 
 @dataclass(slots=True)
 class Side:
-    run: Run
+    """``peak``: GiB, in a warm step, above what the side holds before it. ``losses``: of the first
+    steps."""
+
     first_s: float
     peak: float
-    """GiB, in the second call, above what all sides hold before it."""
     waits: Counter[str]
-    times: list[float]
+    losses: list[float]
+    times: list[float] = field(default_factory=list[float])
 
 
-def prepared(make: Callable[[], Run], steps: int, device: str, losses: list[float]) -> Side:
-    """Makes a side, takes its first steps, then looks at its memory and its waits."""
+def work(
+    rank: int, name: str, side: str, device: str, tiny: bool, directory: str, pipe: Connection
+) -> None:
+    """Do what one side is asked: "prepare" it, or time the "steps" of a round."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{directory}/inductor"
+    os.environ["TRITON_CACHE_DIR"] = f"{directory}/triton"
+    case = cases(tiny)[name]
+    runs: list[Run] = []
+    with ExitStack() as stack:
+
+        def make() -> Run:
+            if side in TORCH:
+                return plain(case, device, TORCH[side])
+            if side == DTENSOR:
+                stack.enter_context(one_process(device))
+                return torch_dtensor(case, device)
+            mesh = dt.Mesh(tp=2) if side == TWO_RANKS else dt.Mesh()
+            options = OURS.get(side, {})
+            stack.enter_context(dt.launch(mesh, device=device, bring_home=False, **options))
+            return ours(case, mesh)
+
+        def prepare() -> Side:
+            run, found = prepared(make, case.steps, device)
+            runs.append(run)
+            return found
+
+        def steps() -> float:
+            begin = time.perf_counter()
+            runs[0](case.steps)
+            return (time.perf_counter() - begin) / case.steps
+
+        answer(pipe, {"prepare": prepare, "steps": steps})
+
+
+def prepared(make: Callable[[], Run], steps: int, device: str) -> tuple[Run, Side]:
+    """Make a side, take its first steps, then look at its memory and its waits."""
     begin = time.perf_counter()
     run = make()
-    losses += run(steps)
+    losses = run(steps)
     first = time.perf_counter() - begin
     if device != "cuda":
-        return Side(run, first, 0.0, Counter(), [])
+        return run, Side(first, 0.0, Counter(), losses)
     torch.cuda.synchronize()
     held = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     losses += run(1)
     torch.cuda.synchronize()
     peak = (torch.cuda.max_memory_allocated() - held) / 2**30
-    return Side(run, first, peak, waits_of(lambda: losses.extend(run(1))), [])
+    waits = waits_of(lambda: losses.extend(run(1)))
+    return run, Side(first, peak, waits, losses)
 
 
 def waits_of(call: Callable[[], object]) -> Counter[str]:
@@ -250,44 +317,48 @@ def waits_of(call: Callable[[], object]) -> Counter[str]:
     return found
 
 
-def measure(case: Case, device: str, rounds: int, compiled: bool) -> dict[str, Side]:
-    makes: dict[str, Callable[[], Run]] = {"eager": lambda: plain(case, device, False)}
-    if compiled:
-        makes["compile"] = lambda: plain(case, device, True)
-    makes["PyTorch's DTensor"] = lambda: torch_dtensor(case, device)
-    losses: dict[str, list[float]] = {}
+def measure(name: str, device: str, tiny: bool, rounds: int, compiled: bool) -> dict[str, Side]:
     sides: dict[str, Side] = {}
-    mesh = dt.Mesh()
-    with one_process(device), dt.launch(mesh, device=device, bring_home=False):
-        makes["dtensor"] = lambda: ours(case, mesh)
-        for name, make in makes.items():
-            losses[name] = []
-            sides[name] = prepared(make, case.steps, device, losses[name])
+    with ExitStack() as stack:
+        asked: dict[str, Processes] = {}
+
+        def prepare(side: str) -> None:
+            process = Processes(1, work, name, side, device, tiny)
+            asked[side] = stack.enter_context(process)
+            (sides[side],) = process.ask("prepare")
+
+        for side in sides_of(device, compiled=compiled):
+            prepare(side)
+        names = list(sides)
         for number in range(rounds):
-            names = list(sides)
             shift = number % len(names)
-            for name in (*names[shift:], *names[:shift]):
-                begin = time.perf_counter()
-                losses[name] += sides[name].run(case.steps)
-                sides[name].times.append((time.perf_counter() - begin) / case.steps)
-    del makes
-    two = dt.Mesh(tp=2)
-    with dt.launch(two, device=device, bring_home=False):
-        name = "dtensor, tp=2 here"
-        losses[name] = []
-        sides[name] = prepared(lambda: ours(case, two), case.steps, device, losses[name])
+            for side in (*names[shift:], *names[:shift]):
+                sides[side].times += asked[side].ask("steps")
+        prepare(TWO_RANKS)
         for _ in range(rounds):
-            begin = time.perf_counter()
-            losses[name] += sides[name].run(case.steps)
-            sides[name].times.append((time.perf_counter() - begin) / case.steps)
-    for name, found in losses.items():
-        first = zip(found[:COMPARED], losses["eager"], strict=False)
-        for number, (loss, wanted) in enumerate(first):
-            assert abs(loss - wanted) < LOSS_RTOL * wanted, (name, number, loss, wanted)
+            sides[TWO_RANKS].times += asked[TWO_RANKS].ask("steps")
+    for side, found in sides.items():
+        for number, (loss, wanted) in enumerate(zip(found.losses, sides["eager"].losses)):
+            assert abs(loss - wanted) < LOSS_RTOL * wanted, (side, number, loss, wanted)
     return sides
 
 
 # -- the table -------------------------------------------------------------------------------------
+
+
+FIGURES = (
+    ("dtensor, compiled", "compile"),
+    ("dtensor, compiled", "eager"),
+    ("dtensor, compiled, graphs", "compile, reduce-overhead"),
+    ("dtensor, compiled", "dtensor, generated"),
+)
+"""Pairs of sides whose ratios decide the defaults of a launch."""
+
+
+def ratio(side: Side, peer: Side) -> str:
+    """Return the median, the least and the most ratio of times within a round."""
+    ratios = sorted(a / b for a, b in zip(side.times, peer.times, strict=True))
+    return f"{statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})"
 
 
 def rows(case: Case, sides: Mapping[str, Side]) -> Iterator[str]:
@@ -296,14 +367,22 @@ def rows(case: Case, sides: Mapping[str, Side]) -> Iterator[str]:
     yield "| side | ms a step | over eager | memory of a step, GiB | host waits | first steps, s |"
     yield "|---|---|---|---|---|---|"
     for name, side in sides.items():
-        pairs = zip(side.times, sides["eager"].times, strict=True)
-        ratios = sorted(a / b for a, b in pairs)
-        spread = f"{statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})"
         ms = statistics.median(side.times) * 1e3
-        waits = sum(side.waits.values())
-        yield f"| {name} | {ms:.2f} | {spread} | {side.peak:.2f} | {waits} | {side.first_s:.1f} |"
+        cells = f"{ms:.2f} | {ratio(side, sides['eager'])} | {side.peak:.2f}"
+        yield f"| {name} | {cells} | {sum(side.waits.values())} | {side.first_s:.1f} |"
     yield ""
-    for name in ("dtensor", "dtensor, tp=2 here"):
+    pairs = [(a, b) for a, b in FIGURES if a in sides and b in sides]
+    if pairs:
+        yield "| side | over | time | memory of a step | first steps |"
+        yield "|---|---|---|---|---|"
+    for name, peer in pairs:
+        a, b = sides[name], sides[peer]
+        memory = f"{a.peak / b.peak:.2f}" if b.peak else "-"
+        yield f"| {name} | {peer} | {ratio(a, b)} | {memory} | {a.first_s / b.first_s:.2f} |"
+    yield ""
+    for name in (*OURS, TWO_RANKS):
+        if name not in sides or not sides[name].waits:
+            continue
         yield f"Host waits of {name}, a step:"
         yield ""
         for line, count in sides[name].waits.most_common():
@@ -316,7 +395,9 @@ def header(device: str, rounds: int) -> Iterator[str]:
     yield ""
     yield f"`python -m benchmarks.gpu_step {' '.join(sys.argv[1:])}`".replace(" `", "`")
     yield ""
-    name = torch.cuda.get_device_name() if device == "cuda" else "the CPU"
+    name = "the CPU"
+    if device == "cuda":
+        name = f"{torch.cuda.get_device_name()}, driver {first_of(DRIVER)}"
     yield (
         f"{name}, torch {torch.__version__}, Python {sys.version.split()[0]}. {rounds} rounds; "
         "medians, and of the ratios within a round the least and the most. What the sides are, "
@@ -331,7 +412,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--no-compile", action="store_true", help="without torch.compile")
+    parser.add_argument("--no-compile", action="store_true", help="without the sides that compile")
     parser.add_argument("--write", action="store_true", help="to benchmarks/results")
     given = parsed(
         parser, argv, cases=["small"], rounds=1, device="cpu", tiny=True, no_compile=True
@@ -339,23 +420,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given.device == "cuda" and not torch.cuda.is_available():
         print("There is no CUDA device here; --device cpu --tiny needs none.", file=sys.stderr)
         return 1
-    lines: list[str] = []
-    for line in header(given.device, given.rounds):
-        print(line, flush=True)
-        lines.append(line)
+    head = list(header(given.device, given.rounds))
+    print(*head, sep="\n", flush=True)
+    sections: dict[str, str] = {}
     for name in given.cases:
-        case = cases(given.tiny)[name]
-        sides = measure(case, given.device, given.rounds, not given.no_compile)
-        for line in rows(case, sides):
-            print(line, flush=True)
-            lines.append(line)
-        del sides
-        gc.collect()
-        if given.device == "cuda":
-            torch.cuda.empty_cache()
+        compiled = not given.no_compile
+        sides = measure(name, given.device, given.tiny, given.rounds, compiled)
+        title, *lines = rows(cases(given.tiny)[name], sides)
+        print(title, *lines, sep="\n", flush=True)
+        sections[title] = "\n".join(lines)
     if given.write:
-        (RESULTS / "gpu_step.md").write_text("\n".join(lines).rstrip() + "\n")
+        write("\n".join(head), sections)
     return 0
+
+
+def write(head: str, sections: Mapping[str, str]) -> None:
+    """Write the tables of these cases, and keep those of other cases that have the same sides."""
+    file = RESULTS / "gpu_step.md"
+    _, *before = file.read_text().split("\n## ") if file.exists() else ("",)
+    kept = dict(section.split("\n", 1) for section in before)
+    kept = {f"## {title}": text for title, text in kept.items() if next(iter(OURS)) in text}
+    texts = [f"{title}\n{text.strip()}\n" for title, text in (kept | dict(sections)).items()]
+    file.write_text("\n".join([head, *texts]))
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ def measured() -> dict[str, float]:
     for line in (RESULTS / "gpu_step.md").read_text().splitlines():
         if line.startswith("## "):
             label = line.removeprefix("## ").rpartition(", ")[0]
-        elif match := re.match(r"\| dtensor \| ([\d.]+) \|", line):
+        elif match := re.match(r"\| dtensor(?:, generated)? \| ([\d.]+) \|", line):
             found[label] = float(match[1]) / 1e3
     return found
 

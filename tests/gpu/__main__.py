@@ -2,7 +2,7 @@
 first.
 
     python -m tests.gpu --list                       # the parts, in order, with their limits
-    python -m tests.gpu --part 3 speed_step          # some, by number or name
+    python -m tests.gpu --part 3 speed_small         # some, by number or name
     python -m tests.gpu --simulated 2                # the same on simulated GPUs, with small sizes
 
 Each part (parts.py) runs in its own process group, which is killed at the part's time limit, and

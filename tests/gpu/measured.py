@@ -149,21 +149,41 @@ def speed_kernels(where: Where) -> None:
     benchmark(where, "benchmarks.kernels", "--rounds", "20")
 
 
-def speed_step(where: Where) -> None:
+def attention(where: Where) -> None:
     if where.simulated:
-        where.leave_out("seconds, torch.compile", "not simulated; the line below is of a CPU")
-        given = ("--device", "cpu", "--tiny", "--no-compile", "--rounds", "1", "--cases", "gpt")
-        benchmark(where, "benchmarks.gpu_step", *given, shown=False)
+        where.leave_out("attention by cuDNN, flash and memory-efficient kernels", "speed")
         return
-    names = ["gpt", "small"]
+    benchmark(where, "benchmarks.attention", "--rounds", "20", "--write")
+
+
+def speed_llama(where: Where) -> None:
     if find_spec("transformers") is None:
         where.leave_out("Llama of transformers", "not installed")
+    elif where.simulated:
+        where.leave_out("Llama of transformers", "not simulated: speed")
     else:
-        names.insert(0, "llama")
+        _speed_of(where, "llama")
+
+
+def speed_gpt(where: Where) -> None:
+    _speed_of(where, "gpt")
+
+
+def speed_small(where: Where) -> None:
+    _speed_of(where, "small")
+
+
+def _speed_of(where: Where, case: str) -> None:
+    """Time a step of one case of benchmarks/gpu_step.py beside its peers."""
+    if where.simulated:
+        where.leave_out("seconds, torch.compile", "not simulated; the line below is of a CPU")
+        given = ("--device", "cpu", "--tiny", "--no-compile", "--rounds", "1", "--cases", case)
+        benchmark(where, "benchmarks.gpu_step", *given, shown=False)
+        return
     given = () if find_spec("triton") else ("--no-compile",)
     if given:
-        where.leave_out("torch.compile", "not installed: triton")
-    benchmark(where, "benchmarks.gpu_step", "--cases", *names, "--rounds", "8", *given)
+        where.leave_out("sides that compile", "not installed: triton")
+    benchmark(where, "benchmarks.gpu_step", "--cases", case, "--rounds", "15", "--write", *given)
 
 
 def speed_block(where: Where) -> None:

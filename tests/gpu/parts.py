@@ -26,6 +26,7 @@ PARTS = (
     ),
     Part("memcheck", "Kernels under compute-sanitizer", 480, "tests.gpu.right:memcheck"),
     Part("in_process", "Ranks of this process on one GPU", 480, "tests.gpu.right:in_process"),
+    Part("compiled", "Compiled code and graphs", 480, "tests.gpu.right:compiled"),
     Part("nccl", "NCCL between GPUs", 300, "tests.gpu.right:nccl"),
     Part("ray", "Training on Ray", 480, "tests.gpu.right:on_ray"),
     Part("schedules", "The first steps of each schedule", 480, "tests.gpu.right:schedules"),
@@ -35,6 +36,11 @@ PARTS = (
     Part("memory", "Memory, beside the plan's", 300, "tests.gpu.measured:memory"),
     Part("replicas", "Replicas after 50 steps in bfloat16", 300, "tests.gpu.right:replicas"),
     Part("speed_kernels", "Kernels beside peers", 480, "tests.gpu.measured:speed_kernels"),
-    Part("speed_step", "A step beside peers", 480, "tests.gpu.measured:speed_step"),
+    Part("attention", "Attention by each of torch's kernels", 300, "tests.gpu.measured:attention"),
+    Part("speed_llama", "A step of a Llama beside peers", 480, "tests.gpu.measured:speed_llama"),
+    Part("speed_gpt", "A step of a GPT beside peers", 480, "tests.gpu.measured:speed_gpt"),
+    Part(
+        "speed_small", "A step of a small GPT beside peers", 480, "tests.gpu.measured:speed_small"
+    ),
     Part("speed_block", "A block on two GPUs beside peers", 480, "tests.gpu.measured:speed_block"),
 )

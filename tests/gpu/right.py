@@ -13,7 +13,7 @@ import signal
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from glob import glob
 from pathlib import Path
@@ -131,6 +131,44 @@ def in_process(where: Where) -> None:
     selected.run(where, "gpu and not ray", selected.marked(), *but, *few)
 
 
+COMPILED = {
+    "generated": {"local": "generated"},
+    "compiled": {"local": "inductor"},
+    "graphs": {"local": "inductor", "graphs": True},
+}
+"""Options of launches: how local code runs."""
+FIRST_LOSSES = {"small": 1e-3, "gpt": 2e-2}
+"""Cases of benchmarks/gpu_step.py, in float32 and in bfloat16, with the relative tolerance of their
+losses."""
+
+
+def compiled(where: Where) -> None:
+    """Run tests marked `gpu`, and compare the losses of 50 steps with eager torch's, for each kind
+    of local code."""
+    import dtensor as dt
+    from benchmarks.gpu_step import cases, ours, plain
+    from tests.gpu import selected
+
+    steps = 2 if where.simulated else 50
+    device = "cpu" if where.simulated else "cuda"
+    wanted: dict[str, list[float]] = {}
+    for how, options in COMPILED.items():
+        for name, tolerance in FIRST_LOSSES.items():
+            case = cases(tiny=True)[name]
+            with where.line(f"{how}: losses of {case.label}") as line, where.gpus(1):
+                if name not in wanted:
+                    wanted[name] = plain(case, device, None)(steps)
+                mesh = dt.Mesh()
+                with dt.launch(mesh, device="cuda", bring_home=False, **options):
+                    losses = ours(case, mesh)(steps)
+                off = max(abs(a - b) / b for a, b in zip(losses, wanted[name], strict=True))
+                assert off <= tolerance, f"off by {off:.1e} of eager torch's"
+                line.found = f"{steps} steps, off by at most {off:.1e} of eager torch's"
+        few = "test_compile" if where.simulated else "train or test_compile or generat"
+        with changed_launches(lambda _, given, new=options: given.update(new), on_ray=False):
+            selected.run(where, "gpu and not ray", selected.marked(), "-k", few)
+
+
 def nccl(where: Where) -> None:
     from tests.gpu import selected
 
@@ -203,16 +241,31 @@ def matrix(where: Where, wanted: Callable[[str], bool]) -> None:
 def shared(num: int) -> Iterator[None]:
     """Make launches on Ray share GPUs inside the block if they have more ranks than GPUs, and
     allow a call 120 s."""
+
+    def changed(meshes: Sequence[Any], options: dict[str, Any]) -> None:
+        size = sum(mesh.size for mesh in meshes)
+        if size > num * (options.get("ranks_per_actor") or 1):
+            options["ranks_per_actor"] = size
+        options.setdefault("call_deadline_s", 120.0)
+
+    with changed_launches(changed, on_ray=True):
+        yield
+
+
+@contextmanager
+def changed_launches(
+    change: Callable[[Sequence[Any], dict[str, Any]], None], *, on_ray: bool
+) -> Iterator[None]:
+    """Change the options of launches on CUDA inside the block. ``on_ray``: of those on Ray alone.
+    ``change`` takes the meshes of a launch, and its options."""
     import dtensor as dt
 
     launch = dt.launch
 
     def launched(*given: Any, **options: Any) -> Any:
-        if options.get("device") == "cuda" and "ray" in (*given, options.get("backend")):
-            size = sum(each.size for each in given if isinstance(each, dt.Mesh))
-            if size > num * (options.get("ranks_per_actor") or 1):
-                options["ranks_per_actor"] = size
-            options.setdefault("call_deadline_s", 120.0)
+        ray = "ray" in (*given, options.get("backend"))
+        if options.get("device") == "cuda" and (ray or not on_ray):
+            change([each for each in given if isinstance(each, dt.Mesh)], options)
         return launch(*given, **options)
 
     with patch.object(dt, "launch", launched):
