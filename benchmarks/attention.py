@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import dtensor  # noqa: F401 - registers the ops of the kernels
 from benchmarks.kernels import seconds
 from benchmarks.smallest import parsed
 
@@ -47,6 +46,7 @@ Ways = dict[str, Callable[[], object]]
 
 def ways_of(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Ways, Ways]:
     """Return the ways to compute the forward and the backward of q[b h t d], k and v[b g t d]."""
+    import dtensor.sharding.ops.attention  # noqa: F401 - registers the ops
     from dtensor.kernels.attention import attention, attention_backward
 
     scale, repeats = q.shape[-1] ** -0.5, q.shape[1] // k.shape[1]
