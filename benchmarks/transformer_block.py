@@ -1,4 +1,4 @@
-"""A training step of one transformer block: tensor parallel on two ranks, and alone on one.
+"""A training step of one transformer block: on two ranks at tp=2 and at dp=2, and on one rank.
 
     OMP_NUM_THREADS=1 python -m benchmarks.transformer_block [--widths 64 256] [--write]
     python -m benchmarks.transformer_block --device cuda --ranks 2      # a GPU for each rank
@@ -9,7 +9,8 @@ same weights and are given the same batch, one thread a rank.
 
 Two ranks: dtensor on Ray at tp=2, beside transformer_block_peer.py on two processes: by hand on
 gloo with torch's AdamW as it comes ("hand", a for-loop over parameters on a CPU) and with
-`fused=True`, by hand over dtensor's own transport, and PyTorch's DTensor on gloo. One rank: dtensor
+`fused=True`, by hand over dtensor's own transport, and PyTorch's DTensor on gloo. With ``--zero3``
+also dtensor at dp=2 with ZeRO-3, beside FSDP2 on the same processes. One rank: dtensor
 on `dt.Mesh()` in this process, beside plain eager torch, with both AdamW.
 
 Before timing each side's gradients are compared with plain torch's, and all losses of all steps are
@@ -61,7 +62,8 @@ MEGATRON: Mapping[str, Mapping[str, dt.Placement]] = {
 
 
 def our_step(shape: Shape, mesh: dt.Mesh) -> dt.TrainStep:
-    model = dt.parallelize(shape.model(), mesh, MEGATRON if mesh.shape else {})
+    pins, zero = MEGATRON if "tp" in mesh.axes else {}, {"dp": 3} if "dp" in mesh.axes else {}
+    model = dt.parallelize(shape.model(), mesh, pins, zero=zero)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     return dt.train_step(model, lambda model, x, y: F.mse_loss(model(x), y), optimizer)
 
@@ -157,12 +159,13 @@ def two_ranks(
 ) -> dict[str, Beside]:
     """Inside a launch of ``mesh``."""
     step = our_step(shape, mesh)
-    batch = [dt.distribute(x, mesh) for x in shape.batch()]
-    wanted = plain_gradients(shape)
+    split: dict[str, dt.Placement] = {"dp": dt.Row()} if "dp" in mesh.axes else {}
+    batch = [dt.distribute(x, mesh, **split) for x in shape.batch()]
+    wanted, names = plain_gradients(shape), kinds(device, fsdp="dp" in mesh.axes)
     check_gradients(step.gradients(*batch), wanted)
-    for kind in kinds(device):
+    for kind in names:
         check_gradients(peers.gradients(kind, shape), wanted)
-    runs = {kind: peer(peers, kind, shape) for kind in kinds(device)}
+    runs = {kind: peer(peers, kind, shape) for kind in names}
     return measure(ours(step, batch), runs, rounds, shape.steps)
 
 
@@ -218,6 +221,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 1], choices=[1, NUM_RANKS])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--zero3", action="store_true", help="also dp=2 with ZeRO-3")
     parser.add_argument("--write", action="store_true", help="benchmarks/results")
     given = parsed(parser, widths=[min(SHAPES)], rounds=2, ranks=[1])
     if given.device == "cuda" and given.ranks != [NUM_RANKS]:
@@ -232,11 +236,18 @@ def main() -> None:
         alone = {shape.width: one_rank(shape, given.rounds) for shape in shapes}
         lines += table("One rank, in this process", alone)
     if NUM_RANKS in given.ranks:
-        mesh = dt.Mesh(tp=NUM_RANKS)
         where = dict(backend="ray", device=given.device)
-        with Peers(shapes, given.device) as peers, dt.launch(mesh, **where):
-            found = {s.width: two_ranks(s, given.rounds, mesh, peers, given.device) for s in shapes}
-        lines += table("Two ranks, tp=2", found)
+        halved = [shape for shape in shapes if shape.rows >= NUM_RANKS]
+        with Peers(shapes, given.device) as peers:
+            for title, mesh, cut in (
+                ("Two ranks, tp=2", dt.Mesh(tp=NUM_RANKS), shapes),
+                ("Two ranks, dp=2, ZeRO-3", dt.Mesh(dp=NUM_RANKS), halved * given.zero3),
+            ):
+                if cut:
+                    with dt.launch(mesh, **where):
+                        args = given.rounds, mesh, peers, given.device
+                        found = {shape.width: two_ranks(shape, *args) for shape in cut}
+                    lines += table(title, found)
     print("\n".join(lines))
     if given.write:
         name = "transformer_block.md" if given.device == "cpu" else "transformer_block_gpus.md"

@@ -1,5 +1,5 @@
 """The peers of benchmarks/transformer_block.py: tensor parallelism on two processes, by hand and
-with PyTorch's DTensor, and the shapes of all sides.
+with PyTorch's DTensor, sharded data parallelism with FSDP2, and the shapes of all sides.
 
     with Peers(shapes) as peers:
         peers.steps("hand", shape, 3)        # [loss, loss, loss]: three training steps
@@ -9,6 +9,8 @@ Both cut the block as Megatron does: `qkv` and `up` by columns (whole heads), `p
 rows; two all_reduces forward, two backward. By hand these are Megatron's f (the identity; an
 all_reduce in its backward) and g (the reverse) around `torch.nn.functional.linear`. PyTorch's
 DTensor cuts the same modules with `parallelize_module`; attention runs on local heads on both.
+
+FSDP2 (`fully_shard`) splits the rows of the batch; its loss is the mean of both halves'.
 
 On GPUs (``device="cuda"``) each process has one, with NCCL in place of gloo, and without dtensor's
 own transport, which is of hosts.
@@ -28,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -92,6 +95,7 @@ class Kind:
     fused: bool | None = None
     own_transport: bool = False
     torch_dtensor: bool = False
+    fsdp: bool = False
 
 
 KINDS: Mapping[str, Kind] = {
@@ -100,14 +104,17 @@ KINDS: Mapping[str, Kind] = {
     "hand, our transport": Kind(own_transport=True),
     "hand, our transport, fused AdamW": Kind(own_transport=True, fused=True),
     "PyTorch's DTensor": Kind(torch_dtensor=True),
+    "FSDP2, fused AdamW": Kind(fused=True, fsdp=True),
 }
 
 
 # -- the controller's side -------------------------------------------------------------------------
 
 
-def kinds(device: str) -> dict[str, Kind]:
-    return {n: kind for n, kind in KINDS.items() if device == "cpu" or not kind.own_transport}
+def kinds(device: str, *, fsdp: bool = False) -> dict[str, Kind]:
+    """Return the peers of dtensor at tp=2, or with ``fsdp`` at dp=2."""
+    here = {n: kind for n, kind in KINDS.items() if device == "cpu" or not kind.own_transport}
+    return {n: kind for n, kind in here.items() if kind.fsdp == fsdp}
 
 
 class Peers(Processes):
@@ -121,6 +128,8 @@ class Peers(Processes):
     def gradients(self, kind: str, shape: Shape) -> dict[str, Tensor]:
         """The gradients of one step, which changes nothing, whole."""
         found = self.ask("gradients", kind, shape)
+        if KINDS[kind].fsdp:
+            return {name: torch.cat([own[name] for own in found]) for name in found[0]}
         return {name: joined(name, [own[name] for own in found]) for name in found[0]}
 
 
@@ -144,8 +153,9 @@ def _work(
         (name, shape): _Side(
             rank, shape, kind, own[shape] if kind.own_transport else by_torchs_group, device
         )
-        for name, kind in kinds(device).items()
+        for name, kind in (kinds(device) | kinds(device, fsdp=True)).items()
         for shape in shapes
+        if not kind.fsdp or shape.rows >= NUM_RANKS
     }
     calls = {
         "steps": lambda name, shape, count: sides[name, shape].steps(count),
@@ -200,20 +210,27 @@ class _Side:
         self, rank: int, shape: Shape, kind: Kind, all_reduce: AllReduce, device: str
     ) -> None:
         whole = shape.model().to(device)
-        self.model = LocalBlock(whole, NUM_RANKS)
-        if kind.torch_dtensor:
-            by_torch(self.model, whole, device)
+        self.batch = [x.to(device) for x in shape.batch()]
+        self.model: nn.Module = whole
+        self.halves = kind.fsdp
+        if kind.fsdp:
+            fully_shard(whole, mesh=init_device_mesh(device, (NUM_RANKS,)))
+            self.batch = [x.chunk(NUM_RANKS)[rank] for x in self.batch]
         else:
-            by_hand(self.model, whole, rank, all_reduce)
+            self.model = local = LocalBlock(whole, NUM_RANKS)
+            if kind.torch_dtensor:
+                by_torch(local, whole, device)
+            else:
+                by_hand(local, whole, rank, all_reduce)
         parameters = list(self.model.parameters())
         self.optimizer = torch.optim.AdamW(parameters, lr=LR, fused=kind.fused)
-        self.batch = [x.to(device) for x in shape.batch()]
 
     def forward_backward(self) -> Tensor:
         x, y = self.batch
         loss = F.mse_loss(self.model(x), y)
         loss.backward()
-        return loss.detach()
+        loss = loss.detach()
+        return by_torchs_group(loss) / NUM_RANKS if self.halves else loss
 
     def steps(self, count: int) -> list[float]:
         losses: list[Tensor] = []

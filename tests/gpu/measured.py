@@ -195,7 +195,7 @@ def speed_block(where: Where) -> None:
     if where.num < 2:
         where.leave_out("two ranks", "needs two GPUs")
         return
-    given = ("--device", "cuda", "--ranks", "2", "--rounds", "20")
+    given = ("--device", "cuda", "--ranks", "2", "--rounds", "20", "--zero3", "--write")
     benchmark(where, "benchmarks.transformer_block", *given)
 
 
