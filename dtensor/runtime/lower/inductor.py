@@ -32,7 +32,12 @@ from dtensor.daft.ir.code import Body, CodeLine
 from dtensor.daft.ir.instructions import WORD, Buffer
 from dtensor.daft.ir.program import Built
 from dtensor.kernels.registry import op_of_kernel
-from dtensor.private_torch import FakeTensor, FakeTensorMode
+from dtensor.private_torch import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from dtensor.runtime.lower.code import is_view, overload_of, plain_key
 from dtensor.runtime.lower.pieces import CompiledPiece, Layout, PieceSource
 from dtensor.runtime.lower.rank_builder import MAX_LINES
@@ -296,15 +301,33 @@ class _Rewriter:
         compiles = compiles and _compiles(line, bound, self.device)
         if compiles:
             try:
-                exec(line.text, dict(bindings), values)
+                self._exec(line, bindings, values)
                 return True
             except Exception:  # such as a read of a value
                 pass
         values.update(dict.fromkeys(line.makes, _UNKNOWN))
         if _UNKNOWN not in read:
             with suppress(Exception):
-                exec(line.text, dict(shapes_only), values)
+                self._exec(line, shapes_only, values)
         return False
+
+    def _exec(
+        self, line: CodeLine, bindings: Mapping[str, object], values: dict[str, object]
+    ) -> None:
+        """Execute a line on fake values. Raises an exception if the line reads a value."""
+        try:
+            exec(line.text, dict(bindings), values)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            raise
+        except Exception:
+            if self.device.type == "cpu":
+                raise
+            # without a GPU here some functions of torch refuse its tensors, fake ones too
+            on_cpu = {name: _moved(values[name], _CPU) for name in line.reads}
+            exec(
+                line.text, {n: _CPU if v == self.device else v for n, v in bindings.items()}, on_cpu
+            )
+            values.update((name, _moved(on_cpu[name], self.device)) for name in line.makes)
 
     def _part(
         self,
@@ -332,6 +355,13 @@ class _Rewriter:
             source = PieceSource(function=inside, inputs=layouts[0], outputs=layouts[1])
             self.pieces[key] = _Piece(name, source)
         return _Part(tuple(lines), self.pieces[key], read, outputs)
+
+
+_CPU = torch.device("cpu")
+
+
+def _moved(value: object, device: torch.device) -> object:
+    return Layout.of(value).zeros(device) if isinstance(value, Tensor) else value
 
 
 def _runs(flags: Sequence[bool]) -> Iterator[tuple[int, int]]:
@@ -371,8 +401,10 @@ def _may_be_compiled(value: object, device: torch.device) -> bool:
 
 
 def _for_shapes(value: object) -> object:
-    """Return the op that a bound function runs, which has an implementation for fake tensors."""
-    return overload_of(value) or op_of_kernel(value) or value
+    """Return the op that a bound function runs, which has an implementation for fake tensors. Its
+    packet chooses the overload, because overloads share functions."""
+    op = overload_of(value) or op_of_kernel(value)
+    return value if op is None else op.overloadpacket
 
 
 def _computes(line: CodeLine, bindings: Mapping[str, object]) -> bool:

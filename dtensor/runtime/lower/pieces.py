@@ -48,8 +48,11 @@ SETTINGS: Mapping[str, object] = {
 """torch's settings of the compiler while a piece is compiled."""
 
 
+_ALIGNMENT = 16  # bytes, which kernels on GPUs assume if an example input has them
+
+
 class Layout(NamedTuple):
-    """The shape, strides, dtype and storage offset of a tensor."""
+    """The shape, strides and dtype of a tensor, and its storage offset within an alignment."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -58,7 +61,8 @@ class Layout(NamedTuple):
 
     @staticmethod
     def of(x: Tensor) -> Layout:
-        return Layout(tuple(x.shape), x.stride(), x.dtype, x.storage_offset())
+        offset = x.storage_offset() % max(1, _ALIGNMENT // x.element_size())
+        return Layout(tuple(x.shape), x.stride(), x.dtype, offset)
 
     def zeros(self, device: torch.device) -> Tensor:
         """Return zeros with this layout."""
