@@ -13,6 +13,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -126,15 +127,19 @@ def test_boxed_function_frees_input_before_it_returns() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layers", [3, 6])
-def test_layers_microbatches_and_ranks_share_compiled_functions(layers: int) -> None:
-    program = trained("tp2", "inductor", make=lambda: make_model(layers=layers))[2]
-    assert len(pieces_of(program)) == 10
-    with_pieces = [f for _, f in program.functions if "compiled_0" in f.source]
-    assert len(with_pieces) <= 12
-    more = dict(schedule=dt.OneFOneB(microbatches=2))
-    program = trained("tp2", "inductor", make=lambda: make_model(layers=layers), options=more)[2]
-    assert len(pieces_of(program)) <= 12
+@pytest.mark.parametrize(
+    ("options", "limit"),
+    [({}, 12), (dict(schedule=dt.OneFOneB(microbatches=2)), 14)],
+)
+def test_number_of_compiled_functions_does_not_depend_on_layers(
+    options: dict[str, Any], limit: int
+) -> None:
+    counts: list[int] = []
+    for layers in (3, 6):
+        make = partial(make_model, layers=layers)
+        program = trained("tp2", "inductor", make=make, options=options)[2]
+        counts.append(len(pieces_of(program)))
+    assert counts[0] == counts[1] <= limit
 
 
 @pytest.mark.slow

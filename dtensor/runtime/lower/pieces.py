@@ -162,7 +162,7 @@ _artifacts: dict[str, Callable[[list[Tensor]], Sequence[Tensor]]] = {}
 def _loaded(data: bytes) -> Callable[[list[Tensor]], Sequence[Tensor]]:
     key = hashlib.sha256(data).hexdigest()
     if key not in _artifacts:
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, without_trace():
             path = Path(folder) / "artifact"
             path.write_bytes(data)
             _artifacts[key] = loaded_artifact(str(path))
