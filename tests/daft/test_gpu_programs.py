@@ -15,8 +15,9 @@ import pytest
 import torch
 
 import dtensor as dt
-from dtensor.daft import Call, Collective, Program, Wait
+from dtensor.daft import Buffer, Call, Collective, Instruction, Program, Wait
 from dtensor.daft.ray.bootstrap.progress import ProgramCounter
+from dtensor.daft.ray.transports.communicators import Communicators
 from dtensor.daft.ray.transports.connect import check_routes
 from dtensor.daft.ray.transports.exchange import ExchangeTransport
 from dtensor.daft.ray.transports.nccl import NcclWire
@@ -56,6 +57,36 @@ def test_step_hangs_if_nccl_connects_at_first_message(monkeypatch: pytest.Monkey
     program = training_step(dt.GPipe, 1, 2)
     monkeypatch.setattr(NcclWire, "_connect", lambda *_: None)
     assert [seed for seed in range(4) if hangs(of_messages(program, seed), seed)] != []
+
+
+@pytest.mark.parametrize(
+    ("channels", "is_shared", "problem"),
+    [("ab", True, "start different collectives"), ("abcdefgh", False, "wait at the same time")],
+)
+def test_mock_nccl_finds_two_orders_on_one_communicator_and_too_many_ctas(
+    channels: str, is_shared: bool, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the orders and the overlaps that `Communicators` reads in the programs."""
+    lists: list[list[Instruction]] = []
+    for own in (channels, channels[::-1]):
+        buffers = [(Buffer((ord(each),), torch.float32),) for each in own]
+        words = [((0, 1), (f"x{each}",), (f"y{each}",)) for each in own]
+        starts = [
+            Collective("all_reduce", *names, buffer, buffer, "sum", each)
+            for names, buffer, each in zip(words, buffers, own, strict=True)
+        ]
+        lists.append([*starts, *(Wait((f"y{each}",)) for each in own)])
+    made = program(*lists, inputs=[tuple(f"x{each}" for each in channels)] * 2)
+    assert not hangs(made, 0)
+    plain = Communicators.number
+
+    def number(self: Communicators, program: Program, keys: Any, host_of: Any) -> Any:
+        numbers = plain(self, program, keys, host_of)
+        return {key: 2 if is_shared else 3 * i + 1 for i, key in enumerate(numbers)}
+
+    monkeypatch.setattr(Communicators, "number", number)
+    with pytest.raises(RuntimeError, match=problem):
+        assert [seed for seed in range(4) if hangs(made, seed)] == []
 
 
 # -- where a GPU waits for a peer, as its host's counter tells it ----------------------------------

@@ -51,6 +51,7 @@ def starts(rank: int, size: int) -> list[Start]:
         Collective("all_to_all", group, names, names, uneven, uneven, None, "t"),
         Collective("broadcast", group, root[0], ("o",), root[1], (BUFFER,), None, "o"),
         Collective("all_reduce", group, ("a",), ("b",), narrow, narrow, "sum", "narrow"),
+        Collective("reduce_scatter", group, names, ("s",), narrow * size, narrow, "sum", "few"),
         Collective("all_reduce", group[:2], ("a", "i"), ("c", "j"), bucket, bucket, "sum", "small"),
     ]
 
@@ -98,9 +99,10 @@ def all_exchanges(rank: int, transport: ExchangeTransport, size: int = 3, steps:
         )
         going.append(begins[6]([mine * 3] if rank == 0 else []))
         going.append(begins[7](((mine - rank).bfloat16(),)))
+        going.append(begins[8]([(mine - rank).bfloat16()] * size))
         if rank < 2:
             few = torch.full((3,), rank + 1, dtype=torch.uint8, device="cuda")
-            going.append(begins[8]((few, (mine - rank) + rank)))
+            going.append(begins[9]((few, (mine - rank) + rank)))
             del few
         wanted = [on_host * sum(r + 1 + step for r in range(size))]
         wanted += [on_host + r for r in range(size)]
@@ -108,7 +110,7 @@ def all_exchanges(rank: int, transport: ExchangeTransport, size: int = 3, steps:
         folded = torch.arange(size * LENGTH) * sum(r + 1.0 for r in range(size))
         wanted += [folded.chunk(size)[rank]]
         wanted += [torch.full((rank + r + 1,), r * size + rank + 0.0) for r in range(size)]
-        wanted += [on_host * 3, (on_host * size).bfloat16()]
+        wanted += [on_host * 3, *[(on_host * size).bfloat16()] * 2]
         wanted += [torch.full((3,), 3.0), on_host * 2 + 1] if rank < 2 else []
         results: list[Tensor] = []
         while going:
@@ -126,7 +128,8 @@ def all_exchanges(rank: int, transport: ExchangeTransport, size: int = 3, steps:
 
 
 def check(value: Tensor, right: Tensor) -> None:
-    assert torch.equal(value.cpu(), right), f"{value.tolist()} where {right.tolist()} is right"
+    is_right = value.dtype == right.dtype and torch.equal(value.cpu(), right)
+    assert is_right, f"{value.tolist()} where {right.tolist()} is right"
 
 
 def run_ranks(

@@ -69,6 +69,8 @@ MODULES: Mapping[str, ModuleType] = {
     **WIRE,
     **{file: module for file, (module, _) in OTHERS.items()},
 }
+CASTS = {"nccl.py"}
+"""Where casts are removed, too."""
 TEXTS = {"step_end.py"}
 """What writes code, in which it clones."""
 
@@ -133,7 +135,7 @@ def mutations() -> Iterator[Mutation]:
     for file, module in MODULES.items():
         assert module.__file__ is not None
         source = Path(module.__file__).read_text()
-        drop = _without_clone if file in TEXTS else _dropped
+        drop = _without_clone if file in TEXTS else _without_cast if file in CASTS else _dropped
         sites = [node for node in ast.walk(ast.parse(source)) if drop(node) is not None]
         for number, site in enumerate(sites):
             tree = ast.parse(source)
@@ -172,6 +174,13 @@ def _dropped(node: ast.AST) -> ast.AST | None:
         kept = [k for k in node.keywords if k.arg != "copy"]
         return ast.Call(node.func, node.args, kept)
     return None
+
+
+def _without_cast(node: ast.AST) -> ast.AST | None:
+    """Remove a cast, or what `_dropped` removes."""
+    func = node.func if isinstance(node, ast.Call) and not node.keywords else None
+    is_cast = isinstance(func, ast.Attribute) and func.attr == "to"
+    return func.value if is_cast else _dropped(node)
 
 
 def _without_clone(node: ast.AST) -> ast.AST | None:
