@@ -200,6 +200,25 @@ def test_wrong_label_raises_same_error_as_plain_codegen() -> None:
     assert said[0] == said[1]
 
 
+def transposed_relu(self: Tensor) -> Tensor:
+    return torch.where(self > 0, self, 0.0).t().contiguous().t()
+
+
+@pytest.mark.slow
+def test_user_kernel_with_other_strides_stays_between_compiled_pieces() -> None:
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        return (torch.tanh(torch.relu(x @ w + 1) * 2) @ w).sum()
+
+    mesh, x, w = dt.Mesh(), torch.randn(4, 4), torch.randn(4, 4)
+    with dt.kernel("aten::relu", "cpu").using(transposed_relu):
+        compiled = dt.compile(fn, mesh)
+        with dt.launch(mesh, local="inductor"):
+            found = compiled(x, w).full_tensor()
+            [loaded] = programs_of(session_for(mesh))
+    assert len(pieces_of(loaded.handle.program)) == 2
+    torch.testing.assert_close(found, fn(x, w))
+
+
 @pytest.mark.slow
 def test_profile_names_compiled_pieces() -> None:
     mesh = dt.Mesh(tp=2)

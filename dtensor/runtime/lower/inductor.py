@@ -37,6 +37,7 @@ from dtensor.private_torch import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    OpOverload,
 )
 from dtensor.runtime.lower.code import is_view, overload_of, plain_key
 from dtensor.runtime.lower.pieces import CompiledPiece, Layout, PieceSource
@@ -186,7 +187,7 @@ class _Rewritten:
         original, body = self.original, self.original.body
         if body is None:
             return original
-        bindings = dict(original.bindings)
+        bindings = dict(original.bindings) | {"laid_out": laid_out}
         last_reads = {n: at for at, part in enumerate(self.parts) for n in _names_read(part.lines)}
         lines: list[CodeLine] = []
         for at, part in enumerate(self.parts):
@@ -196,9 +197,10 @@ class _Rewritten:
                 continue
             comment = "" if part.piece is None else f"not compiled: {part.piece.reason}"
             lines += _with_drops(part.lines, dying, comment)
-        is_long = len(bindings) > len(original.bindings) or len(lines) > MAX_LINES
-        if not is_long and not any(part.piece for part in self.parts):
+        if len(lines) <= MAX_LINES and tuple(lines) == body.lines:
             return original
+        called = {line.called for line in lines}
+        bindings = {n: v for n, v in bindings.items() if n != "laid_out" or n in called}
         rewritten = Body(body.inputs, tuple(lines), body.outputs, boxed=bool(self.dying))
         return Function.straight(self.name, rewritten, bindings, original.checks)
 
@@ -278,8 +280,10 @@ class _Rewriter:
         for start, end in _runs(compiles):
             lines = body.lines[start:end]
             later = {*body.outputs, *_names_read(body.lines[end:])}
-            part = self._part(function, lines, values, later) if compiles[start] else None
-            parts.append(part or _Part(lines))
+            if not compiles[start]:
+                parts.append(_Part(tuple(_with_layouts(lines, bindings, values))))
+                continue
+            parts.append(self._part(function, lines, values, later) or _Part(lines))
         return _Rewritten(
             original=function,
             parts=tuple(parts),
@@ -306,7 +310,7 @@ class _Rewriter:
             except Exception:  # such as a read of a value
                 pass
         values.update(dict.fromkeys(line.makes, _UNKNOWN))
-        if _UNKNOWN not in read:
+        if line.makes and _UNKNOWN not in read:
             with suppress(Exception):
                 self._exec(line, shapes_only, values)
         return False
@@ -398,6 +402,38 @@ def _may_be_compiled(value: object, device: torch.device) -> bool:
         return True
     module = getattr(value, "__module__", None) or "torch"  # torch's own functions have none
     return f"{module}.".startswith(_COMPILED_MODULES) and not value.__name__.endswith("_")
+
+
+def _with_layouts(
+    lines: Sequence[CodeLine], bindings: Mapping[str, object], values: Mapping[str, object]
+) -> Iterator[CodeLine]:
+    """Yield the lines. After a call of a user's kernel or op a line gives its results the strides
+    that the op declares, because compiled pieces are compiled for these strides."""
+    for line in lines:
+        yield line
+        made = [values.get(name) for name in line.makes]
+        tensors = [x for x in made if isinstance(x, Tensor)]
+        if _is_users(bindings.get(line.called)) and tensors and len(tensors) == len(made):
+            targets = "".join(f"{name}, " for name in line.makes)
+            text = f"{targets}= laid_out(({targets}), {[x.stride() for x in tensors]})"
+            yield CodeLine(text, line.makes, line.makes, "laid_out", source=line.source)
+
+
+def _is_users(value: object) -> bool:
+    if isinstance(value, OpOverload):
+        return value.namespace not in _COMPILED_NAMESPACES
+    module: str = getattr(value, "__module__", None) or "torch"
+    return callable(value) and not f"{module}.".startswith(("dtensor.", "torch"))
+
+
+def laid_out(values: Sequence[Tensor], strides: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    """Return the values with these strides, copied if they have others."""
+    return [
+        x
+        if x.stride() == stride
+        else torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
+        for x, stride in zip(values, strides, strict=True)
+    ]
 
 
 def _for_shapes(value: object) -> object:

@@ -61,7 +61,7 @@ class Layout(NamedTuple):
 
     @staticmethod
     def of(x: Tensor) -> Layout:
-        offset = x.storage_offset() % max(1, _ALIGNMENT // x.element_size())
+        offset = int(x.storage_offset()) % max(1, _ALIGNMENT // x.element_size())
         return Layout(tuple(x.shape), x.stride(), x.dtype, offset)
 
     def zeros(self, device: torch.device) -> Tensor:
