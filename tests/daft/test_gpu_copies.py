@@ -192,6 +192,17 @@ def test_host_is_at_most_some_runs_ahead_and_unread_failures_are_raised_at_the_e
             cluster.check_undone()
 
 
+def test_interrupted_wait_for_results_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with loaded("inprocess") as (cluster, handle, _):
+        futures = [cluster.run(handle, [{"x": torch.tensor([1])}] * 2) for _ in range(2)]
+        with monkeypatch.context() as pressed, pytest.raises(KeyboardInterrupt):
+            pressed.setattr(torch.cuda.Event, "synchronize", Mock(side_effect=KeyboardInterrupt))
+            futures[1].get()
+        with pytest.raises(TimeoutError):
+            futures[1].get(timeout=0.01)
+        assert [float(future.get()[1]["out"]) for future in futures] == [1.0, 2.0]
+
+
 def test_host_on_ray_is_in_a_run_until_its_event_has_passed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
