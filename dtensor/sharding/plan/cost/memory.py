@@ -309,11 +309,12 @@ def _bytes_of_reductions(plan: PlanRecord, stage: int, walk: Sequence[Step]) -> 
 
 def _early_reductions(plan: PlanRecord, stage: int) -> list[Redistribute]:
     """Return the reductions of gradients of a stage that may start in a backward."""
+    delayed = {id(step) for steps in plan.delayed_reductions for step in steps}
     return [
         step
         for step in plan.steps
         if isinstance(step, Redistribute) and step.reduces_gradients
-        if step.may_be_late and step.stage == stage
+        if step.may_be_late and step.stage == stage and id(step) not in delayed
     ]
 
 
