@@ -14,7 +14,7 @@ device, so no wait of the host is between the calls of a run and its writes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, cast
 
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from dtensor.daft.ir.host_program import HostProgram
 from dtensor.daft.ir.instructions import Call, Commit, Vote
+from dtensor.daft.run.packed import Packed
 from dtensor.daft.undo.failed_run import Fault
 from dtensor.daft.verification.pairing import Site, instruction_at
 
@@ -35,13 +36,27 @@ class DeferredRun:
 
     `results`: the outputs of each rank; they mean nothing if the run was undone. `rows`: the rows
     i64[n, 3] of the host's calls, in the order of `DeviceCommit.sites`. `skip`: f32[], 1 if the run
-    was undone. `faults`: of the host's own exceptions.
+    was undone. `faults`: of the host's own exceptions. `packed`: small tensors of these, if a CUDA
+    graph has packed them.
     """
 
     results: Results
     rows: Tensor
     skip: Tensor
     faults: tuple[Fault, ...] = ()
+    packed: Packed | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Votes:
+    """The tensors of a run's commit point: the word and the rows of each rank, the predicate; if
+    the run has ended, the rows of all ranks, and all small results in one tensor."""
+
+    words: Mapping[int, Tensor] = field(default_factory=dict[int, Tensor])
+    rows: Mapping[int, Tensor] = field(default_factory=dict[int, Tensor])
+    skip: Tensor | None = None
+    joined: Tensor | None = None
+    packed: Packed | None = None
 
 
 @dataclass(slots=True)
@@ -55,6 +70,8 @@ class DeviceCommit:
     _words: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     _rows: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     _skip: Tensor | None = None
+    _joined: Tensor | None = None
+    _packed: Packed | None = None
 
     @staticmethod
     def of(program: HostProgram, device: torch.device) -> DeviceCommit | None:
@@ -76,16 +93,18 @@ class DeviceCommit:
 
     def begin(self) -> None:
         """Begin a run."""
-        self._words, self._rows, self._skip = {}, {}, None
+        self.votes = Votes()
 
     @property
-    def votes(self) -> tuple[dict[int, Tensor], dict[int, Tensor], Tensor | None]:
-        """The words, the rows and the predicate of the run, which a CUDA graph makes again."""
-        return dict(self._words), dict(self._rows), self._skip
+    def votes(self) -> Votes:
+        """The tensors of the run, which each replay of a CUDA graph makes again."""
+        words, rows = dict(self._words), dict(self._rows)
+        return Votes(words, rows, self._skip, self._joined, self._packed)
 
     @votes.setter
-    def votes(self, votes: tuple[dict[int, Tensor], dict[int, Tensor], Tensor | None]) -> None:
-        self._words, self._rows, self._skip = dict(votes[0]), dict(votes[1]), votes[2]
+    def votes(self, votes: Votes) -> None:
+        self._words, self._rows, self._skip = dict(votes.words), dict(votes.rows), votes.skip
+        self._joined, self._packed = votes.joined, votes.packed
 
     def vote(self, rank: int, rows: Sequence[object], *, failed: bool = False) -> Tensor:
         """Return the vote of a rank. ``failed``: a call of the rank has raised; its rows may be
@@ -113,15 +132,24 @@ class DeviceCommit:
 
     def finish(self, results: Results, faults: Sequence[Fault]) -> DeferredRun:
         """Return the run, and drop its tensors."""
-        rows = [self._rows_of(rank) for rank in self.program.ranks]
+        rows, packed = self._all_rows(), self._packed
         skip = torch.ones((), device=self.device) if self._skip is None else self._skip
         self.begin()
         return DeferredRun(
-            results=results,
-            rows=rows[0] if len(rows) == 1 else torch.cat(rows),
-            skip=skip,
-            faults=tuple(faults),
+            results=results, rows=rows, skip=skip, faults=tuple(faults), packed=packed
         )
+
+    def pack(self, results: Results) -> None:
+        """Pack the small tensors of the run that has ended."""
+        self._joined = self._all_rows()
+        outputs = [value for named in results.values() for value in named.values()]
+        self._packed = Packed.of([self._joined, self._skip, *outputs])
+
+    def _all_rows(self) -> Tensor:
+        if self._joined is not None:
+            return self._joined
+        rows = [self._rows_of(rank) for rank in self.program.ranks]
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     def _rows_of(self, rank: int) -> Tensor:
         """Return the rows of a rank: zeros if it failed before it had any."""

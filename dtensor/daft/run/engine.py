@@ -140,7 +140,8 @@ class Engine:
         if program.graphs is not None and device.type == "cuda":
             plain = [self._prepare(site) for site in self.sites]  # a graph records no events
             tables = self.values, table
-            self._graphs = Graphs(program, self._order, plain, *tables, self._device_commit)
+            commit = self._device_commit
+            self._graphs = Graphs(program, self._order, plain, *tables, commit, self._pack)
         self._stamps: Stamps | None = None  # for timed runs
         self._stamped: list[Step] = []
         # of the current run
@@ -326,11 +327,9 @@ class Engine:
             self.values.clear()
             self._running, self._faults = self._steps, []
             return deferred.finish({}, faults) if deferred else UndoneRun(tuple(faults))
-        results: Results = {}
+        results = {rank: self._outputs(rank) for rank in ranks}
         for rank in ranks:
             rank_program = self.program.ranks[rank]
-            places = {name: self._place(rank, name) for name in rank_program.outputs}
-            results[rank] = {name: table[key] for name, (table, key) in places.items()}
             for name in (*rank_program.inputs, *rank_program.outputs):
                 self.values.pop((rank, name), None)
         return results if deferred is None else deferred.finish(results, ())
@@ -339,6 +338,15 @@ class Engine:
     def is_deferred(self) -> bool:
         """Whether only the device knows if a run is undone."""
         return self._device_commit is not None
+
+    def _outputs(self, rank: int) -> dict[str, object]:
+        places = {name: self._place(rank, name) for name in self.program.ranks[rank].outputs}
+        return {name: table[key] for name, (table, key) in places.items()}
+
+    def _pack(self) -> None:
+        """Pack the small results of a run whose steps are all captured."""
+        if self._device_commit is not None:
+            self._device_commit.pack({rank: self._outputs(rank) for rank in self.program.ranks})
 
     def outcome(self, run: DeferredRun) -> UndoneRun | None:
         """Return the record of a deferred run that was undone, None if it was committed. ``run``:

@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, TypeAlias
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -74,8 +75,10 @@ class Graphs:
         values: Table,
         table: Table,
         commit: DeviceCommit | None,
+        end: Step,
     ) -> None:
-        """``order``: the positions of a run; ``steps``: of the engine, by position; ``values``: of
+        """``end``: a step after all others, for a graph of the whole list; ``order``: the positions
+        of a run; ``steps``: of the engine, by position; ``values``: of
         the current run; ``table``: the state; ``commit``: the engine's."""
         self.are_warm = False
         self.parts: list[Part] = []
@@ -83,6 +86,8 @@ class Graphs:
             graph = None
             if is_captured:
                 part_steps = [(position, steps[position]) for position in positions]
+                if len(positions) == len(order):
+                    part_steps.append((positions[-1], end))
                 graph = Graph(program, part_steps, values, table, commit)
             instructions = [instruction_at(program, program.sites[p]) for p in positions]
             waits = not program.alone and any(isinstance(i, Wait) for i in instructions)
@@ -176,15 +181,19 @@ class Graph:
         """``steps``: with their positions; the other arguments are described at `Graphs`."""
         self._steps, self._values, self._table, self._commit = steps, values, table, commit
         self._state = {(rank, name) for rank, r in program.ranks.items() for name in r.state}
-        shared = {(rank, name) for rank, r in program.ranks.items() for name, _ in r.shares}
-        changed = {(rank, name) for rank, r in program.ranks.items() for name in r.changed}
-        # a write into a buffer would be lost, and so would a write that a shared value must see
-        self._fixed = self._state | shared | changed
+        # a write to a copy of these would be lost, and a copy of a value that shares the memory of
+        # a written value would not see the write
+        self._fixed = {
+            (rank, name)
+            for rank, r in program.ranks.items()
+            for written in [{*r.lasting, *(v for i in r.instructions for v in i.writes)}]
+            for name in (*r.lasting, *(value for value, other in r.shares if other in written))
+        }
         self._reads = list(_values_from_outside(program, [position for position, _ in steps]))
         self._stream: Any = None
         self._graph: torch.cuda.CUDAGraph | None = None
         self._misses = 0  # consecutive runs that had to capture
-        self._last_ids: dict[Leaf, int] = {}  # ids of the objects that the last run has read
+        self._last: dict[Leaf, ref[Tensor]] = {}  # tensors that the last run without it has read
         self._moving: set[Leaf] = set()
         self._key: list[tuple[object, ...]] = []
         # of the capture: values with buffers in place of moving tensors; values that the part makes
@@ -201,7 +210,8 @@ class Graph:
 
     def look(self) -> None:
         """Record the objects that the part reads in a run without the graph."""
-        self._last_ids = {leaf: id(value) for leaf, value in self._leaves()}
+        leaves = self._leaves()
+        self._last = {leaf: ref(value) for leaf, value in leaves if isinstance(value, Tensor)}
 
     def run(self, counter: memoryview) -> None:
         """Replay the graph, and capture it before if necessary. If this raises, ``counter[0]`` is
@@ -263,7 +273,8 @@ class Graph:
         """Add tensors that are not where they were in the last run to the moving ones."""
         same = {entry[0] for entry, old in zip(key, self._key) if _equal([entry], [old])}
         for leaf, value in self._leaves():
-            stays = leaf in same or self._last_ids.get(leaf) == id(value)
+            last = self._last.get(leaf)
+            stays = leaf in same or (last is not None and last() is value)
             if isinstance(value, Tensor) and not stays and leaf[0] not in self._fixed:
                 self._moving.add(leaf)
             if isinstance(value, Tensor) and value.device.type == "cpu":
@@ -307,7 +318,7 @@ class Graph:
         self._votes = None if self._commit is None else self._commit.votes
         values.clear()
         values.update(before | originals)
-        self._last_ids, self._key = {}, self._present_key()
+        self._last, self._key = {}, self._present_key()
 
     def _restore_addresses(self, before: Table) -> None:
         """Copy state that the part has made anew to where it was, so that the next replay finds it
@@ -332,6 +343,7 @@ def _values_from_outside(
     """Return the values, as (rank, name), that the part reads and has not made before."""
     made: set[tuple[int, str]] = set()
     outside: dict[tuple[int, str], None] = {}
+    outputs = [(rank, name) for rank, r in program.ranks.items() for name in r.outputs]
     for position in positions:
         rank, index = program.sites[position]
         instruction = program.ranks[rank].instructions[index]
@@ -339,6 +351,7 @@ def _values_from_outside(
             dict.fromkeys((rank, n) for n in instruction.inputs if (rank, n) not in made)
         )
         made.update((rank, name) for name in instruction.outputs)
+    outside.update(dict.fromkeys(key for key in outputs if key not in made))  # a graph packs them
     return outside
 
 

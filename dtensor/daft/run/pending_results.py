@@ -4,8 +4,9 @@
     pending.done()                                    # False
     pending.wait()                                    # {0: {"loss": tensor}} or UndoneRun
 
-The outputs, the rows of faults and the predicate are copied to pinned memory, and an event is
-recorded behind the copies. The run has ended when the event has passed. Any thread may wait.
+The outputs, the rows of faults and the predicate are copied to pinned memory, small ones in one
+copy, and an event is recorded behind the copies. The run has ended when the event has passed. Any
+thread may wait.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 from dtensor.daft.errors import CommunicationError, Failure
 from dtensor.daft.remote_exceptions import reason_of
 from dtensor.daft.run.device_commit import DeferredRun, Results
+from dtensor.daft.run.packed import Packed
 from dtensor.daft.undo.failed_run import UndoneRun
 
 T = TypeVar("T")
@@ -43,11 +45,22 @@ class PendingResults:
     ) -> None:
         self._device = device
         self._outcome = outcome
+        outputs = [value for named in run.results.values() for value in named.values()]
+        packed = run.packed or Packed.of([run.rows, run.skip, *outputs])
+        flat = None if packed is None else _queue_copy(packed.flat)
+
+        def to_host(value: T) -> T:
+            if flat is None or packed is None or not isinstance(value, Tensor):
+                return _queue_copy(value)
+            part = packed.part(flat, value)
+            return _queue_copy(value) if part is None else cast(T, part)
+
         self._run = replace(
             run,
-            results=_copied(run.results, _queue_copy),
-            rows=_queue_copy(run.rows),
-            skip=_queue_copy(run.skip),
+            results=_copied(run.results, to_host),
+            rows=to_host(run.rows),
+            skip=to_host(run.skip),
+            packed=None,
         )
         self._result: Results | UndoneRun | None = None
         self._event: torch.cuda.Event | None = None

@@ -23,7 +23,7 @@ _NAMESPACES = ("aten", "dt", "prims")
 _WAITING_MODULES = frozenset(
     f"dtensor.{name}"
     for name in (
-        *("sharding.ops.experts", "sharding.ops.sampling", "sharding.local.expert_rows"),
+        *("sharding.ops.experts", "sharding.local.expert_rows"),
         *("sharding.local.grouped_matmul", "runtime.lower.experts"),
     )
 )
