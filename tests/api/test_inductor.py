@@ -14,6 +14,7 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import dtensor as dt
+from dtensor.api.step.compiled_code import compiles
 from dtensor.api.step.loaded_program import programs_of
 from dtensor.api.store.session import session_for
 from dtensor.daft import Backend, Function, Mode, Program
@@ -248,6 +250,21 @@ def test_inductor_rejects_incompatible_options() -> None:
     said = "detect_nan checks each op"
     with dt.launch(mesh, local="inductor"), pytest.raises(dt.PlanningError, match=said):
         step(*batches(1)[0])
+
+
+def test_auto_without_compiler_warns_once_and_inductor_raises() -> None:
+    def session(local: str) -> Any:
+        launch = SimpleNamespace(local=local, has_compiler=None)
+        problem = ("Triton, which is not installed", "pip install triton")
+        cluster = SimpleNamespace(device=torch.device("cuda"), call_on=lambda *_: problem)
+        return SimpleNamespace(launch=launch, cluster=cluster)
+
+    auto = session("auto")
+    with pytest.warns(UserWarning, match="local code is not compiled: .* Triton"):
+        assert not compiles(auto, False)
+    assert not compiles(auto, False)  # a second warning would be an error
+    with pytest.raises(dt.PlanningError, match='local="inductor" needs Triton'):
+        compiles(session("inductor"), False)
 
 
 @pytest.mark.slow
