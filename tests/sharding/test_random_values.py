@@ -213,7 +213,7 @@ def test_next_tokens_follow_distribution_of_transformers(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_sample_without_wait_equals_sample_that_reads_filters(dtype: torch.dtype) -> None:
-    scaled = (torch.randn(50).to(dtype) * 3).float()  # bfloat16 has ties
+    scaled = torch.randn(50).to(dtype).float() / 4  # bfloat16 has ties
     for k in (0, 1, 3, 50, 99):
         for p in (1.0, 0.9, 0.5, 1e-6):
             filters = torch.tensor(k), torch.tensor(p)
