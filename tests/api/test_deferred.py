@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -58,11 +59,11 @@ WRITES = {
 @pytest.mark.parametrize("name", WRITES)
 @pytest.mark.parametrize("split", in_place.MESHES)
 def test_write_to_buffer_is_made_by_committed_runs_only(split: str, name: str, read: bool) -> None:
-    namespace: dict[str, object] = {"torch": torch}
+    namespace: dict[str, Any] = {"torch": torch}
     result = "(m.k if y is None else x).sum((1, 2, 3)) + m.table(ids).sum()"
     source = f"def f(m, x, at, ids, y=None):\n    {WRITES[name]}\n    return {result}"
     exec(source if read else source.replace("m.k if y is None else ", ""), namespace)
-    net = in_place.Cached(namespace["f"])  # type: ignore[arg-type]
+    net: Any = in_place.Cached(namespace["f"])
     net.table = nn.Embedding(5, 2).double()
     net.k.normal_()
     reference, (mesh, placed) = copy.deepcopy(net), in_place.MESHES[split]
@@ -95,7 +96,7 @@ def test_wrong_position_changes_no_other_row_before_the_commit(name: str) -> Non
     fn, (x, at), how = in_place.FORMS[name]
     assert how == "in place"
     for mesh, placed in (in_place.MESHES["one"], in_place.MESHES["positions"]):
-        net = in_place.Cached(fn)
+        net: Any = in_place.Cached(fn)
         call = dt.compile(lambda m, *a: m(*a), mesh)
         with dt.launch(mesh):
             model = dt.parallelize(net, mesh, {"k": placed})

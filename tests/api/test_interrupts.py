@@ -147,9 +147,13 @@ DOES: dict[str, Does] = {
 
 @pytest.fixture(scope="module")
 def after() -> list[list[torch.Tensor]]:
+    return states()
+
+
+def states(**launch: Any) -> list[list[torch.Tensor]]:
     """Return the expected state after each number of steps."""
     training, found = Training(), list[list[torch.Tensor]]()
-    with dt.launch(TP):
+    with dt.launch(TP, **launch):
         for number in range(3):
             found.append(training.state())
             training.step(number)
@@ -157,9 +161,9 @@ def after() -> list[list[torch.Tensor]]:
     return found
 
 
-def tried(what: str, line: AtLine, after: list[list[torch.Tensor]]) -> None:
+def tried(what: str, line: AtLine, after: list[list[torch.Tensor]], **launch: Any) -> None:
     training = Training()
-    run = None if what == "launch" else dt.launch(TP).start()
+    run = None if what == "launch" else dt.launch(TP, **launch).start()
     if what != "first step":
         training.step(0)
     try:

@@ -411,7 +411,7 @@ class TrainStep:
         loss = Loss(future, planned, session, on_end, self._line)
         self._pending.append(loss)
         self._began = loss if begins else None
-        if session.at_once:
+        if session.at_once or (session.cluster.device.type == "cuda" and future.done()):
             try:
                 loss.wait()
             except RunInterrupted:  # the exception of the signal handler is raised instead

@@ -269,8 +269,8 @@ class Worker:
         self._settle(MAX_PENDING - 1 if runs_ahead else 0)
         inputs_by_rank = self._take_inputs(run)
         results = engine.run(inputs_by_rank, self.counter, timed=run.timed, keeps=bool(run.keep))
-        ends_here = run.keep or run.timed or self._rollback is not None
-        if self.device.type == "cpu" or ends_here or not isinstance(results, DeferredRun):
+        ends_here = self.device.type == "cpu" or run.keep or run.timed or self._rollback is not None
+        if ends_here or not isinstance(results, DeferredRun) or results.faults:
             self._settle()
             return self._results_of(results)
         pending = self._pending_results(results)

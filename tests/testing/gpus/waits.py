@@ -84,6 +84,7 @@ PROGRAMS: Mapping[str, Program] = {
     "training step, tp2": lambda: training("tp2"),
     "training step, dp2, ZeRO-3": lambda: training("dp2", zero={"dp": 3}),
     "training step, pp2": lambda: training("pp2"),
+    "training step, one rank": lambda: training("single"),
     "a token, tp2": token,
     "grouped product, experts whole": product,
     "grouped product, by expert": lambda: product(tp=dt.Shard(0)),
