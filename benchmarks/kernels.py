@@ -9,7 +9,10 @@ overwritten before each, so often that the host has queued the whole call by the
 The host's own time is that of a call until it returns. The roofline is the bytes that a call must
 read and write over the device's bandwidth, which is that of a copy of 1 GiB in the same run. Peers:
 torch eager, torch.compile(dynamic=False), and Liger-Kernel where it can be imported. Shapes are
-aligned and odd.
+aligned and odd. "In a segment" an elementwise op is before the call and another one after it, as in
+compiled local code: with the kernel these are three launches, and torch.compile may fuse all. A
+line at the end names the ops that compiled code should take from the compiler, for
+`COMPILED_INSTEAD` in dtensor/kernels/registry.py.
 
 `--aot` compiles every kernel for four targets, checks that none spills or takes more than 128
 registers, and prints registers and loads of 16 bytes of all loads (tests/kernels/ahead.py).
@@ -40,11 +43,24 @@ Fn = Callable[..., Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Timed:
-    """One direction of an op. ``nbytes``: what it must read and write; ``ways``: by who does it."""
+    """One direction of an op. ``op``: its name; ``nbytes``: what it must read and write; ``ways``:
+    by who does it."""
 
     name: str
+    op: str
     nbytes: int
     ways: dict[str, Callable[[], object]] = field(default_factory=dict)
+
+
+IN_SEGMENT = "in a segment, "
+SCALE = 1.5
+"""The factor of the elementwise ops around a call in a segment."""
+
+
+def scaled(made: Any) -> Any:
+    """Return the first result, scaled."""
+    first: Tensor = made if isinstance(made, Tensor) else made[0]
+    return first * SCALE
 
 
 def bytes_of(*tensors: Tensor) -> int:
@@ -53,28 +69,49 @@ def bytes_of(*tensors: Tensor) -> int:
 
 def both(
     name: str,
+    op: str,
     plain: Fn,
     inputs: Sequence[Tensor],
-    ours: Callable[[], object],
+    ours: Callable[[Tensor], object],
     ours_backward: Callable[[Tensor], object],
     nbytes: tuple[int, int],
     liger: Fn | None,
 ) -> Iterator[Timed]:
-    """Forward and backward: of peers by autograd, whose graph is made once."""
+    """Forward and backward: of peers by autograd, whose graph is made once. ``ours`` takes the
+    first input, ``ours_backward`` the gradient of the result."""
     leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
     wanted = [x for x in leaves if x.requires_grad]
     with torch.no_grad():
         grad = torch.randn_like(plain(*inputs))
     peers = {"eager": plain, "compile": torch.compile(plain, dynamic=False)}
     peers |= {} if liger is None else {"Liger": liger}
-    forward: dict[str, Callable[[], object]] = {"ours": ours}
-    backward: dict[str, Callable[[], object]] = {"ours": lambda: ours_backward(grad)}
+    first, *others = inputs
+
+    def segment(x: Tensor, *others: Tensor) -> Any:
+        return scaled(plain(x * SCALE, *others))
+
+    compiled = torch.compile(segment, dynamic=False)
+    in_segment = compiled(*leaves)
+    forward: dict[str, Callable[[], object]] = {
+        "ours": lambda: ours(first),
+        f"{IN_SEGMENT}ours": lambda: scaled(ours(first * SCALE)),
+        f"{IN_SEGMENT}compile": lambda: compiled(first, *others),
+    }
+    backward: dict[str, Callable[[], object]] = {
+        "ours": lambda: ours_backward(grad),
+        f"{IN_SEGMENT}ours": lambda: scaled(ours_backward(grad * SCALE)),
+        f"{IN_SEGMENT}compile": lambda: torch.autograd.grad(
+            in_segment, wanted, grad, retain_graph=True
+        ),
+    }
     for peer, fn in peers.items():
         y = fn(*leaves)
         forward[peer] = lambda fn=fn: fn(*inputs)
         backward[peer] = lambda y=y: torch.autograd.grad(y, wanted, grad, retain_graph=True)
-    yield Timed(name=name, nbytes=nbytes[0], ways=forward)
-    yield Timed(name=f"{name}, backward", nbytes=nbytes[1], ways=backward)
+    yield Timed(name=name, op=op, nbytes=nbytes[0], ways=forward)
+    backward_op = "dropout_backward" if op == "dropout_add" else f"{op}_backward"
+    backward_op = "ce_backward" if op == "ce_stats" else backward_op
+    yield Timed(name=f"{name}, backward", op=backward_op, nbytes=nbytes[1], ways=backward)
 
 
 def timed(rows: int, odd: bool) -> Iterator[Timed]:
@@ -96,9 +133,10 @@ def timed(rows: int, odd: bool) -> Iterator[Timed]:
     _, rstd = norms.rms_norm(a, weight, *args)
     yield from both(
         f"rms_norm [{rows}, {d}] {kind}",
+        "rms_norm",
         lambda a, w: F.rms_norm(a, (d,), w, 1e-6),
         (a, weight),
-        lambda: norms.rms_norm(a, weight, *args),
+        lambda x: norms.rms_norm(x, weight, *args),
         lambda g: norms.rms_norm_backward(g, a, rstd, weight, 0.0),
         (bytes_of(a, a, weight), bytes_of(a, a, a, weight)),
         liger and (lambda a, w: liger.liger_rms_norm(a, w, 1e-6)),
@@ -106,9 +144,10 @@ def timed(rows: int, odd: bool) -> Iterator[Timed]:
     gate, up = x(rows, ff), x(rows, ff)
     yield from both(
         f"silu gate [{rows}, {ff}] {kind}",
+        "gated",
         lambda a, b: F.silu(a) * b,
         (gate, up),
-        lambda: gates.gated(gate, up, "silu"),
+        lambda x: gates.gated(x, up, "silu"),
         lambda g: gates.gated_backward(g, gate, up, "silu"),
         (bytes_of(gate) * 3, bytes_of(gate) * 5),
         liger and liger.liger_swiglu,
@@ -116,9 +155,10 @@ def timed(rows: int, odd: bool) -> Iterator[Timed]:
     wide, bias = x(rows, d, dtype=torch.float32), x(d, dtype=torch.float32)
     yield from both(
         f"bias + gelu f32 [{rows}, {d}] {kind}",
+        "bias_gelu",
         lambda a, b: F.gelu(a + b),
         (wide, bias),
-        lambda: gates.bias_gelu(wide, bias, "gelu"),
+        lambda x: gates.bias_gelu(x, bias, "gelu"),
         lambda g: gates.bias_gelu_backward(g, wide, bias, "gelu"),
         (bytes_of(wide) * 2, bytes_of(wide) * 3),
         None,
@@ -132,9 +172,10 @@ def timed(rows: int, odd: bool) -> Iterator[Timed]:
 
     yield from both(
         f"rope [4, 32, {rows // 4}, {size}] {kind}",
+        "rope",
         lambda q: rotate(q, cos, sin),
         (q,),
-        lambda: rope.rope(q, cos, sin),
+        lambda x: rope.rope(x, cos, sin),
         lambda g: rope.rope_backward(g, cos, sin, q.dtype),
         (bytes_of(q) * 2, bytes_of(q) * 2),
         None,  # Liger's turns queries and keys at once, in place
@@ -143,9 +184,10 @@ def timed(rows: int, odd: bool) -> Iterator[Timed]:
     stats = cross_entropy.ce_stats(logits, target, -100)
     yield from both(
         f"cross entropy [{rows}, {v}] {kind}",
+        "ce_stats",
         lambda a: F.cross_entropy(a.float(), target, reduction="none"),
         (logits,),
-        lambda: cross_entropy.ce_stats(logits, target, -100),
+        lambda x: cross_entropy.ce_stats(x, target, -100),
         lambda g: cross_entropy.ce_backward(g.float(), logits, stats, target, -100),
         (bytes_of(logits), bytes_of(logits) * 2),
         None,  # Liger's forward writes the gradient: compare the sums of both
@@ -155,9 +197,10 @@ def timed(rows: int, odd: bool) -> Iterator[Timed]:
     _, kept = dropout.dropout_add(h, residual, 0.1, **at)
     yield from both(
         f"dropout + add [{rows}, {d}] {kind}",
+        "dropout_add",
         lambda a, b: F.dropout(a, 0.1) + b,
         (h, residual),
-        lambda: dropout.dropout_add(h, residual, 0.1, **at),
+        lambda x: dropout.dropout_add(x, residual, 0.1, **at),
         lambda g: dropout.dropout_backward(g, kept, 0.1),
         (bytes_of(h) * 3 + bytes_of(kept), bytes_of(h) * 2 + bytes_of(kept)),
         None,
@@ -204,8 +247,10 @@ def on_gpu(rounds: int) -> Iterator[str]:
     versions = f"torch {torch.__version__}, Triton {importlib.import_module('triton').__version__}"
     yield f"{device}, {versions}; a copy: {most / 1e12:.2f} TB/s"
     yield ""
-    yield "| op | ours, us | of the roofline | eager | compile | Liger | host, us: ours | eager |"
-    yield "|---|---|---|---|---|---|---|---|"
+    heads = ("ours, us", "of the roofline", "eager", "compile", "Liger", "compile in a segment")
+    yield f"| op | {' | '.join(heads)} | host, us: ours | eager |"
+    yield "|---" * (len(heads) + 3) + "|"
+    in_segment: dict[str, list[float]] = {}
     for odd in (False, True):
         for each in timed(8192, odd):
             found = seconds(each.ways, rounds)
@@ -215,11 +260,15 @@ def on_gpu(rounds: int) -> Iterator[str]:
                 f"{found[p][0] / ours:.2f}x" if p in found else "-"
                 for p in ("eager", "compile", "Liger")
             ]
+            ratio = found[f"{IN_SEGMENT}compile"][0] / found[f"{IN_SEGMENT}ours"][0]
+            in_segment.setdefault(each.op, []).append(ratio)
             hosts = f"{host * 1e6:.0f} | {found['eager'][1] * 1e6:.0f}"
-            cells = [each.name, f"{ours * 1e6:.0f}", f"{share:.0%}", *peers, hosts]
+            cells = [each.name, f"{ours * 1e6:.0f}", f"{share:.0%}", *peers, f"{ratio:.2f}x", hosts]
             yield f"| {' | '.join(cells)} |"
     yield ""
     yield "A peer's figure is its time over ours, on the device; of the host, until a call returns."
+    instead = sorted(op for op, ratios in in_segment.items() if statistics.mean(ratios) < 1)
+    yield f"Faster from the compiler in a segment, for `COMPILED_INSTEAD`: {', '.join(instead)}."
 
 
 def ahead_of_time(most: int | None) -> Iterator[str]:
