@@ -186,6 +186,15 @@ def _speed_of(where: Where, case: str) -> None:
     benchmark(where, "benchmarks.gpu_step", "--cases", case, "--rounds", "15", "--write", *given)
 
 
+def speed_all_reduce(where: Where) -> None:
+    if where.simulated:
+        where.leave_out("an all_reduce beside torch.distributed", "not simulated: speed")
+    elif where.num < 2:
+        where.leave_out("an all_reduce", "needs two GPUs")
+    else:
+        benchmark(where, "benchmarks.nccl", "--write")
+
+
 def speed_block(where: Where) -> None:
     if where.simulated:
         where.leave_out("seconds", "not simulated; the line below is of two processes on a CPU")

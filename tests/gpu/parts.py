@@ -42,5 +42,11 @@ PARTS = (
     Part(
         "speed_small", "A step of a small GPT beside peers", 480, "tests.gpu.measured:speed_small"
     ),
+    Part(
+        "speed_all_reduce",
+        "An all_reduce beside torch.distributed",
+        300,
+        "tests.gpu.measured:speed_all_reduce",
+    ),
     Part("speed_block", "A block on two GPUs beside peers", 480, "tests.gpu.measured:speed_block"),
 )
