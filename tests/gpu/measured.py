@@ -146,7 +146,7 @@ def speed_kernels(where: Where) -> None:
     if find_spec("triton") is None:
         where.leave_out("kernels", "not installed: triton")
         return
-    benchmark(where, "benchmarks.kernels", "--rounds", "20")
+    benchmark(where, "benchmarks.kernels", "--rounds", "20", "--write")
 
 
 def attention(where: Where) -> None:
