@@ -140,19 +140,22 @@ def test_exchange_with_one_hardware_queue_deadlocks() -> None:
         run_ranks(3, 0, body, num_queues=1)
 
 
+@pytest.mark.parametrize("in_order", [True, False])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_simulated_gpu_collectives_are_bitwise_equal_to_inprocess(size: int) -> None:
+def test_simulated_gpu_collectives_are_equal_to_inprocess(size: int, in_order: bool) -> None:
+    """Bitwise if they are deterministic; sums of NCCL have another order."""
     case = Collectives(size)
     with launch_cluster(size) as local:
         expected = local.run(local.load(case.program()), case.fed).get()
     with dt.testing.simulated_gpus(size) as gpus:
-        with launch_cluster(size, backend="ray", device="cuda", deterministic=True) as cluster:
+        with launch_cluster(size, backend="ray", device="cuda", deterministic=in_order) as cluster:
             found = cluster.run(cluster.load(case.program()), case.fed).get()
         assert not gpus.report().races and not gpus.report().early_frees
     for rank in range(size):
         assert set(found[rank]) == set(expected[rank]) == set(case.expected[rank])
         for name, value in expected[rank].items():
-            assert same_bits(found[rank][name], value), (rank, name)
+            assert not in_order or same_bits(found[rank][name], value), (rank, name)
+            torch.testing.assert_close(found[rank][name], value)
 
 
 def _zero(level: int) -> Any:
@@ -190,7 +193,7 @@ def test_planned_collectives_are_those_that_run(name: str) -> None:
         dt.testing.simulated_gpus(mesh.size) as gpus,
         dt.launch(mesh, "ray", device="cuda"),
     ):
-        float(step(*data)), float(step(*data))
+        [float(step(*data)) for _ in range(2)]
         before = Counter(gpus.fabric.calls)
         float(step(*data))
         calls = gpus.fabric.calls - before
