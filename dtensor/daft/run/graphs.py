@@ -82,9 +82,17 @@ class Graphs:
         the current run; ``table``: the state; ``commit``: the engine's."""
         self.are_warm = False
         self.parts: list[Part] = []
+        # a copy of a value that shares the memory of a written value would not see the write
+        tied = {
+            (rank, value)
+            for rank, r in program.ranks.items()
+            for written in [{*r.lasting, *(v for i in r.instructions for v in i.writes)}]
+            for value, other in r.shares
+            if other in written
+        }
         for is_captured, positions in split(program, order):
             graph = None
-            if is_captured:
+            if is_captured and tied.isdisjoint(_values_from_outside(program, positions)):
                 part_steps = [(position, steps[position]) for position in positions]
                 if len(positions) == len(order):
                     part_steps.append((positions[-1], end))
@@ -181,14 +189,8 @@ class Graph:
         """``steps``: with their positions; the other arguments are described at `Graphs`."""
         self._steps, self._values, self._table, self._commit = steps, values, table, commit
         self._state = {(rank, name) for rank, r in program.ranks.items() for name in r.state}
-        # a write to a copy of these would be lost, and a copy of a value that shares the memory of
-        # a written value would not see the write
-        self._fixed = {
-            (rank, name)
-            for rank, r in program.ranks.items()
-            for written in [{*r.lasting, *(v for i in r.instructions for v in i.writes)}]
-            for name in (*r.lasting, *(value for value, other in r.shares if other in written))
-        }
+        # a write to a copy of these would be lost
+        self._fixed = {(rank, name) for rank, r in program.ranks.items() for name in r.lasting}
         self._reads = list(_values_from_outside(program, [position for position, _ in steps]))
         self._stream: Any = None
         self._graph: torch.cuda.CUDAGraph | None = None
