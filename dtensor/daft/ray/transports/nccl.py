@@ -65,6 +65,8 @@ ENVIRONMENT = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
     # loading a kernel at its first use waits for the device, which may wait for a peer
     "CUDA_MODULE_LOADING": "EAGER",
+    # with registered buffers, a rank that replays a graph could not meet a rank without one
+    "NCCL_GRAPH_REGISTER": "0",
     # connecting a ring or a tree at the first collective that uses it waits for all members
     "NCCL_RUNTIME_CONNECT": "0",
 }
