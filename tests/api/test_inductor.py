@@ -297,7 +297,8 @@ def main() -> None:
                 options: Any = dict(make=make, pinned=pinned, double=double)
                 found = trained(name, "inductor", **options)[0]
                 expected = trained(name, "generated", **options)[0]
-                limit = 1e-12 if double else 1e-5
+                # Llama computes the angles of its rotary positions in float32
+                limit = (1e-8 if model == "llama" else 1e-12) if double else 1e-5
                 torch.testing.assert_close(found, expected, rtol=limit, atol=limit)
                 error = max(abs(a - b) for a, b in zip(found, expected, strict=True))
                 print(f"{model:8} {name:8} {'float64' if double else 'float32'} {error:.1e}")
