@@ -143,7 +143,7 @@ class DeviceCommit:
         """Pack the small tensors of the run that has ended."""
         self._joined = self._all_rows()
         outputs = [value for named in results.values() for value in named.values()]
-        self._packed = Packed.of([self._joined, self._skip, *outputs])
+        self._packed = Packed.of(self._joined.device, [self._joined, self._skip, *outputs])
 
     def _all_rows(self) -> Tensor:
         if self._joined is not None:

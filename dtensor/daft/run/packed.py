@@ -1,8 +1,8 @@
 """Small tensors in one buffer of bytes, which travels in one copy.
 
-    packed = Packed.of([loss, rows, skip])          # uint8[n] on their device
+    packed = Packed.of(rows.device, [loss, rows, skip])      # flat: uint8[n]
     host = packed.flat.cpu()
-    packed.part(host, loss)                         # the value of the loss; None: it is not in it
+    packed.part(host, loss)         # the value of the loss; None: it is not in it
 
 Tensors with larger elements come first, so each tensor begins at a multiple of its element's size.
 """
@@ -29,10 +29,11 @@ class Packed:
     tensors: tuple[Tensor, ...]
 
     @staticmethod
-    def of(tensors: Iterable[object]) -> Packed | None:
-        """Return the small tensors among the values in one buffer, or None if there are none."""
-        small = {id(x): x for x in tensors if isinstance(x, Tensor) and _nbytes(x) > 0}
-        packed = [x for x in small.values() if _nbytes(x) <= SMALL_BYTES]
+    def of(device: torch.device, values: Iterable[object]) -> Packed | None:
+        """Return the small tensors of the device among the values in one buffer, or None if there
+        are none."""
+        tensors = {id(x): x for x in values if isinstance(x, Tensor) and x.device == device}
+        packed = [x for x in tensors.values() if 0 < _nbytes(x) <= SMALL_BYTES]
         packed.sort(key=lambda x: -x.itemsize)
         if not packed:
             return None

@@ -46,7 +46,7 @@ class PendingResults:
         self._device = device
         self._outcome = outcome
         outputs = [value for named in run.results.values() for value in named.values()]
-        packed = run.packed or Packed.of([run.rows, run.skip, *outputs])
+        packed = run.packed or Packed.of(run.rows.device, [run.rows, run.skip, *outputs])
         flat = None if packed is None else _queue_copy(packed.flat)
 
         def to_host(value: T) -> T:
