@@ -43,7 +43,8 @@ class CodeLine(NamedTuple):
 
     ``makes`` and ``reads``: names of values. ``called``: the name of the called function, "" for a
     method or an operator. ``op``: what the line does, if ``called`` does not say it. ``drops``:
-    names that are deleted after it. ``source``: the user's line. A NamedTuple, because each program
+    names that are deleted after it. ``source``: the user's line. ``in_place``: an op writes its
+    result to its first operand, which no other line reads. A NamedTuple, because each program
     pickles hundreds.
     """
 
@@ -55,6 +56,7 @@ class CodeLine(NamedTuple):
     drops: tuple[str, ...] = ()
     comment: str = ""
     source: str | None = None
+    in_place: bool = False
 
     def __str__(self) -> str:
         deletion = f"; del {', '.join(self.drops)}" if self.drops else ""

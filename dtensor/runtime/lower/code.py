@@ -91,7 +91,9 @@ class CodeBuilder:
         method = _IN_PLACE_METHODS.get(call.target) if kernel is None else None
         if method is not None and _fits_first_operand(call) and operands[0] in self.products:
             changed, op = f"{targets} = {args[0]}.{method}({args[1]})", _op_name(call)
-            line = CodeLine(changed, tuple(named), reads, "", op, (), f"{op} in place", source)
+            line = CodeLine(
+                *(changed, tuple(named), reads, "", op, (), f"{op} in place", source), in_place=True
+            )
             self.in_place[len(self.lines)] = operands[0], line
             if self.device.type == "cuda":
                 self._with_bias(call, operands, line)

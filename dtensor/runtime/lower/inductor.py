@@ -17,7 +17,6 @@ A piece that cannot be compiled stays as it is, with the reason as a comment.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, is_dataclass, replace
@@ -300,7 +299,8 @@ class _Rewriter:
     ) -> bool:
         """Run a line on fake values, and return whether it can be compiled."""
         read = [values.get(name, _UNKNOWN) for name in line.reads]
-        bound = [bindings[word] for word in re.findall(r"\w+", line.text) if word in bindings]
+        names = compile(line.text, "", "exec").co_names
+        bound = [bindings[name] for name in names if name in bindings]
         compiles = all(isinstance(value, FakeTensor) for value in read)
         compiles = compiles and _compiles(line, bound, self.device)
         if compiles:
@@ -383,7 +383,7 @@ def _runs(flags: Sequence[bool]) -> Iterator[tuple[int, int]]:
 def _compiles(line: CodeLine, bound: Sequence[object], device: torch.device) -> bool:
     """Whether torch's compiler may compile a line. ``bound``: the globals that the line uses."""
     if not line.called:  # an operator, a method or an alias
-        return "_(" not in line.text or line.comment.endswith("in place")
+        return "_(" not in line.text or line.in_place
     return all(_may_be_compiled(value, device) for value in bound)
 
 
@@ -446,7 +446,7 @@ def _for_shapes(value: object) -> object:
 def _computes(line: CodeLine, bindings: Mapping[str, object]) -> bool:
     """Whether a line is more than a view, a copy or an alias."""
     if not line.called:
-        return line.comment.endswith("in place")
+        return line.in_place
     return bool(line.makes) and not is_view(overload_of(bindings.get(line.called)))
 
 
