@@ -114,6 +114,7 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> int | None:
         capability < (8, 0)
         or q.dtype not in (torch.float16, torch.bfloat16)
         or v.shape[-1] != q.shape[-1]
+        or q.shape[-1] % 8  # torch chooses before it pads heads, and the kernels do not pad
         or (is_causal and q.shape[2] != k.shape[2])
         or not (q.numel() and k.numel())
     ):

@@ -111,6 +111,7 @@ def test_attention_falls_back_to_op_if_no_fused_kernel_supports_call(
 ) -> None:
     calls = {
         "float32": (heads(4, 32, dtype=torch.float32), heads(2, 32, dtype=torch.float32), False),
+        "heads of 4": (heads(4, 32, 4), heads(2, 32, 4), False),
         "not square": (heads(4, 32), heads(2, 48), True),
         "nothing": (heads(4, 0), heads(2, 0), False),
     }
