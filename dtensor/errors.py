@@ -8,6 +8,7 @@ check_kind("the mesh", 3, Mesh, "a Mesh", "dt.Mesh(tp=2)")
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from functools import wraps
 from numbers import Integral, Real
 from types import UnionType
@@ -99,7 +100,9 @@ def check_word(name: str, value: object, words: Sequence[str]) -> None:
     """Raise PlanningError unless ``value`` is one of ``words``."""
     if value not in words:
         *others, last = (f'"{word}"' for word in words)
-        raise PlanningError(f"{name}={value!r}: it is {', '.join(others)} or {last}")
+        (nearest,) = get_close_matches(str(value), words, n=1, cutoff=0)
+        fact = f"{name}={value!r}: it is {', '.join(others)} or {last}"
+        raise PlanningError(f'{fact}\nfix: {name}="{nearest}"')
 
 
 def pickling_error(fact: str, fix: str) -> TypeError:

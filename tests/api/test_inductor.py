@@ -238,7 +238,7 @@ def test_profile_names_compiled_pieces() -> None:
 def test_inductor_rejects_incompatible_options() -> None:
     mesh = dt.Mesh()
     rejected: list[tuple[dict[str, Any], str]] = [
-        (dict(local="fast"), 'local=\'fast\': it is "auto", "generated" or "inductor"'),
+        (dict(local="inducter"), '"auto", "generated" or "inductor"\nfix: local="inductor"$'),
         (dict(local="inductor", device="meta"), "it compiles for CPUs and GPUs"),
     ]
     for wrong, said in rejected:

@@ -396,6 +396,7 @@ def launch(
         size = 1 + max(map(max, stated_ranks.values()))
         alone = ranks is None and len(stated) == 1
         places = dict.fromkeys(stated) if alone else stated_ranks
+    check_kind("deterministic", deterministic, bool, "True or False", "deterministic=True")
     try:
         options = LaunchOptions(
             backend=backend,
@@ -443,7 +444,6 @@ def launch(
         )
     check_kind("bring_home", bring_home, bool, "True or False", "bring_home=False")
     check_kind("warm", warm, bool, "True or False", "warm=False")
-    check_kind("deterministic", deterministic, bool, "True or False", "deterministic=True")
     recovers = backend == "ray" and options.snapshot_every is not None
     if recovers and (mode != "compiled" or device != "cpu"):
         problem = f"mode={mode!r}" if mode != "compiled" else f"device={device!r}"

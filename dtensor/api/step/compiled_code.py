@@ -23,7 +23,7 @@ from dtensor.errors import PlanningError
 from dtensor.frontend.source import caller_level
 from dtensor.runtime.lower.detect_nan import DetectNan
 from dtensor.runtime.lower.program import on_mesh
-from dtensor.runtime.lower.rank_builder import options_name
+from dtensor.runtime.lower.rank_builder import options_name, rates_name
 from dtensor.runtime.lower.step_end import SCALE
 
 if TYPE_CHECKING:
@@ -83,7 +83,8 @@ def compiled_program(
     from dtensor.runtime.lower.inductor import compile_segments
 
     plan, cluster = planned.plan, session.cluster
-    others = [SCALE, *map(options_name, range(num_optimizers))]
+    of_optimizers = (name(n) for n in range(num_optimizers) for name in (options_name, rates_name))
+    others = [SCALE, *of_optimizers]
     # numbers, such as the step, are tensors if the host reads nothing during a run
     deferred = any(
         isinstance(i, Commit) and i.predicate is not None

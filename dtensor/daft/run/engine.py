@@ -240,7 +240,7 @@ class Engine:
             if graph is None:
                 self._run_steps(part.positions, counter)
             elif not graphs.are_warm or graph.is_given_up or self._poisoned_ranks or noted:
-                graph.look()
+                graph.record_reads()
                 self._run_steps(part.positions, counter)
             else:
                 counter[0] = first

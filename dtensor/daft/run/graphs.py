@@ -210,7 +210,7 @@ class Graph:
     def is_given_up(self) -> bool:
         return self._misses >= MAX_MISSES
 
-    def look(self) -> None:
+    def record_reads(self) -> None:
         """Record the objects that the part reads in a run without the graph."""
         leaves = self._leaves()
         self._last = {leaf: ref(value) for leaf, value in leaves if isinstance(value, Tensor)}
@@ -226,8 +226,8 @@ class Graph:
             if self.is_given_up:
                 warnings.warn(
                     f"graphs=True: {MAX_MISSES} runs in a row had to capture a CUDA graph again, "
-                    f"since the addresses or numbers that it reads changed. Its instructions are "
-                    f"launched one by one from now on.",
+                    f"because the addresses or numbers that the graph reads changed. From now on "
+                    f"its instructions are launched one by one.\nfix: leave graphs out",
                     stacklevel=2,
                 )
         else:
@@ -323,8 +323,7 @@ class Graph:
         self._last, self._key = {}, self._present_key()
 
     def _restore_addresses(self, before: Table) -> None:
-        """Copy state that the part has made anew to where it was, so that the next replay finds it
-        there."""
+        """Copy state that the part has replaced to its old address, which the next replay reads."""
         for key in self._state:
             old, new = before.get(key), self._table.get(key)
             if new is old:
@@ -334,7 +333,9 @@ class Graph:
                 and isinstance(new, Tensor)
                 and (old.shape, old.dtype, old.device) == (new.shape, new.dtype, new.device)
             ):
-                raise ValueError(f"It makes the state {key[1]!r} of rank {key[0]} anew.")
+                raise ValueError(
+                    f"It replaces the state {key[1]!r} of rank {key[0]} by another kind of value."
+                )
             old.copy_(new)
             self._table[key] = old
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar, cast
+from typing import TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from dtensor.daft.run.packed import Packed
 from dtensor.daft.undo.failed_run import UndoneRun
 
 T = TypeVar("T")
+_Open: TypeAlias = tuple[DeferredRun, Callable[[DeferredRun], UndoneRun | None]]
 
 SMALL_BYTES = 1 << 16
 """The largest result that leaves pinned memory, which torch allocates in whole pages."""
@@ -44,7 +45,6 @@ class PendingResults:
         outcome: Callable[[DeferredRun], UndoneRun | None],
     ) -> None:
         self._device = device
-        self._outcome = outcome
         outputs = [value for named in run.results.values() for value in named.values()]
         packed = run.packed or Packed.of(run.rows.device, [run.rows, run.skip, *outputs])
         flat = None if packed is None else _queue_copy(packed.flat)
@@ -55,14 +55,15 @@ class PendingResults:
             part = packed.part(flat, value)
             return _queue_copy(value) if part is None else cast(T, part)
 
-        self._run = replace(
+        on_host = replace(
             run,
             results=_copied(run.results, to_host),
             rows=to_host(run.rows),
             skip=to_host(run.skip),
             packed=None,
         )
-        self._result: Results | UndoneRun | None = None
+        self._open: _Open | None = on_host, outcome  # None: the result is known
+        self._result: Results | UndoneRun = {}
         self._event: torch.cuda.Event | None = None
         if device.type == "cuda":
             self._event = torch.cuda.Event(blocking=True)  # a host that waits does not spin
@@ -78,15 +79,17 @@ class PendingResults:
     def wait(self) -> Results | UndoneRun:
         """Wait for the GPU; return the outputs of each rank, or the record of the undone run.
         Raises CommunicationError if the GPU is lost."""
-        if self._result is None:
+        if (pending := self._open) is not None:
+            run, outcome = pending
             try:
                 if self._event is not None:
                     self._event.synchronize()
             except RuntimeError as error:
                 reason = f"{self._device} was lost: {reason_of(error)}"
                 raise CommunicationError(Failure(rank=None, reason=reason)) from error
-            undone = self._outcome(self._run)
-            self._result = _copied(self._run.results, _unpinned) if undone is None else undone
+            undone = outcome(run)
+            self._result = _copied(run.results, _unpinned) if undone is None else undone
+            self._open = None  # a result that is kept keeps neither pinned memory nor the program
         return self._result
 
 

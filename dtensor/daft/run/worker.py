@@ -20,6 +20,7 @@ import gc
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -181,14 +182,12 @@ class Worker:
             rank: tuple(self._value(rank, n) for n in values_of_rank)
             for rank, values_of_rank in names.items()
         }
-        poisoned = [
-            v
-            for values_of_rank in values.values()
-            for v in values_of_rank
-            if isinstance(v, Poisoned)
-        ]
-        if poisoned:
-            return UndoneRun(tuple(Fault(None, TaskError(value.failure)) for value in poisoned))
+        all_values = chain.from_iterable(values.values())
+        faults = tuple(
+            Fault(None, TaskError(v.failure)) for v in all_values if isinstance(v, Poisoned)
+        )
+        if faults:
+            return UndoneRun(faults)
         cpu = torch.device("cpu")
         return {
             rank: tuple(copy_to(v, cpu) for v in values_of_rank)
@@ -359,13 +358,11 @@ class Worker:
                 numbers = {n: v for n, v in named.items() if type(v) is int}
                 named |= {n: self._number(v, n, counted) for n, v in numbers.items()}
         elif counted is not None:
-            num_unreported_undone = (
-                len(self.undone_since(counted.key, counted.since)) - counted.known
-            )
+            unreported = len(self.undone_since(counted.key, counted.since)) - counted.known
             for named in inputs_by_rank.values():
                 number = named.get(counted.input)
                 if isinstance(number, int):
-                    named[counted.input] = number - num_unreported_undone
+                    named[counted.input] = number - unreported
         return inputs_by_rank
 
     def _number(self, number: int, name: str, counted: Counted | None) -> torch.Tensor:

@@ -37,7 +37,7 @@ PLACES = ("tp2", "pp2", "dp2_zero3", "one process")
 CASES: list[tuple[str, str]] = list(itertools.product(PLACES, ("label", "op")))
 
 
-@pytest.mark.default("tp2-label", "one process-label")
+@pytest.mark.default("one process-label")
 @pytest.mark.parametrize(("placed", "fault"), CASES)
 def test_failed_step_changes_nothing_and_has_error_of_cpus(
     placed: str, fault: str, monkeypatch: pytest.MonkeyPatch
@@ -63,7 +63,7 @@ def test_failed_step_changes_nothing_and_has_error_of_cpus(
 ONE_WAIT = [name for name in PROGRAMS if name.startswith(("training step", "a token"))]
 
 
-@pytest.mark.default("training step, tp2", "a token, tp2")
+@pytest.mark.default("training step, tp2")
 @pytest.mark.parametrize("name", ONE_WAIT)
 def test_host_waits_only_for_results_of_step(name: str) -> None:
     with without_kernels():
