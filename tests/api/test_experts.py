@@ -18,7 +18,9 @@ from torch import Tensor, nn
 import dtensor as dt
 from dtensor.frontend.capture.capture import capture
 from dtensor.frontend.capture.transformers_experts import experts_patches
-from dtensor.sharding.local.grouped_matmul import grouped_mm, grouped_mm_backward
+from dtensor.sharding.local.conditions import ExpertIds
+from dtensor.sharding.local.grouped_matmul import ends_of, grouped_mm, grouped_mm_backward
+from dtensor.sharding.local.in_range import record_check
 from tests.extras import missing
 
 pytest.importorskip("transformers", reason=missing("transformers"))
@@ -280,3 +282,64 @@ def test_grouped_mm_offsets_out_of_range_raise_index_error(
             grouped_mm(a, b, given, groups)
         right = grouped_mm(a, b, torch.tensor([2, 8], dtype=torch.int32), groups)
         assert right.isfinite().all()
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "misaligned", "transposed"])
+@pytest.mark.parametrize("groups", [None, [0], [1, 3], []])
+@pytest.mark.parametrize("stops", [[3, 3, 6, 7], [0, 0, 0, 0], [0, 4, 8, 9]])
+def test_grouped_mm_of_checked_offsets_does_not_wait(
+    stops: list[int], groups: list[int] | None, layout: str
+) -> None:
+    drawn = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        x = torch.randint(-2, 3, shape, generator=drawn).bfloat16()  # for exact sums
+        if layout == "misaligned":
+            return torch.nn.functional.pad(x, (1, 2))[..., 1:-2]
+        return x.mT.contiguous().mT if layout == "transposed" else x
+
+    rows, experts, grad = draw(9, 8), draw(4, 8, 16), draw(9, 16)
+    held = experts if groups is None else experts[groups]
+    pairs = ((rows, held), (grad, held.mT), (rows.t(), grad))
+    offsets = torch.tensor(stops, dtype=torch.int32)
+    wanted = [grouped_mm(a, b, offsets, groups) for a, b in pairs]
+    with dt.testing.simulated_gpus(num=1) as gpus:
+        on_gpu = offsets.cuda()
+        record_check(on_gpu, ends_of(rows, experts, on_gpu).key)
+        given = [(a.cuda(), b.cuda()) for a, b in pairs]
+        before = gpus.report().host_waits
+        found = [grouped_mm(a, b, on_gpu, groups) for a, b in given]
+        assert gpus.report().host_waits == before
+        for y, expected in zip(found, wanted, strict=True):
+            assert torch.equal(y.cpu(), expected)
+
+
+@pytest.mark.parametrize(
+    "ids", [[[0, 2], [3, 0], [2, 3]], [[-1, 2], [4, 0], [2, -1]], [[4, -1]] * 3]
+)
+def test_products_by_expert_of_checked_ids_do_not_wait(ids: list[list[int]]) -> None:
+    drawn = torch.Generator().manual_seed(0)
+    shapes = (3, 8), (4, 8, 16), (4, 16)
+    operands = [torch.randint(-1, 2, n, generator=drawn).bfloat16() for n in shapes]
+    ops: Any = torch.ops.dt
+
+    def outcome(ids: torch.Tensor, *operands: torch.Tensor) -> list[torch.Tensor]:
+        x, weight, bias = operands
+        counts, expert, slot = ops.route(ids, 4, True)
+        rows = ops.take_rows(x, slot, counts, None, 2)
+        y = ops.expert_mm(rows, weight, counts, bias, 2)
+        tokens = ops.add_rows(y, slot, counts, None, 3, 2)
+        grad = ops.expert_mm(y, weight.mT, counts, None, 2)
+        outer, total = ops.expert_outer(rows, y, counts, 2), ops.expert_sum(y, counts, 2)
+        return [counts, expert, slot, y, tokens, grad, outer, total]
+
+    given = torch.tensor(ids)
+    wanted = outcome(given, *operands)
+    with dt.testing.simulated_gpus(num=1) as gpus:
+        on_gpu, *placed = (x.cuda() for x in (given, *operands))
+        record_check(on_gpu, ExpertIds.of(on_gpu, 4, True).key)
+        before = gpus.report().host_waits
+        found = outcome(on_gpu, *placed)
+        assert gpus.report().host_waits == before
+        for y, expected in zip(found, wanted, strict=True):
+            assert torch.equal(y.cpu(), expected)

@@ -14,6 +14,9 @@ from torch.utils._pytree import tree_map_only
 
 import dtensor as dt
 from dtensor.daft import Call, Vote
+from dtensor.daft.ir.instructions import Buffer
+from dtensor.runtime.lower.inductor import compile_segments
+from dtensor.runtime.lower.pieces import PieceSource
 from dtensor.runtime.lower.program import lower
 from dtensor.sharding.local.conditions import Range, Solved, checked, satisfied
 from dtensor.sharding.local.device_asserts import CHECKS, CONDITIONS
@@ -125,7 +128,47 @@ def test_deferred_program_records_each_value_once_in_a_row_of_its_call() -> None
     assert sum(f.source.count("= satisfied(Range(") for _, f in lowered.functions) >= 1
 
 
+def test_code_that_asks_whether_an_operand_was_checked_is_not_parted_from_its_check() -> None:
+    """A compiled piece returns a new tensor, of which nothing is known: the host would wait."""
+    step = step_of(nn.Linear(4, 6), ROWS, lambda model, at: (model.weight.exp() + 1)[at].sum())
+    plan = step.plan(i64(0, 5))
+    lowered = lower(plan, None, compiled=True, **updates(plan))
+    specs = {item.name: item.held for item in plan.inputs}
+    inputs = [
+        {
+            name: Buffer(spec.local_shape(plan.mesh.coordinates(rank)), spec.dtype)
+            for name, spec in specs.items()
+        }
+        for rank in range(plan.mesh.size)
+    ]
+    pieces: list[str] = []
+
+    def compile(source: PieceSource) -> str:
+        pieces.append(source.function.source)
+        return "not compiled"
+
+    compile_segments(lowered, inputs, torch.device("cuda"), compile)
+    assert pieces and not [piece for piece in pieces if "= checked(" in piece]
+
+
 DATA = torch.rand(3, 4)
+TOKENS, EXPERTS = torch.rand(8, 8).bfloat16(), torch.rand(4, 8, 16).bfloat16()
+OFFSETS = torch.tensor([3, 3, 6, 7]).int(), torch.tensor([3, 9, 6, 7]).int()
+
+
+def by_group(m: Any, ends: Tensor) -> Tensor:
+    """Multiply groups of rows by matrices in bfloat16, which a kernel of torch does on GPUs."""
+    experts = m.weight.sum() * EXPERTS
+    return torch._grouped_mm(TOKENS, experts.bfloat16(), ends).float().sum()  # pyright: ignore
+
+
+def by_expert(m: Any, ids: Tensor) -> Tensor:
+    rows, route = dt.to_experts(TOKENS, ids, 4)
+    weight = (m.weight.sum() * EXPERTS).bfloat16()
+    y = dt.expert_linear(rows, weight, route)
+    return dt.from_experts(y, route, torch.ones_like(ids, dtype=y.dtype)).float().sum()
+
+
 ROWS = {"weight": dict(tp=dt.Row())}
 STEPS: dict[str, tuple[Any, Any, tuple[Tensor, ...], tuple[Tensor, ...], str]] = {
     "embedding": (
@@ -196,6 +239,21 @@ STEPS: dict[str, tuple[Any, Any, tuple[Tensor, ...], tuple[Tensor, ...], str]] =
         lambda m, x: (torch.linalg.cholesky(x) * m.weight[:4]).sum(),
         (torch.eye(4),),
         (-torch.eye(4),),
+        "",
+    ),
+    "grouped product": (
+        {},
+        by_group,
+        OFFSETS[:1],
+        OFFSETS[1:],
+        "offsets of groups do not decrease, and are in 0:8, the rows of all groups; the first "
+        "wrong one of 4 is 9",
+    ),
+    "product by expert": (
+        {},
+        by_expert,
+        (torch.arange(16).reshape(8, 2) % 5 - 1,),
+        (torch.arange(16).reshape(8, 2) // 15 * 9,),
         "",
     ),
     "scale of a distribution": (

@@ -93,15 +93,17 @@ class Experts(nn.Module):
         return dt.from_experts(dt.expert_linear(h, self.down, route), route, weights)
 
 
-def _plan(mesh: dt.Mesh, pins: Any, **inputs: dt.Placement) -> Plan:
-    model = dt.parallelize(Experts(), mesh, pins)
+def _plan(
+    mesh: dt.Mesh, pins: Any, dtype: torch.dtype = torch.float32, **inputs: dt.Placement
+) -> Plan:
+    model = dt.parallelize(Experts().to(dtype), mesh, pins)
     step = dt.train_step(
         model,
         lambda m, x: m(x).square().mean(),
         torch.optim.SGD(model.parameters()),
         inputs=inputs or None,
     )
-    return step.plan(torch.empty(1024, 64, device="meta"))
+    return step.plan(torch.empty(1024, 64, device="meta", dtype=dtype))
 
 
 def _sent(plan: Plan) -> int:
@@ -123,7 +125,10 @@ def test_plan_says_how_often_the_host_waits_for_counts() -> None:
     on_ep = {"up": dict(ep=dt.Shard(0)), "down": dict(ep=dt.Shard(0))}
     line = "  on GPUs, the host waits once, for the counts of rows of experts"
     assert line in str(_plan(dt.Mesh(ep=2), on_ep, ep=dt.Row())).splitlines()
-    assert "host waits" not in str(_plan(dt.Mesh(ep=2), on_ep))
+    assert line in str(_plan(dt.Mesh(ep=2), on_ep)).splitlines()
+    assert line in str(_plan(dt.Mesh(dp=2), {}, dp=dt.Row())).splitlines()
+    kernels = _plan(dt.Mesh(dp=2), {}, torch.bfloat16, dp=dt.Row())
+    assert "host waits" not in str(kernels)
 
 
 class Single(nn.Module):

@@ -23,9 +23,10 @@ from torch.utils._pytree import tree_map_only
 from dtensor.daft import Label, Vote
 from dtensor.runtime.lower.code import CodeBuilder
 from dtensor.runtime.lower.rank_builder import LocalCode, RankBuilder
-from dtensor.sharding.local import indexing
+from dtensor.sharding.local import grouped_matmul, indexing
 from dtensor.sharding.local.conditions import (
     Condition,
+    ExpertIds,
     Range,
     Solved,
     Target,
@@ -42,6 +43,7 @@ from dtensor.sharding.local.device_asserts import (
     in_range,
     record_positions,
 )
+from dtensor.sharding.local.in_range import record_check
 from dtensor.sharding.ops.call import OpCall, Operand
 from dtensor.sharding.plan.steps import Compute
 
@@ -54,20 +56,24 @@ def add_checks(
     """Emit the checks of the operands of a step's call, and return the names of the operands that
     the call shall read. ``names``: the operands' names in the open segment."""
     code, read = b.segment().code, list(names)
-    has_data_shapes = any(spec.is_by_expert for spec in step.operand_specs)
-    if not b.shared.deferred or has_data_shapes:
+    if not b.shared.deferred:
         _add_host_check(code, call, names, source)
         return tuple(names)
     for index, condition in _conditions(b, call, step):
-        key, name = (b.value(step.operands[index]), condition.key), read[index]
-        if condition.num == 0 or b.checked.get(key) == "computed":
+        value, name = b.value(step.operands[index]), read[index]
+        key = value, condition.key
+        if condition.num == 0:
+            continue
+        if _is_computed(b, value, condition):
+            if called_op(call.target, call.args)[0] in own_conditions():
+                code.apply(record_check, [name], (), layout=condition.key, source=source)
             continue
         if isinstance(condition, Range) and condition.is_empty:  # any index is wrong
             _add_host_check(code, call, names, source)
             break
         reads, arguments, function = [name], "", satisfied
         if key not in b.checked:
-            b.checked[key] = "recorded"
+            b.checked.add(key)
             row, number = code.add_check(replace(condition, source=source))
             reads, arguments = [name, row], f", {row}, {number}"
             function = checked
@@ -88,7 +94,7 @@ def add_positions(
         return
     size: int = shape[call.arg(2, "dim", -1)]
     if b.shared.deferred:
-        b.checked[b.value(index), (size, 0, None)] = "computed"
+        b.computed[b.value(index)] = size
     elif b.shared.device.type == "cuda":
         b.segment().code.apply(record_positions, [index], (), size, source=source)
 
@@ -130,6 +136,13 @@ def _add_host_check(
     code.line(f"{called}({', '.join(args)})", names, (), source, called=called)
 
 
+def _is_computed(b: RankBuilder, value: str, condition: Condition) -> bool:
+    """Return whether an op computed the value: positions in a dim, all in the range."""
+    if not isinstance(condition, Range) or condition.low > 0:
+        return False
+    return b.computed.get(value, condition.size + 1) <= condition.size
+
+
 def _conditions(b: RankBuilder, call: OpCall, step: Compute) -> list[tuple[int, Condition]]:
     """Return the conditions of a call, each with the number of its operand."""
     target, first = called_op(call.target, call.args)
@@ -163,6 +176,9 @@ def own_conditions() -> Mapping[object, Callable[..., Conditions]]:
         dt.ce_loss.default: _ce_loss,
         dt.checked.default: _checked,
         dt.linalg_checked.default: _linalg_checked,
+        dt.route.default: lambda ids, *given: [(ids, ExpertIds.of(ids, *given))],
+        grouped_matmul.grouped_mm: _grouped,
+        grouped_matmul.grouped_mm_backward: _grouped,
     }
 
 
@@ -195,6 +211,10 @@ def _ce_loss(stats: Tensor, target: Tensor, ignore_index: int, num_classes: int 
     if num_classes < 0:
         return []
     return [(target, Target(size=num_classes, ignored=ignore_index, num=target.numel()))]
+
+
+def _grouped(a: Tensor, b: Tensor, offsets: Tensor | None, *_: object) -> Conditions:
+    return [] if offsets is None else [(offsets, grouped_matmul.ends_of(a, b, offsets))]
 
 
 def _checked(x: Tensor, ok: Tensor, message: str) -> Conditions:

@@ -310,6 +310,17 @@ def plain_key(value: object) -> object:
     return value if plain else id(value)
 
 
+READING_MODULES = frozenset(
+    f"dtensor.{name}"
+    for name in (
+        *("sharding.ops.experts", "sharding.local.expert_rows"),
+        *("sharding.local.grouped_matmul", "runtime.lower.experts"),
+    )
+)
+"""The modules of local code that reads numbers of rows on the host, unless it knows them. It is not
+compiled, because compiled code keeps no record of what is known of a tensor, and not captured."""
+
+
 # -- faster functions for the same ops -------------------------------------------------------------
 
 _aten: Any = torch.ops.aten

@@ -16,17 +16,10 @@ from functools import partial
 from dtensor.daft import Commit, Function, Program
 from dtensor.private_torch import OpOverload
 from dtensor.runtime.lower.checks import own_conditions
-from dtensor.runtime.lower.code import overload_of
+from dtensor.runtime.lower.code import READING_MODULES, overload_of
 from dtensor.sharding.local.device_asserts import CHECKS
 
 _NAMESPACES = ("aten", "dt", "prims")
-_WAITING_MODULES = frozenset(
-    f"dtensor.{name}"
-    for name in (
-        *("sharding.ops.experts", "sharding.local.expert_rows"),
-        *("sharding.local.grouped_matmul", "runtime.lower.experts"),
-    )
-)
 _WAITING_FUNCTIONS = ("compute_owned", "replace_state")
 
 
@@ -60,4 +53,4 @@ def _is_captured(value: object, deferred: bool) -> bool:
         return True
     module = getattr(value, "__module__", None) or type(value).__module__
     is_known = module.partition(".")[0] in ("torch", "dtensor", "builtins", "_operator", "math")
-    return is_known and module not in _WAITING_MODULES and not waits
+    return is_known and module not in READING_MODULES and not waits

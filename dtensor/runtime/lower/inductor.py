@@ -38,7 +38,7 @@ from dtensor.private_torch import (
     FakeTensorMode,
     OpOverload,
 )
-from dtensor.runtime.lower.code import is_view, overload_of, plain_key
+from dtensor.runtime.lower.code import READING_MODULES, is_view, overload_of, plain_key
 from dtensor.runtime.lower.pieces import CompiledPiece, Layout, PieceSource
 from dtensor.runtime.lower.rank_builder import MAX_LINES
 from dtensor.sharding.local.device_asserts import CHECKS
@@ -49,6 +49,7 @@ Compile: TypeAlias = Callable[[PieceSource], Mapping[str, bytes] | str]
 """A function that returns a piece's artifact for each kind of device, or why there is none."""
 _COMPILED_NAMESPACES = ("aten", "prims", "dt")
 _COMPILED_MODULES = ("dtensor.sharding.", "torch")
+_RECORDING = ("checked", "satisfied", "record_check")  # that an operand was checked
 
 
 def compile_segments(
@@ -275,14 +276,14 @@ class _Rewriter:
         bindings = dict(function.bindings)
         shapes_only = {name: _for_shapes(value) for name, value in bindings.items()}
         compiles = [self._run_line(line, bindings, shapes_only, values) for line in body.lines]
+        for at in reversed(range(len(compiles) - 1)):  # the next line asks what was recorded
+            compiles[at] &= compiles[at + 1] or not body.lines[at].called.startswith(_RECORDING)
         parts: list[_Part] = []
         for start, end in _runs(compiles):
             lines = body.lines[start:end]
             later = {*body.outputs, *_names_read(body.lines[end:])}
-            if not compiles[start]:
-                parts.append(_Part(tuple(_with_layouts(lines, bindings, values))))
-                continue
-            parts.append(self._part(function, lines, values, later) or _Part(lines))
+            part = self._part(function, lines, values, later) if compiles[start] else None
+            parts.append(part or _Part(tuple(_with_layouts(lines, bindings, values))))
         return _Rewritten(
             original=function,
             parts=tuple(parts),
@@ -388,6 +389,9 @@ def _compiles(line: CodeLine, bound: Sequence[object], device: torch.device) -> 
 
 
 def _may_be_compiled(value: object, device: torch.device) -> bool:
+    module = getattr(value, "__module__", None) or "torch"  # torch's own functions have none
+    if isinstance(value, Tensor) or module in READING_MODULES:
+        return False
     op = overload_of(value)
     if op is not None:
         # on a CPU, ops that check indices keep their errors
@@ -396,11 +400,8 @@ def _may_be_compiled(value: object, device: torch.device) -> bool:
         return op.namespace in _COMPILED_NAMESPACES and not (
             op._schema.is_mutable or random or reads
         )
-    if isinstance(value, Tensor):
-        return False
     if not callable(value) or isinstance(value, type | torch.dtype):
         return True
-    module = getattr(value, "__module__", None) or "torch"  # torch's own functions have none
     return f"{module}.".startswith(_COMPILED_MODULES) and not value.__name__.endswith("_")
 
 
@@ -452,9 +453,8 @@ def _computes(line: CodeLine, bindings: Mapping[str, object]) -> bool:
 
 def _op_name(line: CodeLine, bindings: Mapping[str, object]) -> str:
     op = overload_of(bindings.get(line.called))
-    if op is not None:
-        return op._schema.name.partition("::")[2]
-    return line.called or line.op or "copy"
+    name = line.called if op is None else op._schema.name.partition("::")[2]
+    return name or line.op or "copy"
 
 
 def _results_of_wrapped(function: Function, inputs: Sequence[object]) -> list[object] | None:

@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
 
 import torch
 
@@ -321,8 +320,10 @@ class RankBuilder:
     action_start: int = 0  # the index in `instructions` where the current action begins
     previous_action_start: int = 0  # the index for early receives: where the action before begins
     committed: bool = False  # the commit point was emitted
-    # in a deferred program: (value of the table, key of a condition that it satisfies)
-    checked: dict[tuple[str, object], Literal["recorded", "computed"]] = field(default_factory=dict)
+    # in a deferred program: (value of the table, key of a condition that was recorded)
+    checked: set[tuple[str, object]] = field(default_factory=set)
+    # in a deferred program: value of positions that an op computed -> the size of their dim
+    computed: dict[str, int] = field(default_factory=dict)
     _open_segment: LocalCode | None = None
     _layer: str = ""  # the path of the layer of the last op
     _coordinates: dict[int | None, dict[str, int]] = field(default_factory=dict)

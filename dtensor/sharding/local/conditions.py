@@ -159,6 +159,47 @@ class Offsets(Condition):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Ends(Condition):
+    """The ends of groups do not decrease, and are in 0:``length``. Otherwise no group has rows."""
+
+    length: int
+
+    def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        wrong = (x < torch.cat((x.new_zeros(1), x[:-1]))) | (x > self.length)
+        return torch.where(wrong.any(), 0, x), wrong
+
+    def error(self, value: int, count: int) -> Exception:
+        return self.error_of(f"the first wrong one of {self.num} is {value}")
+
+    def error_of(self, wrong: str) -> Exception:
+        return IndexError(
+            f"offsets of groups do not decrease, and are in 0:{self.length}, the rows of all "
+            f"groups; {wrong}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertIds(Range):
+    """All ids are experts or -1, or the spare id, which is ``num_experts``. The spare id and -1 are
+    of slots without an expert."""
+
+    num_experts: int
+
+    @staticmethod
+    def of(ids: Tensor, num_experts: int, has_spare_id: bool = False) -> ExpertIds:
+        size = max(num_experts + has_spare_id, 1)
+        return ExpertIds(num=ids.numel(), size=size, low=-1, num_experts=num_experts)
+
+    def error(self, value: int, count: int) -> Exception:
+        n = self.num_experts
+        return IndexError(
+            f"Expert id {value} is outside -1..{n - 1}, the ids of {n} experts and -1 for no "
+            f"expert.\nfix: ids.masked_fill((ids < 0) | (ids >= {n}), -1), or the right number of "
+            "experts"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Places(Condition):
     """At most ``most`` of ``num`` places are True after the mask is expanded ``times`` times.
     Otherwise no place is."""

@@ -5,7 +5,9 @@
     expert_outer_products(rows[N i], grad[N o], counts[E])                     # [E i o]
 
 The rows of group i are ``stops[i-1]:stops[i]``. The rules of grouped_mm (rules/tables/matmul.py)
-import this module lazily; ops/experts.py uses the other functions.
+import this module lazily; ops/experts.py uses the other functions. The host waits for a GPU to read
+the stops, unless torch's kernel multiplies the rows (`has_kernel`), and the stops are known to be
+right: a deferred program checks them on the device, and `route` counts rightly.
 """
 
 from __future__ import annotations
@@ -16,12 +18,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.utils.weak import WeakIdKeyDictionary
+
+from dtensor.sharding.local.conditions import Ends
+from dtensor.sharding.local.in_range import was_checked
 
 aten: Any = torch.ops.aten
 
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_GPU_KERNEL_DTYPES = (torch.bfloat16,)  # for others, torch loops on the host and waits for offsets
+KERNEL_WIDTH = 8
+"""The numbers of 16 bits in the 16 bytes at multiples of which rows start in torch's kernel."""
+ROUTED = "counts of a route"
+"""The check that the result of `route` has passed."""
 
 _read: MutableMapping[Tensor, tuple[int, Sequence[int]]] = WeakIdKeyDictionary()
 """The version of each tensor on a GPU at its last read, and the numbers that were read."""
@@ -38,16 +47,14 @@ def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor | None, groups: list[int] |
     """
     if offsets is None:
         return a @ b
-    untyped_offsets: Any = offsets
-    stops: list[int] = untyped_offsets.tolist()  # waits for the GPU once
-    length = b.shape[1] if a.dim() == 3 else a.shape[0 if b.dim() == 3 else 1]
-    if any(start > stop for start, stop in pairwise([0, *stops, length])):
-        raise IndexError(
-            f"offsets of groups do not decrease, and are in 0:{length}, the rows of all groups; "
-            f"got {stops}"
-        )
+    condition = ends_of(a, b, offsets)
+    if was_checked(offsets, condition.key) and has_kernel(a.dtype, widths_of(a.shape, b.shape)):
+        return _products_on_device(a, b, offsets.int(), groups)
+    stops = numbers_of(offsets)
+    if any(start > stop for start, stop in pairwise([0, *stops, condition.length])):
+        raise condition.error_of(f"got {stops}")
     spans = list(zip([0, *stops[:-1]], stops, strict=True))
-    if groups is None and _can_use_kernel(a, b, stops[-1], _KERNEL_DTYPES):
+    if groups is None and _can_use_kernel(a, b, stops[-1]):
         return _kernel_products(a, b, offsets, stops)
     held_spans = spans if groups is None else [spans[g] for g in groups]
     match a.dim(), b.dim():
@@ -62,6 +69,26 @@ def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor | None, groups: list[int] |
         case _:
             out = _outer_products(a, b, held_spans)
     return out
+
+
+def ends_of(a: Tensor, b: Tensor, offsets: Tensor) -> Ends:
+    """Return the condition on the offsets of a grouped product."""
+    length = b.shape[1] if a.dim() == 3 else a.shape[0 if b.dim() == 3 else 1]
+    return Ends(length=length, num=offsets.numel())
+
+
+def widths_of(a: Sequence[int], b: Sequence[int]) -> Sequence[int]:
+    """Return the sizes of a grouped product of these shapes, besides the groups and their rows; ()
+    if the groups join columns of the result."""
+    if len(a) == 3:
+        return ()
+    return b[1:] if len(b) == 3 else (a[0], b[1])
+
+
+def has_kernel(dtype: torch.dtype, widths: Sequence[int]) -> bool:
+    """Return whether a kernel of torch for GPUs multiplies groups of rows of these widths. Without
+    a kernel the host multiplies each group, and reads the stops."""
+    return dtype is torch.bfloat16 and bool(widths) and all(w % KERNEL_WIDTH == 0 for w in widths)
 
 
 def stops_of(counts: Tensor, length: int) -> list[int]:
@@ -106,15 +133,16 @@ def record_numbers(counts: Tensor, numbers: Sequence[int]) -> None:
 def expert_products(rows: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None) -> Tensor:
     """Return rows[N i] times weight[E i o], plus bias[E o], expert by expert, as [N o]. The rows of
     an expert follow the rows of the experts before it. Rows past the counts' sum are zero."""
+    if rows.is_cuda and has_kernel(rows.dtype, weight.shape[1:]):
+        stops = _stops_on_device(counts, rows.shape[0])
+        out = _products_on_device(rows, weight, stops, None)
+        if bias is not None:
+            row = torch.arange(rows.shape[0], dtype=stops.dtype, device=rows.device)
+            group = torch.searchsorted(stops, row, right=True)
+            out += pad(bias, (0, 0, 0, 1)).index_select(0, group)  # 0 for rows past the last
+        return out
     stops = stops_of(counts, rows.shape[0])
     total = stops[-1] if stops else 0
-    if _can_use_kernel(rows, weight, total, _GPU_KERNEL_DTYPES) and rows.is_cuda:
-        offsets = _on_device(stops, rows)
-        out = _kernel_products(rows, weight, offsets, stops)
-        if bias is not None:
-            row = torch.arange(total, dtype=offsets.dtype, device=rows.device)
-            out[:total] += bias.index_select(0, torch.searchsorted(offsets, row, right=True))
-        return out
     out = rows.new_empty(rows.shape[0], weight.shape[2])
     for e, (i, j) in enumerate(pairwise([0, *stops])):
         if i < j and bias is not None:
@@ -128,16 +156,10 @@ def expert_products(rows: Tensor, weight: Tensor, counts: Tensor, bias: Tensor |
 def expert_outer_products(rows: Tensor, grad: Tensor, counts: Tensor) -> Tensor:
     """Return rows[N i].T @ grad[N o] of the rows of each expert, as [E i o]; zeros for an expert
     without rows."""
+    if rows.is_cuda and has_kernel(rows.dtype, (rows.shape[1], grad.shape[1])):
+        return _products_on_device(rows.t(), grad, _stops_on_device(counts, rows.shape[0]), None)
     stops = stops_of(counts, rows.shape[0])
-    columns, total = rows.t(), stops[-1] if stops else 0
-    spans = list(pairwise([0, *stops]))
-    if not (_can_use_kernel(columns, grad, total, _GPU_KERNEL_DTYPES) and rows.is_cuda):
-        return _outer_products(columns, grad, spans)
-    out = aten._grouped_mm(columns, grad, _on_device(stops, rows))
-    for e, (i, j) in enumerate(spans):
-        if i == j:
-            out[e] = 0
-    return out
+    return _outer_products(rows.t(), grad, list(pairwise([0, *stops])))
 
 
 def grouped_mm_backward(
@@ -148,10 +170,51 @@ def grouped_mm_backward(
     return rows_grad, grouped_mm(a.t(), grad, offsets, groups)
 
 
-def _can_use_kernel(a: Tensor, b: Tensor, total: int, dtypes: tuple[torch.dtype, ...]) -> bool:
+def _stops_on_device(counts: Tensor, length: int) -> Tensor:
+    """Return where the rows of each expert end, as int32 on the GPU; see `stops_of`."""
+    if not was_checked(counts, ROUTED):
+        stops_of(counts, length)
+    return counts.cumsum(0, dtype=torch.int32)
+
+
+def _products_on_device(a: Tensor, b: Tensor, stops: Tensor, groups: list[int] | None) -> Tensor:
+    """Return the result of `grouped_mm` for operands that torch's kernel takes, after they are
+    copied to aligned memory if needed. ``stops``: right ones, as int32. The host does not wait."""
+    by_row = b.dim() == 3
+    length, order = (a if by_row else b).shape[0], None
+    num = stops.shape[0] if groups is None else len(groups)
+    if 0 in (num, *a.shape, *b.shape):
+        return a.new_zeros((length, b.shape[2]) if by_row else (num, a.shape[0], b.shape[1]))
+    if groups is not None:
+        order, stops = _held_first(stops, groups, length)
+        a = a.index_select(0, order) if by_row else a.t().index_select(0, order).t()
+        b = b if by_row else b.index_select(0, order)
+    a = _aligned(a) if by_row else _aligned(a.t()).t()
+    out = aten._grouped_mm(a, _aligned(b), stops)
+    if not by_row:
+        is_empty = stops.diff(prepend=stops.new_zeros(1)) == 0
+        return out.masked_fill_(is_empty[:, None, None], 0)
+    row = torch.arange(length, dtype=stops.dtype, device=stops.device)
+    out.masked_fill_((row >= stops[-1:])[:, None], 0)
+    return out if order is None else torch.empty_like(out).index_copy_(0, order, out)
+
+
+def _held_first(stops: Tensor, groups: list[int], length: int) -> tuple[Tensor, Tensor]:
+    """Return the order of rows in which the rows of these groups are first, and where the rows of
+    each of these groups end in this order."""
+    held = _on_device(groups, stops)
+    row = torch.arange(length, dtype=stops.dtype, device=stops.device)
+    group = torch.searchsorted(stops, row, right=True)
+    is_held = stops.new_zeros(stops.shape[0] + 1).index_fill_(0, held.long(), 1)
+    _, order = is_held.index_select(0, group).sort(descending=True, stable=True)
+    lengths = stops.diff(prepend=stops.new_zeros(1))
+    return order, lengths.index_select(0, held).cumsum(0, dtype=stops.dtype)
+
+
+def _can_use_kernel(a: Tensor, b: Tensor, total: int) -> bool:
     """Return whether torch's kernel takes ``a`` and ``b``. ``total``: the rows of all groups."""
-    both = (a, b)
-    return total > 0 and a.dtype in dtypes and all(x.numel() and _is_aligned(x) for x in both)
+    takes = a.dtype in _KERNEL_DTYPES and all(x.numel() and _is_aligned(x) for x in (a, b))
+    return total > 0 and takes
 
 
 def _kernel_products(a: Tensor, b: Tensor, offsets: Tensor, stops: list[int]) -> Tensor:
@@ -176,10 +239,15 @@ def _outer_products(a: Tensor, b: Tensor, spans: list[tuple[int, int]]) -> Tenso
     return out
 
 
-def _on_device(stops: list[int], like: Tensor) -> Tensor:
-    """Return the stops as int32 on the GPU of ``like``, copied without a wait of the host."""
-    stops_tensor = torch.tensor(stops, dtype=torch.int32).pin_memory()
-    return stops_tensor.to(like.device, non_blocking=True)
+def _on_device(numbers: list[int], like: Tensor) -> Tensor:
+    """Return the numbers as int32 on the GPU of ``like``, copied without a wait of the host."""
+    pinned = torch.tensor(numbers, dtype=torch.int32).pin_memory()
+    return pinned.to(like.device, non_blocking=True)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Return x, or a contiguous copy if torch's kernel does not take its strides."""
+    return x if _is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def _is_aligned(x: Tensor) -> bool:

@@ -7,7 +7,8 @@
 
 On a rank, N is the number of rows that arrived, and E the number of local experts. Rows from
 counts.sum() on are no rows: results neither read them nor depend on them, and are 0 there. Sums run
-in float32, or float64. If the host knows the counts, it never waits for a GPU after `route`.
+in float32, or float64. The host reads the counts of a route once. It reads nothing if the ids are
+known to be in range, and torch's kernel multiplies the rows (`has_kernel`).
 """
 
 # Torch leaves the types of its registration functions and of `torch.ops` open.
@@ -23,15 +24,19 @@ import torch
 from torch import Tensor
 
 from dtensor.numerics import accumulation_dtype
+from dtensor.sharding.local.conditions import ExpertIds
 from dtensor.sharding.local.grouped_matmul import (
+    KERNEL_WIDTH,
+    ROUTED,
     expert_outer_products,
     expert_products,
+    has_kernel,
     known_numbers,
     numbers_of,
     record_numbers,
     stops_of,
 )
-from dtensor.sharding.local.in_range import was_checked
+from dtensor.sharding.local.in_range import record_check, was_checked
 from dtensor.sharding.ops.library import LIBRARY, define
 
 
@@ -41,7 +46,7 @@ def _route(
     """Return the rows of each expert [E], and the expert and the slot of each row [T k], sorted by
     expert (stable). Slots without an expert, of id -1 or the spare id E, are last. Raises
     IndexError for another id outside 0:E. Reads the result and the range of the ids in one wait for
-    a GPU, or not at all if the ids are known to be experts."""
+    a GPU, or not at all if the ids are known to be in range."""
     flat = ids.reshape(-1).long()
     are_experts = flat.numel() == 0 or was_checked(ids, (num_experts, 0, None))
     expert, slot = torch.sort(
@@ -49,21 +54,23 @@ def _route(
     )
     starts = torch.searchsorted(expert, torch.arange(num_experts + 1, device=ids.device))
     counts = starts.diff()
-    if are_experts:
-        return counts, expert, slot
+    condition = ExpertIds.of(ids, num_experts, has_spare_id)
+    if are_experts or was_checked(ids, condition.key):
+        record_check(counts, ROUTED)
+        return counts, expert if are_experts else _without_spare(expert, num_experts), slot
     untyped_numbers: Any = torch.cat([torch.stack(flat.aminmax()), counts])
     least, most, *numbers = untyped_numbers.tolist()
-    if least < -1 or most >= max(num_experts + has_spare_id, 1):
-        raise IndexError(
-            f"Expert id {least if least < -1 else most} is outside -1..{num_experts - 1}, the ids "
-            f"of {num_experts} experts and -1 for no expert.\n"
-            f"fix: ids.masked_fill((ids < 0) | (ids >= {num_experts}), -1), or the right number of "
-            "experts"
-        )
+    if least < -1 or most >= condition.size:
+        raise condition.error(least if least < -1 else most, 1)
     record_numbers(counts, numbers)
     if least < 0 or most == num_experts:
-        expert.masked_fill_(expert == num_experts, -1)
+        expert = _without_spare(expert, num_experts)
     return counts, expert, slot
+
+
+def _without_spare(expert: Tensor, num_experts: int) -> Tensor:
+    """Replace the spare id by -1, in place."""
+    return expert.masked_fill_(expert == num_experts, -1)
 
 
 def held_route(
@@ -141,6 +148,9 @@ def _expert_outer(rows: Tensor, grad: Tensor, counts: Tensor, k: int) -> Tensor:
 
 def _expert_sum(grad: Tensor, counts: Tensor, k: int) -> Tensor:
     """Return the gradient of the experts' biases: the sums of grad[N o] by expert."""
+    if grad.is_cuda and has_kernel(grad.dtype, grad.shape[1:]):
+        ones = grad.new_ones(grad.shape[0], KERNEL_WIDTH)
+        return expert_outer_products(ones, grad, counts)[:, 0].contiguous()
     stops = stops_of(counts, grad.shape[0])
     out = grad.new_zeros(len(stops), grad.shape[1])
     for part, i, j in zip(out, [0, *stops], stops, strict=False):

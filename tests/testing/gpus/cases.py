@@ -419,10 +419,12 @@ class ExpertLayer(Experts):
         return x + dt.from_experts(dt.expert_linear(h, self.down, route), route, weights)
 
 
-def experts_step(*, is_split: bool, inputs: Mapping[str, Any]) -> dt.TrainStep:
+def experts_step(
+    *, is_split: bool, inputs: Mapping[str, Any], dtype: torch.dtype = torch.float32
+) -> dt.TrainStep:
     """Return a training step of two layers of experts, split over ep or whole."""
     torch.manual_seed(0)
-    net = nn.Sequential(ExpertLayer(), ExpertLayer())
+    net = nn.Sequential(ExpertLayer(), ExpertLayer()).to(dtype)
     pins: dict[str, Any] = {"*.up": dict(ep=dt.Shard(0)), "*.down": dict(ep=dt.Shard(0))}
     model = dt.parallelize(net, dt.Mesh(ep=2), pins if is_split else {})
     return dt.train_step(model, _square, sgd(net), inputs=inputs)

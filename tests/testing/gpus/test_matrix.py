@@ -96,6 +96,13 @@ def test_layer_of_experts_waits_once_for_counts(how: str) -> None:
     assert list(found.values()) == [4], found  # 2 layers on 2 ranks
 
 
+def test_products_by_expert_in_bfloat16_wait_for_nothing() -> None:
+    """The host waits for the results alone."""
+    with without_kernels():
+        waits = waits_of(PROGRAMS["two layers of experts, experts whole, bfloat16"])
+    assert {wait.line.rpartition(":")[0] for wait in waits} <= {"daft/run/pending_results.py"}
+
+
 MUTATIONS = [each for each in mutations() if each.file in {*WIRE, "transport.py"}]
 """`make gpus` makes those of workers, checkpoints and undone runs too."""
 

@@ -68,7 +68,8 @@ def product(**placed: dt.Placement) -> Generator[Callable[[], object]]:
 @contextmanager
 def expert_layers(**given: Any) -> Generator[Callable[[], object]]:
     step = cases.experts_step(**given)
-    x = torch.randn(12, 16, generator=torch.Generator().manual_seed(1))
+    dtype = given.get("dtype", torch.float32)
+    x = torch.randn(12, 16, generator=torch.Generator().manual_seed(1)).to(dtype)
     with dt.launch(step.model.mesh, "ray", device="cuda"):
         yield lambda: float(step(x))
 
@@ -94,6 +95,9 @@ PROGRAMS: Mapping[str, Program] = {
     "two layers of experts, tokens whole": lambda: expert_layers(is_split=True, inputs={}),
     "two layers of experts, experts whole": lambda: expert_layers(
         is_split=False, inputs=dict(ep=dt.Row())
+    ),
+    "two layers of experts, experts whole, bfloat16": lambda: expert_layers(
+        is_split=False, inputs=dict(ep=dt.Row()), dtype=torch.bfloat16
     ),
     "rows to ranks and back": routed,
 }

@@ -24,7 +24,7 @@ from dtensor.numerics import dtype_name
 from dtensor.sharding.plan.cost.memory import Rows
 from dtensor.sharding.plan.cost.seconds import collectives_of
 from dtensor.sharding.plan.cost.totals import PlanTotals
-from dtensor.sharding.plan.host_waits import host_waits
+from dtensor.sharding.plan.host_waits import host_waits, run_ahead
 from dtensor.sharding.plan.record import Hint, Misaligned, PlanRecord, Region, StateWrite
 from dtensor.sharding.plan.steps import (
     Accumulate,
@@ -117,7 +117,7 @@ def render(
     if plan.schedule:
         text += ["", "schedule", *(f"  {row}" for row in plan.schedule.splitlines())]
     text += [*_regions(plan), "", *_memory(totals), "", *_communication(totals)]
-    text += [f"  on GPUs, the host {wait}" for wait in host_waits(plan)]
+    text += [f"  on GPUs, the host {wait}" for wait in (*host_waits(plan), *run_ahead(plan))]
     text += ["", *_time(totals), *hint_lines(plan)]
     return "\n".join(line.rstrip() for line in text)
 
