@@ -206,6 +206,7 @@ def test_plan_with_grad_scaler_lists_unscaled_norm() -> None:
     text = str(step.plan(x, y))
     assert "norm(6 gradients), unscaled" in text
     assert "clipped" not in text
+    assert "on GPUs, the host launches a step after the step before has ended" in text
 
 
 def test_invalid_or_disabled_grad_scaler_is_refused() -> None:

@@ -131,6 +131,25 @@ def test_plan_says_how_often_the_host_waits_for_counts() -> None:
     assert "host waits" not in str(kernels)
 
 
+@pytest.mark.parametrize(("dim", "waits"), [(None, False), (0, False), (1, True)])
+def test_plan_says_that_the_host_waits_for_offsets_without_a_kernel(
+    dim: int | None, waits: bool
+) -> None:
+    """Rows of 4 numbers are no multiple of 16 bytes. Forward and backward read offsets once."""
+    pins = {} if dim is None else {"weight": dict(ep=dt.Shard(dim))}
+    model = dt.parallelize(nn.Linear(8, 32, dtype=torch.bfloat16), dt.Mesh(ep=2), pins)
+
+    def loss(model: nn.Linear, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        experts = model.weight.view(4, 8, 8).mT
+        return torch._grouped_mm(x, experts, ends).square().mean()  # pyright: ignore
+
+    step = dt.train_step(model, loss, torch.optim.SGD(model.parameters()))
+    ends = torch.tensor([1, 3, 3, 6], dtype=torch.int32)
+    text = str(step.plan(torch.ones(6, 8, dtype=torch.bfloat16), ends))
+    line = "  on GPUs, the host waits once, for the offsets of grouped products"
+    assert (line in text.splitlines(), "host waits" in text) == (waits, waits)
+
+
 class Single(nn.Module):
     """Experts that are not stacked. Each computes all tokens."""
 
