@@ -233,8 +233,9 @@ class Engine:
                     self._handle_failure(positions[index], error)
 
     def _run_parts(self, graphs: Graphs, counter: memoryview) -> None:
-        """Run all steps, as CUDA graphs where possible: not in the first run, after a failure, or
-        if a signal must be handled."""
+        """Run all steps, as CUDA graphs where possible: not in the first run with the state at its
+        addresses, after a failure, or if a signal must be handled."""
+        graphs.begin()
         for part in graphs.parts:
             graph, first = part.graph, part.positions[0]
             if graph is None:
@@ -257,7 +258,8 @@ class Engine:
                         "Fix: dt.launch(..., graphs=False)"
                     )
                     raise fault from error
-        graphs.are_warm = graphs.are_warm or not self._poisoned_ranks
+        if not self._poisoned_ranks:
+            graphs.end()
 
     def _handle_signal(self, position: int) -> None:
         """Run the handler of a pending signal, if the run can still be undone at this position."""

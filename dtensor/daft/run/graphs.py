@@ -6,9 +6,10 @@
         part.graph.run(counter)                 # captures if necessary, and replays
 
 A graph reads and writes fixed addresses. Before a replay, inputs that move from run to run are
-copied into fixed buffers. State must have the addresses, and numbers and settings of kernels must
-have the values, that they had at the capture; otherwise the part is captured again. A message that
-starts in a part ends in it. **CUDA graphs have run on simulated GPUs only.**
+copied into fixed buffers. Numbers and settings of kernels must have the values that they had at the
+capture; otherwise the part is captured again. After a change of the state's addresses a run without
+graphs comes first: optimizers copy state that is new to them, which no replay may repeat. A message
+that starts in a part ends in it. **CUDA graphs have run on simulated GPUs only.**
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ class Part:
 
 
 class Graphs:
-    """The parts of a program. `are_warm`: a run has called all functions, so modules are loaded and
-    lazily created state exists."""
+    """The parts of a program. `are_warm`: a run without graphs has called all functions since the
+    state came to its addresses, so modules are loaded and lazily created state exists."""
 
     def __init__(
         self,
@@ -81,6 +82,7 @@ class Graphs:
         of a run; ``steps``: of the engine, by position; ``values``: of
         the current run; ``table``: the state; ``commit``: the engine's."""
         self.are_warm = False
+        self._known: list[object] = []
         self.parts: list[Part] = []
         # a copy of a value that shares the memory of a written value would not see the write
         tied = {
@@ -100,6 +102,21 @@ class Graphs:
             instructions = [instruction_at(program, program.sites[p]) for p in positions]
             waits = not program.alone and any(isinstance(i, Wait) for i in instructions)
             self.parts.append(Part(positions, graph, waits))
+
+    def begin(self) -> None:
+        """Begin a run: it runs without graphs if the state is not where the last run left it."""
+        addresses = self._addresses()
+        self.are_warm = self.are_warm and _equal(addresses, self._known)
+        if not self.are_warm:
+            self.close()
+
+    def end(self) -> None:
+        """End a run that has called all functions."""
+        if not self.are_warm:
+            self.are_warm, self._known = True, self._addresses()
+
+    def _addresses(self) -> list[object]:
+        return [x for part in self.parts if part.graph is not None for x in part.graph.addresses()]
 
     def close(self) -> None:
         """Free the memory of all graphs."""
@@ -251,24 +268,32 @@ class Graph:
         if graph is not None:
             graph.reset()
 
-    def _leaves(self) -> Iterator[tuple[Leaf, object]]:
-        """Yield the tensors and numbers in the values that the part reads from outside."""
+    def addresses(self) -> Iterator[object]:
+        """Yield where the state is that the part reads; values that are no tensors."""
         for key in self._reads:
-            tree = (self._table if key in self._state else self._values).get(key)
-            for number, value in enumerate(pytree.tree_leaves(tree)):
-                yield (key, number), value
+            if key in self._state:
+                for value in pytree.tree_leaves(self._table.get(key)):
+                    is_tensor = isinstance(value, Tensor)
+                    yield (value.data_ptr(), *_form(value), value.stride()) if is_tensor else value
+
+    def _leaves(self) -> Iterator[tuple[Leaf, object]]:
+        """Yield the tensors and numbers in the values that the part reads from outside, except
+        state."""
+        for key in self._reads:
+            if key not in self._state:
+                for number, value in enumerate(pytree.tree_leaves(self._values.get(key))):
+                    yield (key, number), value
 
     def _present_key(self) -> list[tuple[object, ...]]:
-        """Return what must be equal at the capture and at a replay."""
+        """Return what must be equal at the capture and at a replay, besides `addresses`."""
         key: list[tuple[object, ...]] = [(None, kernel_flags())]
         for leaf, value in self._leaves():
             if not isinstance(value, Tensor):
                 key.append((leaf, type(value), value))
             elif leaf in self._moving:
-                key.append((leaf, value.shape, value.dtype, value.device))
+                key.append((leaf, *_form(value)))
             else:
-                address = value.data_ptr(), value.stride()
-                key.append((leaf, value.shape, value.dtype, value.device, address))
+                key.append((leaf, *_form(value), value.data_ptr(), value.stride()))
         return key
 
     def _find_moving(self, key: Sequence[tuple[object, ...]]) -> None:
@@ -302,6 +327,7 @@ class Graph:
         values.update(self._inputs)
         before = dict(values)
         state = {key: self._table[key] for key in self._state if key in self._table}
+        addresses = list(self.addresses())
         with torch.cuda.stream(self._stream), collector_paused():
             graph.capture_begin(capture_error_mode="thread_local")
             try:
@@ -309,6 +335,8 @@ class Graph:
                     counter[0] = position
                     step()
                 self._restore_addresses(state)
+                if not _equal(list(self.addresses()), addresses):
+                    raise ValueError("It moves state to another address.")
             except BaseException:
                 with suppress(RuntimeError):  # the capture is invalid
                     graph.capture_end()
@@ -329,9 +357,7 @@ class Graph:
             if new is old:
                 continue
             if not (
-                isinstance(old, Tensor)
-                and isinstance(new, Tensor)
-                and (old.shape, old.dtype, old.device) == (new.shape, new.dtype, new.device)
+                isinstance(old, Tensor) and isinstance(new, Tensor) and _form(old) == _form(new)
             ):
                 raise ValueError(
                     f"It replaces the state {key[1]!r} of rank {key[0]} by another kind of value."
@@ -358,8 +384,12 @@ def _values_from_outside(
     return outside
 
 
+def _form(value: Tensor) -> tuple[object, ...]:
+    return value.shape, value.dtype, value.device
+
+
 def _equal(a: Sequence[object], b: Sequence[object]) -> bool:
-    """Return whether two keys are equal; values that cannot be compared are not."""
+    """Return whether two lists of keys are equal; values that cannot be compared are not."""
     try:
         return len(a) == len(b) and all(bool(x == y) for x, y in zip(a, b))
     except Exception:

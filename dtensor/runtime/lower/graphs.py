@@ -4,8 +4,8 @@
 
 A function is captured if it calls only torch's and dtensor's own code that never reads a value of
 the GPU on the host. Calls of other functions run between graphs: an op or a kernel of the user's
-(it may read a value), checks of a program that is not deferred, products by expert, and updates of
-whole parameters. `daft/run/graphs.py` captures and replays.
+(it may read a value), checks and updates of a program that is not deferred, products by expert, and
+updates of whole parameters. `daft/run/graphs.py` captures and replays.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def with_graphs(program: Program) -> Program:
 def _never_waits(function: Function, deferred: bool) -> bool:
     """Return whether the host never waits in the function. ``deferred``: the program's operands are
     checked on the device."""
-    if function.body is None or any(s.called in _WAITING_FUNCTIONS for s in function.statements):
+    waiting = _WAITING_FUNCTIONS if deferred else (*_WAITING_FUNCTIONS, "step_optimizer")
+    if function.body is None or any(s.called in waiting for s in function.statements):
         return False
     return all(_is_captured(value, deferred) for _, value in function.bindings)
 

@@ -272,8 +272,9 @@ class ShardOptimizer:
             raise TypeError(f"{self.kind.__name__} {stray}.")
         for buffer in buffers:
             buffer.store_shards()
-        for buffer in self._unaliased if is_torch_class else buffers:
-            self._alias_values(buffer)
+        for buffer in buffers:
+            if not is_torch_class or buffer in self._unaliased or self._has_host_numbers(buffer):
+                self._alias_values(buffer)
         self._unaliased = []
 
     # -- values of the rank's table ----------------------------------------------------------------
@@ -322,16 +323,16 @@ class ShardOptimizer:
         if self.probed_kind is not None:
             self._alias_probed_values(buffer, state, self.probed_kind.entries)
             return
+        device = buffer.parameter.device
+        numbers = {k: v.to(device) for k, v in state.items() if k in NUMBERS}
         for member in buffer.members:
             for key, value in self.values.get(member.name, {}).items():
                 if key == MASTER and buffer.master:
                     value.data = buffer.member_part(buffer.parameter.data, member)
+                elif key in numbers:
+                    value.data = numbers[key]
                 elif isinstance(value_of_state := state.get(key), torch.Tensor):
-                    value.data = (
-                        buffer.member_part(value_of_state, member)
-                        if key not in NUMBERS
-                        else value_of_state
-                    )
+                    value.data = buffer.member_part(value_of_state, member)
 
     def _alias_probed_values(
         self, buffer: FlatBuffer, state: Mapping[str, Any], entries: Mapping[str, StateEntry]
@@ -347,6 +348,7 @@ class ShardOptimizer:
                 continue
             number = entry is not None and entry.number
             stored = entry.to_table(entry_value) if entry is not None else entry_value
+            stored = stored.to(buffer.parameter.device)
             for member in buffer.members:
                 value = self.values.get(member.name, {}).get(key)
                 if value is not None:
@@ -534,6 +536,13 @@ class ShardOptimizer:
         self.state.update(self.optimizer.state)
         self.optimizer.state = cast(Any, self.state)
         return self.optimizer
+
+    def _has_host_numbers(self, buffer: FlatBuffer) -> bool:
+        """Return whether the state of a buffer on a GPU has numbers on the host, which steps change
+        there."""
+        parameter = buffer.parameter
+        state = self.state.get(parameter, {}) if parameter.device.type == "cuda" else {}
+        return any(state[key].device.type == "cpu" for key in NUMBERS & state.keys())
 
     def _place_numbers(self, parameter: torch.Tensor, on_device: bool) -> None:
         """Move a parameter's number entries to the device on which the class expects them. The

@@ -28,6 +28,7 @@ from dtensor.daft.run.pending_results import PendingResults
 from dtensor.daft.run.worker import Worker
 from dtensor.daft.status import Status
 from dtensor.daft.verification.pairing import Hosts
+from dtensor.private_torch import pytree
 from dtensor.testing.gpus.host import Host, here
 from dtensor.testing.gpus.nccl import Fabric
 from dtensor.testing.gpus.tensors import Simulated
@@ -100,7 +101,8 @@ class SimulatedCluster(HostedCluster):
         ]
 
     def _call_worker(self, host: int, method: Method, part: Part) -> Future[Any]:
-        return self._start_on_host(host, lambda: method(self._workers[host], *part))
+        sent = pytree.tree_map_only(torch.Tensor, torch.clone, part)  # as a message has copies
+        return self._start_on_host(host, lambda: method(self._workers[host], *sent))
 
     def _count(self, places: Places) -> int:
         return len(places)

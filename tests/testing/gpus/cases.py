@@ -22,6 +22,7 @@ from dtensor import daft
 from tests.api import generation, precision
 from tests.api import test_schedules as chains
 from tests.models import MLP, DropoutGPT, batch, loss_fn
+from tests.optimizers import Counted
 from tests.training import SIX, Run, adamw, batches, make_model, sgd
 
 Body: TypeAlias = Callable[[str], Mapping[str, Any]]
@@ -102,6 +103,26 @@ def zero(level: int, **axes: int) -> Body:
 
 def _square(model: nn.Module, x: Tensor) -> Tensor:
     return (model(x) - x).square().mean()
+
+
+def counted_in_python(model: nn.Module) -> torch.optim.Optimizer:
+    return Counted(model.parameters(), lr=1e-2)
+
+
+def loaded(device: str) -> Mapping[str, Any]:
+    """Load a checkpoint between steps: parameters and their state get other addresses."""
+    torch.manual_seed(0)
+    model = dt.parallelize(MLP(), dt.Mesh(), {})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-2)
+    step, x = dt.train_step(model, _square, optimizer), torch.ones(4, 16)
+    with dt.launch(model.mesh, device=device), tempfile.TemporaryDirectory() as folder:
+        losses = [step(x) for _ in range(3)]
+        dt.save(f"{folder}/at", model, optimizer).get()
+        losses += [step(x)]
+        dt.load(f"{folder}/at", model, optimizer)
+        losses += [step(x) for _ in range(4)]
+        numbers = [float(loss) for loss in losses]
+        return {"losses": numbers, **dt.gather_state_dict(model, optimizer)["model"]}
 
 
 def bad_data(device: str) -> Mapping[str, Any]:
@@ -592,6 +613,8 @@ def cases() -> Iterator[Case]:
         yield Case(f"zero {level} over two axes", 4, zero(level, dp=2, ep=2), 1e-4)
     yield Case("bad data", 2, bad_data)
     yield Case("checkpoint", 2, saved, 1e-4)
+    yield Case("loaded between steps", 1, loaded)
+    yield Case("steps counted in Python", 2, training("tp2", counted_in_python, steps=5))
     yield Case("eager", 2, eager)
     yield Case("two placements", 2, switched, 1e-4)
     yield Case("dropout", 2, dropout)

@@ -67,11 +67,14 @@ def test_simulated_gpu_case_matches_cpu_without_races(name: str) -> None:
     assert (seen.races, seen.early_frees) == (0, 0)
 
 
-@pytest.mark.default("schedule OneFOneB, p=2")
-@pytest.mark.parametrize(
-    "name",
-    ["bad data", "schedule OneFOneB, p=2", "train dp2_tp2", "zero 3", "experts, tokens split"],
-)
+GRAPHED = [
+    *("bad data", "schedule OneFOneB, p=2", "train dp2_tp2", "zero 3", "experts, tokens split"),
+    *("loaded between steps", "steps counted in Python"),
+]
+
+
+@pytest.mark.default("schedule OneFOneB, p=2", "loaded between steps")
+@pytest.mark.parametrize("name", GRAPHED)
 def test_simulated_gpu_case_with_graphs_matches_cpu_without_races(name: str) -> None:
     with without_kernels():
         seen = check(CASES[name], [1], graphs=True)
