@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
@@ -19,6 +21,7 @@ from torch.nn.attention import SDPBackend
 from dtensor.private_torch import OpOverload
 
 _aten = torch.ops.aten
+_sgd = _aten._fused_sgd_
 _Grads: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
 
@@ -190,6 +193,14 @@ def _layer_norm_backward(
     return tuple(None if each is None else each.to(x.dtype) for each in gradients)
 
 
+def _fused_sgd(*lists: list[Tensor], op: OpOverload, **options: Any) -> None:
+    """Update in float32: torch's kernel for CPUs leaves most 16-bit parameters unchanged."""
+    wide = [[x.float() if x.itemsize == 2 else x for x in each] for each in lists]
+    op(*wide, **options)
+    for x, y in zip(chain(*lists), chain(*wide), strict=True):
+        x.copy_(y)
+
+
 ON_CUDA: Mapping[OpOverload, Callable[..., Any]] = {
     _aten._scaled_dot_product_efficient_attention.default: _efficient,
     _aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
@@ -199,5 +210,6 @@ ON_CUDA: Mapping[OpOverload, Callable[..., Any]] = {
     _aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
     _aten.native_layer_norm.default: _layer_norm,
     _aten.native_layer_norm_backward.default: _layer_norm_backward,
+    **{op: partial(_fused_sgd, op=op) for op in (_sgd.default, _sgd.tensor_lr)},
 }
 """For each op, the function that computes it on CPU tensors."""

@@ -422,9 +422,11 @@ def trained_experts(device: str) -> Mapping[str, Any]:
     return _trained_on_tokens(dt.train_step(model, _square, optimizer), 2, device)
 
 
-def _trained_on_tokens(step: dt.TrainStep, num: int, device: str) -> Mapping[str, Any]:
+def _trained_on_tokens(
+    step: dt.TrainStep, num: int, device: str, dtype: torch.dtype = torch.float32
+) -> Mapping[str, Any]:
     """Return the losses and the weights after ``num`` steps on 12 tokens."""
-    x = torch.randn(12, 16, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(12, 16, generator=torch.Generator().manual_seed(1)).to(dtype)
     with dt.launch(step.model.mesh, backend(device), device=device):
         losses = [float(step(x)) for _ in range(num)]
         return {"losses": losses, **dt.gather_state_dict(step.model, step.optimizer)["model"]}
@@ -451,9 +453,12 @@ def experts_step(
     return dt.train_step(model, _square, sgd(net), inputs=inputs)
 
 
-def expert_layers(*, is_split: bool = True, **inputs: dt.Placement) -> Body:
+def expert_layers(
+    *, is_split: bool = True, dtype: torch.dtype = torch.float32, **inputs: dt.Placement
+) -> Body:
     def body(device: str) -> Mapping[str, Any]:
-        return _trained_on_tokens(experts_step(is_split=is_split, inputs=inputs), 3, device)
+        step = experts_step(is_split=is_split, inputs=inputs, dtype=dtype)
+        return _trained_on_tokens(step, 3, device, dtype)
 
     return body
 
@@ -637,6 +642,8 @@ def cases() -> Iterator[Case]:
     yield Case("experts, tokens split", 2, expert_layers(ep=dt.Row()), 2e-5)
     yield Case("experts, tokens whole", 2, expert_layers(), 2e-5)
     yield Case("experts whole, tokens split", 2, expert_layers(is_split=False, ep=dt.Row()), 2e-5)
+    whole = expert_layers(is_split=False, dtype=torch.bfloat16, ep=dt.Row())
+    yield Case("experts whole, bfloat16", 2, whole, 1e-2)
     for word in ("ring", "gather", "heads"):
         f32, bf16 = (split_tokens(d, dt.Zigzag(1), word) for d in (torch.float32, torch.bfloat16))
         yield Case(f"attention, {word}", 2, f32, 1e-5)

@@ -53,6 +53,7 @@ FEW = [
     "experts, tokens split",
     "experts, tokens whole",
     "experts whole, tokens split",
+    "experts whole, bfloat16",
     "attention, ring",
     "attention, gather",
     "attention, heads",
