@@ -31,7 +31,7 @@ def defer_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program, "defers", defers)
 
 
-@pytest.mark.default("tp2-label")
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["label", "op"])
 @pytest.mark.parametrize("placed", bad_data.PLACED)
 def test_failed_deferred_step_changes_nothing(placed: str, fault: str) -> None:

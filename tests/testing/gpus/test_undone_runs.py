@@ -72,6 +72,7 @@ def test_host_waits_only_for_results_of_step(name: str) -> None:
     assert sum(waits.values()) <= RANKS, waits
 
 
+@pytest.mark.slow
 def test_next_steps_are_launched_before_host_waits_for_first() -> None:
     run, data = Run.of("tp2"), batches(5)
     gpus = dt.testing.simulated_gpus(1)
