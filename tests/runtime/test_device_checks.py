@@ -297,5 +297,6 @@ def test_gpu_undoes_step_with_wrong_operand_without_wait_and_raises_words_of_cpu
     assert wanted in on_gpu[1]
     assert on_gpu[1].splitlines()[-1] == on_cpu[1].splitlines()[-1]  # the user's line
     assert "daft" in str(report.host_waits)
+    assert not [wait for wait in report.host_waits if wait.what.startswith("aten")]
     assert not [wait for wait in report.host_waits if wait.line.startswith(("sharding", "runtime"))]
     assert not report.races

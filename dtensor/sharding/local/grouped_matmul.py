@@ -134,7 +134,7 @@ def expert_products(rows: Tensor, weight: Tensor, counts: Tensor, bias: Tensor |
     """Return rows[N i] times weight[E i o], plus bias[E o], expert by expert, as [N o]. The rows of
     an expert follow the rows of the experts before it. Rows past the counts' sum are zero."""
     if rows.is_cuda and has_kernel(rows.dtype, weight.shape[1:]):
-        stops = _stops_on_device(counts, rows.shape[0])
+        stops = _stops_on_device(counts, rows)
         out = _products_on_device(rows, weight, stops, None)
         if bias is not None:
             row = torch.arange(rows.shape[0], dtype=stops.dtype, device=rows.device)
@@ -157,7 +157,7 @@ def expert_outer_products(rows: Tensor, grad: Tensor, counts: Tensor) -> Tensor:
     """Return rows[N i].T @ grad[N o] of the rows of each expert, as [E i o]; zeros for an expert
     without rows."""
     if rows.is_cuda and has_kernel(rows.dtype, (rows.shape[1], grad.shape[1])):
-        return _products_on_device(rows.t(), grad, _stops_on_device(counts, rows.shape[0]), None)
+        return _products_on_device(rows.t(), grad, _stops_on_device(counts, rows), None)
     stops = stops_of(counts, rows.shape[0])
     return _outer_products(rows.t(), grad, list(pairwise([0, *stops])))
 
@@ -170,11 +170,11 @@ def grouped_mm_backward(
     return rows_grad, grouped_mm(a.t(), grad, offsets, groups)
 
 
-def _stops_on_device(counts: Tensor, length: int) -> Tensor:
-    """Return where the rows of each expert end, as int32 on the GPU; see `stops_of`."""
-    if not was_checked(counts, ROUTED):
-        stops_of(counts, length)
-    return counts.cumsum(0, dtype=torch.int32)
+def _stops_on_device(counts: Tensor, rows: Tensor) -> Tensor:
+    """Return where the rows of each expert end, as int32 on the GPU of ``rows``; see `stops_of`."""
+    if counts.is_cuda and was_checked(counts, ROUTED):
+        return counts.cumsum(0, dtype=torch.int32)
+    return _on_device(stops_of(counts, rows.shape[0]), rows)
 
 
 def _products_on_device(a: Tensor, b: Tensor, stops: Tensor, groups: list[int] | None) -> Tensor:

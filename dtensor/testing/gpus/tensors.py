@@ -50,7 +50,8 @@ DEPEND = {
     aten.unique_dim.default, aten.unique_consecutive.default, aten.repeat_interleave.Tensor,
     aten._linalg_check_errors.default,
 }  # fmt: skip
-"""Ops that wait for values: the shape of the result depends on them, or they check values."""
+"""Ops that wait for values: the shape of the result depends on them, or they check values. With an
+``output_size`` they do not wait."""
 INDEXED = {
     aten.index.Tensor, aten.index_put.default, aten.index_put_.default,
     aten._unsafe_index.Tensor, aten._index_put_impl_.default,
@@ -186,7 +187,7 @@ def simulate(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8)
         for x in pytree.tree_leaves(args[1])
     )
-    if func in DEPEND or has_mask:
+    if (func in DEPEND and kwargs.get("output_size") is None) or has_mask:
         host_wait(str(func), gpu.stream)
         results = func(*_elems(args), **_elems(kwargs))
         return pytree.tree_map_only(Tensor, lambda x: _put_result(x, func, gpu), results)
