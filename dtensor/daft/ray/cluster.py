@@ -55,7 +55,7 @@ from dtensor.daft.ray.recovery.loaded_programs import LoadedOnHosts
 from dtensor.daft.ray.recovery.membership import HostCall, Membership
 from dtensor.daft.ray.recovery.recovery import STOPPED_S, TOGETHER_S, Recovery, answered
 from dtensor.daft.ray.transports.connect import check_routes, lost_key
-from dtensor.daft.run.engine import describe
+from dtensor.daft.run.failures import describe
 from dtensor.daft.run.worker import HostRun, Stored, Worker
 from dtensor.daft.status import Status
 from dtensor.daft.verification.pairing import Hosts, Site, instruction_at

@@ -13,8 +13,7 @@ If commits have a predicate, the device decides, and `run` returns `DeferredRun`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, assert_never, cast
@@ -24,7 +23,6 @@ import torch
 from dtensor.daft.errors import (
     CommunicationError,
     DaftError,
-    Failure,
     RunInterrupted,
     TaskError,
 )
@@ -42,14 +40,14 @@ from dtensor.daft.ir.instructions import (
     Start,
     Vote,
     Wait,
-    key_of,
 )
-from dtensor.daft.ir.program import Built, Program
-from dtensor.daft.ir.text import excerpt
+from dtensor.daft.ir.program import Built
 from dtensor.daft.remote_exceptions import RemoteException, interrupts, reason_of
 from dtensor.daft.run.device_commit import DeferredRun, DeviceCommit, Results
+from dtensor.daft.run.failures import describe, lost_device
 from dtensor.daft.run.first_uses import use_once
 from dtensor.daft.run.graphs import Graphs
+from dtensor.daft.run.local_execution import CPU, local_execution
 from dtensor.daft.run.timestamps import Stamps
 from dtensor.daft.run.transport import Pending, Transport, Undeclared, check_rows, check_value
 from dtensor.daft.undo.failed_run import (
@@ -72,8 +70,6 @@ Place: TypeAlias = tuple[Table, tuple[int, str]]
 Inputs: TypeAlias = dict[int, dict[str, object]]
 """The inputs of each rank. A run removes them, so that `Free` drops the last reference."""
 Step: TypeAlias = Callable[[], None]
-
-CPU = torch.device("cpu")
 
 
 class _Vector(Protocol):
@@ -625,20 +621,6 @@ class Engine:
         return kind(replace(failure, raised=RemoteException(shortened(error))))
 
 
-def lost_device(device: torch.device, error: BaseException) -> BaseException | None:
-    """Return the error after which this process can no longer use the GPU, or None if it still can.
-    cuBLAS and Triton raise a plain RuntimeError if the CUDA context is lost, so the stream is
-    queried too: the query does not wait, and raises a permanent error again."""
-    if isinstance(error, torch.AcceleratorError):
-        return error
-    if device.type == "cuda":
-        try:
-            torch.cuda.current_stream(device).query()
-        except RuntimeError as cuda_error:
-            return cuda_error
-    return None
-
-
 def _do_nothing() -> None:
     pass
 
@@ -659,52 +641,3 @@ def _end_of_undoable(program: HostProgram, ranks: Sequence[int]) -> dict[int, in
         rank: next((i for i, x in enumerate(instructions) if isinstance(x, Vote)), 0)
         for rank, instructions in lists.items()
     }
-
-
-def describe(
-    program: Program | HostProgram, site: Site, reason: str, line: str | None = None
-) -> Failure:
-    """Return the facts about a failed instruction. ``line``: the user's line; by default the line
-    of the instruction or of the start it waits for."""
-    rank, index = site
-    instructions = program.ranks[rank].instructions
-    instruction = instructions[index]
-    concerned = [instruction]
-    if isinstance(instruction, Wait):
-        concerned += [instructions[s] for s in starts_of_waits(instructions)[index]]
-    starts = [i for i in concerned if isinstance(i, Send | Recv | Collective)]
-    peers = sorted({peer for start in starts for peer in key_of(rank, start)[0]} - {rank})
-    return Failure(
-        rank=rank,
-        known_as=program.known_as[rank] if program.known_as else "",
-        stage=program.stage_of[rank],
-        index=index,
-        text=excerpt(instruction),
-        label=next((str(i.label) for i in concerned if i.label is not None), ""),
-        line=line or next((i.source for i in concerned if i.source), None),
-        peers=tuple(peers),
-        reason=reason,
-    )
-
-
-@contextmanager
-def local_execution(device: torch.device = CPU) -> Generator[None]:
-    """Set up torch for a program on this thread: no autograd, no autocast of the caller, and one
-    kernel thread (their number changes the bits of sums). A device such as cuda:1 becomes the
-    current device, on which Triton launches kernels."""
-    threads = torch.get_num_threads()
-    if threads != 1:
-        torch.set_num_threads(1)
-    try:
-        with ExitStack() as stack:
-            if torch.is_grad_enabled():
-                stack.enter_context(torch.no_grad())
-            for kind in ("cpu", "cuda"):
-                if torch.is_autocast_enabled(kind):
-                    stack.enter_context(torch.autocast(kind, enabled=False))
-            if device.type == "cuda" and device.index not in (None, torch.cuda.current_device()):
-                stack.enter_context(torch.cuda.device(device))
-            yield
-    finally:
-        if threads != 1:
-            torch.set_num_threads(threads)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dtensor.daft.errors import ActorLost, DaftError, Failure, TaskError
 from dtensor.daft.ir.host_program import HostProgram
+from dtensor.daft.run.device_commit import DeferredRun
 from dtensor.daft.run.engine import Engine, Inputs, Table
 from dtensor.daft.run.transport import TRANSPORTS, Meeting
 from dtensor.daft.tasks.actors import ActorInfo, Session
@@ -100,6 +101,7 @@ class LocalSession(Session):
                 results = engine.run(engine_inputs)
                 if isinstance(results, UndoneRun):
                     raise results.faults[0].error
+                assert not isinstance(results, DeferredRun), "its commits are read on the host"
             except BaseException:  # transfers may be half done: use a new engine from now on
                 self._loaded[loaded] = (frozen, self._engine(frozen))
                 raise

@@ -42,7 +42,7 @@ from dtensor.daft.remote_exceptions import (
     trace_of,
     traceback_of,
 )
-from dtensor.daft.run.engine import local_execution
+from dtensor.daft.run.local_execution import local_execution
 from dtensor.daft.tasks.values import (
     Encoded,
     MessageAllocator,
