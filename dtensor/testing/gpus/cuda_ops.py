@@ -201,6 +201,18 @@ def _fused_sgd(*lists: list[Tensor], op: OpOverload, **options: Any) -> None:
         x.copy_(y)
 
 
+def _grouped_mm(a: Tensor, b: Tensor, offsets: Tensor | None = None, *more: Any) -> Tensor:
+    """Return NaN where torch's kernel for GPUs leaves memory as it was: in products of no rows, and
+    past the last group."""
+    out = _aten._grouped_mm(a, b, offsets, *more).clone()
+    if offsets is not None and a.dim() == b.dim():
+        out[offsets.diff(prepend=offsets.new_zeros(1)) == 0] = math.nan
+    elif offsets is not None:
+        by_row = out if a.dim() == 2 else out.t()
+        by_row[int(offsets[-1]) :] = math.nan
+    return out
+
+
 ON_CUDA: Mapping[OpOverload, Callable[..., Any]] = {
     _aten._scaled_dot_product_efficient_attention.default: _efficient,
     _aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
@@ -210,6 +222,7 @@ ON_CUDA: Mapping[OpOverload, Callable[..., Any]] = {
     _aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
     _aten.native_layer_norm.default: _layer_norm,
     _aten.native_layer_norm_backward.default: _layer_norm_backward,
+    _aten._grouped_mm.default: _grouped_mm,
     **{op: partial(_fused_sgd, op=op) for op in (_sgd.default, _sgd.tensor_lr)},
 }
 """For each op, the function that computes it on CPU tensors."""
