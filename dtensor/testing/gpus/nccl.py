@@ -290,27 +290,27 @@ class Group:
     def recv(self, tensors: list[Tensor], rank: int, tag: int, /) -> Any:
         self._add("recv", tensors, rank)
 
-    def allreduce(self, tensors: list[Tensor], op: Any = dist.ReduceOp.SUM, /) -> Work | None:
+    def allreduce(self, tensors: list[Tensor], op: Any = dist.ReduceOp.SUM, /) -> Any:
         return self._collective("all_reduce", tensors, tensors, op=op)
 
-    def broadcast(self, tensor: Tensor, root: int, /) -> Work | None:
+    def broadcast(self, tensor: Tensor, root: int, /) -> Any:
         given = [tensor] if self.position == root else []
         return self._collective("broadcast", given, [tensor], root=root)
 
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], /) -> Work | None:
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], /) -> Any:
         return self._collective("all_to_all", inputs, outputs)
 
-    def _allgather_base(self, output: Tensor, input: Tensor, /) -> Work | None:
+    def _allgather_base(self, output: Tensor, input: Tensor, /) -> Any:
         assert output.numel() == self.size * input.numel()
         return self._collective("all_gather", [input], [output])
 
-    def _reduce_scatter_base(self, output: Tensor, input: Tensor, /) -> Work | None:
+    def _reduce_scatter_base(self, output: Tensor, input: Tensor, /) -> Any:
         assert input.numel() == self.size * output.numel()
         return self._collective("reduce_scatter", [input], [output], op=dist.ReduceOp.SUM)
 
     def _collective(
         self, kind: str, given: list[Tensor], made: list[Tensor], op: Any = None, root: int = 0
-    ) -> Work | None:
+    ) -> Any:
         """Add a collective to the group call, or start it if there is none. Raises ValueError for
         tensors that torch refuses."""
         own, outs = [_on_gpu(tensor) for tensor in given], [_on_gpu(tensor) for tensor in made]
