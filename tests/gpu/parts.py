@@ -35,8 +35,8 @@ PARTS = (
     Part("killed", "An actor that is killed", 300, "tests.gpu.right:killed"),
     Part("memory", "Memory, beside the plan's", 300, "tests.gpu.measured:memory"),
     Part("replicas", "Replicas after 50 steps in bfloat16", 300, "tests.gpu.right:replicas"),
-    Part("speed_kernels", "Kernels beside peers", 480, "tests.gpu.measured:speed_kernels"),
     Part("attention", "Attention by each of torch's kernels", 300, "tests.gpu.measured:attention"),
+    Part("speed_kernels", "Kernels beside peers", 480, "tests.gpu.measured:speed_kernels"),
     Part("speed_llama", "A step of a Llama beside peers", 480, "tests.gpu.measured:speed_llama"),
     Part("speed_gpt", "A step of a GPT beside peers", 480, "tests.gpu.measured:speed_gpt"),
     Part(
