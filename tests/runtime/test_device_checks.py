@@ -148,7 +148,11 @@ def test_code_that_asks_whether_an_operand_was_checked_is_not_parted_from_its_ch
         return "not compiled"
 
     compile_segments(lowered, inputs, torch.device("cuda"), compile)
-    assert pieces and not [piece for piece in pieces if "= checked(" in piece]
+    # whether both are in the piece depends on what torch runs on fake tensors of a GPU
+    with_checks = [piece for piece in pieces if "= checked(" in piece]
+    assert pieces
+    for piece in with_checks:
+        assert "= index_shard(" in piece and "_ok" not in piece.rpartition("return")[2]
 
 
 DATA = torch.rand(3, 4)
