@@ -5,14 +5,16 @@
 The first use of a kernel or of cuBLAS waits for the device (CUDA C++ Programming Guide, "Lazy
 Loading"). Within a run the device may be waiting for a peer that waits for this host: a deadlock.
 So all functions are called first, on the rank's inputs and state and with zeros for received
-values. No message is sent and no state is written (written arguments are copied). Exceptions are
-ignored here, since the run raises them again. A user's custom op therefore runs one extra time.
+values. No message is sent and no state is written: written arguments and optimizers are copied.
+Exceptions are ignored here, since the run raises them again. A user's custom op therefore runs one
+extra time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -58,15 +60,14 @@ def _call_all(
             case Call(fn=fn, inputs=names, outputs=outputs, writes=writes):
                 if not all(name in values for name in names):
                     continue
-                args = [_clone(values[n]) if n in writes else values[n] for n in names]
                 try:
-                    results = built[fn](*args)
+                    results = built[fn](*[_given(values[n], n in writes) for n in names])
                 except torch.AcceleratorError:
                     raise
                 except Exception:
                     continue
                 values.update(zip(outputs, results, strict=False))
-                del args, results
+                del results
             case Recv(outputs=names, buffer=buffer):
                 receive(names, (buffer,))
             case Collective(outputs=names, out_buffers=buffers, on_host=on_host):
@@ -80,5 +81,9 @@ def _call_all(
                 pass
 
 
-def _clone(value: object) -> object:
-    return value.clone() if isinstance(value, Tensor) else value
+def _given(value: object, is_written: bool) -> object:
+    """Return the argument of a call: a copy if the call may write it. An optimizer is copied
+    without its buffers, which share their memory with the parameters."""
+    if isinstance(value, Tensor):
+        return value.clone() if is_written else value
+    return copy(value)

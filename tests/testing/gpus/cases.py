@@ -125,6 +125,17 @@ def loaded(device: str) -> Mapping[str, Any]:
         return {"losses": numbers, **dt.gather_state_dict(model, optimizer)["model"]}
 
 
+def two_sizes(device: str) -> Mapping[str, Any]:
+    """Train on batches of two sizes: two programs update with one optimizer that has no state."""
+    torch.manual_seed(0)
+    model = dt.parallelize(MLP(), dt.Mesh(dp=2), {})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5)
+    step = dt.train_step(model, _square, optimizer, inputs=dict(dp=dt.Row()))
+    with dt.launch(model.mesh, backend(device), device=device):
+        losses = [float(step(torch.ones(size, 16))) for size in (8, 8, 4, 8)]
+        return {"losses": losses, **dt.gather_state_dict(model, optimizer)["model"]}
+
+
 def bad_data(device: str) -> Mapping[str, Any]:
     """Pass an index out of range, which undoes its own step only."""
     run, (good, other) = Run.of("tp2", make=sgd), batches(2)
@@ -620,6 +631,7 @@ def cases() -> Iterator[Case]:
     yield Case("checkpoint", 2, saved, 1e-4)
     yield Case("loaded between steps", 1, loaded)
     yield Case("steps counted in Python", 2, training("tp2", counted_in_python, steps=5))
+    yield Case("batches of two sizes", 2, two_sizes)
     yield Case("eager", 2, eager)
     yield Case("two placements", 2, switched, 1e-4)
     yield Case("dropout", 2, dropout)

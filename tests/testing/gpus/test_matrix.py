@@ -46,6 +46,7 @@ FEW = [
     "schedule DualPipeV, p=2",
     "zero 3",
     "bad data",
+    "batches of two sizes",
     "eager",
     "transfer between meshes",
     "grouped product, by expert",
@@ -60,7 +61,7 @@ FEW = [
 ]
 
 
-@pytest.mark.default("grouped product, by expert", "experts, tokens split", "attention, ring")
+@pytest.mark.default("batches of two sizes", "experts, tokens split", "attention, ring")
 @pytest.mark.parametrize("name", FEW)
 def test_simulated_gpu_case_matches_cpu_without_races(name: str) -> None:
     with without_kernels():
