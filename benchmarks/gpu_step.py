@@ -55,8 +55,8 @@ from tests.models import GPT
 RESULTS = Path(__file__).parent / "results"
 LR = 1e-4
 LOSS_RTOL = 2e-2
-"""Of 16 bits, for the first steps: that a side computes something else shows as far more, and
-roundings grow with the steps."""
+"""The tolerance of the first losses, with values of 16 bits. A side that computes something else
+differs by far more; later losses differ by more, because roundings add up."""
 
 Run = Callable[[int], list[float]]
 """Takes that many training steps; their losses."""

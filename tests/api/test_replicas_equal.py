@@ -13,14 +13,11 @@ import torch
 
 import dtensor as dt
 from dtensor.runtime.transfer.digests import digests
-from dtensor.testing.gpus.guard import CompilerMissing, install
 from tests.testing.gpus.matrix import without_kernels
+from tests.testing.gpus.needed import skip_without_compiler
 from tests.training import Run, batches, sgd
 
-try:
-    install()
-except CompilerMissing as error:
-    pytest.skip(str(error), allow_module_level=True)
+skip_without_compiler()
 
 
 @pytest.fixture(autouse=True)

@@ -9,12 +9,9 @@ import pytest
 import dtensor as dt
 from dtensor.__main__ import main
 from dtensor.kernels import built_in
-from dtensor.testing.gpus.guard import CompilerMissing, install
+from tests.testing.gpus.needed import skip_without_compiler
 
-try:
-    install()
-except CompilerMissing as error:
-    pytest.skip(str(error), allow_module_level=True)
+skip_without_compiler()
 
 
 @pytest.mark.slow

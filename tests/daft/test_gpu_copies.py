@@ -40,13 +40,10 @@ from dtensor.daft.run.transport import TRANSPORTS, Meeting
 from dtensor.daft.run.worker import HostRun, Worker
 from dtensor.daft.verification.pairing import merge_sites
 from dtensor.testing.gpus import SimulatedGpus
-from dtensor.testing.gpus.guard import CompilerMissing, install
 from tests.daft.programs import function, program
+from tests.testing.gpus.needed import skip_without_compiler
 
-try:
-    install()
-except CompilerMissing as error:
-    pytest.skip(str(error), allow_module_level=True)
+skip_without_compiler()
 
 CUDA = torch.device("cuda")
 

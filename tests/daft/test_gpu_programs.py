@@ -23,17 +23,14 @@ from dtensor.daft.ray.transports.exchange import ExchangeTransport
 from dtensor.daft.ray.transports.nccl import NcclWire
 from dtensor.daft.run.device_waits import DeviceWaits
 from dtensor.daft.run.worker import HostRun, Worker
-from dtensor.testing.gpus.guard import CompilerMissing, install
 from dtensor.testing.gpus.tensors import Simulated
 from tests.daft.explore import exhaustive
 from tests.daft.gpu_programs import disagreement, hangs, of_messages, training_step
 from tests.daft.programs import function, parts_of, program
 from tests.testing.gpus.exchanges import BUFFER
+from tests.testing.gpus.needed import skip_without_compiler
 
-try:
-    install()
-except CompilerMissing as error:
-    pytest.skip(str(error), allow_module_level=True)
+skip_without_compiler()
 
 
 def test_verifier_agrees_with_mock_nccl() -> None:

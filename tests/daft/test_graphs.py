@@ -28,14 +28,11 @@ from dtensor.daft.ir.instructions import Buffer
 from dtensor.daft.run import graphs
 from dtensor.daft.run.graphs import split
 from dtensor.testing.gpus import nccl
-from dtensor.testing.gpus.guard import CompilerMissing, install
 from dtensor.testing.gpus.torch_cuda import CUDAGraph
 from tests.daft.programs import Collectives, function, pipeline, program, same_bits
+from tests.testing.gpus.needed import skip_without_compiler
 
-try:
-    install()
-except CompilerMissing as error:
-    pytest.skip(str(error), allow_module_level=True)
+skip_without_compiler()
 
 F4 = Buffer((4,), torch.float32)
 

@@ -18,7 +18,6 @@ import torch
 from dtensor.api.step.plan_call import Planned
 from dtensor.api.store.session import MeshSession
 from dtensor.daft import Buffer, Program
-from dtensor.daft.ir.instructions import Commit
 from dtensor.errors import PlanningError
 from dtensor.frontend.source import caller_level
 from dtensor.runtime.lower.detect_nan import DetectNan
@@ -86,12 +85,7 @@ def compiled_program(
     of_optimizers = (name(n) for n in range(num_optimizers) for name in (options_name, rates_name))
     others = [SCALE, *of_optimizers]
     # numbers, such as the step, are tensors if the host reads nothing during a run
-    deferred = any(
-        isinstance(i, Commit) and i.predicate is not None
-        for rank_program in program.ranks
-        for i in rank_program.instructions
-    )
-    number: object = Buffer((), torch.int64) if deferred else 0
+    number: object = Buffer((), torch.int64) if program.is_deferred else 0
     inputs_by_rank: list[dict[str, object]] = []
     for rank, rank_program in enumerate(program.ranks):
         coordinates = session.mesh.coordinates(rank)

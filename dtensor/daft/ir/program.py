@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
 from dtensor.daft.ir.code import Body, Check, CodeLine
-from dtensor.daft.ir.instructions import Instruction
+from dtensor.daft.ir.instructions import Commit, Instruction
 from dtensor.daft.ir.text import columns, format_instruction
 from dtensor.daft.remote_exceptions import traceback_of
 from dtensor.op_names import op_packet
@@ -56,6 +56,11 @@ class RankProgram:
     def lasting(self) -> frozenset[str]:
         """The values that outlive a run: state, and inputs that the run changes."""
         return frozenset((*self.state, *self.changed))
+
+    @property
+    def is_deferred(self) -> bool:
+        """Whether a commit leaves the votes to the device (see `Commit`)."""
+        return any(isinstance(i, Commit) and i.predicate is not None for i in self.instructions)
 
     def __repr__(self) -> str:
         return f"<list of {len(self.instructions):,} instructions>"
@@ -92,6 +97,11 @@ class Program:
     def size(self) -> int:
         """The number of ranks, including those that take no part."""
         return len(self.ranks)
+
+    @property
+    def is_deferred(self) -> bool:
+        """Whether the host reads no value of the device during a run."""
+        return any(rank_program.is_deferred for rank_program in self.ranks)
 
     @property
     def members(self) -> tuple[int, ...]:

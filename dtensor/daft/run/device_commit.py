@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from dtensor.daft.ir.host_program import HostProgram
-from dtensor.daft.ir.instructions import Call, Commit, Vote
+from dtensor.daft.ir.instructions import Call, Vote
 from dtensor.daft.run.packed import Packed
 from dtensor.daft.undo.failed_run import Fault
 from dtensor.daft.verification.pairing import Site, instruction_at
@@ -76,12 +76,12 @@ class DeviceCommit:
     @staticmethod
     def of(program: HostProgram, device: torch.device) -> DeviceCommit | None:
         """Return the device's commit point of a program; None if the host reads the votes."""
+        if not any(rank_program.is_deferred for rank_program in program.ranks.values()):
+            return None
         sites: list[Site] = []
-        deferred = False
         for rank, rank_program in program.ranks.items():
             instructions = rank_program.instructions
             vote = next((i for i in instructions if isinstance(i, Vote)), None)
-            deferred |= any(isinstance(i, Commit) and i.predicate for i in instructions)
             for row in () if vote is None else vote.faults:
                 reads = (
                     index
@@ -89,7 +89,7 @@ class DeviceCommit:
                     if isinstance(call, Call) and row in call.inputs
                 )
                 sites.append((rank, next(reads)))
-        return DeviceCommit(program, device, tuple(sites)) if deferred else None
+        return DeviceCommit(program, device, tuple(sites))
 
     def begin(self) -> None:
         """Begin a run."""

@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-SMALL_BYTES = 1 << 14
-"""The largest tensor that shares its copy with others. It keeps their memory alive."""
+from dtensor.daft.run.packed import SMALL_BYTES
+
 _ALIGNED = 64  # bytes at which each small tensor begins: kernels read vectors of 16 bytes
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 SMALL_BYTES = 1 << 14
-"""The largest tensor that is packed with others."""
+"""The largest tensor that is packed with others, whose memory it keeps alive."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -317,8 +317,9 @@ READING_MODULES = frozenset(
         *("sharding.local.grouped_matmul", "runtime.lower.experts"),
     )
 )
-"""The modules of local code that reads numbers of rows on the host, unless it knows them. It is not
-compiled, because compiled code keeps no record of what is known of a tensor, and not captured."""
+"""The modules of functions that read numbers of rows on the host, unless these are recorded for the
+tensor. These functions are not compiled, because results of compiled code have no such record, and
+are not captured in CUDA graphs."""
 
 
 # -- faster functions for the same ops -------------------------------------------------------------

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from dtensor.daft import Commit, Function, Program
+from dtensor.daft import Function, Program
 from dtensor.private_torch import OpOverload
 from dtensor.runtime.lower.checks import own_conditions
 from dtensor.runtime.lower.code import READING_MODULES, overload_of
@@ -25,8 +25,7 @@ _WAITING_FUNCTIONS = ("compute_owned", "replace_state")
 
 def with_graphs(program: Program) -> Program:
     """Return the program with the names of functions that CUDA graphs may contain."""
-    instructions = (i for rank_program in program.ranks for i in rank_program.instructions)
-    deferred = any(isinstance(i, Commit) and i.predicate is not None for i in instructions)
+    deferred = program.is_deferred
     names = (name for name, fn in program.functions if _never_waits(fn, deferred))
     return replace(program, graphs=frozenset(names))
 

@@ -238,7 +238,7 @@ def _with_drops(lines: Sequence[CodeLine], dying: set[str], comment: str) -> Ite
 
 
 class _Rewriter:
-    """Rewrites the functions of a program, once those that differ only in names."""
+    """Rewrites the functions of a program; functions that differ only in names, once."""
 
     def __init__(self, functions: Sequence[tuple[str, Function]], device: torch.device) -> None:
         self.functions: dict[str, Function] = dict(functions)
@@ -276,7 +276,7 @@ class _Rewriter:
         bindings = dict(function.bindings)
         shapes_only = {name: _for_shapes(value) for name, value in bindings.items()}
         compiles = [self._run_line(line, bindings, shapes_only, values) for line in body.lines]
-        for at in reversed(range(len(compiles) - 1)):  # the next line asks what was recorded
+        for at in reversed(range(len(compiles) - 1)):  # the next line reads the record
             compiles[at] &= compiles[at + 1] or not body.lines[at].called.startswith(_RECORDING)
         parts: list[_Part] = []
         for start, end in _runs(compiles):

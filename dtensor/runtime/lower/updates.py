@@ -341,7 +341,7 @@ def _copied_bytes(
 
 def takes_rates(b: RankBuilder, number: int) -> bool:
     """Return whether the program takes the learning rates of the optimizer ``number`` on the
-    device. Kernels read them in float32, which would round those of float64 parameters."""
+    device. Kernels read rates in float32, which would round the rate of a float64 parameter."""
     updates = [step for step in updates_of(b.plan.steps) if step.number == number]
     wide = any(step.spec.dtype == torch.float64 for step in updates)
     return b.shared.deferred and not wide and all(_has_kernel(b, step) for step in updates)

@@ -39,7 +39,7 @@ _NUMBERS_AT = {"dt.expert_sum.default": 1}  # the position of the counts or offs
 
 
 def host_waits(plan: PlanRecord) -> tuple[str, ...]:
-    """Return what the host does in a step besides the wait for its results; () for most plans."""
+    """Return the values for which the host of a GPU waits within a step; () for most plans."""
     return (*_reads(plan), *_updates(plan))
 
 

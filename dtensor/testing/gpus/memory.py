@@ -24,6 +24,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from weakref import WeakValueDictionary
 
 import torch
@@ -222,7 +223,7 @@ class Memory:
             block.pool = stream.capture.pool
             block.used = pool.uses.setdefault(storage.data_ptr(), block.used)
         if nbytes:
-            act = lambda: raw.fill_(POISON)  # noqa: E731
+            act = partial(raw.fill_, POISON)
             stream.put(Kernel("poison", made.line, stream, act, is_launch=False))
             self.access(stream, [], [block.used], made)
         return elem, block

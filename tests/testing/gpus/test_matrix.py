@@ -22,7 +22,6 @@ from dtensor.daft import launch_cluster
 from dtensor.daft.ir.instructions import WORD
 from dtensor.daft.ray.transports.exchange import ExchangeTransport
 from dtensor.daft.run import engine
-from dtensor.testing.gpus.guard import CompilerMissing, install
 from dtensor.testing.gpus.world import Deadlock
 from tests.daft.programs import Collectives, pipeline, same_bits
 from tests.models import MLP
@@ -30,13 +29,11 @@ from tests.testing.gpus.cases import _square, cases
 from tests.testing.gpus.exchanges import FLAT, all_exchanges, run_ranks, starts, transport_of
 from tests.testing.gpus.matrix import check, without_kernels
 from tests.testing.gpus.mutations import WIRE, Mutation, found, implied, mutations
+from tests.testing.gpus.needed import skip_without_compiler
 from tests.testing.gpus.waits import PROGRAMS, waits_of
 from tests.training import SIX, Run, batches, sgd
 
-try:
-    install()
-except CompilerMissing as error:
-    pytest.skip(str(error), allow_module_level=True)
+skip_without_compiler()
 
 CASES = {case.name: case for case in cases()}
 FEW = [

@@ -16,13 +16,10 @@ from torch import Tensor
 
 import dtensor as dt
 import dtensor.sharding.ops.experts
-from dtensor.testing.gpus.guard import CompilerMissing, install
 from dtensor.testing.gpus.triton_kernels import written_arguments
+from tests.testing.gpus.needed import skip_without_compiler
 
-try:
-    install()
-except CompilerMissing as error:
-    pytest.skip(str(error), allow_module_level=True)
+skip_without_compiler()
 
 gpus = dt.testing.simulated_gpus
 

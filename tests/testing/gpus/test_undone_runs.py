@@ -13,17 +13,14 @@ from torch import Tensor, nn
 
 import dtensor as dt
 from dtensor.api.step.loss import Loss
-from dtensor.testing.gpus.guard import CompilerMissing, install
 from tests.api import test_bad_data as bad_data
 from tests.api import test_interrupts as interrupts
 from tests.testing.gpus.matrix import without_kernels
+from tests.testing.gpus.needed import skip_without_compiler
 from tests.testing.gpus.waits import PROGRAMS, RANKS, waits_of
 from tests.training import Run, batches
 
-try:
-    install()
-except CompilerMissing as error:
-    pytest.skip(str(error), allow_module_level=True)
+skip_without_compiler()
 
 
 def picky(x: Tensor) -> Tensor:
